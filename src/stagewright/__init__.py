@@ -1,0 +1,3 @@
+"""Stagewright plans and runs pipeline-parallel training of PyTorch models."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,46 @@
+"""Errors a user can act on: each names the rule that was broken, the value that broke it and the change to make."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class StagewrightError(Exception):
+    """Base of every error raised for something the user can change; the command line prints it and exits with 2."""
+
+
+class InputError(StagewrightError):
+    """A file, name or option that cannot be used as given."""
+
+
+class TraceError(StagewrightError):
+    """A model that cannot be turned into an operator graph."""
+
+
+class ContractError(StagewrightError):
+    """A traced graph that breaks an invariant of the graph contract."""
+
+
+class PlanError(StagewrightError):
+    """No plan satisfies the request, or a plan does not fit what it is used with."""
+
+
+class ScheduleError(StagewrightError):
+    """A program that is incomplete, misordered, misplaced or would deadlock."""
+
+
+class RunError(StagewrightError):
+    """A run that stopped: names the rank, the action and what it waited for."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint such as `` (did you mean '8x-h100'?)`` for a misspelt `word`, or an empty string.
+
+    >>> nearest("8x-h10", ["8x-h100", "8x-a100"])
+    " (did you mean '8x-h100'?)"
+    >>> nearest("zzz", ["8x-h100"])
+    ''
+    """
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean '{match[0]}'?)" if match else ""
