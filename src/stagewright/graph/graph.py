@@ -1,0 +1,157 @@
+"""The operator graph: one joint graph of forward, input-gradient and weight-gradient operators, free of torch.
+
+Everything downstream derives from it: the estimator costs it, the planner cuts it and the executor runs it.
+
+* A `Value` is a tensor; values that share a storage name the same root in `storage`.
+* A `Node` is one operator call. Its `part` says when it runs; `forward` is the id of the forward node a
+  backward node belongs to (its own id for any other node).
+* The order of `nodes` is an order of execution: first what depends on no input (static, derived), then prologue
+  and forward as the model runs them, then the backward in reverse order of the forward nodes.
+
+Gradients with respect to parameters (and values derived from one parameter alone) are not added up inside the
+graph, because the additions depend on where it is cut: `contributions` lists, in the order in which autograd
+would add them, what each use of such a value adds to its gradient. Cotangents of all other values are added by
+ordinary nodes, a relayed cotangent from later consumers being the first addend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from stagewright.graph.tensor import TensorMeta
+
+
+class Origin(StrEnum):
+    """Where a value comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    SEED = "seed"  # the cotangent of the loss
+    GRADIENT = "gradient"  # the sum of the contributions to the gradient of a parameter or derived value
+    NODE = "node"
+
+
+class Part(IntEnum):
+    """When a node runs."""
+
+    STATIC = 0  # depends on constants and unchanging buffers only: once per run, on every stage that needs it
+    DERIVED = 1  # a view, cast or elementwise map of one parameter: once per step
+    PROLOGUE = 2  # depends on inputs but on no parameter: once per microbatch, on every stage that needs it
+    FORWARD = 3
+    INPUT_GRAD = 4
+    WEIGHT_GRAD = 5
+
+
+class Ref(NamedTuple):
+    """A value used as an argument."""
+
+    value: int
+
+
+class Symbol(NamedTuple):
+    """An argument that only torch can interpret: a dtype, device, layout or memory format, by name."""
+
+    kind: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    id: int
+    meta: TensorMeta
+    storage: int
+    origin: Origin
+    name: str = ""
+    node: int = -1
+    needs_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator call; `outputs` holds a value id, or None where an output is not a tensor or is never used."""
+
+    id: int
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    part: Part
+    forward: int
+    module: str
+    ordinal: int
+    signature: int
+    draw: int = -1  # ordinal among the operators that draw random numbers, in the order of the model
+    where: str = ""  # file and line of the model's source
+
+    @property
+    def name(self) -> str:
+        """Module path and ordinal: the same for the same operator in every trace of the model."""
+        return f"{self.module}:{self.ordinal}"
+
+
+@dataclass(frozen=True)
+class OperatorGraph:
+    name: str
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    parameters: dict[str, int]  # every name a parameter has; tied names share a value
+    buffers: dict[str, int]
+    inputs: dict[str, int]
+    loss: int
+    seed: int
+    gradients: dict[int, int]  # parameter or derived value -> its GRADIENT value
+    contributions: dict[int, tuple[tuple[int, int], ...]]  # GRADIENT value -> (forward node, value) in order
+    mutations: tuple[tuple[int, int], ...] = ()  # buffer value -> value it takes after each forward
+    num_draws: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)  # microbatch, sequence, dtype, versions, tokens
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.nodes)
+
+    @cached_property
+    def body(self) -> tuple[int, ...]:
+        """Ids of the forward nodes in order: a cut at position i separates ``body[:i]`` from ``body[i:]``."""
+        return tuple(node.id for node in self.nodes if node.part is Part.FORWARD)
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Forward node id -> index in `body`."""
+        return {node: index for index, node in enumerate(self.body)}
+
+    @cached_property
+    def consumers(self) -> dict[int, tuple[int, ...]]:
+        """Value id -> ids of the nodes that use it, in order."""
+        found: dict[int, list[int]] = {}
+        for node in self.nodes:
+            for value in dict.fromkeys(node.inputs):
+                found.setdefault(value, []).append(node.id)
+        return {value: tuple(nodes) for value, nodes in found.items()}
+
+    @cached_property
+    def storage_bytes(self) -> dict[int, int]:
+        """Root value id -> bytes of its storage: the largest extent any value of that storage has."""
+        sizes: dict[int, int] = {}
+        for value in self.values:
+            sizes[value.storage] = max(sizes.get(value.storage, 0), value.meta.storage_bytes)
+        return sizes
+
+    @cached_property
+    def parameter_values(self) -> tuple[int, ...]:
+        """Distinct parameters, in order of first name; tied parameters once."""
+        return tuple(dict.fromkeys(self.parameters.values()))
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.values[value].meta.num_elements for value in self.parameter_values)
+
+    def describe(self, node: Node) -> str:
+        """A node as people should read it in an error."""
+        place = f" at {node.where}" if node.where else ""
+        return f"operator {node.op} of module '{node.module or '(model)'}'{place}"
