@@ -1,0 +1,1 @@
+"""Devices, links, nodes and the cost of their collectives; a catalog of hardware with its sources."""

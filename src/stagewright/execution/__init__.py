@@ -1,0 +1,1 @@
+"""Programs run on torch.distributed: transport, optimizer, checkpoints and measurement."""

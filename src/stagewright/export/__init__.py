@@ -1,0 +1,1 @@
+"""Plans written as configurations of other training frameworks and cluster managers."""

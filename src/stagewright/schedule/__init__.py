@@ -1,0 +1,1 @@
+"""Actions, programs and placements, and one pure function per schedule family."""

@@ -1,0 +1,1 @@
+"""The event engine that turns a program and its costs into a timeline."""
