@@ -1,0 +1,110 @@
+"""Actions: the smallest pieces of work a schedule orders, with a one-line text form that round-trips."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from stagewright.errors import ScheduleError
+
+
+class Kind(StrEnum):
+    """What an action does; the value is how it is written."""
+
+    F = "F"  # forward
+    B = "B"  # full backward: input gradient and weight gradient in one piece
+    I = "I"  # input gradient  # noqa: E741
+    W = "W"  # weight gradient
+    R = "R"  # recompute the forward's saved values
+    SEND_F = "SEND_F"  # forward value to a consumer stage on another rank
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"  # gradient back to a producer stage on another rank
+    RECV_B = "RECV_B"
+    GATHER = "GATHER"  # sharded weights of a stage made whole
+    RELEASE = "RELEASE"  # whole weights of a stage dropped
+    REDUCE = "REDUCE"  # gradients of a stage summed over data-parallel replicas
+    OFFLOAD = "OFFLOAD"  # saved values to host memory
+    FETCH = "FETCH"  # saved values back from host memory
+    STEP = "STEP"  # optimizer step of a stage
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
+TRANSFERS = SENDS | RECEIVES
+PER_STAGE = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.STEP})
+"""Kinds that concern a stage as a whole and carry no microbatch."""
+
+_NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
+_KINDS = "|".join(sorted(Kind, key=len, reverse=True))
+_PATTERN = re.compile(rf"(\d+)({_KINDS})(\d+)?(?:([<>])(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one rank.
+
+    `microbatch` is ``None`` for kinds that concern a whole stage (`PER_STAGE`). `peer` is the stage at the
+    other end of a transfer and ``None`` for every other kind. A transfer's text leaves the peer out when it
+    is the neighbour stage.
+
+    >>> Action.parse("2F0")
+    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0, peer=None)
+    >>> [str(Action.parse(text)) for text in ("0SEND_F3>1", "0SEND_F3>2", "2RECV_F3<0", "1GATHER")]
+    ['0SEND_F3', '0SEND_F3>2', '2RECV_F3<0', '1GATHER']
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        microbatch = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.kind}{microbatch}{self._peer_text()}"
+
+    def _peer_text(self) -> str:
+        if self.peer is None or self.peer == self.stage + _NEIGHBOUR[self.kind]:
+            return ""
+        return f"{'>' if self.kind in SENDS else '<'}{self.peer}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """The action written as `text`; raises `ScheduleError` when it is not one."""
+        match = _PATTERN.fullmatch(text.strip())
+        if not match:
+            raise ScheduleError(
+                f"'{text}' is not an action: write stage, kind and microbatch, e.g. 2F0 or 0SEND_F3>2"
+            )
+        stage, kind, microbatch, arrow, peer = match.groups()
+        return _checked(text, int(stage), Kind(kind), microbatch, arrow, peer)
+
+
+def transfer(kind: Kind, stage: int, microbatch: int, peer: int | None = None) -> Action:
+    """A send or receive of `stage`; `peer` defaults to the neighbour stage.
+
+    >>> str(transfer(Kind.SEND_B, 3, 1)), transfer(Kind.SEND_B, 3, 1).peer
+    ('3SEND_B1', 2)
+    """
+    return Action(kind, stage, microbatch, stage + _NEIGHBOUR[kind] if peer is None else peer)
+
+
+def _checked(
+    text: str, stage: int, kind: Kind, microbatch: str | None, arrow: str | None, peer: str | None
+) -> Action:
+    if (microbatch is None) != (kind in PER_STAGE):
+        problem = "takes no microbatch" if microbatch is not None else "needs a microbatch"
+        raise ScheduleError(f"'{text}': {kind} {problem}")
+    if kind in PER_STAGE:
+        if peer is not None:
+            raise ScheduleError(f"'{text}': only sends and receives have a peer stage")
+        return Action(kind, stage)
+    assert microbatch is not None
+    if kind not in TRANSFERS:
+        if peer is not None:
+            raise ScheduleError(f"'{text}': only sends and receives have a peer stage")
+        return Action(kind, stage, int(microbatch))
+    if arrow is not None and arrow != (">" if kind in SENDS else "<"):
+        raise ScheduleError(f"'{text}': a send names its peer with '>', a receive with '<'")
+    return transfer(kind, stage, int(microbatch), None if peer is None else int(peer))

@@ -1,0 +1,52 @@
+"""One pure function per schedule family, and the registry that finds them by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from stagewright.errors import ScheduleError, nearest
+from stagewright.schedule.families.gpipe import gpipe
+from stagewright.schedule.families.one_f_one_b import one_f_one_b
+from stagewright.schedule.program import Program
+
+FAMILIES: dict[str, Callable[..., Program]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+}
+"""Builders by name. Each takes `num_ranks`, `num_microbatches`, `num_chunks` if it places several stages on
+a rank, and options of its own as keywords."""
+
+
+def build(
+    name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, **options: Any
+) -> Program:
+    """The program of the family `name`, by default with the family's own number of stages per rank.
+
+    Raises:
+        ScheduleError: an unknown family or option, or sizes that the family cannot build.
+
+    >>> build("1f1b", 2, 2).lines()
+    ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']
+    >>> build("1f1", 2, 2)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    stagewright.errors.ScheduleError: unknown schedule '1f1' (did you mean '1f1b'?); known: ...
+    """
+    builder = FAMILIES.get(name.lower())
+    if builder is None:
+        known = ", ".join(sorted(FAMILIES))
+        raise ScheduleError(f"unknown schedule '{name}'{nearest(name.lower(), FAMILIES)}; known: {known}")
+    if num_ranks < 1:
+        raise ScheduleError(f"{name}: a pipeline needs at least one rank, not {num_ranks}")
+    accepted = inspect.signature(builder).parameters
+    for option in options:
+        if option not in accepted:
+            raise ScheduleError(f"{name} has no option '{option}'{nearest(option, accepted)}")
+    if "num_chunks" not in accepted:
+        if num_chunks not in (None, 1):
+            raise ScheduleError(f"{name} places one stage per rank: num_chunks={num_chunks} must be 1")
+        return builder(num_ranks, num_microbatches, **options)
+    if num_chunks is not None:
+        options["num_chunks"] = num_chunks
+    return builder(num_ranks, num_microbatches, **options)

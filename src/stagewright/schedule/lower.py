@@ -1,0 +1,140 @@
+"""Lowering: from what is computed to when it is sent and received."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from stagewright.errors import ScheduleError
+from stagewright.schedule.action import COMPUTE, SENDS, Action, Kind, transfer
+from stagewright.schedule.program import Program
+from stagewright.schedule.replay import Blocked, Replay
+from stagewright.schedule.tokens import Edge, Rules, What
+
+_SEND_OF = {What.VALUE_OUT: Kind.SEND_F, What.GRADIENT_OUT: Kind.SEND_B}
+_RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
+_RECEIVE_THAT_POSTS = {What.VALUE_POSTED: Kind.RECV_F, What.GRADIENT_POSTED: Kind.RECV_B}
+
+
+def insert_communication(program: Program, edges: Iterable[Edge] | None = None, *, ahead: int = 1) -> Program:
+    """`program` with the sends and receives of every value and gradient that crosses ranks.
+
+    A send follows the action that makes its value. A receive is posted `ahead` compute actions before the
+    one that uses it, so that the transfer runs under them, and earlier where a later-needed transfer was
+    sent first: each pair of ranks sends and receives in one order per direction. At one boundary receives
+    come before sends.
+
+    The result runs even if every send waits until its receive is posted: the program is replayed under that
+    rule and a receive that would block a send is moved up to where its rank stands. Moving a receive up
+    never blocks anything, and whoever is stuck without a blocked send would be stuck with unlimited buffers
+    too, so every program whose computations can run at all comes out free of deadlock.
+
+    >>> from stagewright.schedule.families import build
+    >>> print(insert_communication(build("1f1b", 2, 2)).to_text())
+    program 1f1b
+    microbatches 2
+    placement 0 1
+    0: 0F0 0RECV_B0 0SEND_F0 0F1 0RECV_B1 0SEND_F1 0B0 0B1
+    1: 1RECV_F0 1F0 1RECV_F1 1B0 1SEND_B0 1F1 1B1 1SEND_B1
+    <BLANKLINE>
+
+    Raises:
+        ScheduleError: the program already has transfers, or its computations wait for each other in a circle.
+    """
+    if program.is_lowered:
+        raise ScheduleError(
+            f"{program.name} already has sends and receives; lower its compute_only() program instead"
+        )
+    if ahead < 0:
+        raise ScheduleError(
+            f"ahead={ahead}: receives can be posted 0 or more compute actions ahead of their use"
+        )
+    rules = Rules.of(program, edges).lowered()
+    sends = [[_sends_after(action, rules) for action in actions] for actions in program.ranks]
+    receives = _receives_before(program, sends, rules, ahead)
+    lowered = program.with_ranks(map(_merged, program.ranks, receives, sends))
+    return _unblock_sends(lowered, rules.edges)
+
+
+def _sends_after(action: Action, lowered: Rules) -> list[Action]:
+    """The sends of what `action` makes for other ranks."""
+    return [
+        transfer(_SEND_OF[token.what], token.stage, token.microbatch or 0, token.peer)
+        for token in lowered.makes(action)
+        if token.what in _SEND_OF
+    ]
+
+
+def _receives_before(
+    program: Program, sends: Sequence[Sequence[list[Action]]], rules: Rules, ahead: int
+) -> list[dict[int, list[Action]]]:
+    """Per rank: index of an action -> receives posted right before it."""
+    user_index = _index_of_users(program, rules)
+    before: list[dict[int, list[Action]]] = [defaultdict(list) for _ in program.ranks]
+    for rank in range(program.num_ranks):
+        limits: dict[tuple[int, Kind], int] = {}
+        for send in reversed([send for group in sends[rank] for send in group]):
+            assert send.peer is not None and send.microbatch is not None
+            receive = transfer(_RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
+            target = program.placement.rank_of_stage[send.peer]
+            wanted = _step_back(program.ranks[target], user_index[receive], ahead)
+            index = min(wanted, limits.get((target, send.kind), wanted))
+            limits[target, send.kind] = index
+            before[target][index].append(receive)
+    return [{index: group[::-1] for index, group in groups.items()} for groups in before]
+
+
+def _index_of_users(program: Program, rules: Rules) -> dict[Action, int]:
+    """For each receive the index, on its rank, of the action that uses what is received."""
+    users = {}
+    for actions in program.ranks:
+        for index, action in enumerate(actions):
+            for token in rules.needs(action):
+                if token.what in _RECEIVE_THAT_POSTS:
+                    assert token.peer is not None
+                    kind = _RECEIVE_THAT_POSTS[token.what]
+                    users[Action(kind, token.peer, token.microbatch, token.stage)] = index
+    return users
+
+
+def _step_back(actions: Sequence[Action], index: int, ahead: int) -> int:
+    """The index of the compute action `ahead` compute actions before `index`, or of the first."""
+    while ahead and index:
+        index -= 1
+        ahead -= actions[index].kind in COMPUTE
+    return index
+
+
+def _merged(
+    actions: Sequence[Action], receives: dict[int, list[Action]], sends: Sequence[list[Action]]
+) -> list[Action]:
+    merged: list[Action] = []
+    for index, action in enumerate(actions):
+        merged += [*receives.get(index, ()), *(sends[index - 1] if index else ()), action]
+    return merged + (sends[-1] if sends else [])
+
+
+def _unblock_sends(program: Program, edges: tuple[Edge, ...]) -> Program:
+    """Move receives up until no send waits for a receive that its rank has not reached."""
+    replay = Replay(program, Rules.of(program, edges, sends_block=True))
+    while blocked := replay.run():
+        ranks = [list(actions) for actions in replay.program.ranks]
+        waiting = [rank for rank in blocked if rank.action.kind in SENDS]
+        if not waiting:
+            raise ScheduleError(f"{program.name} deadlocks:\n" + "\n".join(f"  {rank}" for rank in blocked))
+        for rank in waiting:
+            _move_up(ranks, _awaited_receive(rank), replay)
+        replay.program = program.with_ranks(ranks)
+    return replay.program
+
+
+def _awaited_receive(blocked: Blocked) -> Action:
+    send = blocked.action
+    assert send.peer is not None
+    return Action(_RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
+
+
+def _move_up(ranks: list[list[Action]], receive: Action, replay: Replay) -> None:
+    target = replay.program.placement.rank_of_stage[receive.stage]
+    ranks[target].remove(receive)
+    ranks[target].insert(replay.next_index[target], receive)

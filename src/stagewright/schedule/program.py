@@ -1,0 +1,146 @@
+"""Programs: the ordered actions of every rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from stagewright.errors import ScheduleError
+from stagewright.schedule.action import COMPUTE, TRANSFERS, Action
+from stagewright.schedule.placement import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What every rank does for one batch, in order.
+
+    >>> program = Program.from_text('''
+    ...     program tiny
+    ...     microbatches 1
+    ...     placement 0 1
+    ...     0: 0F0 0B0
+    ...     1: 1F0 1B0
+    ... ''')
+    >>> program.num_ranks, program.num_stages, [str(action) for action in program.actions(1)]
+    (2, 2, ['1F0', '1B0'])
+    >>> Program.from_text(program.to_text()) == program == Program.from_json(program.to_json())
+    True
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    ranks: tuple[tuple[Action, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def num_stages(self) -> int:
+        return self.placement.num_stages
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.ranks))
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether the program says when values are sent and received."""
+        return any(action.kind in TRANSFERS for action in self)
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        return self.ranks[rank]
+
+    def __iter__(self) -> Iterator[Action]:
+        """Every action, rank by rank."""
+        return (action for actions in self.ranks for action in actions)
+
+    def with_ranks(self, ranks: Iterable[Iterable[Action]]) -> Program:
+        """The same program with other actions."""
+        return replace(self, ranks=tuple(map(tuple, ranks)))
+
+    def compute_only(self) -> Program:
+        """The program without transfers, sharding, offloading and steps."""
+        return self.with_ranks(
+            (action for action in actions if action.kind in COMPUTE) for actions in self.ranks
+        )
+
+    def to_text(self) -> str:
+        """Lines: name, microbatches, placement, then one line of actions per rank."""
+        placement = " ".join(map(str, self.placement.rank_of_stage))
+        head = [f"program {self.name}", f"microbatches {self.num_microbatches}", f"placement {placement}"]
+        return (
+            "\n".join([*head, *(f"{rank}: {line}".rstrip() for rank, line in enumerate(self.lines()))]) + "\n"
+        )
+
+    def lines(self) -> list[str]:
+        """One line of action texts per rank."""
+        return [" ".join(map(str, actions)) for actions in self.ranks]
+
+    @classmethod
+    def from_text(cls, text: str) -> Program:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        heads = [
+            _after(word, lines, index) for index, word in enumerate(("program", "microbatches", "placement"))
+        ]
+        ranks = [_after(f"{rank}:", lines, 3 + rank).split() for rank in range(len(lines) - 3)]
+        return _assembled(heads[0], heads[2].split(), heads[1], ranks)
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain data for JSON: `name`, `num_microbatches`, `rank_of_stage`, `ranks` (lists of texts)."""
+        return {
+            "name": self.name,
+            "num_microbatches": self.num_microbatches,
+            "rank_of_stage": list(self.placement.rank_of_stage),
+            "ranks": [[str(action) for action in actions] for actions in self.ranks],
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Program:
+        try:
+            fields = [document[key] for key in ("name", "rank_of_stage", "num_microbatches", "ranks")]
+        except KeyError as missing:
+            raise ScheduleError(f"a program document needs the key {missing}") from None
+        return _assembled(*fields)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_document())
+
+    @classmethod
+    def from_json(cls, text: str) -> Program:
+        return cls.from_document(json.loads(text))
+
+
+def build_program(
+    name: str, placement: Placement, num_microbatches: int, order: Callable[[int], Iterable[Action]]
+) -> Program:
+    """The program in which rank `r` performs ``order(r)``; raises `ScheduleError` without microbatches."""
+    if num_microbatches < 1:
+        raise ScheduleError(f"{name}: a batch needs at least one microbatch, not {num_microbatches}")
+    ranks = tuple(tuple(order(rank)) for rank in range(placement.num_ranks))
+    return Program(name, placement, num_microbatches, ranks)
+
+
+def _after(word: str, lines: list[str], index: int) -> str:
+    if index >= len(lines) or not lines[index].startswith(word):
+        found = f"'{lines[index][:40]}'" if index < len(lines) else "the end"
+        raise ScheduleError(f"line {index + 1} of a program must start with '{word}', found {found}")
+    return lines[index].removeprefix(word).strip()
+
+
+def _assembled(
+    name: str, rank_of_stage: Iterable[Any], num_microbatches: Any, ranks: Iterable[Iterable[str]]
+) -> Program:
+    try:
+        placement, count = Placement(tuple(int(rank) for rank in rank_of_stage)), int(num_microbatches)
+    except ValueError as error:
+        raise ScheduleError(f"program '{name}': ranks and microbatches are whole numbers: {error}") from None
+    parsed = tuple(tuple(Action.parse(text) for text in texts) for texts in ranks)
+    if len(parsed) != placement.num_ranks:
+        raise ScheduleError(
+            f"program '{name}' lists {len(parsed)} ranks but its placement has {placement.num_ranks}"
+        )
+    return Program(name, placement, count, parsed)

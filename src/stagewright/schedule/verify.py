@@ -1,0 +1,160 @@
+"""Verification: a program that passes will run to its end and do every piece of work exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from stagewright.errors import ScheduleError
+from stagewright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from stagewright.schedule.program import Program
+from stagewright.schedule.replay import Replay
+from stagewright.schedule.tokens import Edge, Rules, Token
+
+RankPair = tuple[int, int]
+
+
+def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
+    """Return `program` if it is placed, complete, matched, ordered and free of deadlock.
+
+    A lowered program is held to a stricter rule than any transport needs: it must run even if every send
+    waited until its receive is posted, and each pair of ranks must send and receive in the same order.
+
+    Raises:
+        ScheduleError: names the rule, the action and, for a deadlock, what every rank is blocked at.
+    """
+    edges = None if edges is None else tuple(edges)
+    check_placed(program)
+    check_complete(program)
+    check_ordered(program, edges)
+    if program.is_lowered:
+        check_transfers_matched(program, edges)
+        check_transfer_order(program)
+    check_free_of_deadlock(program, edges)
+    return program
+
+
+def check_placed(program: Program) -> None:
+    """Every action is on the rank that holds its stage, and names a stage and a microbatch that exist."""
+    for rank, actions in enumerate(program.ranks):
+        for action in actions:
+            for stage in (action.stage, action.peer):
+                if stage is not None and not 0 <= stage < program.num_stages:
+                    raise ScheduleError(f"rank {rank}: {action} names stage {stage} of {program.num_stages}")
+            if action.microbatch is not None and not 0 <= action.microbatch < program.num_microbatches:
+                raise ScheduleError(
+                    f"rank {rank}: {action} names a microbatch outside 0 to {program.num_microbatches - 1}"
+                )
+            holder = program.placement.rank_of_stage[action.stage]
+            if holder != rank:
+                raise ScheduleError(
+                    f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {holder}; "
+                    "move the action or change the placement"
+                )
+
+
+def check_complete(program: Program) -> None:
+    """Every stage and microbatch has one forward, and one full backward or both halves of one."""
+    counts = Counter(
+        (action.kind, action.stage, action.microbatch) for action in program if action.kind in COMPUTE
+    )
+    for stage in range(program.num_stages):
+        for microbatch in range(program.num_microbatches):
+            f, b, i, w, r = (
+                counts[kind, stage, microbatch] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.R)
+            )
+            if f != 1:
+                raise ScheduleError(
+                    f"{Action(Kind.F, stage, microbatch)} occurs {f} times; it must occur once"
+                )
+            if (b, i, w) not in ((1, 0, 0), (0, 1, 1)):
+                raise ScheduleError(
+                    f"the backward of stage {stage}, microbatch {microbatch} has {b} B, {i} I and {w} W; "
+                    "it must be one B, or one I and one W"
+                )
+            if r > 1:
+                raise ScheduleError(f"{Action(Kind.R, stage, microbatch)} occurs {r} times; once is enough")
+
+
+def check_ordered(program: Program, edges: Iterable[Edge] | None = None) -> None:
+    """Every action comes after those of its own rank that make what it needs, before those that drop it."""
+    rules = Rules.of(program, edges)
+    for rank, actions in enumerate(program.ranks):
+        made_here = {token for action in actions for token in rules.makes(action)}
+        held: set[Token] = set()
+        for action in actions:
+            for token in rules.needs(action):
+                if token in made_here and token not in held:
+                    raise ScheduleError(
+                        f"rank {rank}: {action} needs the {token}, which does not hold there; "
+                        "it is made later on this rank or was dropped before"
+                    )
+            held.update(rules.makes(action))
+            held.difference_update(rules.drops(action))
+
+
+def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = None) -> None:
+    """Every value and gradient that crosses ranks is sent once and received once, and nothing else is."""
+    rules = Rules.of(program, edges)
+    expected = Counter(
+        transfer
+        for a, c in rules.edges
+        if rules.crosses(a, c)
+        for microbatch in range(program.num_microbatches)
+        for transfer in (
+            Action(Kind.SEND_F, a, microbatch, c),
+            Action(Kind.RECV_F, c, microbatch, a),
+            Action(Kind.SEND_B, c, microbatch, a),
+            Action(Kind.RECV_B, a, microbatch, c),
+        )
+    )
+    found = Counter(action for action in program if action.kind in SENDS | RECEIVES)
+    for action, count in (expected - found).items():
+        raise ScheduleError(
+            f"{action} is missing {count} time(s): add it, or lower the compute-only program again"
+        )
+    for action, count in (found - expected).items():
+        raise ScheduleError(
+            f"{action} occurs {count} time(s) too often: it matches no edge between stages of two ranks"
+        )
+
+
+def check_transfer_order(program: Program) -> None:
+    """For each ordered pair of ranks and each direction the sends and the receives are in the same order."""
+    sends, receives = transfer_order(program, SENDS), transfer_order(program, RECEIVES)
+    for channel in sends.keys() | receives.keys():
+        for sent, received in zip(sends.get(channel, []), receives.get(channel, []), strict=False):
+            if sent != received:
+                source, target, kind = channel
+                raise ScheduleError(
+                    f"rank {source} sends rank {target} the {kind} of stage {sent[0]} for {sent[1]}, "
+                    f"microbatch {sent[2]}, where rank {target} receives those of {received[0]} for {received[1]}, "
+                    f"microbatch {received[2]}; receive in the order of the sends"
+                )
+
+
+def transfer_order(
+    program: Program, kinds: frozenset[Kind]
+) -> dict[tuple[int, int, str], list[tuple[int, int, int]]]:
+    """Transfers of `kinds` in program order by channel: (source rank, target rank, 'values' or 'gradients').
+
+    Each transfer is (source stage, target stage, microbatch).
+    """
+    rank_of_stage = program.placement.rank_of_stage
+    channels: dict[tuple[int, int, str], list[tuple[int, int, int]]] = {}
+    for action in program:
+        if action.kind not in kinds:
+            continue
+        assert action.peer is not None and action.microbatch is not None
+        ends = (action.stage, action.peer) if action.kind in SENDS else (action.peer, action.stage)
+        what = "values" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
+        channel = (rank_of_stage[ends[0]], rank_of_stage[ends[1]], what)
+        channels.setdefault(channel, []).append((*ends, action.microbatch))
+    return channels
+
+
+def check_free_of_deadlock(program: Program, edges: Iterable[Edge] | None = None) -> None:
+    """The program runs to its end, even if every send waited for its receive to be posted."""
+    blocked = Replay(program, Rules.of(program, edges, sends_block=program.is_lowered)).run()
+    if blocked:
+        raise ScheduleError(f"{program.name} deadlocks:\n" + "\n".join(f"  {rank}" for rank in blocked))
