@@ -1,1 +1,30 @@
 """Devices, links, nodes and the cost of their collectives; a catalog of hardware with its sources."""
+
+from stagewright.cluster.cluster import Cluster, MeasuredBandwidth, NodeGroup
+from stagewright.cluster.collectives import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    broadcast_seconds,
+    reduce_scatter_seconds,
+)
+from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
+from stagewright.cluster.link import Link
+from stagewright.cluster.load import load_cluster, save_cluster
+
+__all__ = [
+    "Cluster",
+    "Device",
+    "Link",
+    "MeasuredBandwidth",
+    "NodeGroup",
+    "PerPrecision",
+    "PerPrecisionFraction",
+    "all_gather_seconds",
+    "all_reduce_seconds",
+    "all_to_all_seconds",
+    "broadcast_seconds",
+    "load_cluster",
+    "reduce_scatter_seconds",
+    "save_cluster",
+]

@@ -1,0 +1,70 @@
+"""The catalog: one TOML file per device, with the node it usually comes in; names such as `64x-h100` multiply it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from stagewright.errors import InputError, nearest
+
+_PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x-?(?P<device>.+)")
+
+
+@cache
+def device_names() -> tuple[str, ...]:
+    """Names of the devices in the catalog."""
+    folder = resources.files(__package__) / "catalog"
+    return tuple(
+        sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    )
+
+
+def catalog_node(device: str) -> dict[str, Any]:
+    """The document of one node of `device`; raises `InputError` naming the nearest device."""
+    if device not in device_names():
+        hint = nearest(device, device_names())
+        raise InputError(f"no device '{device}' in the catalog{hint}; it has {', '.join(device_names())}")
+    text = (resources.files(__package__) / "catalog" / f"{device}.toml").read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+def is_catalog_name(name: str) -> bool:
+    """Whether `name` has the form of a catalog cluster, whether or not its devices exist."""
+    return all(_PART.fullmatch(part) for part in name.lower().split("+"))
+
+
+def catalog_cluster(name: str) -> dict[str, Any]:
+    """The document of `COUNTxDEVICE`, `NODESxCOUNTxDEVICE` or several of them joined by `+`.
+
+    `COUNTx-DEVICE` fills nodes of the device's usual size, the last one as far as needed; `NODESxCOUNTx-DEVICE`
+    gives the size of the nodes. Raises `InputError` for unknown devices and for zero counts.
+    """
+    groups: list[dict[str, Any]] = []
+    for part in name.lower().split("+"):
+        match = _PART.fullmatch(part)
+        if not match:
+            raise InputError(
+                f"'{part}' is not a catalog name: write e.g. 8x-h100, 2x4x-a100-40 or 4x-v100-32+4x-t4"
+            )
+        groups += _groups(match["device"], match["nodes"], int(match["count"]), part)
+    return {"name": name, "nodes": groups}
+
+
+def _groups(device: str, nodes: str | None, count: int, part: str) -> list[dict[str, Any]]:
+    node = catalog_node(device)
+    if count == 0 or nodes == "0":
+        raise InputError(f"'{part}' has no devices: give a count of at least 1, e.g. 8x-{device}")
+    if nodes is not None:
+        return [_sized(node, int(nodes), count)]
+    full, rest = divmod(count, node["devices_per_node"])
+    sizes = [(full, node["devices_per_node"])] * (full > 0) + [(1, rest)] * (rest > 0)
+    return [_sized(node, num_nodes, size) for num_nodes, size in sizes]
+
+
+def _sized(node: dict[str, Any], num_nodes: int, size: int) -> dict[str, Any]:
+    """The node with another number of devices, which keep their share of the adapters (at least one)."""
+    num_nics = max(1, node["num_nics"] * size // node["devices_per_node"])
+    return {**node, "count": num_nodes, "devices_per_node": size, "num_nics": num_nics}

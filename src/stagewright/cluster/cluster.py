@@ -1,0 +1,180 @@
+"""Devices in nodes, nodes on a network: which link joins two ranks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from functools import cached_property
+from itertools import accumulate
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from stagewright.cluster.device import Device
+from stagewright.cluster.link import Link
+from stagewright.cluster.strict import SourcedModel
+from stagewright.errors import InputError
+
+
+class NodeGroup(SourcedModel):
+    """`count` equal nodes: `devices_per_node` devices joined by `intra_node`, `num_nics` adapters of `inter_node`."""
+
+    not_figures: ClassVar[frozenset[str]] = frozenset({"count"})
+
+    count: int = Field(1, ge=1)
+    devices_per_node: int = Field(ge=1)
+    num_nics: int = Field(ge=1)
+    device: Device
+    intra_node: Link
+    """Between two devices of the node, per device."""
+    inter_node: Link
+    """Of one network adapter."""
+
+    def __hash__(self) -> int:
+        return hash((self.count, self.devices_per_node, self.num_nics, self.device, self.intra_node))
+
+    def network_share(self, num_flows: int) -> Link:
+        """What each of `num_flows` concurrent messages leaving one node attains: no more than one adapter."""
+        return self.inter_node.shared(num_flows / self.num_nics)
+
+
+class MeasuredBandwidth(SourcedModel):
+    """Attained bandwidth of every ordered pair, row = sender, in bytes/s; the diagonal is not read.
+
+    Between `nodes` an entry is what one device attains while every device of its node sends to the other node;
+    between `ranks` it is what the pair attains, inside a node too.
+    """
+
+    not_figures: ClassVar[frozenset[str]] = frozenset({"between"})
+
+    between: Literal["nodes", "ranks"] = "nodes"
+    bandwidth: tuple[tuple[float, ...], ...]
+    latency_s: tuple[tuple[float, ...], ...] | None = None
+
+    @model_validator(mode="after")
+    def _square_and_positive(self) -> MeasuredBandwidth:
+        size = len(self.bandwidth)
+        for name, matrix, lowest in (("bandwidth", self.bandwidth, 0.0), ("latency_s", self.latency_s, -1.0)):
+            for i, row in enumerate(matrix or ()):
+                if len(row) != size or len(matrix or ()) != size:
+                    raise ValueError(
+                        f"{name} must be a square matrix: row {i} has {len(row)} of {size} entries"
+                    )
+                for j, value in enumerate(row):
+                    if i != j and value <= lowest:
+                        raise ValueError(f"{name}[{i}][{j}] = {value!r}: must be positive")
+        return self
+
+
+class Cluster(SourcedModel):
+    """Ranks 0, 1, ... number the devices node after node, in the order of `nodes`."""
+
+    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "nodes"})
+
+    name: str = Field(min_length=1)
+    nodes: tuple[NodeGroup, ...] = Field(min_length=1)
+    measured: MeasuredBandwidth | None = None
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.nodes))
+
+    @model_validator(mode="after")
+    def _measured_size(self) -> Cluster:
+        if self.measured is not None:
+            size = len(self.measured.bandwidth)
+            wanted = self.num_nodes if self.measured.between == "nodes" else self.num_devices
+            if size != wanted:
+                raise ValueError(
+                    f"measured.bandwidth has {size} rows but the cluster has {wanted} {self.measured.between}: "
+                    f"give one row and one column for each"
+                )
+        return self
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.count * group.devices_per_node for group in self.nodes)
+
+    @property
+    def num_nodes(self) -> int:
+        return sum(group.count for group in self.nodes)
+
+    @cached_property
+    def _groups_by_node(self) -> tuple[NodeGroup, ...]:
+        return tuple(group for group in self.nodes for _ in range(group.count))
+
+    @cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        """First rank of every node, then the number of ranks."""
+        return (0, *accumulate(group.devices_per_node for group in self._groups_by_node))
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """Whether every rank has the same device."""
+        return all(group.device == self.nodes[0].device for group in self.nodes)
+
+    @property
+    def device(self) -> Device:
+        """The one device of a homogeneous cluster; raises `InputError` for a mixed one (use `device_of`)."""
+        if not self.is_homogeneous:
+            names = ", ".join(dict.fromkeys(group.device.name for group in self.nodes))
+            raise InputError(
+                f"cluster '{self.name}' mixes devices ({names}): this needs equal devices; "
+                "choose a part of the cluster with one kind of device"
+            )
+        return self.nodes[0].device
+
+    def node_of(self, rank: int) -> int:
+        """The node that holds `rank`; raises `InputError` for a rank outside the cluster."""
+        if not 0 <= rank < self.num_devices:
+            raise InputError(
+                f"rank {rank} is outside cluster '{self.name}', whose ranks are 0 to {self.num_devices - 1}"
+            )
+        return bisect_right(self._first_ranks, rank) - 1
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks on `node`."""
+        return range(self._first_ranks[node], self._first_ranks[node + 1])
+
+    def group_of(self, rank: int) -> NodeGroup:
+        """The kind of node that holds `rank`."""
+        return self._groups_by_node[self.node_of(rank)]
+
+    def device_of(self, rank: int) -> Device:
+        """The device of `rank`."""
+        return self.group_of(rank).device
+
+    def link_between(self, src: int, dst: int, flows_per_node: int | None = None) -> Link:
+        """The link of a message from rank `src` to rank `dst`.
+
+        `flows_per_node` is how many messages leave (or enter) the node over its network adapters at the same time;
+        by default every device of the node sends one. A measured bandwidth, which was taken under its own load,
+        overrides the description and ignores it.
+        """
+        a, b = self.node_of(src), self.node_of(dst)
+        if a == b:
+            link = self._groups_by_node[a].intra_node
+        else:
+            ends = [self._groups_by_node[node] for node in (a, b)]
+            shares = [end.network_share(flows_per_node or end.devices_per_node) for end in ends]
+            link = shares[0].slower(shares[1])
+        return self._measured_link(link, (src, dst), (a, b))
+
+    def _measured_link(self, link: Link, ranks: tuple[int, int], nodes: tuple[int, int]) -> Link:
+        measured = self.measured
+        if measured is None:
+            return link
+        i, j = ranks if measured.between == "ranks" else nodes
+        if i == j:
+            return link
+        latency = measured.latency_s[i][j] if measured.latency_s else link.latency_s
+        return Link.model_construct(
+            latency_s=latency, bandwidth=measured.bandwidth[i][j], ring_bandwidth=None
+        )
+
+    def point_to_point_seconds(
+        self, num_bytes: float, src: int, dst: int, flows_per_node: int | None = None
+    ) -> float:
+        """Time of one message of `num_bytes` from `src` to `dst`; zero from a rank to itself.
+
+        Source and ignores: `Link.seconds`.
+        """
+        return 0.0 if src == dst else self.link_between(src, dst, flows_per_node).seconds(num_bytes)

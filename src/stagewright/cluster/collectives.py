@@ -1,0 +1,154 @@
+"""Time of collectives on a cluster: pipelined rings over the slowest edge, trees for the latency between nodes.
+
+A communicator that spans nodes moves its chunks through the node's own links and the network at the same time, so
+the slower of the two bounds it (they do not add). Every rank of a node drives its share of the network adapters.
+
+Source: ring and tree algorithms and their cost in Thakur, Rabenseifner and Gropp, "Optimization of Collective
+Communication Operations in MPICH", IJHPCA 19 (2005); the ring and double-binary-tree choice of NCCL 2.4.
+Ignores: in-network reduction (SHARP, NVLS), protocol switches of the library, contention with other communicators
+beyond the even split of the adapters, and skew of arrival.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from stagewright.cluster.cluster import Cluster
+from stagewright.cluster.link import Link
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A communicator: `size` ranks, at most `per_node` on each of `num_nodes` nodes, and its slowest edges."""
+
+    size: int
+    per_node: int
+    num_nodes: int
+    intra: Link | None
+    inter_latency_s: float
+    inter_bandwidth: float
+    """Of all ranks of a node together, over the slowest edge of the ring of nodes."""
+
+    @property
+    def ring_bandwidth(self) -> float:
+        """Bytes/s of the slowest edge of a ring that enters and leaves every node once."""
+        inside = self.intra.collective_bandwidth if self.intra else math.inf
+        return min(inside, self.inter_bandwidth)
+
+    @property
+    def intra_latency_s(self) -> float:
+        return self.intra.latency_s if self.intra else 0.0
+
+    @property
+    def ring_latency_s(self) -> float:
+        """One pass of a chunk around the ring."""
+        crossings = self.num_nodes - 1
+        return (self.size - 1 - crossings) * self.intra_latency_s + crossings * self.inter_latency_s
+
+    @property
+    def tree_latency_s(self) -> float:
+        """One pass of a chunk along a chain inside the node and up a binary tree of nodes."""
+        hops = math.ceil(math.log2(self.num_nodes))
+        return (self.per_node - 1) * self.intra_latency_s + hops * self.inter_latency_s
+
+
+def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+    by_node: dict[int, list[int]] = {}
+    for rank in ranks:
+        by_node.setdefault(cluster.node_of(rank), []).append(rank)
+    members = list(by_node.values())
+    rings = [_slowest(cluster, ring) for ring in members if len(ring) > 1]
+    intra = rings[0] if rings else None
+    for ring in rings[1:]:
+        intra = ring.slower(intra) if intra else ring
+    edges = [_edge(cluster, a, b) for a, b in _closed(members)]
+    return _Group(
+        size=len(ranks),
+        per_node=max(len(ring) for ring in members),
+        num_nodes=len(members),
+        intra=intra,
+        inter_latency_s=max((latency for latency, _ in edges), default=0.0),
+        inter_bandwidth=min((bandwidth for _, bandwidth in edges), default=math.inf),
+    )
+
+
+def _closed(items: list[_T]) -> list[tuple[_T, _T]]:
+    return [(items[i], items[(i + 1) % len(items)]) for i in range(len(items))] if len(items) > 1 else []
+
+
+def _slowest(cluster: Cluster, ring: list[int]) -> Link:
+    links = [cluster.link_between(a, b) for a, b in _closed(ring)]
+    slowest = links[0]
+    for link in links[1:]:
+        slowest = slowest.slower(link)
+    return slowest
+
+
+def _edge(cluster: Cluster, senders: list[int], receivers: list[int]) -> tuple[float, float]:
+    """Latency and total bandwidth from one node to the next, each rank driving its own flow."""
+    links = [cluster.link_between(a, b) for a, b in zip(senders, receivers, strict=False)]
+    return max(link.latency_s for link in links), sum(link.bandwidth for link in links)
+
+
+def all_gather_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
+    """Time until every rank holds the whole `num_bytes`, of which each contributes an equal part (ring).
+
+    Source and ignores: the module.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    group = _group(cluster, ranks)
+    return group.ring_latency_s + (group.size - 1) / group.size * num_bytes / group.ring_bandwidth
+
+
+def reduce_scatter_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
+    """Time until each rank holds its part of the sum of every rank's `num_bytes` (ring).
+
+    Source: the module; an all-gather with its arrows reversed. Ignores: the module's, and the additions.
+    """
+    return all_gather_seconds(cluster, num_bytes, ranks)
+
+
+def all_reduce_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
+    """Time until every rank holds the sum of every rank's `num_bytes`.
+
+    A reduce-scatter and an all-gather; between nodes the latency is that of the better of ring and tree.
+    Source: the module. Ignores: the module's, and the additions.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    group = _group(cluster, ranks)
+    latency = min(group.ring_latency_s, group.tree_latency_s)
+    return 2 * (latency + (group.size - 1) / group.size * num_bytes / group.ring_bandwidth)
+
+
+def broadcast_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
+    """Time until `num_bytes` of one rank have reached all `ranks` (a pipelined chain or tree).
+
+    Source and ignores: the module.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    group = _group(cluster, ranks)
+    return min(group.ring_latency_s, group.tree_latency_s) + num_bytes / group.ring_bandwidth
+
+
+def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
+    """Time until each rank has sent an equal part of its `num_bytes` to every rank (its own part stays).
+
+    Parts to the own node and parts to other nodes move at the same time. Source: the module (messages of the
+    logarithmic algorithm, volume of the pairwise one). Ignores: the module's, and the issue cost of each message.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    group = _group(cluster, ranks)
+    part = num_bytes / group.size
+    inside = part * (group.per_node - 1) / group.intra.collective_bandwidth if group.intra else 0.0
+    outside = part * (group.size - group.per_node) * group.per_node / group.inter_bandwidth
+    rounds = math.ceil(math.log2(group.size))
+    return rounds * max(group.intra_latency_s, group.inter_latency_s) + max(inside, outside)

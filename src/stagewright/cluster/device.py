@@ -1,0 +1,158 @@
+"""One accelerator (or one process's share of a CPU) as a cost model sees it: memory, peaks, efficiencies."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from stagewright.cluster.strict import SourcedModel, StrictModel
+from stagewright.errors import InputError
+from stagewright.units import parse_bytes
+
+_ALIASES = {
+    "float64": "fp64",
+    "float32": "fp32",
+    "tensorfloat32": "tf32",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float8_e4m3fn": "fp8",
+    "float8_e5m2": "fp8",
+}
+
+
+def precision_name(dtype: str) -> str:
+    """The short precision name of a tensor dtype.
+
+    >>> precision_name("torch.bfloat16"), precision_name("float32"), precision_name("tf32")
+    ('bf16', 'fp32', 'tf32')
+    """
+    bare = dtype.removeprefix("torch.")
+    return _ALIASES.get(bare, bare)
+
+
+def _parse_amount(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _parse_rate(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.strip().endswith("B/s"):
+        raise ValueError(
+            "write a bandwidth as a number of bytes per second or like '25 GB/s' (bytes, not bits)"
+        )
+    return parse_bytes(value.strip().removesuffix("/s"))
+
+
+Seconds = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+ByteCount = Annotated[int, Field(ge=0), BeforeValidator(_parse_amount)]
+ByteRate = Annotated[float, Field(gt=0), BeforeValidator(_parse_rate)]
+"""Bytes per second."""
+
+
+class PerPrecision(StrictModel):
+    """One figure per arithmetic precision; None where the device lacks it."""
+
+    fp64: float | None = Field(None, gt=0)
+    fp32: float | None = Field(None, gt=0)
+    tf32: float | None = Field(None, gt=0)
+    bf16: float | None = Field(None, gt=0)
+    fp16: float | None = Field(None, gt=0)
+    fp8: float | None = Field(None, gt=0)
+
+    def available(self) -> list[str]:
+        """Names of the precisions that have a figure."""
+        return [name for name, value in self if value is not None]
+
+    def get(self, dtype: str) -> float | None:
+        """The figure of `dtype` (`"bf16"`, `"bfloat16"` or `"torch.bfloat16"`), None where there is none."""
+        return getattr(self, precision_name(dtype), None)
+
+
+class PerPrecisionFraction(PerPrecision):
+    """As `PerPrecision`, each figure a fraction in (0, 1]."""
+
+    fp64: float | None = Field(None, gt=0, le=1)
+    fp32: float | None = Field(None, gt=0, le=1)
+    tf32: float | None = Field(None, gt=0, le=1)
+    bf16: float | None = Field(None, gt=0, le=1)
+    fp16: float | None = Field(None, gt=0, le=1)
+    fp8: float | None = Field(None, gt=0, le=1)
+
+
+class Device(SourcedModel):
+    """What one rank computes on. SI units; peaks are dense (no structured sparsity) and per device.
+
+    The efficiencies are the few constants that turn peaks into times, each with a physical meaning:
+
+    * `matmul_efficiency`: fraction of the peak that a matrix product reaches when it is large.
+    * `matmul_half_flop`: size (FLOP) of a product that runs at half of that rate; below it the device is not
+      filled. It stands for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
+    * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak of fused attention.
+    * `memory_efficiency`: fraction of `memory_bandwidth` that a streaming kernel attains.
+    """
+
+    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "vendor", "kind"})
+
+    name: str = Field(min_length=1)
+    vendor: str = ""
+    kind: Literal["cuda", "cpu"]
+    """The torch device type it appears as (AMD devices appear as `cuda`)."""
+    memory_bytes: Annotated[ByteCount, Field(gt=0)]
+    """What the framework can address, e.g. `torch.cuda.get_device_properties().total_memory`."""
+    memory_bandwidth: ByteRate
+    peak_flops: PerPrecision
+    """FLOP/s; a multiply-add counts as two."""
+    matmul_efficiency: PerPrecisionFraction
+    matmul_half_flop: float = Field(ge=0)
+    attention_efficiency: Fraction
+    attention_backward_efficiency: Fraction
+    memory_efficiency: Fraction
+    launch_overhead_s: Seconds
+    """Gap on the device between two dependent kernels."""
+    host_overhead_s: Seconds
+    """Time the host needs to issue one eager operator; it bounds a run of small operators."""
+    context_bytes: ByteCount
+    """Memory outside the allocator: driver context, loaded kernels."""
+    workspace_bytes: ByteCount
+    """Matrix-library workspace that the framework takes from its allocator, once per stream."""
+    reserve_fraction: float = Field(ge=0, lt=1)
+    """Fraction of the memory a plan leaves free."""
+    host_link_bandwidth: ByteRate
+    """One direction between this device and host memory, for offload."""
+    price_per_hour: float | None = Field(None, ge=0)
+    """US dollars per device."""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes, self.peak_flops))
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may let the allocator reserve: memory without the context and the reserve."""
+        return int(self.memory_bytes * (1 - self.reserve_fraction)) - self.context_bytes
+
+    def matmul_flops(self, dtype: str) -> float:
+        """FLOP/s that large matrix products reach in `dtype`; raises `InputError` where it has no such arithmetic."""
+        peak, efficiency = self.peak_flops.get(dtype), self.matmul_efficiency.get(dtype)
+        if peak is None or efficiency is None:
+            known = ", ".join(n for n in self.peak_flops.available() if self.matmul_efficiency.get(n))
+            raise InputError(
+                f"device '{self.name}' has no figures for {precision_name(dtype)} arithmetic: "
+                f"use one of {known}, or add peak_flops and matmul_efficiency to its description"
+            )
+        return peak * efficiency
+
+    def matmul_seconds(self, flop: float, dtype: str) -> float:
+        """Arithmetic time of one matrix product of `flop` FLOP: `(flop + matmul_half_flop) / matmul_flops`.
+
+        Source: the saturation curve rate(x) = r x / (x + x_half) (Hockney and Jesshope, "Parallel Computers 2",
+        1988: r_infinity and n_half). Ignores: the shape beyond its FLOP, memory traffic, launch.
+        """
+        return (flop + self.matmul_half_flop) / self.matmul_flops(dtype) if flop else 0.0
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Time of a streaming kernel that reads and writes `num_bytes` of device memory. Ignores: caches, launch."""
+        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)

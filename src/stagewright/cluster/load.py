@@ -1,0 +1,129 @@
+"""From a name or a file to a `Cluster`, with overrides; and back to a file."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stagewright.cluster.catalog import catalog_cluster, catalog_node, device_names, is_catalog_name
+from stagewright.cluster.cluster import Cluster, NodeGroup
+from stagewright.cluster.device import Device
+from stagewright.cluster.strict import validated
+from stagewright.cluster.toml import write_toml
+from stagewright.errors import InputError, nearest
+
+_SOURCED_TABLES = ("device", "intra_node", "inter_node")
+"""Tables of a node that carry `sources` of their own."""
+
+_EXAMPLES = (
+    "8x-h100",
+    "64x-h100",
+    "8x-h200",
+    "8x-b200",
+    "8x-gh200",
+    "8x-a100-80",
+    "8x-a100-40",
+    "8x-v100-32",
+)
+
+
+def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Cluster:
+    """The cluster of a catalog name (`8x-h100`, `2x4x-a100-40`, `4x-v100-32+4x-t4`) or of a TOML file.
+
+    `overrides` maps dotted keys of a node (`device.memory_bytes`, `device.peak_flops.bf16`, `inter_node.bandwidth`,
+    `num_nics`; they apply to every node) or `name` to values. Raises `InputError` naming the file, the key, the
+    value and the rule.
+    """
+    origin = str(name_or_path)
+    document = _document(name_or_path)
+    for key, value in (overrides or {}).items():
+        _override(document, key, value)
+    return validated(Cluster, document, origin)
+
+
+def save_cluster(cluster: Cluster, path: str | Path, provenance: str) -> None:
+    """Writes `cluster` as a TOML file that `load_cluster` reads back; `provenance` becomes its first comment."""
+    document = cluster.model_dump(mode="python", exclude_none=True)
+    write_toml(path, document, provenance)
+
+
+def _document(name_or_path: str | Path) -> dict[str, Any]:
+    text = str(name_or_path)
+    path = Path(name_or_path)
+    if path.is_file():
+        return _from_file(path)
+    if isinstance(name_or_path, str) and path.suffix != ".toml" and is_catalog_name(text):
+        return catalog_cluster(text)
+    if path.suffix == ".toml" or "/" in text:
+        raise InputError(f"no cluster file '{text}': check the path, or name a catalog entry such as 8x-h100")
+    known = [*_EXAMPLES, *(f"8x-{device}" for device in device_names()), *device_names()]
+    raise InputError(
+        f"no cluster '{text}'{nearest(text, known)}: give a TOML file or COUNTx-DEVICE, e.g. 8x-h100, "
+        f"with a device of {', '.join(device_names())}"
+    )
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None
+    document.setdefault("name", path.stem)
+    nodes = document.get("nodes")
+    if isinstance(nodes, list):
+        document["nodes"] = [
+            _completed(node, str(path)) if isinstance(node, dict) else node for node in nodes
+        ]
+    return document
+
+
+def _completed(node: dict[str, Any], origin: str) -> dict[str, Any]:
+    """A node whose `device` names a catalog entry takes what it leaves out from there."""
+    if not isinstance(node.get("device"), str):
+        return node
+    base = catalog_node(node["device"])
+    stated = {key: value for key, value in node.items() if key != "device"}
+    return _merged(base, stated, f"given in {origin}")
+
+
+def _merged(base: dict[str, Any], stated: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`base` with the figures of `stated`, whose source becomes `source` where they name none."""
+    merged = {**base}
+    sources = dict(base.get("sources", {}))
+    if "bandwidth" in stated and "ring_bandwidth" not in stated:
+        # A catalog's ring figure belongs to the catalog's links, not to the ones stated here.
+        merged.pop("ring_bandwidth", None)
+        sources.pop("ring_bandwidth", None)
+    for key, value in stated.items():
+        old = base.get(key)
+        if key in _SOURCED_TABLES and isinstance(value, Mapping) and isinstance(old, dict):
+            merged[key] = _merged(old, value, source)
+        elif key != "sources" and isinstance(value, Mapping) and isinstance(old, dict):
+            merged[key] = {**old, **value}
+            sources |= {f"{key}.{part}": source for part in value}
+        elif key != "sources":
+            merged[key] = value
+            if key not in NodeGroup.not_figures | Device.not_figures:
+                sources[key] = source
+    stated_sources = stated.get("sources", {})
+    merged["sources"] = (
+        {**sources, **stated_sources} if isinstance(stated_sources, Mapping) else stated_sources
+    )
+    return merged
+
+
+def _override(document: dict[str, Any], dotted: str, value: Any) -> None:
+    if dotted == "name":
+        document["name"] = value
+        return
+    stated: Any = value
+    for key in reversed(dotted.split(".")):
+        stated = {key: stated}
+    nodes = document.get("nodes")
+    if isinstance(nodes, list):
+        document["nodes"] = [
+            _merged(node, stated, "given as an override") if isinstance(node, dict) else node
+            for node in nodes
+        ]

@@ -1,0 +1,102 @@
+"""Strict input models: unknown keys name the nearest known one, and every figure can say where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from stagewright.errors import InputError, nearest
+
+
+class StrictModel(BaseModel):
+    """A frozen pydantic model that refuses unknown keys and suggests the nearest one."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            for key in data:
+                if key not in cls.model_fields:
+                    known = ", ".join(cls.model_fields)
+                    hint = nearest(str(key), cls.model_fields) or f"; the keys here are {known}"
+                    raise ValueError(f"unknown key '{key}'{hint}")
+        return data
+
+
+class SourcedModel(StrictModel):
+    """A strict model whose figures carry their provenance in a parallel `sources` table.
+
+    A key of `sources` is the name of a figure, or a dotted name inside a nested table (`peak_flops.bf16`);
+    a table's own name speaks for all its figures.
+    """
+
+    not_figures: ClassVar[frozenset[str]] = frozenset()
+
+    sources: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _sources_name_figures(self) -> SourcedModel:
+        known = set(self._figures()) | set(type(self).model_fields)
+        for key in self.sources:
+            if key not in known:
+                raise ValueError(f"sources.{key} names no figure{nearest(key, known)}")
+        return self
+
+    def _figures(self) -> Iterator[str]:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if (
+                name == "sources"
+                or name in self.not_figures
+                or value is None
+                or isinstance(value, SourcedModel)
+            ):
+                continue
+            if isinstance(value, StrictModel):
+                yield from (f"{name}.{key}" for key, item in value if item is not None)
+            else:
+                yield name
+
+    def figures(self) -> list[str]:
+        """Dotted names of all figures that this model states itself (nested sourced models state their own)."""
+        return list(self._figures())
+
+    def source_of(self, figure: str) -> str | None:
+        """Where `figure` (a name from `figures()`) comes from, or None when it is not said."""
+        return self.sources.get(figure, self.sources.get(figure.split(".")[0]))
+
+    def unsourced(self) -> list[str]:
+        """The figures that do not say where they come from."""
+        return [figure for figure in self._figures() if not self.source_of(figure)]
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def validated(model: type[ModelT], data: Any, origin: str) -> ModelT:
+    """`data` as a `model`; raises `InputError` naming `origin`, the key, the value and the rule it breaks."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise InputError(f"{origin}: " + "; ".join(_lines(error))) from None
+
+
+def _lines(error: ValidationError) -> Iterator[str]:
+    items = error.errors(include_url=False)
+    for item in items:
+        if item["type"] == "too_short" and len(items) > 1:
+            continue  # pydantic counts the refused items of a list as absent; their own errors say why
+        key = ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in item["loc"])
+        key = key.replace(".[", "[")
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "missing":
+            yield f"{key} is missing: add it"
+        elif isinstance(item["input"], dict | list | tuple | BaseModel):
+            yield f"{key}: {message}" if key else message
+        else:
+            message = message.removeprefix("Input ").replace("should", "must")
+            yield f"{key} = {item['input']!r}: {message}"
