@@ -1,0 +1,198 @@
+"""Models from a user's factory, `package.module:factory`: a module, its inputs and perhaps a loss."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.errors import InputError, StagewrightError, nearest
+from stagewright.tracing.models.losses import FactoryModel
+from stagewright.tracing.models.reference import ModelReference
+from stagewright.tracing.models.source import FactoryName, search_here, split_factory
+
+if TYPE_CHECKING:
+    from stagewright.tracing.models.build import Job
+
+_SHAPE = "return (module, inputs) or (module, inputs, loss_fn), where inputs is a tuple or dict of tensors, batch first"
+
+
+def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, dict[str, Tensor], int]:
+    """Module with loss, example inputs and tokens (or samples) per microbatch of a reference to a factory.
+
+    The factory is called with the overrides and with those of `microbatch_size`, `sequence_length` and
+    `dtype` (a `torch.dtype`) that it has parameters for. Inputs of another batch size are repeated or cut to
+    size, and a factory that takes no dtype has its module converted. Raises `InputError` naming the line.
+    """
+    name = split_factory(reference.text)
+    assert name is not None
+    factory = _function(name, reference.text)
+    arguments = _arguments(factory, reference, job)
+    try:
+        result = factory(**arguments)
+    except StagewrightError:
+        raise
+    except Exception as error:
+        raise InputError(f"factory '{reference.text}' failed at {_where(error)}: {_what(error)}") from error
+    net, inputs, loss_fn = _unpack(result, reference.text)
+    taken, named = _name_inputs(net, inputs, loss_fn, reference.text)
+    if "dtype" not in arguments:
+        net = net.to(job.torch_dtype)
+        named = {key: _cast(value, job.torch_dtype) for key, value in named.items()}
+    if "microbatch_size" not in arguments:
+        named = {
+            key: _resize(value, job.microbatch_size, key, reference.text) for key, value in named.items()
+        }
+    per_sample = job.sequence_length if "sequence_length" in arguments else 1
+    return FactoryModel(net, taken, loss_fn, reference.text), named, job.microbatch_size * per_sample
+
+
+def _function(name: FactoryName, text: str) -> Callable[..., Any]:
+    try:
+        module = _load_file(Path(name.module).expanduser()) if name.is_file else _load_module(name.module)
+    except Exception as error:
+        raise InputError(
+            f"factory '{text}' cannot be imported, at {_where(error)}: {_what(error)}; "
+            "correct it or install what it needs"
+        ) from error
+    function = getattr(module, name.function, None)
+    if function is None:
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise InputError(f"module '{name.module}' has no '{name.function}'{nearest(name.function, known)}")
+    if not callable(function):
+        raise InputError(
+            f"'{text}' is a {type(function).__name__}, not a function: name a function that can {_SHAPE}"
+        )
+    return function
+
+
+def _load_module(name: str) -> ModuleType:
+    search_here()
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    """The module in the file, which may import its neighbours, as a script may."""
+    path = path.resolve()
+    unique = f"stagewright_factory_{path.stem}_{hashlib.sha256(path.read_bytes()).hexdigest()[:8]}"
+    if unique in sys.modules:
+        return sys.modules[unique]
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[unique]
+        raise
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _arguments(factory: Callable[..., Any], reference: ModelReference, job: Job) -> dict[str, Any]:
+    parameters = inspect.signature(factory).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in reference.overrides:
+        if key not in parameters and not takes_any:
+            takes = ", ".join(parameters) or "nothing"
+            raise InputError(
+                f"factory '{reference.text}' takes no '{key}'{nearest(key, parameters)}: it takes {takes}"
+            )
+    offered = {
+        "microbatch_size": job.microbatch_size,
+        "sequence_length": job.sequence_length,
+        "dtype": job.torch_dtype,
+    }
+    return {key: value for key, value in offered.items() if key in parameters} | dict(reference.overrides)
+
+
+def _unpack(result: Any, text: str) -> tuple[nn.Module, Any, Callable[..., Any] | None]:
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise InputError(f"factory '{text}' returned {got}: {_SHAPE}")
+    net, inputs = result[:2]
+    inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
+    loss_fn = result[2] if len(result) == 3 else None
+    values = (
+        inputs.values()
+        if isinstance(inputs, Mapping)
+        else inputs
+        if isinstance(inputs, Sequence)
+        else (None,)
+    )
+    for value in values:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            raise InputError(f"factory '{text}' returned a {type(value).__name__} among its inputs: {_SHAPE}")
+    return net, inputs, loss_fn
+
+
+def _name_inputs(
+    net: nn.Module, inputs: Mapping[str, Tensor] | Sequence[Tensor], loss_fn: Any, text: str
+) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+    """Names of the inputs that `net.forward` takes, and all inputs by name; the others go to the loss."""
+    parameters = inspect.signature(net.forward).parameters
+    names = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if isinstance(inputs, Mapping):
+        named = dict(inputs)
+    else:
+        extra = [f"target_{index}" for index in range(max(0, len(inputs) - len(names)))]
+        named = dict(zip([*names, *extra], inputs, strict=False))
+    taken = tuple(key for key in named if key in names or takes_any)
+    rest = [key for key in named if key not in taken]
+    if rest and loss_fn is None:
+        takes = ", ".join(names) or "no named inputs"
+        raise InputError(
+            f"factory '{text}' returned inputs {', '.join(rest)} that its module's forward does not take "
+            f"(it takes {takes}): name them as forward does, or return a loss_fn that takes them"
+        )
+    return taken, named
+
+
+def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+def _resize(value: Tensor, size: int, key: str, text: str) -> Tensor:
+    """`value` with `size` samples, repeating or dropping its own."""
+    if value.shape[0] == size:
+        return value
+    if value.shape[0] == 0:
+        raise InputError(f"factory '{text}' returned input '{key}' without a sample: {_SHAPE}")
+    return value[torch.arange(size) % value.shape[0]].contiguous()
+
+
+def _where(error: BaseException) -> str:
+    """File and line of the innermost frame of the user's own code."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    frame = (own or frames)[-1]
+    return f"{frame.filename}, line {frame.lineno} ({frame.name})"
+
+
+def _is_library(filename: str) -> bool:
+    return (
+        filename == __file__
+        or filename.startswith("<frozen")
+        or "importlib" in filename
+        or "site-packages" in filename
+    )
+
+
+def _what(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,176 @@
+"""Transformers models from their configs, wrapped with the loss that their kind is trained with."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.models.auto import modeling_auto as auto
+
+from stagewright.errors import InputError, nearest
+from stagewright.tracing.models import losses
+from stagewright.tracing.models.overrides import DROPOUT
+from stagewright.tracing.models.reference import ModelReference
+
+if TYPE_CHECKING:
+    from stagewright.tracing.models.build import Job
+
+# In the order in which they are tried when a config names no architecture: BERT has both language models.
+_KINDS = {
+    "seq2seq": (auto.AutoModelForSeq2SeqLM, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
+    "masked": (auto.AutoModelForMaskedLM, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
+    "causal": (auto.AutoModelForCausalLM, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
+    "image": (auto.AutoModelForImageClassification, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+}
+# Keys that describe how a checkpoint is stored or run, not the model that is trained.
+_DROPPED = (
+    "quantization_config",
+    "auto_map",
+    "torch_dtype",
+    "dtype",
+    "attn_implementation",
+    "_attn_implementation",
+)
+# Keys that config classes take and store under another name.
+_ACCEPTED = ("rope_theta", "rope_scaling", "num_labels", "sliding_window_pattern", "hybrid_override_pattern")
+_DROPOUT_KEY = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
+_LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
+
+
+def build_from_config(
+    reference: ModelReference, job: Job, initialise: bool
+) -> tuple[nn.Module, dict[str, Tensor], int]:
+    """Module with loss, example inputs and tokens per microbatch of a reference of kind "config".
+
+    Weights stay unset without `initialise`, which is meant for fake tensors. Raises `InputError`.
+    """
+    config = _config(reference)
+    kind, auto_class = _kind(reference, config)
+    with contextlib.nullcontext() if initialise else no_init_weights():
+        try:
+            net = auto_class.from_config(config, dtype=job.torch_dtype)
+        except (ValueError, TypeError, ZeroDivisionError, KeyError, AttributeError, RuntimeError) as error:
+            raise InputError(
+                f"transformers cannot build '{reference.name}' from its config ({_one_line(error)}): "
+                "correct the value or the override it speaks of"
+            ) from error
+    if not initialise:
+        net.tie_weights()  # left out together with the initialisation
+    _check(reference, config, net, job)
+    if kind == "image":
+        return losses.ImageClassifier(net), _image_inputs(config, job), job.microbatch_size
+    num_tokens = job.microbatch_size * job.sequence_length
+    tokens = _tokens(config, job)
+    if kind == "masked":
+        return losses.MaskedLanguageModel(net), {"input_ids": tokens, "labels": _hidden(tokens)}, num_tokens
+    if kind == "seq2seq":
+        start = getattr(config, "decoder_start_token_id", None)
+        module = losses.SequenceToSequence(net, start if start is not None else config.pad_token_id or 0)
+        return module, {"input_ids": tokens, "labels": _tokens(config, job)}, 2 * num_tokens
+    return losses.CausalLanguageModel(net), {"input_ids": tokens}, num_tokens
+
+
+def _config(reference: ModelReference) -> PretrainedConfig:
+    assert reference.config is not None
+    values = {key: value for key, value in reference.config.items() if key not in _DROPPED}
+    model_type = values.pop("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise InputError(
+            f"transformers knows no model_type '{model_type}'{nearest(model_type, CONFIG_MAPPING)}: "
+            "correct it in the config, update transformers, or hand in the model as package.module:factory"
+        )
+    _refuse_unknown(reference, CONFIG_MAPPING[model_type])
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # validators of config classes raise many types, all about the values given
+        raise InputError(
+            f"the config of '{reference.name}' is refused by transformers: {_one_line(error)}"
+        ) from error
+    if DROPOUT in reference.overrides:
+        _set_dropout(config, reference.overrides[DROPOUT])
+    return config
+
+
+def _refuse_unknown(reference: ModelReference, config_class: type[PretrainedConfig]) -> None:
+    """Overrides of keys that neither the config file nor the config class knows are misspelt."""
+    if not reference.unconfirmed:
+        return
+    mentioned = set(reference.config or ()) - reference.unconfirmed
+    known = {*config_class().to_dict(), *config_class.attribute_map, *_ACCEPTED, *mentioned, DROPOUT}
+    for key in sorted(reference.unconfirmed - known):
+        raise InputError(
+            f"a {config_class.model_type} config has no key '{key}'{nearest(key, known)}: "
+            "an override replaces a key of the model's config"
+        )
+
+
+def _set_dropout(config: PretrainedConfig, probability: Any) -> None:
+    if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability < 1:
+        raise InputError(f"dropout is {probability!r}: give a probability from 0 to below 1")
+    for key, value in vars(config).items():
+        if _DROPOUT_KEY.search(key) and isinstance(value, int | float) and not isinstance(value, bool):
+            setattr(config, key, float(probability))
+
+
+def _kind(reference: ModelReference, config: PretrainedConfig) -> tuple[str, Any]:
+    named = [str(name) for name in (reference.config or {}).get("architectures") or ()]
+    for kind, (auto_class, mapping) in _KINDS.items():
+        if any(name in _class_names(mapping, config) for name in named):
+            return kind, auto_class
+    if not named or not any("For" in name or "Head" in name for name in named):
+        for kind, (auto_class, mapping) in _KINDS.items():
+            if config.model_type in mapping and (kind != "seq2seq" or config.is_encoder_decoder):
+                return kind, auto_class
+    what = f"architecture {', '.join(named)}" if named else f"model_type '{config.model_type}'"
+    raise InputError(
+        f"no loss is known for {what}: use a causal, masked or sequence-to-sequence language model or an "
+        "image classifier, or hand the model in as package.module:factory with its own loss"
+    )
+
+
+def _class_names(mapping: Mapping[str, Any], config: PretrainedConfig) -> tuple[str, ...]:
+    names = mapping.get(config.model_type, ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _check(reference: ModelReference, config: PretrainedConfig, net: nn.Module, job: Job) -> None:
+    if job.dtype == "float64" and any(hasattr(module, "is_transposed") for module in net.modules()):
+        raise InputError(
+            f"'{reference.name}' has experts, whose grouped matrix product has no float64 kernel: "
+            "use dtype float32 or bfloat16"
+        )
+    for path, module in net.named_modules():
+        if _LEARNED_POSITIONS.search(path) and isinstance(module, nn.Embedding):
+            longest = module.num_embeddings
+            if longest < job.sequence_length and hasattr(config, "vocab_size"):
+                raise InputError(
+                    f"sequence length {job.sequence_length} exceeds the {longest} learned positions of "
+                    f"'{reference.name}': shorten it or override max_position_embeddings"
+                )
+
+
+def _tokens(config: PretrainedConfig, job: Job) -> Tensor:
+    return torch.randint(0, config.get_text_config().vocab_size, (job.microbatch_size, job.sequence_length))
+
+
+def _hidden(tokens: Tensor) -> Tensor:
+    """The tokens to predict: 15 % of the positions, as in BERT's pre-training."""
+    return torch.where(torch.rand(tokens.shape) < 0.15, tokens, losses.IGNORED)
+
+
+def _image_inputs(config: PretrainedConfig, job: Job) -> dict[str, Tensor]:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    shape = (job.microbatch_size, config.num_channels, height, width)
+    labels = torch.randint(0, config.num_labels or 2, (job.microbatch_size,))
+    return {"pixel_values": torch.randn(shape, dtype=job.torch_dtype), "labels": labels}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

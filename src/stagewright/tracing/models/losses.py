@@ -1,0 +1,137 @@
+"""Modules that end in a scalar loss: one per kind of transformers model, and one around a factory's module.
+
+The wrapped model is always the attribute `net`, so that parameter names are `net.` and the model's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stagewright.errors import InputError
+
+IGNORED = -100
+"""Label of a position that takes no part in the loss."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean negative log-likelihood of `labels` (...) under `logits` (..., classes), in at least float32."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+
+
+class CausalLanguageModel(nn.Module):
+    """Predicts each next token of `input_ids` (batch, sequence)."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        with _tracing():
+            output = self.net(input_ids=input_ids, use_cache=False)
+        # Shifting labels instead of logits spares a copy of the largest tensor of the model.
+        labels = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
+        return _with_auxiliary_loss(cross_entropy(output.logits, labels), output, self.net)
+
+
+class MaskedLanguageModel(nn.Module):
+    """Predicts `labels` (batch, sequence) from `input_ids`; -100 marks positions that are not asked for."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        with _tracing():
+            output = self.net(input_ids=input_ids)
+        return cross_entropy(output.logits, labels)
+
+
+class SequenceToSequence(nn.Module):
+    """Encodes `input_ids` (batch, source) and predicts `labels` (batch, target) from those before each."""
+
+    def __init__(self, net: nn.Module, start_token: int) -> None:
+        super().__init__()
+        self.net = net
+        self.start_token = start_token
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        decoder_input_ids = functional.pad(labels[:, :-1], (1, 0), value=self.start_token)
+        with _tracing():
+            output = self.net(input_ids=input_ids, decoder_input_ids=decoder_input_ids, use_cache=False)
+        return _with_auxiliary_loss(cross_entropy(output.logits, labels), output, self.net)
+
+
+class ImageClassifier(nn.Module):
+    """Predicts `labels` (batch) from `pixel_values` (batch, channels, height, width)."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        with _tracing():
+            output = self.net(pixel_values=pixel_values)
+        return cross_entropy(output.logits, labels)
+
+
+class FactoryModel(nn.Module):
+    """A user's module with its loss: `loss_fn(net(**taken), *rest)`, or the module's own scalar without one.
+
+    `taken` are the inputs that the module's `forward` names, `rest` the others, such as targets.
+    """
+
+    def __init__(
+        self, net: nn.Module, taken: tuple[str, ...], loss_fn: Callable[..., Any] | None, name: str
+    ) -> None:
+        super().__init__()
+        self.net = net
+        self.taken = taken
+        self.loss_fn = loss_fn
+        self.name = name
+
+    def forward(self, **inputs: Tensor) -> Tensor:
+        rest = [value for key, value in inputs.items() if key not in self.taken]
+        with _tracing():
+            loss = self.net(**{key: inputs[key] for key in self.taken})
+            if self.loss_fn is not None:
+                loss = self.loss_fn(loss, *rest)
+        if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+            return loss
+        maker = "its loss_fn" if self.loss_fn is not None else "its module"
+        raise InputError(
+            f"factory '{self.name}': {maker} returned {_describe(loss)}, not a scalar floating-point loss: "
+            "return (module, inputs, loss_fn) where loss_fn(output, *targets) gives one, e.g. ends in .mean()"
+        )
+
+
+def _tracing():
+    # Imported on first use: a factory's model may need no transformers, and importing it takes seconds.
+    import sys
+    from contextlib import nullcontext
+
+    if "transformers" not in sys.modules:
+        return nullcontext()
+    from stagewright.tracing.models.transformers_patches import trace_as_run
+
+    return trace_as_run()
+
+
+def _with_auxiliary_loss(loss: Tensor, output: Any, net: nn.Module) -> Tensor:
+    """`loss` plus the router's balancing loss, where the config asks for it by `output_router_logits`."""
+    auxiliary = getattr(output, "aux_loss", None)
+    if auxiliary is None:
+        return loss
+    return loss + getattr(net, "router_aux_loss_coef", 1.0) * auxiliary
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,153 @@
+"""What a MODEL argument refers to: a bundled config, a `config.json`, a Hugging Face id or a factory.
+
+Nothing here imports torch or transformers, so a plan that is already traced is found again in milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from stagewright.errors import InputError, nearest
+from stagewright.tracing.models.hub import hub_config
+from stagewright.tracing.models.overrides import apply_overrides
+from stagewright.tracing.models.source import factory_source, split_factory
+
+_NOT_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class ModelReference:
+    """A model the user named, resolved as far as is possible without torch.
+
+    `config` is the content of the config.json with `overrides` in place (None for a factory, which receives
+    them as keyword arguments); `weights` is the directory of `*.safetensors` files that lie beside the
+    config; `digest` is a SHA-256 over everything that determines the model's structure; `unconfirmed` are the
+    overridden keys that the config does not mention, which only the model's config class can judge.
+    """
+
+    text: str
+    kind: Literal["config", "factory"]
+    config: Mapping[str, Any] | None
+    name: str
+    weights: Path | None
+    digest: str
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    unconfirmed: frozenset[str] = frozenset()
+
+
+def bundled_names() -> list[str]:
+    """Names of the configs that ship with Stagewright, sorted.
+
+    >>> "llama-3-8b" in bundled_names()
+    True
+    """
+    return sorted(
+        path.name.removesuffix(".json") for path in _bundled().iterdir() if path.name.endswith(".json")
+    )
+
+
+def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelReference:
+    """The model that `text` names: `package.module:factory`, `file.py:factory`, a bundled name, a config.json
+    or its directory, or a Hugging Face id; in this order.
+
+    `overrides` replaces keys of the config (`{"num_hidden_layers": 2}`; `dropout` stands for every dropout
+    probability) or is passed to the factory. Raises `InputError` when nothing fits or a file is malformed.
+
+    >>> resolve("llama-3-8b", {"num_hidden_layers": 2}).config["num_hidden_layers"]
+    2
+    """
+    overrides = dict(overrides or {})
+    if (parts := split_factory(text)) is not None:
+        source = factory_source(text)
+        digest = _digest([f"{parts.module}:{parts.function}", source, overrides])
+        return ModelReference(text, "factory", None, parts.function, None, digest, overrides)
+    name, path, config = _find_config(text)
+    changed = apply_overrides(config, overrides)
+    unconfirmed = frozenset(changed) - frozenset(config)
+    weights = path.parent if path is not None and any(path.parent.glob("*.safetensors")) else None
+    structure = {key: value for key, value in changed.items() if key not in _NOT_STRUCTURE}
+    digest = _digest([structure, overrides])
+    return ModelReference(text, "config", changed, name, weights, digest, overrides, unconfirmed)
+
+
+def _find_config(text: str) -> tuple[str, Path | None, dict[str, Any]]:
+    """Short name, path (None for bundled configs) and content of the config that `text` names."""
+    if text in bundled_names():
+        content = (_bundled() / f"{text}.json").read_text(encoding="utf-8")
+        return text, None, _parse(content, f"bundled config '{text}'")
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise InputError(
+                f"directory '{text}' holds no config.json: "
+                "name a Hugging Face model directory or the config file itself"
+            )
+    if path.is_file():
+        name = path.resolve().parent.name if path.name == "config.json" else path.stem
+        return name, path, _parse(_read(path), str(path))
+    if _HUB_ID.fullmatch(text) and not text.endswith((".json", ".py")) and not text.startswith("."):
+        path = hub_config(text, bundled_names())
+        return text.rsplit("/", 1)[1], path, _parse(_read(path), f"{text}/config.json")
+    raise InputError(_not_found(text))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} is not UTF-8 text (byte {error.start}): name the model's config.json, not its weights"
+        ) from None
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+
+
+def _parse(content: str, origin: str) -> dict[str, Any]:
+    try:
+        config = json.loads(content)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"{origin} is not valid JSON at line {error.lineno}, column {error.colno} ({error.msg}): "
+            "correct it there or export the config again with config.save_pretrained()"
+        ) from None
+    if not isinstance(config, dict):
+        raise InputError(
+            f"{origin} holds a JSON {type(config).__name__}, not an object: give a Hugging Face config.json"
+        )
+    if not isinstance(config.get("model_type"), str):
+        raise InputError(
+            f"{origin} has no 'model_type', which says what kind of model it describes: "
+            'add one, e.g. "model_type": "llama"'
+        )
+    return config
+
+
+def _not_found(text: str) -> str:
+    if text.endswith((".json", "/")) or text.startswith((".", "/", "~")):
+        return (
+            f"there is no file or directory '{text}': check the path (the current directory is {Path.cwd()})"
+        )
+    hint = nearest(text, bundled_names())
+    listing = "" if hint else f"; bundled configs are {', '.join(bundled_names())}"
+    return (
+        f"'{text}' is no bundled config{hint} and no existing path, and has neither the form of a "
+        f"Hugging Face id (owner/name) nor that of a factory (package.module:factory){listing}"
+    )
+
+
+def _digest(content: object) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _bundled():
+    return resources.files("stagewright.tracing.models") / "configs"

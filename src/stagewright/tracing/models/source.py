@@ -1,0 +1,74 @@
+"""Where the source of a model factory lies, found without running it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagewright.errors import InputError
+
+_FACTORY = re.compile(r"(?P<module>.+):(?P<function>[A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class FactoryName:
+    """The two halves of `package.module:factory` or `path/to/file.py:factory`."""
+
+    module: str
+    function: str
+
+    @property
+    def is_file(self) -> bool:
+        return self.module.endswith(".py")
+
+
+def split_factory(text: str) -> FactoryName | None:
+    """The factory that `text` names, or None when it names none.
+
+    >>> split_factory("nets/unet.py:build")
+    FactoryName(module='nets/unet.py', function='build')
+    >>> split_factory("llama-3-8b")
+    """
+    match = _FACTORY.fullmatch(text)
+    return FactoryName(match["module"], match["function"]) if match else None
+
+
+def search_here() -> None:
+    """Let imports see the working directory, as `python -m` does; a console script's path leaves it out."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
+def factory_source(text: str) -> str:
+    """Content of the file that defines the factory; raises `InputError` when there is no such file."""
+    name = split_factory(text)
+    if name is None:
+        raise InputError(f"'{text}' is not of the form package.module:factory or path/to/file.py:factory")
+    if name.is_file:
+        path = Path(name.module).expanduser()
+        if not path.is_file():
+            raise InputError(
+                f"there is no file '{name.module}' to take '{name.function}' from: check the path"
+            )
+        return path.read_text(encoding="utf-8")
+    search_here()
+    try:
+        found = importlib.util.find_spec(name.module)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise InputError(f"module '{name.module}' cannot be found ({error}): {_fix(name)}") from None
+    if found is None:
+        raise InputError(f"module '{name.module}' cannot be found: {_fix(name)}")
+    return (
+        Path(found.origin).read_text(encoding="utf-8")
+        if found.origin and found.origin.endswith(".py")
+        else ""
+    )
+
+
+def _fix(name: FactoryName) -> str:
+    return f"install it, run where it lies, or give the file as path/to/file.py:{name.function}"
