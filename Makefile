@@ -1,0 +1,64 @@
+# Everything a newcomer needs: `make demo` and `make test` set up .venv themselves.
+
+PYTHON ?= python3
+TORCH_VERSION ?= 2.13.0
+
+VENV := .venv
+ENV_PYTHON := $(VENV)/bin/python
+PIP := $(ENV_PYTHON) -m pip --disable-pip-version-check
+INSTALLED := $(VENV)/.installed
+UNFINISHED := $(VENV)/.unfinished
+
+# A PYTHON that the user names is the only one tried; otherwise versioned names stand in for an old python3.
+ifeq ($(origin PYTHON),file)
+CANDIDATES := $(PYTHON) python3.13 python3.12 python3.11
+else
+CANDIDATES := $(PYTHON)
+endif
+RECENT := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all clean
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@echo
+	@echo "  PYTHON=...            the Python (3.11 or newer) that .venv is made from"
+	@echo "  TORCH_INDEX_URL=...   the wheel index PyTorch comes from (its CPU wheels are the small ones)"
+
+demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine
+	$(ENV_PYTHON) -m stagewright.cli.demo
+
+test: $(INSTALLED) ## Run every check: format, lint, types, import contracts, tests, doc examples
+	$(ENV_PYTHON) check
+
+test-all: $(INSTALLED) ## Run every check, the slow tests included
+	STAGEWRIGHT_TEST_ALL=1 $(ENV_PYTHON) check
+
+clean: ## Remove the environment, the caches and the built packages
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last. A mark left by an interrupted installation makes the next one start afresh,
+# because a half-copied package can look installed.
+$(INSTALLED): pyproject.toml
+	@if [ -e $(UNFINISHED) ]; then \
+	    echo "The last installation did not finish: starting afresh."; rm -rf $(VENV); \
+	fi
+	@if ! $(ENV_PYTHON) $(RECENT) 2>/dev/null; then \
+	    for candidate in $(CANDIDATES); do \
+	        if $$candidate $(RECENT) 2>/dev/null; then python=$$candidate; break; fi; \
+	    done; \
+	    if [ -z "$$python" ]; then \
+	        echo "Stagewright needs Python 3.11 or newer; tried: $(CANDIDATES)." >&2; \
+	        echo "Install one, or name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "Making $(VENV) with $$($$python --version)."; \
+	    rm -rf $(VENV) && mkdir $(VENV) && touch $(UNFINISHED) && $$python -m venv $(VENV); \
+	fi
+	@touch $(UNFINISHED)
+	@echo "Installing PyTorch $(TORCH_VERSION), then the rest; this takes a few minutes, once."
+	$(PIP) install torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
+	$(PIP) install -e '.[dev]'
+	@rm $(UNFINISHED) && touch $@

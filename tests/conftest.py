@@ -1,0 +1,33 @@
+"""What every test stands on: one thread, no network, repeatable examples, and the meaning of the markers."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+TEST_ALL = os.environ.get("STAGEWRIGHT_TEST_ALL") == "1"
+
+# Set before any test imports torch. Sums in one thread have one order, so bit-equality can be asked for.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# The gate gives one answer for one tree; the full run looks for new examples.
+settings.register_profile("gate", deadline=None, derandomize=True, database=None)
+settings.register_profile("all", deadline=None, max_examples=500)
+settings.load_profile("all" if TEST_ALL else "gate")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "multiprocess: starts several processes; left out by ./check --fast")
+    config.addinivalue_line("markers", "slow: takes a minute or more; runs with STAGEWRIGHT_TEST_ALL=1 only")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if TEST_ALL:
+        return
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: set STAGEWRIGHT_TEST_ALL=1 (make test-all)"))
