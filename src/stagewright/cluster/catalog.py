@@ -1,4 +1,4 @@
-"""The catalog: one TOML file per device, with the node it usually comes in; names such as `64x-h100` multiply it."""
+"""The catalog: one TOML file per device and its usual node, multiplied by names such as `64x-h100`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x-?(?P<device>.+)")
 @cache
 def device_names() -> tuple[str, ...]:
     """Names of the devices in the catalog."""
-    folder = resources.files(__package__) / "catalog"
+    folder = resources.files("stagewright.cluster") / "catalog"
     return tuple(
         sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
     )
@@ -27,7 +27,7 @@ def catalog_node(device: str) -> dict[str, Any]:
     if device not in device_names():
         hint = nearest(device, device_names())
         raise InputError(f"no device '{device}' in the catalog{hint}; it has {', '.join(device_names())}")
-    text = (resources.files(__package__) / "catalog" / f"{device}.toml").read_text(encoding="utf-8")
+    text = (resources.files("stagewright.cluster") / "catalog" / f"{device}.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 
 
@@ -39,8 +39,9 @@ def is_catalog_name(name: str) -> bool:
 def catalog_cluster(name: str) -> dict[str, Any]:
     """The document of `COUNTxDEVICE`, `NODESxCOUNTxDEVICE` or several of them joined by `+`.
 
-    `COUNTx-DEVICE` fills nodes of the device's usual size, the last one as far as needed; `NODESxCOUNTx-DEVICE`
-    gives the size of the nodes. Raises `InputError` for unknown devices and for zero counts.
+    `COUNTx-DEVICE` fills nodes of the device's usual size, the last one as far as needed;
+    `NODESxCOUNTx-DEVICE` gives the size of the nodes. Raises `InputError` for unknown devices and for zero
+    counts.
     """
     groups: list[dict[str, Any]] = []
     for part in name.lower().split("+"):

@@ -16,7 +16,7 @@ from stagewright.errors import InputError
 
 
 class NodeGroup(SourcedModel):
-    """`count` equal nodes: `devices_per_node` devices joined by `intra_node`, `num_nics` adapters of `inter_node`."""
+    """`count` equal nodes; each has `devices_per_node` devices and `num_nics` network adapters."""
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"count"})
 
@@ -40,8 +40,8 @@ class NodeGroup(SourcedModel):
 class MeasuredBandwidth(SourcedModel):
     """Attained bandwidth of every ordered pair, row = sender, in bytes/s; the diagonal is not read.
 
-    Between `nodes` an entry is what one device attains while every device of its node sends to the other node;
-    between `ranks` it is what the pair attains, inside a node too.
+    Between `nodes` an entry is what one device attains while every device of its node sends to the other
+    node; between `ranks` it is what the pair attains, inside a node too.
     """
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"between"})
@@ -84,8 +84,8 @@ class Cluster(SourcedModel):
             wanted = self.num_nodes if self.measured.between == "nodes" else self.num_devices
             if size != wanted:
                 raise ValueError(
-                    f"measured.bandwidth has {size} rows but the cluster has {wanted} {self.measured.between}: "
-                    f"give one row and one column for each"
+                    f"measured.bandwidth has {size} rows but the cluster has {wanted} "
+                    f"{self.measured.between}: give one row and one column for each"
                 )
         return self
 
@@ -145,9 +145,9 @@ class Cluster(SourcedModel):
     def link_between(self, src: int, dst: int, flows_per_node: int | None = None) -> Link:
         """The link of a message from rank `src` to rank `dst`.
 
-        `flows_per_node` is how many messages leave (or enter) the node over its network adapters at the same time;
-        by default every device of the node sends one. A measured bandwidth, which was taken under its own load,
-        overrides the description and ignores it.
+        `flows_per_node` is how many messages leave (or enter) the node over its network adapters at the
+        same time; by default every device of the node sends one. A measured bandwidth, which was taken
+        under its own load, overrides the description and ignores it.
         """
         a, b = self.node_of(src), self.node_of(dst)
         if a == b:

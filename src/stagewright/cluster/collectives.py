@@ -1,12 +1,13 @@
-"""Time of collectives on a cluster: pipelined rings over the slowest edge, trees for the latency between nodes.
+"""Time of collectives on a cluster: rings over the slowest edge, trees for the latency between nodes.
 
-A communicator that spans nodes moves its chunks through the node's own links and the network at the same time, so
-the slower of the two bounds it (they do not add). Every rank of a node drives its share of the network adapters.
+A communicator that spans nodes moves its chunks through the node's own links and the network at the same
+time, so the slower of the two bounds it (they do not add). Every rank of a node drives its share of the
+network adapters.
 
-Source: ring and tree algorithms and their cost in Thakur, Rabenseifner and Gropp, "Optimization of Collective
-Communication Operations in MPICH", IJHPCA 19 (2005); the ring and double-binary-tree choice of NCCL 2.4.
-Ignores: in-network reduction (SHARP, NVLS), protocol switches of the library, contention with other communicators
-beyond the even split of the adapters, and skew of arrival.
+Source: ring and tree algorithms and their cost in Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH", IJHPCA 19 (2005); the ring and double-binary-tree choice of
+NCCL 2.4. Ignores: in-network reduction (SHARP, NVLS), protocol switches of the library, contention with
+other communicators beyond the even split of the adapters, and skew of arrival.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Group:
-    """A communicator: `size` ranks, at most `per_node` on each of `num_nodes` nodes, and its slowest edges."""
+    """A communicator: `size` ranks, at most `per_node` on each of `num_nodes`, and its slowest edges."""
 
     size: int
     per_node: int
@@ -141,8 +142,9 @@ def broadcast_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) 
 def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
     """Time until each rank has sent an equal part of its `num_bytes` to every rank (its own part stays).
 
-    Parts to the own node and parts to other nodes move at the same time. Source: the module (messages of the
-    logarithmic algorithm, volume of the pairwise one). Ignores: the module's, and the issue cost of each message.
+    Parts to the own node and parts to other nodes move at the same time. Source: the module (messages of
+    the logarithmic algorithm, volume of the pairwise one). Ignores: the module's, and the issue cost of
+    each message.
     """
     if len(ranks) < 2:
         return 0.0

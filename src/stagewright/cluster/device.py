@@ -135,7 +135,7 @@ class Device(SourcedModel):
         return int(self.memory_bytes * (1 - self.reserve_fraction)) - self.context_bytes
 
     def matmul_flops(self, dtype: str) -> float:
-        """FLOP/s that large matrix products reach in `dtype`; raises `InputError` where it has no such arithmetic."""
+        """FLOP/s of large matrix products in `dtype`; raises `InputError` where the device lacks it."""
         peak, efficiency = self.peak_flops.get(dtype), self.matmul_efficiency.get(dtype)
         if peak is None or efficiency is None:
             known = ", ".join(n for n in self.peak_flops.available() if self.matmul_efficiency.get(n))
@@ -148,11 +148,11 @@ class Device(SourcedModel):
     def matmul_seconds(self, flop: float, dtype: str) -> float:
         """Arithmetic time of one matrix product of `flop` FLOP: `(flop + matmul_half_flop) / matmul_flops`.
 
-        Source: the saturation curve rate(x) = r x / (x + x_half) (Hockney and Jesshope, "Parallel Computers 2",
-        1988: r_infinity and n_half). Ignores: the shape beyond its FLOP, memory traffic, launch.
+        Source: the saturation curve rate(x) = r x / (x + x_half) (Hockney and Jesshope, "Parallel Computers
+        2", 1988: r_infinity and n_half). Ignores: the shape beyond its FLOP, memory traffic, launch.
         """
         return (flop + self.matmul_half_flop) / self.matmul_flops(dtype) if flop else 0.0
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Time of a streaming kernel that reads and writes `num_bytes` of device memory. Ignores: caches, launch."""
+        """Time of a kernel that streams `num_bytes` of device memory. Ignores: caches, launch."""
         return num_bytes / (self.memory_bandwidth * self.memory_efficiency)

@@ -20,8 +20,9 @@ class Link(SourcedModel):
     bandwidth: ByteRate
     """Of one message between two devices."""
     ring_bandwidth: ByteRate | None = Field(None)
-    """What each device attains when all take part in a collective, where that differs from `bandwidth`: more where
-    a pair of devices is joined by a part of the links only, less where devices share a bus."""
+    """What each device attains when all take part in a collective, where that differs from `bandwidth`:
+    more where a pair of devices is joined by a part of the links only, less where devices share a bus.
+    """
 
     def __hash__(self) -> int:
         return hash((self.latency_s, self.bandwidth, self.ring_bandwidth))
@@ -34,8 +35,9 @@ class Link(SourcedModel):
     def seconds(self, num_bytes: float) -> float:
         """Time of one message, alone on the link.
 
-        Source: the latency-bandwidth model (Hockney, "The communication challenge for MPP: Intel Paragon and Meiko
-        CS-2", Parallel Computing 20, 1994). Ignores: protocol switches at small sizes and contention.
+        Source: the latency-bandwidth model (Hockney, "The communication challenge for MPP: Intel Paragon
+        and Meiko CS-2", Parallel Computing 20, 1994). Ignores: protocol switches at small sizes and
+        contention.
         """
         return self.latency_s + num_bytes / self.bandwidth
 
@@ -48,7 +50,7 @@ class Link(SourcedModel):
         )
 
     def shared(self, num_flows: float) -> Link:
-        """This link divided evenly between `num_flows` concurrent messages (fewer than one leaves it whole)."""
+        """This link divided evenly between `num_flows` messages (fewer than one leaves it whole)."""
         share = max(1.0, num_flows)
         return Link.model_construct(
             latency_s=self.latency_s,

@@ -32,9 +32,9 @@ _EXAMPLES = (
 def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None = None) -> Cluster:
     """The cluster of a catalog name (`8x-h100`, `2x4x-a100-40`, `4x-v100-32+4x-t4`) or of a TOML file.
 
-    `overrides` maps dotted keys of a node (`device.memory_bytes`, `device.peak_flops.bf16`, `inter_node.bandwidth`,
-    `num_nics`; they apply to every node) or `name` to values. Raises `InputError` naming the file, the key, the
-    value and the rule.
+    `overrides` maps dotted keys of a node (`device.memory_bytes`, `device.peak_flops.bf16`,
+    `inter_node.bandwidth`, `num_nics`; they apply to every node) or `name` to values. Raises `InputError`
+    naming the file, the key, the value and the rule.
     """
     origin = str(name_or_path)
     document = _document(name_or_path)
@@ -44,7 +44,7 @@ def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None =
 
 
 def save_cluster(cluster: Cluster, path: str | Path, provenance: str) -> None:
-    """Writes `cluster` as a TOML file that `load_cluster` reads back; `provenance` becomes its first comment."""
+    """Writes `cluster` as TOML that `load_cluster` reads back, under a comment with `provenance`."""
     document = cluster.model_dump(mode="python", exclude_none=True)
     write_toml(path, document, provenance)
 

@@ -1,4 +1,4 @@
-"""Strict input models: unknown keys name the nearest known one, and every figure can say where it comes from."""
+"""Strict input models: unknown keys name the nearest known one; figures can name their source."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SourcedModel(StrictModel):
                 yield name
 
     def figures(self) -> list[str]:
-        """Dotted names of all figures that this model states itself (nested sourced models state their own)."""
+        """Dotted names of the figures this model states itself; nested sourced models state their own."""
         return list(self._figures())
 
     def source_of(self, figure: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Writes the part of TOML that cluster files use, all or nothing, with a comment that says where it came from."""
+"""Writes the part of TOML that cluster files use, all or nothing, under a comment on its origin."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _value(value: Any) -> str:
 
 
 def write_toml(path: str | Path, document: Mapping[str, Any], provenance: str) -> None:
-    """Writes `document` to `path` under a comment with `provenance`; readers see the old file or the whole new one."""
+    """Writes `document` to `path` under a comment; readers see the old file or the whole new one."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     comment = "".join(f"# {line}\n" for line in provenance.splitlines())

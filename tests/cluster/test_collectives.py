@@ -1,0 +1,113 @@
+"""Collective times against closed forms and published measurements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from stagewright.cluster import (
+    Cluster,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    broadcast_seconds,
+    load_cluster,
+    reduce_scatter_seconds,
+)
+
+MIB = 2**20
+COLLECTIVES = [
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    broadcast_seconds,
+    reduce_scatter_seconds,
+]
+PLAIN = {
+    "intra_node.bandwidth": 1e11,
+    "intra_node.latency_s": 2e-6,
+    "inter_node.bandwidth": 1e10,
+    "inter_node.latency_s": 1e-5,
+    "num_nics": 8,
+}
+
+
+def two_nodes() -> Cluster:
+    return load_cluster("2x8x-h100", PLAIN)
+
+
+def test_inside_a_node_all_reduce_is_the_ring_formula() -> None:
+    num_bytes, ranks = 1e9, range(8)
+    expected = 2 * (7 * 2e-6 + 7 / 8 * num_bytes / 1e11)
+    assert all_reduce_seconds(two_nodes(), num_bytes, ranks) == pytest.approx(expected)
+    assert all_gather_seconds(two_nodes(), num_bytes, ranks) == pytest.approx(expected / 2)
+
+
+def test_across_nodes_the_slower_of_links_and_adapters_bounds() -> None:
+    # Eight ranks drive eight adapters: 8e10 a node, below the 1e11 inside it.
+    seconds = all_gather_seconds(two_nodes(), 1e9, range(16))
+    assert seconds == pytest.approx(14 * 2e-6 + 1e-5 + 15 / 16 * 1e9 / 8e10)
+    # One rank per node drives one adapter and no link of the node.
+    assert all_gather_seconds(two_nodes(), 1e9, [0, 8]) == pytest.approx(1e-5 + 0.5 * 1e9 / 1e10)
+
+
+def test_the_latency_of_a_large_all_reduce_is_a_tree() -> None:
+    cluster = load_cluster("64x1x-h100", PLAIN)
+    assert all_reduce_seconds(cluster, 0, range(64)) == pytest.approx(2 * math.log2(64) * 1e-5)
+
+
+def test_all_to_all_moves_each_part_over_its_own_link() -> None:
+    num_bytes = 1e9
+    inside = all_to_all_seconds(two_nodes(), num_bytes, range(8))
+    assert inside == pytest.approx(3 * 2e-6 + 7 / 8 * num_bytes / 1e11)
+    outside = all_to_all_seconds(two_nodes(), num_bytes, range(16))
+    assert outside == pytest.approx(4 * 1e-5 + 8 / 16 * num_bytes / 1e10)
+
+
+def test_a_slow_measured_edge_slows_every_ring_over_it() -> None:
+    fast = load_cluster("3x1x-h100", PLAIN)
+    matrix = [[0, 1e10, 1e10], [1e10, 0, 2e9], [1e10, 1e10, 0]]
+    slow = Cluster.model_validate({**fast.model_dump(exclude_none=True), "measured": {"bandwidth": matrix}})
+    assert all_gather_seconds(slow, 1e9, [0, 1, 2]) > 4 * all_gather_seconds(fast, 1e9, [0, 1, 2])
+    # The ring in the other direction avoids the slow sender: the order of the ranks is the order of the ring.
+    assert all_gather_seconds(slow, 1e9, [2, 1, 0]) == all_gather_seconds(fast, 1e9, [2, 1, 0])
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("name", ["8x-v100-32", "64x-h100", "8x-gh200", "4x-v100-16+4x-t4"])
+def test_times_grow_with_size_and_vanish_alone(
+    collective: Callable[[Cluster, float, range], float], name: str
+) -> None:
+    cluster = load_cluster(name)
+    ranks = range(cluster.num_devices)
+    times = [collective(cluster, size * MIB, ranks) for size in (0, 1, 16, 256)]
+    assert 0 < times[0] < times[1] < times[2] < times[3]
+    assert collective(cluster, MIB, range(3, 4)) == 0.0
+
+
+# Bytes and microseconds of an 8-GPU NCCL all-reduce, published with vTrain (github.com/VIA-Research/vTrain).
+PUBLISHED = {
+    "8x-a100-40": {1: 92.79, 8: 134.3, 16: 232.4, 64: 579.9, 256: 2162.3, 1024: 8193.0},
+    "8x-v100-32": {1: 79.93, 8: 237.9, 16: 273.8, 64: 911.3, 256: 3527.4, 1024: 13969.0},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_all_reduce_times(name: str) -> None:
+    cluster = load_cluster(name)
+    errors = {
+        size: all_reduce_seconds(cluster, size * MIB, range(8)) / (microseconds * 1e-6) - 1
+        for size, microseconds in PUBLISHED[name].items()
+    }
+    assert max(abs(error) for error in errors.values()) < 0.3, errors
+    assert abs(errors[1024]) < 0.03, errors
+
+
+def test_published_all_reduce_between_h100_nodes() -> None:
+    # 381.8 GB/s bus bandwidth of 16 GiB on four nodes, and 64.4 of 16 MiB (github.com/stas00/ml-engineering).
+    cluster = load_cluster("32x-h100")
+    num_bytes = 16 * 2**30
+    bus = 2 * 31 / 32 * num_bytes / all_reduce_seconds(cluster, num_bytes, range(32))
+    assert bus == pytest.approx(381.8e9, rel=0.1)
