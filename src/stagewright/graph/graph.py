@@ -4,7 +4,8 @@ Everything downstream derives from it: the estimator costs it, the planner cuts 
 
 * A `Value` is a tensor; values that share a storage name the same root in `storage`.
 * A `Node` is one operator call. Its `part` says when it runs; `forward` is the id of the forward node a
-  backward node belongs to (its own id for any other node).
+  backward node belongs to (its own id for any other node; -1 for the backward of a view of a parameter that was
+  merged away).
 * The order of `nodes` is an order of execution: first what depends on no input (static, derived), then prologue
   and forward as the model runs them, then the backward in reverse order of the forward nodes.
 

@@ -1,0 +1,222 @@
+"""Passes over a freshly built graph: drop what nothing needs, merge what is equal, put nodes into running order."""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import replace
+from typing import Any
+
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Value
+
+_GROUP = {
+    Part.STATIC: 0,
+    Part.DERIVED: 1,
+    Part.PROLOGUE: 2,
+    Part.FORWARD: 2,
+    Part.INPUT_GRAD: 3,
+    Part.WEIGHT_GRAD: 3,
+}
+_REPEATABLE = (Part.STATIC, Part.DERIVED, Part.PROLOGUE)
+
+
+def compact(graph: OperatorGraph) -> OperatorGraph:
+    """The same computation without dead nodes, without no-ops and without repeated views, renumbered in running order.
+
+    A view that has the layout of a value already at hand (``detach``, an identity ``view``, a pair of ``t``) is that
+    value. Equal nodes of the static, derived and prologue parts are one.
+    """
+    merged, twins = _merge(_sorted(graph))
+    return _renumber(_rehome(_drop_dead(merged), graph, twins))
+
+
+def rename_refs(argument: Any, names: dict[int, int]) -> Any:
+    """An encoded argument with its values renamed; unknown values stay."""
+    if isinstance(argument, Ref):
+        return Ref(names.get(argument.value, argument.value))
+    if isinstance(argument, tuple) and not isinstance(argument, Symbol):
+        return tuple(rename_refs(item, names) for item in argument)
+    return argument
+
+
+def _sorted(graph: OperatorGraph) -> OperatorGraph:
+    order = sorted(graph.nodes, key=lambda node: (_GROUP[node.part], node.id))
+    return replace(graph, nodes=tuple(order))
+
+
+def _renamed(node: Node, names: dict[int, int]) -> Node:
+    if not any(value in names for value in node.inputs):
+        return node
+    return replace(
+        node,
+        args=rename_refs(node.args, names),
+        kwargs=tuple((key, rename_refs(value, names)) for key, value in node.kwargs),
+        inputs=tuple(names.get(value, value) for value in node.inputs),
+    )
+
+
+def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
+    """The graph without repeats, and for every merged node of a repeatable part the node that stands for it."""
+    values = graph.values
+    part_of = {output: node.part for node in graph.nodes for output in node.outputs if output is not None}
+    names: dict[int, int] = {}
+    roots: dict[int, int] = {}  # storage root -> the root it became when its producer was merged
+    views: dict[Any, int] = {}
+    equal: dict[Any, Node] = {}
+    kept: list[Node] = []
+    twins: dict[int, int] = {}
+    producer: dict[int, int] = {}
+
+    def layout(value: Value) -> Any:
+        return (roots.get(value.storage, value.storage), value.meta)
+
+    for value in values:
+        if value.origin is not Origin.NODE:
+            views[layout(value)] = value.id
+    for node in graph.nodes:
+        node = _renamed(node, names)
+        if node.part in _REPEATABLE and node.draw < 0:
+            key = (node.part, node.op, node.args, node.kwargs)
+            twin = equal.setdefault(key, node)
+            if twin is not node:
+                twins[node.id] = twin.id
+                for mine, theirs in zip(node.outputs, twin.outputs, strict=True):
+                    if mine is not None and theirs is not None:
+                        names[mine] = theirs
+                        if values[mine].storage == mine:
+                            roots[mine] = theirs
+                continue
+        output = node.outputs[0] if len(node.outputs) == 1 else None
+        if output is not None and values[output].storage != output:
+            found = _same_view(node, layout(values[output]), views)
+            if found is not None:
+                names[output] = found
+                twins[node.id] = producer.get(found, -1)
+                continue
+            scope = node.forward if node.part >= Part.INPUT_GRAD else -1
+            views.setdefault((scope, node.part, *layout(values[output])) if scope >= 0 else layout(values[output]), output)
+        else:
+            for made in node.outputs:
+                if made is not None and part_of[made] < Part.INPUT_GRAD:
+                    views.setdefault(layout(values[made]), made)
+                elif made is not None:
+                    views.setdefault((node.forward, node.part, *layout(values[made])), made)
+        kept.append(node)
+        producer.update((made, node.id) for made in node.outputs if made is not None)
+    fresh = [
+        replace(value, storage=roots[value.storage]) if value.storage in roots else value for value in values
+    ]
+    result = replace(
+        graph,
+        nodes=tuple(kept),
+        values=tuple(fresh),
+        loss=names.get(graph.loss, graph.loss),
+        gradients=_merged_gradients(graph, names),
+        contributions={
+            gradient: tuple((node, names.get(value, value)) for node, value in found)
+            for gradient, found in graph.contributions.items()
+        },
+        mutations=tuple((buffer, names.get(value, value)) for buffer, value in graph.mutations),
+    )
+    return result, twins
+
+
+def _rehome(graph: OperatorGraph, original: OperatorGraph, twins: dict[int, int]) -> OperatorGraph:
+    """Give the backward of a forward operator that is gone to another: for a forward operator the surviving one before
+    it, so that its place between two cuts stays the same; for a derived one its twin, or -1."""
+    alive = {node.id for node in graph.nodes}
+    forward = sorted(node.id for node in graph.nodes if node.part is Part.FORWARD)
+    part = {node.id: node.part for node in original.nodes}
+
+    def home(node: int) -> int:
+        if node in alive:
+            return node
+        if part[node] is Part.FORWARD:
+            return forward[max(bisect.bisect_left(forward, node) - 1, 0)]
+        twin = twins.get(node, -1)
+        return twin if twin in alive and part[twin] is Part.DERIVED else -1
+
+    return replace(
+        graph,
+        nodes=tuple(replace(node, forward=home(node.forward)) for node in graph.nodes),
+        contributions={
+            gradient: tuple((home(node), value) for node, value in found)
+            for gradient, found in graph.contributions.items()
+        },
+    )
+
+
+def _merged_gradients(graph: OperatorGraph, names: dict[int, int]) -> dict[int, int]:
+    return {names.get(value, value): gradient for value, gradient in graph.gradients.items()}
+
+
+def _same_view(node: Node, layout: Any, views: dict[Any, int]) -> int | None:
+    """A value with this layout that is at hand wherever `node` runs."""
+    if node.part < Part.INPUT_GRAD:
+        return views.get(layout)
+    for key in ((node.forward, Part.INPUT_GRAD, *layout), (node.forward, node.part, *layout), layout):
+        if key in views:
+            return views[key]
+    return None
+
+
+def _drop_dead(graph: OperatorGraph) -> OperatorGraph:
+    producer = {output: node for node in graph.nodes for output in node.outputs if output is not None}
+    alive: set[int] = set()
+    stack = [graph.loss, *(value for _, value in graph.mutations)]
+    stack += [value for found in graph.contributions.values() for _, value in found]
+    while stack:
+        node = producer.get(stack.pop())
+        if node is not None and node.id not in alive:
+            alive.add(node.id)
+            stack.extend(node.inputs)
+    return replace(graph, nodes=tuple(node for node in graph.nodes if node.id in alive))
+
+
+def _renumber(graph: OperatorGraph) -> OperatorGraph:
+    node_ids = {node.id: index for index, node in enumerate(graph.nodes)}
+    used = {value for node in graph.nodes for value in (*node.inputs, *node.outputs) if value is not None}
+    used |= {graph.loss, graph.seed, *graph.parameters.values(), *graph.buffers.values(), *graph.inputs.values()}
+    used |= {value for found in graph.contributions.values() for _, value in found}
+    used |= {*graph.contributions, *graph.gradients, *(value for pair in graph.mutations for value in pair)}
+    used |= {graph.values[value].storage for value in used}
+    names = {value: index for index, value in enumerate(sorted(used))}
+    producer = {output: node.id for node in graph.nodes for output in node.outputs if output is not None}
+    signatures: dict[int, int] = {}
+    nodes = tuple(
+        replace(
+            node,
+            id=node_ids[node.id],
+            args=rename_refs(node.args, names),
+            kwargs=tuple((key, rename_refs(value, names)) for key, value in node.kwargs),
+            inputs=tuple(names[value] for value in node.inputs),
+            outputs=tuple(None if value is None else names[value] for value in node.outputs),
+            forward=node_ids.get(node.forward, -1),
+            signature=signatures.setdefault(node.signature, len(signatures)),
+        )
+        for node in graph.nodes
+    )
+    values = tuple(
+        replace(
+            graph.values[value],
+            id=index,
+            storage=names[graph.values[value].storage],
+            node=node_ids[producer[value]] if value in producer else -1,
+        )
+        for value, index in names.items()
+    )
+    return replace(
+        graph,
+        values=values,
+        nodes=nodes,
+        parameters={name: names[value] for name, value in graph.parameters.items()},
+        buffers={name: names[value] for name, value in graph.buffers.items()},
+        inputs={name: names[value] for name, value in graph.inputs.items()},
+        loss=names[graph.loss],
+        seed=names[graph.seed],
+        gradients={names[value]: names[gradient] for value, gradient in graph.gradients.items()},
+        contributions={
+            names[gradient]: tuple((node_ids.get(node, -1), names[value]) for node, value in found)
+            for gradient, found in graph.contributions.items()
+        },
+        mutations=tuple((names[buffer], names[value]) for buffer, value in graph.mutations),
+    )

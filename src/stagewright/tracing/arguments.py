@@ -1,0 +1,98 @@
+"""Arguments of operators: between torch objects and the plain data of the operator graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from stagewright.errors import TraceError
+from stagewright.graph import Ref, Symbol, TensorMeta
+
+DTYPES = {
+    str(getattr(torch, name)).removeprefix("torch."): getattr(torch, name)
+    for name in (
+        "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64 complex128 int64 int32 int16 int8 "
+        "uint8 uint16 uint32 uint64 bool"
+    ).split()
+}
+_LAYOUTS = {"strided": torch.strided}
+_FORMATS = {
+    str(item).removeprefix("torch."): item
+    for item in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def meta_of(tensor: torch.Tensor) -> TensorMeta:
+    return TensorMeta(
+        tuple(int(size) for size in tensor.shape),
+        tuple(int(step) for step in tensor.stride()),
+        dtype_name(tensor.dtype),
+        int(tensor.storage_offset()),
+    )
+
+
+def encode(argument: Any, tensor: Callable[[Any], Any]) -> Any:
+    """Plain data for one argument; `tensor` maps what stands for a tensor (an fx node) to a `Ref`."""
+    if isinstance(argument, torch.fx.Node):
+        return tensor(argument)
+    if isinstance(argument, list | tuple):
+        return tuple(encode(item, tensor) for item in argument)
+    if argument is None or isinstance(argument, bool | int | float | str | complex):
+        return argument
+    if isinstance(argument, torch.dtype):
+        return Symbol("dtype", dtype_name(argument))
+    if isinstance(argument, torch.device):
+        return Symbol("device", str(argument))
+    if isinstance(argument, torch.layout):
+        return Symbol("layout", str(argument).removeprefix("torch."))
+    if isinstance(argument, torch.memory_format):
+        return Symbol("memory_format", str(argument).removeprefix("torch."))
+    raise TraceError(
+        f"an operator has the argument {argument!r} of type {type(argument).__name__}, which depends on data or has no "
+        "plain form: shapes must be static, so replace .item(), nonzero or boolean indexing by masks of fixed shape"
+    )
+
+
+def decode(argument: Any, tensor: Callable[[int], Any], device: torch.device | None = None) -> Any:
+    """The torch argument for plain data; `tensor` maps value ids. `device` replaces the device of the trace."""
+    if isinstance(argument, Ref):
+        return tensor(argument.value)
+    if isinstance(argument, Symbol):
+        return symbol(argument, device)
+    if isinstance(argument, tuple):
+        return [decode(item, tensor, device) for item in argument]
+    return argument
+
+
+def symbol(item: Symbol, device: torch.device | None = None) -> Any:
+    match item.kind:
+        case "dtype":
+            return DTYPES[item.name]
+        case "device":
+            return device if device is not None else torch.device(item.name)
+        case "layout":
+            return _LAYOUTS[item.name]
+        case "memory_format":
+            return _FORMATS[item.name]
+    raise TraceError(f"an argument of kind '{item.kind}' is not known: re-trace the model with this version")
+
+
+def references(argument: Any) -> Iterator[int]:
+    """Value ids in an encoded argument, in order, repeats included."""
+    if isinstance(argument, Ref):
+        yield argument.value
+    elif isinstance(argument, tuple) and not isinstance(argument, Symbol):
+        for item in argument:
+            yield from references(item)
+
+
+def operator(name: str) -> torch._ops.OpOverload:
+    """The operator of a name such as ``aten.mm.default``."""
+    space, packet, overload = name.split(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload)

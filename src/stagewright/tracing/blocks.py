@@ -1,0 +1,254 @@
+"""Equal layers: found by structure, replaced by one opaque operator each, traced once per kind.
+
+Two blocks are of one kind when their modules have the same types, attributes, parameter and buffer layouts, and are
+called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``) may differ;
+because code could still compute with them, `capture` traces the second and the last block of such a kind as well and
+requires the same operators.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from stagewright.graph import TensorMeta
+from stagewright.tracing.arguments import DTYPES, meta_of
+
+_NUMBERING = re.compile(r"(^|_)(idx|index|id|number)$")
+_OWN_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of block: how its blocks are called and what they return."""
+
+    key: str
+    spec: Any  # pytree of (args, kwargs)
+    leaves: tuple[Any, ...]  # leaves of the first call, None where a tensor goes
+    tensors: tuple[int, ...]  # which leaves are tensors
+    outputs: tuple[TensorMeta, ...]
+    needs_grad: tuple[bool, ...]
+    output_spec: Any
+    output_leaves: tuple[Any, ...]  # None where a tensor goes
+    output_tensors: tuple[int, ...]
+
+
+@dataclass
+class Blocks:
+    """Blocks of a model by module path, and what is known of each kind after a rehearsal."""
+
+    candidates: dict[str, Any]  # path -> fingerprint
+    numbered: set[Any] = field(default_factory=set)  # fingerprints whose blocks differ in numbering attributes
+    kinds: dict[Any, Kind] = field(default_factory=dict)
+    members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
+
+
+def find_blocks(model: torch.nn.Module) -> Blocks:
+    """Candidates: members of a ModuleList or Sequential of which at least three have an equal fingerprint."""
+    candidates: dict[str, Any] = {}
+    numbered: set[Any] = set()
+    for path, container in model.named_modules():
+        if not isinstance(container, torch.nn.ModuleList | torch.nn.Sequential):
+            continue
+        if any(path == found or path.startswith(found + ".") for found in candidates):
+            continue
+        groups: dict[Any, list[tuple[str, tuple[Any, ...]]]] = {}
+        for name, child in container.named_children():
+            if next(child.children(), None) is None:
+                continue
+            numbers: list[Any] = []
+            groups.setdefault(_fingerprint(child, numbers), []).append((f"{path}.{name}" if path else name, tuple(numbers)))
+        for fingerprint, found in groups.items():
+            if len(found) < 3 or fingerprint is None:
+                continue
+            candidates.update((member, fingerprint) for member, _ in found)
+            if len({numbers for _, numbers in found}) > 1:
+                numbered.add(fingerprint)
+    return Blocks(candidates, numbered)
+
+
+def _fingerprint(module: torch.nn.Module, numbers: list[Any]) -> Any:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return None
+    tensors = tuple(
+        (name, tensor.shape, tensor.dtype, getattr(tensor, "requires_grad", False))
+        for group in (module._parameters, module._buffers)
+        for name, tensor in group.items()
+        if tensor is not None
+    )
+    attributes = []
+    for name, value in sorted(module.__dict__.items(), key=lambda item: item[0]):
+        if name in _OWN_ATTRIBUTES and name != "training":
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and _NUMBERING.search(name):
+            numbers.append((name, value))
+        else:
+            attributes.append((name, _plain(value)))
+    children = []
+    for name, child in module._modules.items():
+        if child is None:
+            children.append((name, None))
+            continue
+        found = _fingerprint(child, numbers)
+        if found is None:
+            return None
+        children.append((name, found))
+    return (type(module), module.training, tensors, tuple(attributes), tuple(children))
+
+
+def _plain(value: Any) -> Any:
+    """A comparable form of an attribute: by value where it is plain, by identity where it is not."""
+    if value is None or isinstance(value, bool | int | float | str | torch.dtype | torch.device | torch.Size):
+        return (type(value), value)
+    if isinstance(value, list | tuple):
+        return (type(value), tuple(_plain(item) for item in value))
+    if isinstance(value, dict):
+        return (dict, tuple((key, _plain(item)) for key, item in value.items()))
+    if isinstance(value, types.MethodType):
+        return (types.MethodType, value.__func__)
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
+        return value
+    return (type(value), id(value))
+
+
+@contextmanager
+def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
+    """Inside, the first block of each kind runs and is recorded; the others return fake outputs of the same layout."""
+
+    def rehearse(path: str, fingerprint: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            signature = _call_signature(fingerprint, leaves, spec)
+            kind = blocks.kinds.get(signature)
+            if kind is None:
+                result = forward(*args, **kwargs)
+                kind = blocks.kinds[signature] = _record(f"block{len(blocks.kinds)}", leaves, spec, result)
+                blocks.members[kind.key] = []
+            else:
+                result = _rebuild(kind, empty_outputs(kind, next(x for x in leaves if isinstance(x, torch.Tensor)).device))
+            blocks.members[kind.key].append(path)
+            return result
+
+        return run
+
+    with _replaced_forwards(model, blocks, rehearse):
+        yield
+
+
+@contextmanager
+def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
+    """Inside, every block whose kind has several members is one call of the operator ``stagewright::block``."""
+    repeated = {key for key, paths in blocks.members.items() if len(paths) > 1}
+
+    def stub(path: str, fingerprint: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            kind = blocks.kinds.get(_call_signature(fingerprint, leaves, spec))
+            if kind is None or kind.key not in repeated:
+                return forward(*args, **kwargs)
+            _ACTIVE[kind.key] = kind
+            tensors = [leaves[index] for index in kind.tensors]
+            return _rebuild(kind, torch.ops.stagewright.block(f"{kind.key}@{path}", tensors))
+
+        return run
+
+    with _replaced_forwards(model, blocks, stub):
+        yield
+
+
+@contextmanager
+def _replaced_forwards(model: torch.nn.Module, blocks: Blocks, wrap: Callable[..., Any]) -> Iterator[None]:
+    changed = []
+    try:
+        for path, fingerprint in blocks.candidates.items():
+            module = model.get_submodule(path)
+            had = module.__dict__.get("forward")
+            changed.append((module, had))
+            module.forward = wrap(path, fingerprint, module.forward)
+        yield
+    finally:
+        for module, had in changed:
+            if had is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.forward = had
+
+
+def _call_signature(fingerprint: Any, leaves: list[Any], spec: Any) -> Any:
+    seen: dict[int, int] = {}
+    described = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            described.append(("tensor", meta_of(leaf), leaf.requires_grad, seen.setdefault(id(leaf), len(seen))))
+        else:
+            described.append(_plain(leaf))
+    return (fingerprint, str(spec), tuple(described))
+
+
+def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
+    output_leaves, output_spec = pytree.tree_flatten(result)
+    tensors = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    produced = tuple(index for index, leaf in enumerate(output_leaves) if isinstance(leaf, torch.Tensor))
+    return Kind(
+        key=key,
+        spec=spec,
+        leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
+        tensors=tensors,
+        outputs=tuple(meta_of(output_leaves[index]) for index in produced),
+        needs_grad=tuple(output_leaves[index].requires_grad for index in produced),
+        output_spec=output_spec,
+        output_leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in output_leaves),
+        output_tensors=produced,
+    )
+
+
+def _rebuild(kind: Kind, tensors: list[torch.Tensor]) -> Any:
+    leaves = list(kind.output_leaves)
+    for index, tensor in zip(kind.output_tensors, tensors, strict=True):
+        leaves[index] = tensor
+    return pytree.tree_unflatten(leaves, kind.output_spec)
+
+
+def empty_outputs(kind: Kind, device: torch.device) -> list[torch.Tensor]:
+    return [
+        torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device).requires_grad_(needs)
+        for meta, needs in zip(kind.outputs, kind.needs_grad, strict=True)
+    ]
+
+
+class BlockBody(torch.nn.Module):
+    """One block as a model of its own: flat tensors in, flat tensors out."""
+
+    def __init__(self, block: torch.nn.Module, kind: Kind) -> None:
+        super().__init__()
+        self.block = block
+        self._kind = kind
+
+    def forward(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = list(self._kind.leaves)
+        for index, tensor in zip(self._kind.tensors, tensors, strict=True):
+            leaves[index] = tensor
+        args, kwargs = pytree.tree_unflatten(leaves, self._kind.spec)
+        result, _ = pytree.tree_flatten(self.block(*args, **kwargs))
+        return [result[index] for index in self._kind.output_tensors]
+
+
+_ACTIVE: dict[str, Kind] = {}
+_LIBRARY = torch.library.Library("stagewright", "DEF")
+_LIBRARY.define("block(str key, Tensor[] tensors) -> Tensor[]")
+
+
+@torch.library.register_fake("stagewright::block", lib=_LIBRARY)
+def _fake_block(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    kind = _ACTIVE[key.split("@")[0]]
+    return [
+        torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=tensors[0].device)
+        for meta in kind.outputs
+    ]

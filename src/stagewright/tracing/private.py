@@ -1,0 +1,31 @@
+"""Every private torch name Stagewright relies on, in one place.
+
+Tested on torch 2.11, 2.12 and 2.13. `tests/tracing/test_private.py` fails when torch changes one of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+__all__ = ["FakeTensor", "FakeTensorMode", "is_composite", "is_mutable", "make_fx", "storage_key"]
+
+
+def is_composite(op: torch._ops.OpOverload) -> bool:
+    """Whether `op` has no derivative of its own: it is defined by other operators and must be lowered to them."""
+    return op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), "CompositeImplicitAutograd"
+    )
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Identity of the storage behind a (possibly fake) tensor, for as long as the storage is alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_mutable(op: Any) -> bool:
+    """Whether an operator writes to one of its arguments."""
+    return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable

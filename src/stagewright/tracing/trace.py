@@ -1,0 +1,50 @@
+"""`trace_module`: a model and example inputs -> the operator graph everything else works on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stagewright.graph import OperatorGraph
+from stagewright.graph.verify import verify_graph
+from stagewright.tracing.capture import capture, fake_twin
+from stagewright.tracing.joint import build_joint
+from stagewright.tracing.private import FakeTensor, FakeTensorMode
+from stagewright.tracing.rules import Rules
+
+
+def trace_module(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    name: str = "model",
+    facts: dict[str, Any] | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+) -> OperatorGraph:
+    """Trace ``model(**inputs) -> scalar loss`` and its gradients, without computing anything.
+
+    Args:
+        model: real or fake; a real model is not changed and its tensors are not copied.
+        inputs: tensors of one microbatch by name; only their layouts matter.
+        facts: what the graph should remember about its making (sequence length, precision).
+        report: called with a short text at each phase.
+
+    Raises:
+        TraceError: the model cannot be traced; names the module and line.
+        ContractError: the graph breaks an invariant; names operator and module.
+    """
+    mode = next(
+        (t.fake_mode for t in (*model.parameters(), *inputs.values()) if isinstance(t, FakeTensor)),
+        None,
+    ) or FakeTensorMode(allow_non_fake_inputs=True)
+    twin = fake_twin(model, mode)
+    fake_inputs = {
+        key: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor) for key, tensor in inputs.items()
+    }
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    captured = capture(twin, fake_inputs, mode, report)
+    report("differentiating operator by operator")
+    graph = build_joint(name, captured, Rules(mode, device), facts or {})
+    verify_graph(graph)
+    return graph
