@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagewright.errors import InputError, nearest
+from stagewright.tracing.models import grouped_mm
 from stagewright.tracing.models.reference import ModelReference
 
 _DTYPES = {
@@ -71,6 +72,7 @@ def build(
     tensors. Raises `InputError` for what the model class or factory refuses.
     """
     job = Job(microbatch_size, sequence_length, dtype)
+    grouped_mm.allow_tracing()
     if fake and fake_mode is None:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]), fake_mode or contextlib.nullcontext():

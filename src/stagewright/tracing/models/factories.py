@@ -24,7 +24,9 @@ from stagewright.tracing.models.source import FactoryName, search_here, split_fa
 if TYPE_CHECKING:
     from stagewright.tracing.models.build import Job
 
-_SHAPE = "return (module, inputs) or (module, inputs, loss_fn), where inputs is a tuple or dict of tensors, batch first"
+_SHAPE = (
+    "return (module, inputs) or (module, inputs, loss_fn), inputs a tuple or dict of tensors, batch first"
+)
 
 
 def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, dict[str, Tensor], int]:
