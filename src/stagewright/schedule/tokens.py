@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.action import TRANSFERS, Action, Kind
+from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 
 Edge = tuple[int, int]
@@ -88,14 +89,28 @@ class Rules:
     @classmethod
     def of(cls, program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = False) -> Rules:
         """The rules of `program`; `edges` defaults to the chain."""
+        return cls.of_actions(program, program.placement, edges, sends_block=sends_block)
+
+    @classmethod
+    def of_actions(
+        cls,
+        actions: Iterable[Action],
+        placement: Placement,
+        edges: Iterable[Edge] | None = None,
+        *,
+        sends_block: bool = False,
+    ) -> Rules:
+        """The rules of any program that consists of `actions`, in whatever order and number."""
         stages: dict[Kind, set[int]] = {Kind.R: set(), Kind.GATHER: set(), Kind.REDUCE: set()}
-        for action in program:
+        is_lowered = False
+        for action in actions:
+            is_lowered |= action.kind in TRANSFERS
             if action.kind in stages:
                 stages[action.kind].add(action.stage)
         return cls(
-            program.placement.rank_of_stage,
-            _checked_edges(edges, program.num_stages),
-            program.is_lowered,
+            placement.rank_of_stage,
+            _checked_edges(edges, placement.num_stages),
+            is_lowered,
             recomputed=frozenset(stages[Kind.R]),
             sharded=frozenset(stages[Kind.GATHER]),
             reduced=frozenset(stages[Kind.REDUCE]),

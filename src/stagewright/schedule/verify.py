@@ -128,8 +128,8 @@ def check_transfer_order(program: Program) -> None:
                 source, target, kind = channel
                 raise ScheduleError(
                     f"rank {source} sends rank {target} the {kind} of stage {sent[0]} for {sent[1]}, "
-                    f"microbatch {sent[2]}, where rank {target} receives those of {received[0]} for {received[1]}, "
-                    f"microbatch {received[2]}; receive in the order of the sends"
+                    f"microbatch {sent[2]}, where rank {target} receives those of {received[0]} for "
+                    f"{received[1]}, microbatch {received[2]}; receive in the order of the sends"
                 )
 
 

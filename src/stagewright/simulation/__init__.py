@@ -1,1 +1,9 @@
 """The event engine that turns a program and its costs into a timeline."""
+
+from stagewright.simulation.costs import StageCosts
+from stagewright.simulation.encoding import EncodedProgram, encode
+from stagewright.simulation.simulate import simulate
+from stagewright.simulation.streams import Contention
+from stagewright.simulation.timeline import Timeline
+
+__all__ = ["Contention", "EncodedProgram", "StageCosts", "Timeline", "encode", "simulate"]

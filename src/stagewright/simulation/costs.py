@@ -1,0 +1,195 @@
+"""What the stages of a pipeline cost: seconds and bytes per stage and microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from stagewright.errors import InputError, nearest
+from stagewright.schedule.action import Kind
+
+Floats = NDArray[np.float64]
+Transfers = float | Mapping[tuple[int, int], float] | Callable[[int, int], float]
+"""Seconds to move a value or gradient from one stage to another: one figure for all, by (source, target)
+stage, or a function of the two. A mapping without (c, a) takes the figure of (a, c): a gradient is as large
+as its value."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageCosts:
+    """Costs of one microbatch on each stage: arrays of one length, seconds and bytes.
+
+    A forward saves `saved_bytes`; an input gradient frees all but `held_bytes`, which the weight gradient
+    frees; a full backward frees all. A recomputed stage saves `checkpoint_bytes` in its forward and the
+    rest in R. Transient bytes exist only while the action runs. `base_bytes` (weights, gradients,
+    optimizer) are always there.
+
+    Missing arrays default to zero, except `backward_s` (input plus weight gradient), `recompute_s` (forward),
+    `held_bytes` and `offloaded_bytes` (`saved_bytes`), and `backward_transient_bytes` (the larger of its
+    halves).
+
+    Ignores: buffers of sends and receives; fragmentation.
+    """
+
+    forward_s: Floats
+    input_grad_s: Floats
+    weight_grad_s: Floats
+    backward_s: Floats
+    recompute_s: Floats
+    gather_s: Floats
+    reduce_s: Floats
+    offload_s: Floats
+    fetch_s: Floats
+    step_s: Floats
+    saved_bytes: Floats
+    held_bytes: Floats
+    checkpoint_bytes: Floats
+    offloaded_bytes: Floats
+    gathered_bytes: Floats
+    forward_transient_bytes: Floats
+    input_grad_transient_bytes: Floats
+    weight_grad_transient_bytes: Floats
+    backward_transient_bytes: Floats
+    base_bytes: Floats
+
+    @classmethod
+    def of(
+        cls, forward_s: ArrayLike, input_grad_s: ArrayLike, weight_grad_s: ArrayLike, **more: ArrayLike
+    ) -> StageCosts:
+        """Costs of as many stages as `forward_s` has entries; `more` may name any other field, as array or
+        scalar.
+
+        >>> costs = StageCosts.of([1, 2], [1, 2], [1, 1], saved_bytes=8)
+        >>> costs.backward_s.tolist(), costs.held_bytes.tolist()
+        ([2.0, 3.0], [8.0, 8.0])
+        """
+        num_stages = len(np.atleast_1d(np.asarray(forward_s)))
+        given = {"forward_s": forward_s, "input_grad_s": input_grad_s, "weight_grad_s": weight_grad_s, **more}
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                raise InputError(f"stage costs have no field '{name}'{nearest(name, names)}")
+        arrays = {name: _per_stage(name, value, num_stages) for name, value in given.items()}
+        return cls(**_with_defaults(arrays, names, num_stages))
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_s: float = 1.0,
+        input_grad_s: float = 1.0,
+        weight_grad_s: float = 1.0,
+        **more: ArrayLike,
+    ) -> StageCosts:
+        """Equal stages, by default of one second per forward, input gradient and weight gradient."""
+        ones = np.ones(num_stages)
+        return cls.of(forward_s * ones, input_grad_s * ones, weight_grad_s * ones, **more)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward_s)
+
+    def seconds(self, kind: Kind, stage: int) -> float:
+        """How long an action of `kind` on `stage` keeps its stream busy; posting a transfer takes no time."""
+        name = _SECONDS.get(kind)
+        return float(getattr(self, name)[stage]) if name else 0.0
+
+    def bytes_at_start(self, kind: Kind, stage: int, recomputed: bool) -> float:
+        """Bytes that appear when an action of `kind` starts and outlive it."""
+        match kind:
+            case Kind.F:
+                return float((self.checkpoint_bytes if recomputed else self.saved_bytes)[stage])
+            case Kind.R:
+                return float(self.saved_bytes[stage] - self.checkpoint_bytes[stage])
+            case Kind.FETCH:
+                return float(self.offloaded_bytes[stage])
+            case Kind.GATHER:
+                return float(self.gathered_bytes[stage])
+            case _:
+                return 0.0
+
+    def bytes_at_end(self, kind: Kind, stage: int) -> float:
+        """Bytes that go when an action of `kind` ends."""
+        match kind:
+            case Kind.B:
+                return float(self.saved_bytes[stage])
+            case Kind.I:
+                return float(self.saved_bytes[stage] - self.held_bytes[stage])
+            case Kind.W:
+                return float(self.held_bytes[stage])
+            case Kind.OFFLOAD:
+                return float(self.offloaded_bytes[stage])
+            case Kind.RELEASE:
+                return float(self.gathered_bytes[stage])
+            case _:
+                return 0.0
+
+    def transient_bytes(self, kind: Kind, stage: int) -> float:
+        """Bytes that exist only while an action of `kind` runs."""
+        name = _TRANSIENT.get(kind)
+        return float(getattr(self, name)[stage]) if name else 0.0
+
+
+def transfer_seconds(transfers: Transfers, source: int, target: int) -> float:
+    """Seconds to move what stage `source` made to stage `target`.
+
+    >>> transfer_seconds({(0, 1): 0.5}, 1, 0)
+    0.5
+    """
+    if callable(transfers):
+        return float(transfers(source, target))
+    if not isinstance(transfers, Mapping):
+        return float(transfers)
+    for edge in ((source, target), (target, source)):
+        if edge in transfers:
+            return float(transfers[edge])
+    raise InputError(f"no transfer time for stages {source} -> {target}: add the key ({source}, {target})")
+
+
+_SECONDS = {
+    Kind.F: "forward_s",
+    Kind.I: "input_grad_s",
+    Kind.W: "weight_grad_s",
+    Kind.B: "backward_s",
+    Kind.R: "recompute_s",
+    Kind.GATHER: "gather_s",
+    Kind.REDUCE: "reduce_s",
+    Kind.OFFLOAD: "offload_s",
+    Kind.FETCH: "fetch_s",
+    Kind.STEP: "step_s",
+}
+_TRANSIENT = {
+    Kind.F: "forward_transient_bytes",
+    Kind.I: "input_grad_transient_bytes",
+    Kind.W: "weight_grad_transient_bytes",
+    Kind.B: "backward_transient_bytes",
+    Kind.R: "forward_transient_bytes",
+}
+
+
+def _per_stage(name: str, value: ArrayLike, num_stages: int) -> Floats:
+    array = np.asarray(value, dtype=np.float64)
+    array = np.full(num_stages, array) if array.ndim == 0 else array
+    if array.shape != (num_stages,):
+        raise InputError(f"{name} has {array.size} entries for {num_stages} stages; give one per stage")
+    if not np.isfinite(array).all() or (array < 0).any():
+        raise InputError(f"{name} = {array.tolist()}: costs are finite and not negative")
+    return array
+
+
+def _with_defaults(given: dict[str, Floats], names: Sequence[str], num_stages: int) -> dict[str, Any]:
+    arrays = {name: given.get(name, np.zeros(num_stages)) for name in names}
+    derived = {
+        "backward_s": arrays["input_grad_s"] + arrays["weight_grad_s"],
+        "recompute_s": arrays["forward_s"],
+        "held_bytes": arrays["saved_bytes"],
+        "offloaded_bytes": arrays["saved_bytes"],
+        "backward_transient_bytes": np.maximum(
+            arrays["input_grad_transient_bytes"], arrays["weight_grad_transient_bytes"]
+        ),
+    }
+    return arrays | derived | given

@@ -1,0 +1,74 @@
+"""Programs as arrays: what the event engine reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.schedule.action import Action
+from stagewright.schedule.placement import Placement
+from stagewright.schedule.program import Program
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedProgram:
+    """A program whose actions are indices into `patterns`, the distinct actions without their microbatch.
+
+    Action `i` is pattern `pattern[i]` of microbatch `microbatch[i]`; rank `r` owns actions `offsets[r]` to
+    `offsets[r + 1]`. Build it once and simulate it under many costs.
+    """
+
+    name: str
+    placement: Placement
+    num_microbatches: int
+    patterns: tuple[Action, ...]
+    pattern: NDArray[np.int32]
+    microbatch: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_actions(self) -> int:
+        return len(self.pattern)
+
+    def action(self, index: int) -> Action:
+        """The action at `index` of all ranks' actions in a row."""
+        pattern = self.patterns[self.pattern[index]]
+        if pattern.microbatch is None:
+            return pattern
+        return Action(pattern.kind, pattern.stage, int(self.microbatch[index]), pattern.peer)
+
+    def rank_slice(self, rank: int) -> slice:
+        return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
+
+
+def encode(program: Program) -> EncodedProgram:
+    """`program` as arrays."""
+    index_of: dict[tuple[object, ...], int] = {}
+    patterns: list[Action] = []
+    pattern = np.empty(program.num_actions, np.int32)
+    microbatch = np.zeros(program.num_actions, np.int32)
+    for i, action in enumerate(program):
+        key = (action.kind, action.stage, action.peer)
+        index = index_of.get(key)
+        if index is None:
+            index = index_of[key] = len(patterns)
+            zero = None if action.microbatch is None else 0
+            patterns.append(Action(action.kind, action.stage, zero, action.peer))
+        pattern[i] = index
+        microbatch[i] = action.microbatch or 0
+    offsets = np.concatenate([[0], np.cumsum([len(actions) for actions in program.ranks])]).astype(np.int64)
+    return EncodedProgram(
+        program.name,
+        program.placement,
+        program.num_microbatches,
+        tuple(patterns),
+        pattern,
+        microbatch,
+        offsets,
+    )

@@ -1,0 +1,196 @@
+"""The event engine: when every action of a program starts and ends, compiled by numba.
+
+It knows tokens, streams and links, and nothing of schedules: what an action needs and makes comes in
+tables. Ranks are advanced one after the other as far as they go. This gives exact times, because whoever
+orders anything (a rank its actions, a sender its link) is advanced in its own order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.simulation.streams import NUM_STREAMS
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+LOCAL, AT_ONCE, WHEN_POSTED, POST = range(4)
+"""How a token travels: not at all; as soon as it is made; once its receive is posted; and the posting
+itself."""
+
+
+class Tables(NamedTuple):
+    """What each pattern of action needs and makes and how long it takes, and how each token travels.
+
+    Pattern `p` needs the slots ``need[need_offsets[p]:need_offsets[p + 1]]``, and so on. A slot is a token
+    without its microbatch: slot `s` of microbatch `m` is token ``slot_base[s] + m * slot_stride[s]``.
+    """
+
+    need: Ints
+    need_offsets: Ints
+    make: Ints
+    make_offsets: Ints
+    seconds: Floats
+    stream: Ints
+    slot_base: Ints
+    slot_stride: Ints
+    slot_travel: Ints  # LOCAL, AT_ONCE, WHEN_POSTED or POST
+    slot_link: Ints  # index of the link, for every slot that is not LOCAL
+    slot_seconds: Floats  # seconds on that link
+    slot_posted: Ints  # for WHEN_POSTED: the slot of its posted receive
+    slot_user: Ints  # the rank that may wait for it
+
+
+class Links(NamedTuple):
+    """The state of the links. Transfers that wait for their receive queue up in the order of their sends."""
+
+    free: Floats  # when the link can take the next transfer
+    is_shared: bool
+    token: Ints
+    posted: Ints  # token of the posted receive
+    slot: Ints
+    sent: Floats
+    head: Ints
+    tail: Ints
+
+
+@numba.njit(cache=True, nogil=True)
+def run(pattern, microbatch, offsets, tables, num_tokens, num_links, is_shared):
+    """Start and end of every action in seconds, and per rank the index of the first action that cannot
+    start."""
+    num_ranks = len(offsets) - 1
+    start = np.empty(len(pattern))
+    end = np.empty(len(pattern))
+    known = np.full(num_tokens, -1.0)
+    links = _links(pattern, tables, num_links, is_shared)
+    stream_free = np.zeros((num_ranks, NUM_STREAMS))
+    reached = offsets[:-1].copy()
+    waits_for = np.full(num_ranks, -1)
+    ready = np.arange(num_ranks)[::-1].copy()
+    num_ready = num_ranks
+    while num_ready > 0:
+        num_ready -= 1
+        rank = ready[num_ready]
+        index = reached[rank]
+        now = stream_free[rank, 0]
+        while index < offsets[rank + 1]:
+            p = pattern[index]
+            m = microbatch[index]
+            begin, missing = _ready(p, m, now, tables, known)
+            if missing >= 0:
+                waits_for[rank] = missing
+                break
+            stream = tables.stream[p]
+            if stream > 0:
+                begin = max(begin, stream_free[rank, stream])
+            finish = begin + tables.seconds[p]
+            if stream > 0:
+                stream_free[rank, stream] = finish
+            elif stream == 0:
+                now = finish
+            start[index] = begin
+            end[index] = finish
+            index += 1
+            for n in range(tables.make_offsets[p], tables.make_offsets[p + 1]):
+                slot = tables.make[n]
+                token = tables.slot_base[slot] + m * tables.slot_stride[slot]
+                travel = tables.slot_travel[slot]
+                if travel == LOCAL:
+                    known[token] = finish
+                elif travel == AT_ONCE:
+                    known[token] = _carry(slot, finish, tables, links)
+                    num_ready = _wake(token, tables.slot_user[slot], waits_for, ready, num_ready)
+                else:
+                    if travel == POST:
+                        known[token] = finish
+                    else:
+                        _queue(slot, token, m, finish, tables, links)
+                    num_ready = _drain(
+                        tables.slot_link[slot], known, tables, links, waits_for, ready, num_ready
+                    )
+        reached[rank] = index
+        stream_free[rank, 0] = now
+    return start, end, reached
+
+
+@numba.njit(cache=True)
+def _ready(p, m, now, tables, known):
+    """When pattern `p` of microbatch `m` has all it needs, and a token that is not known yet or -1."""
+    for n in range(tables.need_offsets[p], tables.need_offsets[p + 1]):
+        slot = tables.need[n]
+        token = tables.slot_base[slot] + m * tables.slot_stride[slot]
+        if known[token] < 0.0:
+            return now, token
+        if known[token] > now:
+            now = known[token]
+    return now, -1
+
+
+@numba.njit(cache=True)
+def _carry(slot, depart, tables, links):
+    """When what departs at `depart` or as soon as its link is free arrives."""
+    link = tables.slot_link[slot]
+    if links.is_shared and links.free[link] > depart:
+        depart = links.free[link]
+    links.free[link] = depart + tables.slot_seconds[slot]
+    return links.free[link]
+
+
+@numba.njit(cache=True)
+def _wake(token, rank, waits_for, ready, num_ready):
+    """Make `rank` ready if it waits for `token`; return the number of ready ranks."""
+    if waits_for[rank] != token:
+        return num_ready
+    waits_for[rank] = -1
+    ready[num_ready] = rank
+    return num_ready + 1
+
+
+@numba.njit(cache=True)
+def _queue(slot, token, m, sent, tables, links):
+    """Put a transfer at the end of its link's queue."""
+    link = tables.slot_link[slot]
+    place = links.tail[link]
+    posted = tables.slot_posted[slot]
+    links.token[place] = token
+    links.posted[place] = tables.slot_base[posted] + m * tables.slot_stride[posted]
+    links.slot[place] = slot
+    links.sent[place] = sent
+    links.tail[link] = place + 1
+
+
+@numba.njit(cache=True)
+def _drain(link, known, tables, links, waits_for, ready, num_ready):
+    """Start the transfers at the head of the link's queue whose receives are posted."""
+    while links.head[link] < links.tail[link]:
+        place = links.head[link]
+        posted = known[links.posted[place]]
+        if posted < 0.0:
+            break
+        slot = links.slot[place]
+        known[links.token[place]] = _carry(slot, max(links.sent[place], posted), tables, links)
+        num_ready = _wake(links.token[place], tables.slot_user[slot], waits_for, ready, num_ready)
+        links.head[link] = place + 1
+    return num_ready
+
+
+@numba.njit(cache=True)
+def _links(pattern, tables, num_links, is_shared):
+    """Idle links, with room in every queue for the transfers of the program that wait for their receives."""
+    lengths = np.zeros(num_links + 1, np.int64)
+    if np.any(tables.slot_travel == WHEN_POSTED):
+        for p in pattern:
+            for n in range(tables.make_offsets[p], tables.make_offsets[p + 1]):
+                if tables.slot_travel[tables.make[n]] == WHEN_POSTED:
+                    lengths[tables.slot_link[tables.make[n]] + 1] += 1
+    offsets = np.cumsum(lengths)
+    room = offsets[-1]
+    return Links(
+        np.zeros(num_links), is_shared,
+        np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room),
+        offsets[:-1].copy(), offsets[:-1].copy(),
+    )  # fmt: skip

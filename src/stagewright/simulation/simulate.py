@@ -1,0 +1,83 @@
+"""Simulation: from a program and its costs to a timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from stagewright.errors import InputError, ScheduleError
+from stagewright.schedule.program import Program
+from stagewright.schedule.tokens import Edge, Rules
+from stagewright.simulation.costs import StageCosts, Transfers
+from stagewright.simulation.encoding import EncodedProgram, encode
+from stagewright.simulation.engine import Ints, Tables, run
+from stagewright.simulation.memory import PatternBytes
+from stagewright.simulation.streams import Contention
+from stagewright.simulation.tables import TokenSpace, tabulate
+from stagewright.simulation.timeline import Timeline
+
+
+def simulate(
+    program: Program | EncodedProgram,
+    costs: StageCosts,
+    transfer_s: Transfers = 0.0,
+    *,
+    edges: Iterable[Edge] | None = None,
+    contention: Contention = Contention.PAIR,
+    action_overhead_s: float = 0.0,
+) -> Timeline:
+    """When every action of `program` runs.
+
+    One computation at a time per rank, in program order, as soon as what it needs is there. Transfers
+    between ranks run beside computations, one at a time per link, in the order of their sends: from the
+    moment the value exists in a compute-only program, from the moment both sides are posted in a lowered
+    one. Weight gathers and gradient reductions, and each direction of offloading, have a stream of their
+    own on every rank.
+
+    Ignores: that transfers, collectives and computations slow each other down.
+
+    Raises:
+        InputError: costs of another number of stages, or a missing transfer time.
+        ScheduleError: the program deadlocks; the text says what every rank is blocked at.
+
+    >>> from stagewright.schedule import build
+    >>> timeline = simulate(build("1f1b", 4, 8), StageCosts.uniform(4, saved_bytes=1))
+    >>> timeline.makespan_s, round(timeline.bubble_fraction, 5), timeline.peak_bytes.tolist()
+    (33.0, 0.27273, [4.0, 3.0, 2.0, 1.0])
+    """
+    encoded = program if isinstance(program, EncodedProgram) else encode(program)
+    placement = encoded.placement
+    if costs.num_stages != placement.num_stages:
+        raise InputError(f"costs of {costs.num_stages} stages for a program of {placement.num_stages} stages")
+    rules = Rules.of_actions(encoded.patterns, placement, edges)
+    tables, space = tabulate(encoded, rules, costs, transfer_s, contention, action_overhead_s)
+    start, end, reached = run(
+        encoded.pattern,
+        encoded.microbatch,
+        encoded.offsets,
+        tables,
+        space.num_tokens,
+        space.num_links,
+        contention is not Contention.NONE,
+    )
+    if (reached < encoded.offsets[1:]).any():
+        raise ScheduleError(_deadlock(encoded, tables, space, reached))
+    base = np.zeros(placement.num_ranks)
+    np.add.at(base, np.array(placement.rank_of_stage), costs.base_bytes)
+    table = PatternBytes.of(encoded.patterns, rules.recomputed, costs)
+    return Timeline(encoded, start, end, table, base)
+
+
+def _deadlock(encoded: EncodedProgram, tables: Tables, space: TokenSpace, reached: Ints) -> str:
+    lines = [f"{encoded.name} deadlocks:"]
+    for rank, index in enumerate(reached):
+        if index < encoded.offsets[rank + 1]:
+            pattern = encoded.pattern[index]
+            needs = tables.need[tables.need_offsets[pattern] : tables.need_offsets[pattern + 1]]
+            microbatch = int(encoded.microbatch[index])
+            tokens = [space.slots[slot] for slot in needs]
+            wanted = (str(t if t.microbatch is None else t._replace(microbatch=microbatch)) for t in tokens)
+            action = encoded.action(int(index))
+            lines.append(f"  rank {rank} is blocked at {action}, which needs {', '.join(wanted)}")
+    return "\n".join(lines)

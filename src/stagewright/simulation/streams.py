@@ -1,0 +1,50 @@
+"""What runs beside what: the streams of a rank and the links between ranks."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from stagewright.schedule.action import Kind
+
+POST = -1
+"""Actions that only post a transfer take no time on their rank."""
+
+COMPUTE_STREAM, COLLECTIVE_STREAM, OFFLOAD_STREAM, FETCH_STREAM = range(4)
+NUM_STREAMS = 4
+
+STREAM_OF: dict[Kind, int] = {
+    Kind.F: COMPUTE_STREAM,
+    Kind.B: COMPUTE_STREAM,
+    Kind.I: COMPUTE_STREAM,
+    Kind.W: COMPUTE_STREAM,
+    Kind.R: COMPUTE_STREAM,
+    Kind.STEP: COMPUTE_STREAM,
+    Kind.GATHER: COLLECTIVE_STREAM,
+    Kind.REDUCE: COLLECTIVE_STREAM,
+    Kind.OFFLOAD: OFFLOAD_STREAM,
+    Kind.FETCH: FETCH_STREAM,
+    Kind.SEND_F: POST,
+    Kind.RECV_F: POST,
+    Kind.SEND_B: POST,
+    Kind.RECV_B: POST,
+    Kind.RELEASE: POST,
+}
+"""The stream of its rank on which an action runs. Streams other than compute start an action no earlier
+than the rank's computations have reached it in program order, and do not hold up the computations behind
+it."""
+
+
+class Contention(Enum):
+    """Which transfers wait for each other: none, those of one ordered pair of ranks, or all that one rank
+    sends.
+
+    Ignores: contention at the receiver and between ranks of one node.
+    """
+
+    NONE = "none"
+    PAIR = "pair"
+    SENDER = "sender"
+
+    def link(self, source: int, target: int) -> tuple[int, ...]:
+        """The name of the link that carries what rank `source` sends to rank `target`."""
+        return (source,) if self is Contention.SENDER else (source, target)

@@ -1,0 +1,121 @@
+"""Timelines: when every action of a program ran, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.schedule.action import Action
+from stagewright.simulation.encoding import EncodedProgram
+from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
+from stagewright.simulation.streams import COMPUTE_STREAM, STREAM_OF
+
+Floats = NDArray[np.float64]
+
+
+class Event(NamedTuple):
+    """One action as it ran; times in seconds."""
+
+    rank: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """Start and end of every action, all ranks in a row as in `encoded`; seconds from the start of the batch.
+
+    `base_bytes[r]` are on rank `r` throughout.
+    """
+
+    encoded: EncodedProgram
+    start_s: Floats
+    end_s: Floats
+    pattern_bytes: PatternBytes
+    base_bytes: Floats
+
+    @property
+    def num_ranks(self) -> int:
+        return self.encoded.num_ranks
+
+    @cached_property
+    def makespan_s(self) -> float:
+        """When the last action of any rank ends."""
+        return float(self.end_s.max(initial=0.0))
+
+    @cached_property
+    def busy_s(self) -> Floats:
+        """Seconds of computation per rank."""
+        seconds = np.where(self.is_compute, self.end_s - self.start_s, 0.0)
+        return np.array([seconds[self.encoded.rank_slice(rank)].sum() for rank in range(self.num_ranks)])
+
+    @property
+    def idle_s(self) -> Floats:
+        """Seconds per rank, of the whole makespan, without computation."""
+        return self.makespan_s - self.busy_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of all ranks' time: sum of idle seconds / (ranks x makespan)."""
+        return float(self.idle_s.sum() / (self.num_ranks * self.makespan_s)) if self.makespan_s else 0.0
+
+    @cached_property
+    def span_s(self) -> Floats:
+        """Seconds per rank from the start of its first computation to the end of its last.
+
+        Ranks that start late may also end late when batches follow each other: then the longest span,
+        rather than the makespan, is the time of a batch.
+        """
+        spans = np.zeros(self.num_ranks)
+        for rank in range(self.num_ranks):
+            part = self.encoded.rank_slice(rank)
+            computes = self.is_compute[part]
+            if computes.any():
+                spans[rank] = self.end_s[part][computes].max() - self.start_s[part][computes].min()
+        return spans
+
+    @cached_property
+    def peak_bytes(self) -> Floats:
+        """Largest number of bytes per rank."""
+        table, encoded = self.pattern_bytes, self.encoded
+        if table.follows_program_order:
+            return peaks_in_program_order(
+                encoded.pattern,
+                encoded.offsets,
+                table.at_start,
+                table.at_end,
+                table.transient,
+                self.base_bytes,
+            )
+        return np.array([self.memory_curve(rank).peak_bytes for rank in range(self.num_ranks)])
+
+    def memory_curve(self, rank: int) -> MemoryCurve:
+        """Bytes on `rank` over time."""
+        part = self.encoded.rank_slice(rank)
+        return memory_curve(
+            self.encoded.pattern[part],
+            self.start_s[part],
+            self.end_s[part],
+            self.pattern_bytes,
+            float(self.base_bytes[rank]),
+        )
+
+    def events(self, rank: int) -> Iterator[Event]:
+        """The actions of `rank` in program order."""
+        part = self.encoded.rank_slice(rank)
+        for index in range(part.start, part.stop):
+            yield Event(
+                rank, self.encoded.action(index), float(self.start_s[index]), float(self.end_s[index])
+            )
+
+    @cached_property
+    def is_compute(self) -> NDArray[np.bool_]:
+        """Per action whether it runs on the compute stream."""
+        per_pattern = np.array([STREAM_OF[p.kind] == COMPUTE_STREAM for p in self.encoded.patterns], np.bool_)
+        return per_pattern[self.encoded.pattern]

@@ -1,0 +1,42 @@
+import pytest
+
+from stagewright.errors import ScheduleError
+from stagewright.schedule import Action, Kind, Program, build, insert_communication
+from stagewright.schedule.action import PER_STAGE, TRANSFERS
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_every_kind_round_trips(kind):
+    microbatch = None if kind in PER_STAGE else 12
+    for peer in (3, 5, 0) if kind in TRANSFERS else (None,):
+        action = Action(kind, 4, microbatch, peer)
+        assert Action.parse(str(action)) == action
+
+
+def test_neighbours_are_left_out_of_the_text():
+    assert str(Action(Kind.SEND_F, 0, 3, 1)) == "0SEND_F3"
+    assert str(Action(Kind.RECV_B, 0, 3, 1)) == "0RECV_B3"
+    assert str(Action(Kind.SEND_F, 0, 3, 2)) == "0SEND_F3>2"
+    assert str(Action(Kind.RECV_F, 2, 3, 0)) == "2RECV_F3<0"
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "0GATHER1", "0F1>2", "0SEND_F3<2", "2F0 ,", "-1F0"])
+def test_what_is_no_action_is_refused(text):
+    with pytest.raises(ScheduleError):
+        Action.parse(text)
+
+
+def test_programs_round_trip_as_text_and_json():
+    program = insert_communication(build("1f1b", 3, 4), [(0, 1), (1, 2), (0, 2)])
+    assert Program.from_text(program.to_text()) == program
+    assert Program.from_json(program.to_json()) == program
+
+
+def test_a_program_without_a_rank_is_refused():
+    with pytest.raises(ScheduleError, match="lists 1 ranks but its placement has 2"):
+        Program.from_text("program x\nmicrobatches 1\nplacement 0 1\n0: 0F0 0B0\n")
+
+
+def test_a_placement_with_an_empty_rank_is_refused():
+    with pytest.raises(ScheduleError, match="without gaps"):
+        Program.from_text("program x\nmicrobatches 1\nplacement 0 2\n0: 0F0 0B0\n1:\n2: 1F0 1B0\n")
