@@ -33,24 +33,25 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     """Module with loss, example inputs and tokens (or samples) per microbatch of a reference to a factory.
 
     The factory is called with the overrides and with those of `microbatch_size`, `sequence_length` and
-    `dtype` (a `torch.dtype`) that it has parameters for. Inputs of another batch size are repeated or cut to
-    size, and a factory that takes no dtype has its module converted. Raises `InputError` naming the line.
+    `dtype` (a `torch.dtype`) that it has parameters for; torch's default dtype is the job's meanwhile. Inputs
+    of another batch size are repeated or cut to size. Raises `InputError` naming the line that failed.
     """
     name = split_factory(reference.text)
     assert name is not None
     factory = _function(name, reference.text)
     arguments = _arguments(factory, reference, job)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(job.torch_dtype)
     try:
         result = factory(**arguments)
     except StagewrightError:
         raise
     except Exception as error:
         raise InputError(f"factory '{reference.text}' failed at {_where(error)}: {_what(error)}") from error
+    finally:
+        torch.set_default_dtype(default)
     net, inputs, loss_fn = _unpack(result, reference.text)
     taken, named = _name_inputs(net, inputs, loss_fn, reference.text)
-    if "dtype" not in arguments:
-        net = net.to(job.torch_dtype)
-        named = {key: _cast(value, job.torch_dtype) for key, value in named.items()}
     if "microbatch_size" not in arguments:
         named = {
             key: _resize(value, job.microbatch_size, key, reference.text) for key, value in named.items()
@@ -162,10 +163,6 @@ def _name_inputs(
             f"(it takes {takes}): name them as forward does, or return a loss_fn that takes them"
         )
     return taken, named
-
-
-def _cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _resize(value: Tensor, size: int, key: str, text: str) -> Tensor:
