@@ -76,6 +76,14 @@ def test_overrides_change_the_digest_and_use_the_spelling_of_the_config():
     assert resolve("gpt2", {"dropout": 0}).digest != plain.digest
 
 
+def test_the_common_depth_means_encoder_and_decoder(tmp_path):
+    path = tmp_path / "t5.json"
+    path.write_text(json.dumps(dict(resolve("tiny-t5").config) | {"num_decoder_layers": 3}))
+    config = resolve(str(path), {"num_hidden_layers": 2}).config
+    assert (config["num_layers"], config["num_decoder_layers"]) == (2, 2)
+    assert resolve(str(path), {"num_layers": 1}).config["num_decoder_layers"] == 3
+
+
 def test_a_new_depth_cuts_per_layer_lists():
     assert resolve("tiny-nemotron-h", {"num_hidden_layers": 3}).config["hybrid_override_pattern"] == "M-M"
     with pytest.raises(InputError, match="'hybrid_override_pattern' describes 8"):
@@ -351,6 +359,28 @@ def test_factory_that_cannot_be_imported(tmp_path):
         resolve(f"{tmp_path}/none.py:f")
     with pytest.raises(InputError, match=r"module 'no_such_package\.models' cannot be found"):
         resolve("no_such_package.models:f")
+
+
+PACKED = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def packed():
+    size = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_hidden_layers=1)
+    net = LlamaForCausalLM(LlamaConfig(**size, vocab_size=64, use_cache=False))
+    tokens = torch.randint(0, 64, (2, 8))
+    inputs = {"input_ids": tokens, "position_ids": (torch.arange(8) % 4).expand(2, 8), "labels": tokens}
+    return net, inputs, lambda output: output.loss
+"""
+
+
+def test_packed_sequences_of_a_factory_stay_apart(tmp_path):
+    (tmp_path / "nets.py").write_text(PACKED)
+    built = build(resolve(f"{tmp_path / 'nets.py'}:packed"), 2, 8)
+    loss = built.module(**built.inputs)
+    assert torch.equal(loss, built.module.net(**built.inputs).loss)
+    program = torch.export.export(built.module, (), kwargs=built.inputs, strict=False)
+    assert program.module()(**built.inputs).item() == pytest.approx(loss.item(), rel=1e-5)
 
 
 # Bad input

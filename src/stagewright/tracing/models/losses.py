@@ -5,6 +5,8 @@ The wrapped model is always the attribute `net`, so that parameter names are `ne
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +100,7 @@ class FactoryModel(nn.Module):
 
     def forward(self, **inputs: Tensor) -> Tensor:
         rest = [value for key, value in inputs.items() if key not in self.taken]
-        with _tracing():
+        with _tracing(packed="position_ids" in inputs):
             loss = self.net(**{key: inputs[key] for key in self.taken})
             if self.loss_fn is not None:
                 loss = self.loss_fn(loss, *rest)
@@ -111,16 +113,13 @@ class FactoryModel(nn.Module):
         )
 
 
-def _tracing():
-    # Imported on first use: a factory's model may need no transformers, and importing it takes seconds.
-    import sys
-    from contextlib import nullcontext
-
+def _tracing(packed: bool = False) -> contextlib.AbstractContextManager[None]:
+    """`trace_as_run` where transformers is in use; a factory may do without it and its long import."""
     if "transformers" not in sys.modules:
-        return nullcontext()
+        return contextlib.nullcontext()
     from stagewright.tracing.models.transformers_patches import trace_as_run
 
-    return trace_as_run()
+    return trace_as_run(packed)
 
 
 def _with_auxiliary_loss(loss: Tensor, output: Any, net: nn.Module) -> Tensor:

@@ -43,7 +43,7 @@ def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> 
 
 def _spellings(key: str, config: Mapping[str, Any]) -> list[str]:
     """The keys of `config` that mean `key`, or `key` itself where the config has no spelling of it."""
-    if key in config and key != "num_layers":
+    if key in config:
         return [key]
     group = next((names for names in _SYNONYMS if key in names), (key,))
     return [name for name in group if name in config] or [key]

@@ -17,33 +17,42 @@ from transformers.integrations import moe
 
 
 @contextlib.contextmanager
-def trace_as_run() -> Iterator[None]:
+def trace_as_run(packed: bool = False) -> Iterator[None]:
     """Within it transformers models compute, when traced, what they compute when run.
 
-    No mask is built where `is_causal` (or nothing) says the same; grouped matrix products stay grouped.
+    No mask is built where `is_causal` (or nothing) says the same; grouped matrix products stay grouped. With
+    `packed` the position ids given to the model may start several sequences, which need a mask of their own.
     """
+    replacements = _REPLACEMENTS if packed else (*_REPLACEMENTS, _UNPACKED)
     replaced: list[tuple[Any, str, Any]] = []
-    for module, name, value in _REPLACEMENTS:
-        if hasattr(module, name):
-            replaced.append((module, name, getattr(module, name)))
-            setattr(module, name, value)
     try:
+        for module, name, value in replacements:
+            if hasattr(module, name):
+                replaced.append((module, name, getattr(module, name)))
+                setattr(module, name, value)
         yield
     finally:
         for module, name, original in reversed(replaced):
             setattr(module, name, original)
 
 
-def _no(*_: Any, **__: Any) -> bool:
+def _no() -> bool:
     return False
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _traces_values_of(tensor: Any = None) -> bool:
+    """Whether `tensor` has no values to look at; that a graph is being traced is no reason by itself."""
+    return tensor is not None and _is_tracing(tensor)
+
+
+def _no_packed_sequences(position_ids: Any) -> None:
     return None
 
 
+_is_tracing = getattr(masking_utils, "is_tracing", lambda tensor: False)
 _REPLACEMENTS = (
     (masking_utils, "is_torchdynamo_exporting", _no),
-    (masking_utils, "find_packed_sequence_indices", _nothing),
+    (masking_utils, "is_tracing", _traces_values_of),
     (moe, "is_torchdynamo_compiling", _no),
 )
+_UNPACKED = (masking_utils, "find_packed_sequence_indices", _no_packed_sequences)
