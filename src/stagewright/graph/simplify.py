@@ -81,7 +81,7 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
                 twins[node.id] = twin.id
                 for mine, theirs in zip(node.outputs, twin.outputs, strict=True):
                     if mine is not None and theirs is not None:
-                        names[mine] = theirs
+                        names[mine] = names.get(theirs, theirs)
                         if values[mine].storage == mine:
                             roots[mine] = theirs
                 continue

@@ -68,6 +68,15 @@ class Call:
     metas: tuple[TensorMeta, ...]
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What a slice assignment writes: `source` in the shape and type of `target`."""
+    return source.to(target.dtype).expand(target.shape)
+
+
+# Operators that functionalisation makes and autograd has no derivative for.
+_LOWERINGS: dict[str, Callable[..., torch.Tensor]] = {"aten.copy.default": _copy}
+
+
 class Rules:
     """Answers about operators, remembered by signature. `mode` is the fake tensor mode they are asked under."""
 
@@ -82,7 +91,7 @@ class Rules:
     def lower(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe | None:
         """The recipe of a composite operator, or None for one that has its own derivative."""
         if call.op not in self._composite:
-            self._composite[call.op] = is_composite(operator(call.op))
+            self._composite[call.op] = call.op in _LOWERINGS or is_composite(operator(call.op))
         if not self._composite[call.op]:
             return None
         key = (call, needs_grad)
@@ -162,7 +171,8 @@ class Rules:
         tensors = self._fakes(call, needs_grad)
 
         def forward(*inputs: torch.Tensor) -> list[Any]:
-            result = self._apply(call, list(inputs))
+            by_hand = _LOWERINGS.get(call.op)
+            result = by_hand(*inputs) if by_hand else self._apply(call, list(inputs))
             return list(result) if isinstance(result, list | tuple) else [result]
 
         graph = self._graph(forward, tensors)

@@ -1,0 +1,51 @@
+"""Random numbers keyed by (seed, step, microbatch, operator): any schedule draws what the plain run draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_MASK = (1 << 63) - 1
+
+
+def key(seed: int, step: int, microbatch: int, draw: int) -> int:
+    """A well-mixed 63-bit seed for one random operator of one microbatch.
+
+    Source: the splitmix64 finaliser (Steele, Lea and Flood 2014) applied to each coordinate in turn.
+    """
+    state = 0
+    for coordinate in (seed, step, microbatch, draw):
+        state = (state + coordinate + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state & _MASK
+
+
+def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:
+    """Ready the random state of every device for one operator."""
+    torch.manual_seed(key(seed, step, microbatch, draw))
+
+
+@contextmanager
+def keyed(seed: int, step: int, microbatch: int) -> Iterator[None]:
+    """Inside, the random operators of a plain model draw the numbers their keys say, in the order of the model."""
+    with _Keyed(seed, step, microbatch):
+        yield
+
+
+class _Keyed(TorchDispatchMode):
+    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+        super().__init__()
+        self.place = (seed, step, microbatch)
+        self.draws = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            reseed(*self.place, self.draws)
+            self.draws += 1
+        return func(*args, **(kwargs or {}))

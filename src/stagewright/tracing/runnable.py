@@ -1,0 +1,97 @@
+"""Runnable functions: the nodes of a stage as straight-line Python that frees every value at its last use.
+
+A function takes its inputs in one list, which it empties, so that no caller keeps a value alive, and returns its outputs
+in order. Resident values (parameters, buffers, static and derived values) are looked up when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from stagewright.graph import Node, Ref, Symbol
+from stagewright.graph.stage import ACCUMULATE, Function
+from stagewright.tracing.arguments import operator, symbol
+
+Accumulate = Callable[[int, torch.Tensor], None]
+Reseed = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """``call(inputs, resident, accumulate, reseed)``: `inputs` is emptied; `resident` maps value ids to tensors;
+    ``accumulate(parameter, gradient)`` takes each finished gradient; ``reseed(draw)`` readies the random state."""
+
+    call: Callable[[list[torch.Tensor], dict[int, torch.Tensor], Accumulate, Reseed], list[torch.Tensor]]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    source: str
+
+
+def compile_function(function: Function, resident: Iterable[int], device: torch.device, name: str = "run") -> Runnable:
+    """Python code for `function`; values in `resident` are looked up instead of passed."""
+    resident = frozenset(resident)
+    names: dict[str, Any] = {}
+    lines = [f"def {name}(inputs, resident, accumulate, reseed):"]
+    last = _last_uses(function)
+    if function.inputs:
+        lines.append(f"    {', '.join(f'v{value}' for value in function.inputs)}, = inputs")
+        lines.append("    inputs.clear()")
+    used = {value for node in function.nodes for value in node.inputs} | set(function.outputs)
+    lines.extend(f"    v{value} = resident[{value}]" for value in sorted(used & resident - set(function.inputs)))
+    unused = [value for value in function.inputs if value not in last and value not in function.outputs]
+    if unused:
+        lines.append(f"    del {', '.join(f'v{value}' for value in unused)}")
+    for index, node in enumerate(function.nodes):
+        lines.append("    " + _statement(node, names, device))
+        dead = [value for value in dict.fromkeys((*node.inputs, *_made(node))) if last.get(value, index) == index]
+        dead = [value for value in dead if value not in function.outputs]
+        if dead:
+            lines.append(f"    del {', '.join(f'v{value}' for value in dead)}")
+    lines.append(f"    return [{', '.join(f'v{value}' for value in function.outputs)}]")
+    source = "\n".join(lines)
+    scope = dict(names)
+    exec(compile(source, f"<stagewright {name}>", "exec"), scope)
+    return Runnable(scope[name], function.inputs, function.outputs, source)
+
+
+def _made(node: Node) -> tuple[int, ...]:
+    return tuple(value for value in node.outputs if value is not None)
+
+
+def _last_uses(function: Function) -> dict[int, int]:
+    last: dict[int, int] = {}
+    for index, node in enumerate(function.nodes):
+        for value in node.inputs:
+            last[value] = index
+    return last
+
+
+def _statement(node: Node, names: dict[str, Any], device: torch.device) -> str:
+    if node.op == ACCUMULATE:
+        return f"accumulate({dict(node.kwargs)['parameter']}, v{node.inputs[0]})"
+    function = "f_" + node.op.replace(".", "_")
+    names[function] = operator(node.op)
+    arguments = [_text(argument, names, device) for argument in node.args]
+    arguments += [f"{key}={_text(value, names, device)}" for key, value in node.kwargs]
+    targets = [f"v{value}" if value is not None else "_" for value in node.outputs]
+    left = targets[0] if len(targets) == 1 else ", ".join(targets)
+    seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
+    return f"{seeded}{left} = {function}({', '.join(arguments)})"
+
+
+def _text(argument: Any, names: dict[str, Any], device: torch.device) -> str:
+    if isinstance(argument, Ref):
+        return f"v{argument.value}"
+    if isinstance(argument, Symbol):
+        key = f"s_{argument.kind}_{''.join(c if c.isalnum() else '_' for c in argument.name)}"
+        names[key] = symbol(argument, device)
+        return key
+    if isinstance(argument, tuple):
+        return "[" + ", ".join(_text(item, names, device) for item in argument) + "]"
+    if isinstance(argument, float):
+        return f"float('{argument!r}')" if argument != argument or argument in (float("inf"), -float("inf")) else repr(argument)
+    return repr(argument)
