@@ -44,8 +44,8 @@ def test_usable_memory_leaves_out_context_and_reserve() -> None:
     assert cluster.device.usable_bytes == 650
 
 
-# Microseconds of fp16 forward products in GPT models (hidden -> 4 hidden, or hidden -> hidden), with their FLOP:
-# published with Mist (EuroSys'25). The constants were fitted on all sizes of the same set.
+# Microseconds of fp16 forward products in GPT models (hidden to 4 hidden, or hidden to hidden) with their
+# FLOP: published with Mist (EuroSys'25). The constants were fitted on all sizes of the same set.
 PUBLISHED_PRODUCTS = [
     ("v100-32", 2 * 2048 * 8192 * 2048, 797.135),
     ("v100-32", 2 * 2048 * 2048 * 2048, 225.174),

@@ -20,7 +20,7 @@ class NodeGroup(SourcedModel):
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"count"})
 
-    count: int = Field(1, ge=1)
+    count: int = Field(default=1, ge=1)
     devices_per_node: int = Field(ge=1)
     num_nics: int = Field(ge=1)
     device: Device

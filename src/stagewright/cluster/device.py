@@ -56,12 +56,12 @@ ByteRate = Annotated[float, Field(gt=0), BeforeValidator(_parse_rate)]
 class PerPrecision(StrictModel):
     """One figure per arithmetic precision; None where the device lacks it."""
 
-    fp64: float | None = Field(None, gt=0)
-    fp32: float | None = Field(None, gt=0)
-    tf32: float | None = Field(None, gt=0)
-    bf16: float | None = Field(None, gt=0)
-    fp16: float | None = Field(None, gt=0)
-    fp8: float | None = Field(None, gt=0)
+    fp64: float | None = Field(default=None, gt=0)
+    fp32: float | None = Field(default=None, gt=0)
+    tf32: float | None = Field(default=None, gt=0)
+    bf16: float | None = Field(default=None, gt=0)
+    fp16: float | None = Field(default=None, gt=0)
+    fp8: float | None = Field(default=None, gt=0)
 
     def available(self) -> list[str]:
         """Names of the precisions that have a figure."""
@@ -75,12 +75,12 @@ class PerPrecision(StrictModel):
 class PerPrecisionFraction(PerPrecision):
     """As `PerPrecision`, each figure a fraction in (0, 1]."""
 
-    fp64: float | None = Field(None, gt=0, le=1)
-    fp32: float | None = Field(None, gt=0, le=1)
-    tf32: float | None = Field(None, gt=0, le=1)
-    bf16: float | None = Field(None, gt=0, le=1)
-    fp16: float | None = Field(None, gt=0, le=1)
-    fp8: float | None = Field(None, gt=0, le=1)
+    fp64: float | None = Field(default=None, gt=0, le=1)
+    fp32: float | None = Field(default=None, gt=0, le=1)
+    tf32: float | None = Field(default=None, gt=0, le=1)
+    bf16: float | None = Field(default=None, gt=0, le=1)
+    fp16: float | None = Field(default=None, gt=0, le=1)
+    fp8: float | None = Field(default=None, gt=0, le=1)
 
 
 class Device(SourcedModel):
@@ -91,7 +91,9 @@ class Device(SourcedModel):
     * `matmul_efficiency`: fraction of the peak that a matrix product reaches when it is large.
     * `matmul_half_flop`: size (FLOP) of a product that runs at half of that rate; below it the device is not
       filled. It stands for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
-    * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak of fused attention.
+    * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak that fused attention
+    reaches,
+      counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again).
     * `memory_efficiency`: fraction of `memory_bandwidth` that a streaming kernel attains.
     """
 
@@ -123,7 +125,7 @@ class Device(SourcedModel):
     """Fraction of the memory a plan leaves free."""
     host_link_bandwidth: ByteRate
     """One direction between this device and host memory, for offload."""
-    price_per_hour: float | None = Field(None, ge=0)
+    price_per_hour: float | None = Field(default=None, ge=0)
     """US dollars per device."""
 
     def __hash__(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import Field
-
 from stagewright.cluster.device import ByteRate, Seconds
 from stagewright.cluster.strict import SourcedModel
 
@@ -19,7 +17,7 @@ class Link(SourcedModel):
     """Per message, and per step of a collective."""
     bandwidth: ByteRate
     """Of one message between two devices."""
-    ring_bandwidth: ByteRate | None = Field(None)
+    ring_bandwidth: ByteRate | None = None
     """What each device attains when all take part in a collective, where that differs from `bandwidth`:
     more where a pair of devices is joined by a part of the links only, less where devices share a bus.
     """

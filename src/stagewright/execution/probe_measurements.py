@@ -1,0 +1,293 @@
+"""What one process of a probe measures: medians of warmed-up, time-boxed repetitions, in step with its
+peers.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from stagewright.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MATMUL_SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096, 8192)}
+MESSAGE_BYTES = (4, 64 * 1024, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+STREAM_BYTES = {"cpu": 96 * MIB, "cuda": 512 * MIB}
+"""Of each operand: far larger than the caches, so that the figure is that of the memory."""
+ATTENTION_SHAPE = {"cpu": (1, 4, 512, 64), "cuda": (4, 16, 2048, 128)}
+"""Batch, heads, sequence, head width."""
+BACKWARD_FLOP_RATIO = 2.5
+_MIN_SAMPLES, _SAMPLE_S = 5, 1e-3
+
+
+@dataclass
+class Measurements:
+    """Figures of one process; seconds, bytes, FLOP/s. Matrix products are (FLOP, seconds) pairs per
+    precision.
+    """
+
+    matmul_seconds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    stream_bandwidths: dict[str, float] = field(default_factory=dict)
+    host_overhead_s: float = 0.0
+    launch_overhead_s: float = 0.0
+    attention_flops: float = 0.0
+    attention_backward_flops: float = 0.0
+    host_link_bandwidth: float = 0.0
+    context_bytes: int = 0
+    workspace_bytes: int = 0
+    message_seconds: list[tuple[float, float]] = field(default_factory=list)
+    """(Bytes, seconds) of one message to a neighbour; empty without one."""
+    ring_bandwidth: float | None = None
+
+
+def linear_fit(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
+    """(rate, overhead) of `seconds = overhead + amounts / rate`, least squares of the relative error,
+    overhead >= 0.
+
+    >>> rate, overhead = linear_fit([1e6, 1e7, 1e8], [2e-3, 11e-3, 101e-3])
+    >>> round(rate / 1e9, 6), round(overhead, 6)
+    (1.0, 0.001)
+    """
+    x, t = np.asarray(amounts, float), np.asarray(seconds, float)
+    columns = np.stack([x / t, 1 / t], axis=1)
+    (inverse_rate, overhead), *_ = np.linalg.lstsq(columns, np.ones_like(t), rcond=None)
+    if overhead < 0:
+        overhead, inverse_rate = 0.0, float(np.sum(x / t) / np.sum((x / t) ** 2))
+    return 1 / max(float(inverse_rate), float(np.min(t / np.maximum(x, 1.0))) / 2), float(overhead)
+
+
+class Stopwatch:
+    """Times calls on one device, each for about `time_box_s`: host clock on a CPU, events on a GPU."""
+
+    def __init__(self, device: torch.device, time_box_s: float) -> None:
+        self.device = device
+        self.time_box_s = time_box_s
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Median time of one `call`, warmed up, from samples long enough for the clock, in a fixed time
+        box.
+        """
+        for _ in range(2):
+            call()
+        once = max(self._sample(call, 1), 1e-9)
+        repeats = max(1, int(_SAMPLE_S / once))
+        samples: list[float] = []
+        end = time.perf_counter() + self.time_box_s
+        while len(samples) < _MIN_SAMPLES or time.perf_counter() < end:
+            samples.append(self._sample(call, repeats) / repeats)
+        return statistics.median(samples)
+
+    def _sample(self, call: Callable[[], object], repeats: int) -> float:
+        if self.device.type == "cpu":
+            start = time.perf_counter()
+            for _ in range(repeats):
+                call()
+            return time.perf_counter() - start
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3
+
+
+def supported_precisions(device: torch.device) -> dict[str, torch.dtype]:
+    """Precisions with native matrix products here, by their short names (tf32 is fp32 storage)."""
+    if device.type == "cpu":
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+    found = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
+    if torch.cuda.get_device_capability(device) >= (8, 0) or torch.version.hip:
+        found |= {"bf16": torch.bfloat16, "tf32": torch.float32}
+    return found
+
+
+@contextmanager
+def _fp32_arithmetic(name: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def measure_host(watch: Stopwatch, found: Measurements) -> None:
+    """Per-operator cost: of issuing on the host, and on a GPU of the gap between kernels inside a graph."""
+    device = watch.device
+    x = torch.ones(1, device=device)
+    samples = []
+    for _ in range(50):
+        start = time.perf_counter()
+        for _ in range(200):
+            torch.add(x, x)
+        samples.append((time.perf_counter() - start) / 200)
+        _synchronize(device)
+    found.host_overhead_s = statistics.median(samples)
+    if device.type == "cuda":
+        graph, count = torch.cuda.CUDAGraph(), 200
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(count):
+                x.add_(1)
+        found.launch_overhead_s = watch.seconds(graph.replay) / count
+
+
+def measure_matmul(watch: Stopwatch, found: Measurements) -> None:
+    """Square products of every size and precision, without the overhead that every operator has."""
+    device = watch.device
+    serial = found.host_overhead_s if device.type == "cpu" else found.launch_overhead_s
+    for name, dtype in supported_precisions(device).items():
+        pairs = []
+        with _fp32_arithmetic(name):
+            for size in MATMUL_SIZES[device.type]:
+                a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+                out = torch.empty_like(a)
+                seconds = watch.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
+                pairs.append((2.0 * size**3, max(seconds - serial, 0.1 * seconds)))
+        found.matmul_seconds[name] = pairs
+
+
+def measure_streams(watch: Stopwatch, found: Measurements) -> None:
+    """Bytes moved per second by kernels that only stream memory, and by copies between host and device."""
+    device = watch.device
+    a, b, c = (torch.ones(STREAM_BYTES[device.type] // 4, device=device) for _ in range(3))
+    size = a.numel() * a.element_size()
+    calls: dict[str, tuple[int, Callable[[], object]]] = {
+        "copy": (2, lambda: c.copy_(a)),
+        "triad": (3, lambda: torch.add(a, b, alpha=2.0, out=c)),
+        "multiply": (3, lambda: torch.mul(a, b, out=c)),
+        "relu": (2, lambda: torch.clamp_min(a, 0.0, out=c)),
+    }
+    found.stream_bandwidths = {
+        name: operands * size / watch.seconds(call) for name, (operands, call) in calls.items()
+    }
+    if device.type == "cpu":
+        found.host_link_bandwidth = found.stream_bandwidths["copy"] / 2
+    else:
+        pinned = torch.ones(a.numel(), pin_memory=True)
+        down = watch.seconds(lambda: pinned.copy_(a, non_blocking=True))
+        up = watch.seconds(lambda: a.copy_(pinned, non_blocking=True))
+        found.host_link_bandwidth = size / max(down, up)
+
+
+def measure_attention(watch: Stopwatch, found: Measurements) -> None:
+    """FLOP/s of fused attention without a mask, forward and backward."""
+    device = watch.device
+    batch, heads, length, width = ATTENTION_SHAPE[device.type]
+    dtype = supported_precisions(device)[reference_precision(device.type, supported_precisions(device))]
+    q, k, v = (
+        torch.randn(batch, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3)
+    )
+    flop = 4.0 * batch * heads * length**2 * width
+    with torch.no_grad():
+        found.attention_flops = flop / watch.seconds(lambda: F.scaled_dot_product_attention(q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v)
+    seed = torch.ones_like(out)
+    backward = watch.seconds(lambda: torch.autograd.grad(out, (q, k, v), seed, retain_graph=True))
+    found.attention_backward_flops = BACKWARD_FLOP_RATIO * flop / backward
+
+
+def reference_precision(device_type: str, names: dict[str, torch.dtype] | Sequence[str]) -> str:
+    """The precision that training there uses most: it decides the half-saturation size and attention's
+    peak.
+    """
+    if device_type == "cpu":
+        return "fp32"
+    return "bf16" if "bf16" in names else "fp16"
+
+
+def measure_memory(watch: Stopwatch, found: Measurements) -> None:
+    """Memory outside the allocator, and the workspace that the first matrix product takes from it."""
+    device = watch.device
+    if device.type == "cpu":
+        found.context_bytes = _resident_bytes()
+        return
+    a = torch.ones(256, 256, device=device)
+    before = torch.cuda.memory_allocated(device)
+    out = a @ a
+    found.workspace_bytes = torch.cuda.memory_allocated(device) - before - out.numel() * out.element_size()
+    free, total = torch.cuda.mem_get_info(device)
+    found.context_bytes = total - free - torch.cuda.memory_reserved(device)
+
+
+def _resident_bytes() -> int:
+    """Memory this process holds now: interpreter and libraries, before any large tensor."""
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_messages(watch: Stopwatch, found: Measurements) -> None:
+    """Half round trips with the neighbour (0 with 1, 2 with 3, ... at the same time) at several sizes.
+
+    Every rank makes the same number of trips: a rank that stopped on its own clock would leave its peer
+    waiting.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    peer = rank ^ 1
+    for size in MESSAGE_BYTES:
+        if peer < world:
+            buffer = torch.zeros(size, dtype=torch.uint8, device=watch.device)
+            trips = 100 if size < MIB else max(5, 40 * MIB // size)
+            seconds = [_round_trip(buffer, rank, peer) for _ in range(trips + 3)][3:]
+            found.message_seconds.append((float(size), statistics.median(seconds) / 2))
+    if world > 1:
+        found.ring_bandwidth = _ring_bandwidth(watch.device, world)
+
+
+def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:
+    _synchronize(buffer.device)
+    start = time.perf_counter()
+    if rank < peer:
+        dist.send(buffer, peer)
+        dist.recv(buffer, peer)
+    else:
+        dist.recv(buffer, peer)
+        dist.send(buffer, peer)
+    _synchronize(buffer.device)
+    return time.perf_counter() - start
+
+
+def _ring_bandwidth(device: torch.device, world: int) -> float:
+    """Bytes/s per rank and direction of a large all-reduce that moves 2 (n - 1) / n of the buffer."""
+    buffer = torch.zeros(16 * MIB // 4, device=device)
+    samples = []
+    for _ in range(12):
+        dist.barrier()
+        _synchronize(device)
+        start = time.perf_counter()
+        dist.all_reduce(buffer)
+        _synchronize(device)
+        samples.append(time.perf_counter() - start)
+    return 2 * (world - 1) / world * 16 * MIB / statistics.median(samples[2:])
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+COMPUTE_PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {
+    "memory": measure_memory,
+    "operator overhead": measure_host,
+    "matrix products": measure_matmul,
+    "memory bandwidth": measure_streams,
+    "attention": measure_attention,
+}
+MESSAGE_PHASE = "messages"
