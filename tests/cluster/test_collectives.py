@@ -105,7 +105,7 @@ def test_published_all_reduce_times(name: str) -> None:
     assert abs(errors[1024]) < 0.03, errors
 
 
-# MiB and bus bandwidth in GB/s of an all-reduce on four H100 nodes (github.com/stas00/ml-engineering, network).
+# MiB, bus bandwidth in GB/s: all-reduce on four H100 nodes (github.com/stas00/ml-engineering, network).
 @pytest.mark.parametrize(
     ("size", "bus", "tolerance"),
     [(16, 64.43, 0.4), (64, 156.74, 0.15), (256, 229.09, 0.25), (1024, 361.99, 0.1), (16384, 381.8, 0.1)],

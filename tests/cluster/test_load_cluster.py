@@ -68,6 +68,8 @@ def test_overrides_leave_the_catalog_alone() -> None:
         ({"device.memory_efficiency": 1.5}, "must be less than or equal to 1"),
         ({"device.peak_flops.bf17": 1e12}, "unknown key 'bf17' .*'bf16'"),
         ({"inter_node.bandwidth": "200Gb/s"}, "bytes, not bits"),
+        ({"device.memory_bytes": "lots"}, r"device\.memory_bytes = 'lots': .* not an amount"),
+        ({"inter_node.bandwidth": "fast B/s"}, r"inter_node\.bandwidth = 'fast B/s': .* not an amount"),
         ({"device.sources.memory": "x"}, "names no figure"),
         ({"count": 0}, "count = 0"),
     ],

@@ -64,6 +64,14 @@ class MeasuredBandwidth(SourcedModel):
                         raise ValueError(f"{name}[{i}][{j}] = {value!r}: must be positive")
         return self
 
+    def applied(self, link: Link, ranks: tuple[int, int], nodes: tuple[int, int]) -> Link:
+        """`link` from sender to receiver (given as ranks and as nodes) with what was measured between them."""
+        i, j = ranks if self.between == "ranks" else nodes
+        if i == j:
+            return link
+        latency = self.latency_s[i][j] if self.latency_s else link.latency_s
+        return Link.model_construct(latency_s=latency, bandwidth=self.bandwidth[i][j], ring_bandwidth=None)
+
 
 class Cluster(SourcedModel):
     """Ranks 0, 1, ... number the devices node after node, in the order of `nodes`."""
@@ -91,7 +99,7 @@ class Cluster(SourcedModel):
 
     @property
     def num_devices(self) -> int:
-        return sum(group.count * group.devices_per_node for group in self.nodes)
+        return self._first_ranks[-1]
 
     @property
     def num_nodes(self) -> int:
@@ -150,25 +158,22 @@ class Cluster(SourcedModel):
         under its own load, overrides the description and ignores it.
         """
         a, b = self.node_of(src), self.node_of(dst)
-        if a == b:
-            link = self._groups_by_node[a].intra_node
-        else:
-            ends = [self._groups_by_node[node] for node in (a, b)]
-            shares = [end.network_share(flows_per_node or end.devices_per_node) for end in ends]
-            link = shares[0].slower(shares[1])
-        return self._measured_link(link, (src, dst), (a, b))
+        link = self._links.get((a, b, flows_per_node))
+        if link is None:
+            link = self._links[a, b, flows_per_node] = self._described_link(a, b, flows_per_node)
+        return link if self.measured is None else self.measured.applied(link, (src, dst), (a, b))
 
-    def _measured_link(self, link: Link, ranks: tuple[int, int], nodes: tuple[int, int]) -> Link:
-        measured = self.measured
-        if measured is None:
-            return link
-        i, j = ranks if measured.between == "ranks" else nodes
-        if i == j:
-            return link
-        latency = measured.latency_s[i][j] if measured.latency_s else link.latency_s
-        return Link.model_construct(
-            latency_s=latency, bandwidth=measured.bandwidth[i][j], ring_bandwidth=None
-        )
+    @cached_property
+    def _links(self) -> dict[tuple[int, int, int | None], Link]:
+        """Links between nodes already asked for: searches ask for the same ones many thousand times."""
+        return {}
+
+    def _described_link(self, a: int, b: int, flows_per_node: int | None) -> Link:
+        if a == b:
+            return self._groups_by_node[a].intra_node
+        ends = [self._groups_by_node[node] for node in (a, b)]
+        shares = [end.network_share(flows_per_node or end.devices_per_node) for end in ends]
+        return shares[0].slower(shares[1])
 
     def point_to_point_seconds(
         self, num_bytes: float, src: int, dst: int, flows_per_node: int | None = None

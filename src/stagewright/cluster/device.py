@@ -33,7 +33,12 @@ def precision_name(dtype: str) -> str:
 
 
 def _parse_amount(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except InputError as error:
+        raise ValueError(str(error)) from None  # so that it is reported with its file and key
 
 
 def _parse_rate(value: Any) -> Any:
@@ -43,7 +48,7 @@ def _parse_rate(value: Any) -> Any:
         raise ValueError(
             "write a bandwidth as a number of bytes per second or like '25 GB/s' (bytes, not bits)"
         )
-    return parse_bytes(value.strip().removesuffix("/s"))
+    return _parse_amount(value.strip().removesuffix("/s"))
 
 
 Seconds = Annotated[float, Field(ge=0)]
