@@ -87,7 +87,7 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
                 continue
         output = node.outputs[0] if len(node.outputs) == 1 else None
         if output is not None and values[output].storage != output:
-            found = _same_view(node, layout(values[output]), views)
+            found = _same_view(node, layout(values[output]), views, producer)
             if found is not None:
                 names[output] = found
                 twins[node.id] = producer.get(found, -1)
@@ -149,13 +149,14 @@ def _merged_gradients(graph: OperatorGraph, names: dict[int, int]) -> dict[int, 
     return {names.get(value, value): gradient for value, gradient in graph.gradients.items()}
 
 
-def _same_view(node: Node, layout: Any, views: dict[Any, int]) -> int | None:
+def _same_view(node: Node, layout: Any, views: dict[Any, int], producer: dict[int, int]) -> int | None:
     """A value with this layout that is at hand wherever `node` runs."""
     if node.part < Part.INPUT_GRAD:
         return views.get(layout)
     for key in ((node.forward, Part.INPUT_GRAD, *layout), (node.forward, node.part, *layout), layout):
-        if key in views:
-            return views[key]
+        found = views.get(key)
+        if found is not None and (key is not layout or producer.get(found, -1) <= node.forward):
+            return found
     return None
 
 

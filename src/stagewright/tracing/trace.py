@@ -1,4 +1,4 @@
-"""`trace_module`: a model and example inputs -> the operator graph everything else works on."""
+"""A model and example inputs -> the operator graph everything else works on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,30 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.verify import verify_graph
 from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.joint import build_joint
+from stagewright.tracing.models.build import build
+from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
 from stagewright.tracing.rules import Rules
+
+
+def trace_reference(
+    reference: ModelReference,
+    microbatch_size: int,
+    sequence_length: int,
+    dtype: str,
+    device: str,
+    facts: dict[str, Any],
+    report: Callable[[str], None] = lambda stage: None,
+) -> OperatorGraph:
+    """The operator graph of a model reference; see `stagewright.tracing.cache.trace`."""
+    report("building the model without weights")
+    built = build(reference, microbatch_size, sequence_length, dtype, fake=True)
+    if device != "cpu":
+        with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
+            built.module.to(device)
+            built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
+    facts = {**facts, "num_tokens": built.num_tokens}
+    return trace_module(built.module, built.inputs, reference.name, facts, report)
 
 
 def trace_module(
@@ -34,10 +56,8 @@ def trace_module(
         TraceError: the model cannot be traced; names the module and line.
         ContractError: the graph breaks an invariant; names operator and module.
     """
-    mode = next(
-        (t.fake_mode for t in (*model.parameters(), *inputs.values()) if isinstance(t, FakeTensor)),
-        None,
-    ) or FakeTensorMode(allow_non_fake_inputs=True)
+    fake = (tensor for tensor in (*model.parameters(), *inputs.values()) if isinstance(tensor, FakeTensor))
+    mode = next((tensor.fake_mode for tensor in fake), None) or FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
     fake_inputs = {
         key: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor) for key, tensor in inputs.items()

@@ -1,7 +1,7 @@
-"""Lets grouped matrix products of float32 and float16 be traced.
+"""Grouped matrix products as fake tensors see them, made to agree with the kernels.
 
-The kernels take these types (CPU and CUDA, torch 2.11 to 2.13); only the shape function that fake tensors use
-refuses everything but bfloat16.
+The kernels (torch 2.11 to 2.13) also take float32 and float16, and pad each row of their output to 16 bytes.
+The shape function of fake tensors refuses everything but bfloat16 and, in builds without CUDA, pads nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, _meta_registrations
 
-_TYPES = (torch.float32, torch.float16)
+_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ROW_BYTES = 16
 
 
 @functools.cache
 def allow_tracing() -> None:
-    """Widens the shape function of `aten::_grouped_mm`, once per process.
+    """Corrects the shape function of `aten::_grouped_mm`, once per process.
 
     Registering another function would not do: with the Python dispatcher on, as under `torch.export`, torch
     takes its own from a table of its own.
@@ -25,11 +26,18 @@ def allow_tracing() -> None:
     strict = _meta_registrations._meta_grouped_mm_common
 
     @functools.wraps(strict)
-    def wide(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if mat_a.dtype not in _TYPES or mat_b.dtype != mat_a.dtype:
+    def as_run(mat_a: Tensor, mat_b: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if mat_a.dtype not in _TYPES or mat_b.dtype != mat_a.dtype or kwargs.get("out_dtype") is not None:
             return strict(mat_a, mat_b, *args, **kwargs)
-        kwargs["out_dtype"] = None
         shape = strict(mat_a.to(torch.bfloat16), mat_b.to(torch.bfloat16), *args, **kwargs).shape
-        return torch.empty(shape, dtype=mat_a.dtype, device=mat_a.device)
+        return _padded(tuple(shape), mat_a)
 
-    _meta_registrations._meta_grouped_mm_common = wide
+    _meta_registrations._meta_grouped_mm_common = as_run
+
+
+def _padded(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """An empty tensor of (..., rows, columns) whose rows are a multiple of 16 bytes apart."""
+    multiple = _ROW_BYTES // like.element_size()
+    row = -(-shape[-1] // multiple) * multiple
+    strides = (shape[-2] * row, row, 1)[-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
