@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stagewright.errors import ScheduleError
@@ -49,8 +49,13 @@ class Action:
     other end of a transfer and ``None`` for every other kind. A transfer's text leaves the peer out when it
     is the neighbour stage.
 
+    `beside` is a full backward of another stage that runs overlapped with this forward: both start when
+    both can and both are done when the pair is.
+
     >>> Action.parse("2F0")
-    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0, peer=None)
+    Action(kind=<Kind.F: 'F'>, stage=2, microbatch=0, peer=None, beside=None)
+    >>> [str(part) for part in Action.parse("2F5&5B1").parts]
+    ['2F5', '5B1']
     >>> [str(Action.parse(text)) for text in ("0SEND_F3>1", "0SEND_F3>2", "2RECV_F3<0", "1GATHER")]
     ['0SEND_F3', '0SEND_F3>2', '2RECV_F3<0', '1GATHER']
     """
@@ -59,10 +64,19 @@ class Action:
     stage: int
     microbatch: int | None = None
     peer: int | None = None
+    beside: Action | None = None
 
     def __str__(self) -> str:
         microbatch = "" if self.microbatch is None else self.microbatch
-        return f"{self.stage}{self.kind}{microbatch}{self._peer_text()}"
+        beside = "" if self.beside is None else f"&{self.beside}"
+        return f"{self.stage}{self.kind}{microbatch}{self._peer_text()}{beside}"
+
+    @property
+    def parts(self) -> tuple[Action, ...]:
+        """The action itself, or the forward and the backward of an overlapped pair."""
+        if self.beside is None:
+            return (self,)
+        return (replace(self, beside=None), self.beside)
 
     def _peer_text(self) -> str:
         if self.peer is None or self.peer == self.stage + _NEIGHBOUR[self.kind]:
@@ -72,6 +86,9 @@ class Action:
     @classmethod
     def parse(cls, text: str) -> Action:
         """The action written as `text`; raises `ScheduleError` when it is not one."""
+        first, ampersand, second = text.partition("&")
+        if ampersand:
+            return pair(cls.parse(first), cls.parse(second))
         match = _PATTERN.fullmatch(text.strip())
         if not match:
             raise ScheduleError(
@@ -79,6 +96,15 @@ class Action:
             )
         stage, kind, microbatch, arrow, peer = match.groups()
         return _checked(text, int(stage), Kind(kind), microbatch, arrow, peer)
+
+
+def pair(forward: Action, backward: Action) -> Action:
+    """`forward` overlapped with the full backward `backward` of another stage."""
+    if forward.kind is not Kind.F or backward.kind is not Kind.B or forward.stage == backward.stage:
+        raise ScheduleError(
+            f"'{forward}&{backward}': a pair is a forward and a full backward of another stage, e.g. 2F5&5B1"
+        )
+    return replace(forward, beside=backward)
 
 
 def transfer(kind: Kind, stage: int, microbatch: int, peer: int | None = None) -> Action:

@@ -123,6 +123,9 @@ class Rules:
 
     def needs(self, action: Action) -> tuple[Token, ...]:
         """Tokens that must hold before `action` starts."""
+        return _flat(self._needs(part) for part in action.parts)
+
+    def _needs(self, action: Action) -> tuple[Token, ...]:
         kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
         match kind:
             case Kind.F:
@@ -153,6 +156,9 @@ class Rules:
 
     def makes(self, action: Action) -> tuple[Token, ...]:
         """Tokens that hold once `action` is done."""
+        return _flat(self._makes(part) for part in action.parts)
+
+    def _makes(self, action: Action) -> tuple[Token, ...]:
         kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
         match kind:
             case Kind.F:
@@ -185,6 +191,9 @@ class Rules:
 
     def drops(self, action: Action) -> tuple[Token, ...]:
         """Tokens that hold no longer once `action` is done; all of them are of the action's own stage."""
+        return _flat(self._drops(part) for part in action.parts)
+
+    def _drops(self, action: Action) -> tuple[Token, ...]:
         dropped = _DROPS.get(action.kind)
         if dropped is None:
             return ()

@@ -37,27 +37,30 @@ def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
 def check_placed(program: Program) -> None:
     """Every action is on the rank that holds its stage, and names a stage and a microbatch that exist."""
     for rank, actions in enumerate(program.ranks):
-        for action in actions:
-            for stage in (action.stage, action.peer):
-                if stage is not None and not 0 <= stage < program.num_stages:
-                    raise ScheduleError(f"rank {rank}: {action} names stage {stage} of {program.num_stages}")
-            if action.microbatch is not None and not 0 <= action.microbatch < program.num_microbatches:
-                raise ScheduleError(
-                    f"rank {rank}: {action} names a microbatch outside 0 to {program.num_microbatches - 1}"
-                )
-            holder = program.placement.rank_of_stage[action.stage]
-            if holder != rank:
-                raise ScheduleError(
-                    f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {holder}; "
-                    "move the action or change the placement"
-                )
+        for part in (part for action in actions for part in action.parts):
+            _check_part_placed(program, rank, part)
+
+
+def _check_part_placed(program: Program, rank: int, action: Action) -> None:
+    for stage in (action.stage, action.peer):
+        if stage is not None and not 0 <= stage < program.num_stages:
+            raise ScheduleError(f"rank {rank}: {action} names stage {stage} of {program.num_stages}")
+    if action.microbatch is not None and not 0 <= action.microbatch < program.num_microbatches:
+        raise ScheduleError(
+            f"rank {rank}: {action} names a microbatch outside 0 to {program.num_microbatches - 1}"
+        )
+    holder = program.placement.rank_of_stage[action.stage]
+    if holder != rank:
+        raise ScheduleError(
+            f"rank {rank} runs {action}, but stage {action.stage} is placed on rank {holder}; "
+            "move the action or change the placement"
+        )
 
 
 def check_complete(program: Program) -> None:
     """Every stage and microbatch has one forward, and one full backward or both halves of one."""
-    counts = Counter(
-        (action.kind, action.stage, action.microbatch) for action in program if action.kind in COMPUTE
-    )
+    computations = (part for action in program for part in action.parts if part.kind in COMPUTE)
+    counts = Counter((part.kind, part.stage, part.microbatch) for part in computations)
     for stage in range(program.num_stages):
         for microbatch in range(program.num_microbatches):
             f, b, i, w, r = (

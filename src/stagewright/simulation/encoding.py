@@ -14,7 +14,7 @@ from stagewright.schedule.program import Program
 
 @dataclass(frozen=True, eq=False)
 class EncodedProgram:
-    """A program whose actions are indices into `patterns`, the distinct actions without their microbatch.
+    """A program whose actions are indices into `patterns`, the distinct actions moved to microbatch 0.
 
     Action `i` is pattern `pattern[i]` of microbatch `microbatch[i]`; rank `r` owns actions `offsets[r]` to
     `offsets[r + 1]`. Build it once and simulate it under many costs.
@@ -38,13 +38,18 @@ class EncodedProgram:
 
     def action(self, index: int) -> Action:
         """The action at `index` of all ranks' actions in a row."""
-        pattern = self.patterns[self.pattern[index]]
-        if pattern.microbatch is None:
-            return pattern
-        return Action(pattern.kind, pattern.stage, int(self.microbatch[index]), pattern.peer)
+        return _shifted(self.patterns[self.pattern[index]], int(self.microbatch[index]))
 
     def rank_slice(self, rank: int) -> slice:
         return slice(int(self.offsets[rank]), int(self.offsets[rank + 1]))
+
+
+def _shifted(action: Action, by: int) -> Action:
+    """`action` of a microbatch `by` further on."""
+    if action.microbatch is None:
+        return action
+    beside = action.beside and _shifted(action.beside, by)
+    return Action(action.kind, action.stage, action.microbatch + by, action.peer, beside)
 
 
 def encode(program: Program) -> EncodedProgram:
@@ -54,14 +59,15 @@ def encode(program: Program) -> EncodedProgram:
     pattern = np.empty(program.num_actions, np.int32)
     microbatch = np.zeros(program.num_actions, np.int32)
     for i, action in enumerate(program):
-        key = (action.kind, action.stage, action.peer)
+        beside, first = action.beside, action.microbatch or 0
+        lag = None if beside is None else (beside.stage, (beside.microbatch or 0) - first)
+        key = (action.kind, action.stage, action.peer, lag)
         index = index_of.get(key)
         if index is None:
             index = index_of[key] = len(patterns)
-            zero = None if action.microbatch is None else 0
-            patterns.append(Action(action.kind, action.stage, zero, action.peer))
+            patterns.append(_shifted(action, -first))
         pattern[i] = index
-        microbatch[i] = action.microbatch or 0
+        microbatch[i] = first
     offsets = np.concatenate([[0], np.cumsum([len(actions) for actions in program.ranks])]).astype(np.int64)
     return EncodedProgram(
         program.name,

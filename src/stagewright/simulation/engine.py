@@ -26,13 +26,16 @@ itself."""
 class Tables(NamedTuple):
     """What each pattern of action needs and makes and how long it takes, and how each token travels.
 
-    Pattern `p` needs the slots ``need[need_offsets[p]:need_offsets[p + 1]]``, and so on. A slot is a token
-    without its microbatch: slot `s` of microbatch `m` is token ``slot_base[s] + m * slot_stride[s]``.
+    Pattern `p` needs the slots ``need[need_offsets[p]:need_offsets[p + 1]]``, each of a microbatch
+    `need_shift` ahead of the action's own, and so on. A slot is a token without its microbatch: slot `s` of
+    microbatch `m` is token ``slot_base[s] + m * slot_stride[s]``.
     """
 
     need: Ints
+    need_shift: Ints
     need_offsets: Ints
     make: Ints
+    make_shift: Ints
     make_offsets: Ints
     seconds: Floats
     stream: Ints
@@ -97,7 +100,8 @@ def run(pattern, microbatch, offsets, tables, num_tokens, num_links, is_shared):
             index += 1
             for n in range(tables.make_offsets[p], tables.make_offsets[p + 1]):
                 slot = tables.make[n]
-                token = tables.slot_base[slot] + m * tables.slot_stride[slot]
+                m_made = m + tables.make_shift[n]
+                token = tables.slot_base[slot] + m_made * tables.slot_stride[slot]
                 travel = tables.slot_travel[slot]
                 if travel == LOCAL:
                     known[token] = finish
@@ -108,7 +112,7 @@ def run(pattern, microbatch, offsets, tables, num_tokens, num_links, is_shared):
                     if travel == POST:
                         known[token] = finish
                     else:
-                        _queue(slot, token, m, finish, tables, links)
+                        _queue(slot, token, m_made, finish, tables, links)
                     num_ready = _drain(
                         tables.slot_link[slot], known, tables, links, waits_for, ready, num_ready
                     )
@@ -122,7 +126,7 @@ def _ready(p, m, now, tables, known):
     """When pattern `p` of microbatch `m` has all it needs, and a token that is not known yet or -1."""
     for n in range(tables.need_offsets[p], tables.need_offsets[p + 1]):
         slot = tables.need[n]
-        token = tables.slot_base[slot] + m * tables.slot_stride[slot]
+        token = tables.slot_base[slot] + (m + tables.need_shift[n]) * tables.slot_stride[slot]
         if known[token] < 0.0:
             return now, token
         if known[token] > now:

@@ -39,11 +39,14 @@ class PatternBytes:
 
     @classmethod
     def of(cls, patterns: tuple[Action, ...], recomputed: frozenset[int], costs: StageCosts) -> PatternBytes:
-        at_start = np.array([costs.bytes_at_start(p.kind, p.stage, p.stage in recomputed) for p in patterns])
-        at_end = np.array([costs.bytes_at_end(p.kind, p.stage) for p in patterns])
-        transient = np.array([costs.transient_bytes(p.kind, p.stage) for p in patterns])
+        table = np.zeros((3, len(patterns)))
+        for index, pattern in enumerate(patterns):
+            for part in pattern.parts:
+                table[0, index] += costs.bytes_at_start(part.kind, part.stage, part.stage in recomputed)
+                table[1, index] += costs.bytes_at_end(part.kind, part.stage)
+                table[2, index] += costs.transient_bytes(part.kind, part.stage)
         beside = np.array([STREAM_OF[p.kind] != COMPUTE_STREAM for p in patterns])
-        return cls(at_start, at_end, transient, not np.any((at_start + at_end + transient)[beside]))
+        return cls(table[0], table[1], table[2], not table[:, beside].any())
 
 
 def memory_curve(

@@ -11,10 +11,10 @@ from stagewright.schedule.program import Program
 from stagewright.schedule.tokens import Edge, Rules
 from stagewright.simulation.costs import StageCosts, Transfers
 from stagewright.simulation.encoding import EncodedProgram, encode
-from stagewright.simulation.engine import Ints, Tables, run
+from stagewright.simulation.engine import Ints, run
 from stagewright.simulation.memory import PatternBytes
 from stagewright.simulation.streams import Contention
-from stagewright.simulation.tables import TokenSpace, tabulate
+from stagewright.simulation.tables import tabulate
 from stagewright.simulation.timeline import Timeline
 
 
@@ -62,22 +62,18 @@ def simulate(
         contention is not Contention.NONE,
     )
     if (reached < encoded.offsets[1:]).any():
-        raise ScheduleError(_deadlock(encoded, tables, space, reached))
+        raise ScheduleError(_deadlock(encoded, rules, reached))
     base = np.zeros(placement.num_ranks)
     np.add.at(base, np.array(placement.rank_of_stage), costs.base_bytes)
     table = PatternBytes.of(encoded.patterns, rules.recomputed, costs)
     return Timeline(encoded, start, end, table, base)
 
 
-def _deadlock(encoded: EncodedProgram, tables: Tables, space: TokenSpace, reached: Ints) -> str:
+def _deadlock(encoded: EncodedProgram, rules: Rules, reached: Ints) -> str:
     lines = [f"{encoded.name} deadlocks:"]
     for rank, index in enumerate(reached):
         if index < encoded.offsets[rank + 1]:
-            pattern = encoded.pattern[index]
-            needs = tables.need[tables.need_offsets[pattern] : tables.need_offsets[pattern + 1]]
-            microbatch = int(encoded.microbatch[index])
-            tokens = [space.slots[slot] for slot in needs]
-            wanted = (str(t if t.microbatch is None else t._replace(microbatch=microbatch)) for t in tokens)
             action = encoded.action(int(index))
-            lines.append(f"  rank {rank} is blocked at {action}, which needs {', '.join(wanted)}")
+            wanted = ", ".join(map(str, rules.needs(action)))
+            lines.append(f"  rank {rank} is blocked at {action}, which needs {wanted}")
     return "\n".join(lines)

@@ -42,14 +42,14 @@ def tabulate(
 ) -> tuple[Tables, TokenSpace]:
     """The tables of `encoded`; every computation takes `action_overhead_s` longer than its cost."""
     number: dict[Token, int] = {}
-    need, need_offsets = _numbered((rules.needs(pattern) for pattern in encoded.patterns), number)
-    make, make_offsets = _numbered((rules.makes(pattern) for pattern in encoded.patterns), number)
+    need, need_shift, need_offsets = _numbered((rules.needs(pattern) for pattern in encoded.patterns), number)
+    make, make_shift, make_offsets = _numbered((rules.makes(pattern) for pattern in encoded.patterns), number)
     slots = tuple(number)
     sizes = np.array([1 if slot.microbatch is None else encoded.num_microbatches for slot in slots], np.int64)
     travel = [_travel(slot, rules) for slot in slots]
     links: dict[tuple[int, ...], int] = {}
     tables = Tables(
-        need, need_offsets, make, make_offsets,
+        need, need_shift, need_offsets, make, make_shift, make_offsets,
         seconds=np.array([_seconds(pattern, costs, action_overhead_s) for pattern in encoded.patterns],
         np.float64), stream=np.array([STREAM_OF[pattern.kind] for pattern in encoded.patterns], np.int64),
         slot_base=np.cumsum(sizes) - sizes, slot_stride=np.array([slot.microbatch is not None for slot in
@@ -62,19 +62,23 @@ def tabulate(
     return tables, TokenSpace(slots, int(sizes.sum()), len(links))
 
 
-def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> tuple[Ints, Ints]:
-    """The tokens of all groups as numbers, and where each group starts; new tokens get new numbers."""
-    flat: list[int] = []
+def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> tuple[Ints, Ints, Ints]:
+    """The slots of all groups, their microbatches, and where each group starts; new slots are numbered."""
+    slots: list[int] = []
+    shifts: list[int] = []
     offsets = [0]
     for group in groups:
-        flat += [number.setdefault(token, len(number)) for token in group]
-        offsets.append(len(flat))
-    return np.array(flat, np.int64), np.array(offsets, np.int64)
+        for token in group:
+            slot = token if token.microbatch is None else token._replace(microbatch=0)
+            slots.append(number.setdefault(slot, len(number)))
+            shifts.append(token.microbatch or 0)
+        offsets.append(len(slots))
+    return np.array(slots, np.int64), np.array(shifts, np.int64), np.array(offsets, np.int64)
 
 
 def _seconds(pattern: Action, costs: StageCosts, action_overhead_s: float) -> float:
     overhead = action_overhead_s if STREAM_OF[pattern.kind] == COMPUTE_STREAM else 0.0
-    return costs.seconds(pattern.kind, pattern.stage) + overhead
+    return sum(costs.seconds(part.kind, part.stage) for part in pattern.parts) + overhead
 
 
 def _travel(slot: Token, rules: Rules) -> int:

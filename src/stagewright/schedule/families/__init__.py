@@ -7,13 +7,24 @@ from collections.abc import Callable
 from typing import Any
 
 from stagewright.errors import ScheduleError, nearest
+from stagewright.schedule.families.breadth_first import breadth_first
 from stagewright.schedule.families.gpipe import gpipe
+from stagewright.schedule.families.interleaved import interleaved_1f1b, interleaved_zero_bubble
 from stagewright.schedule.families.one_f_one_b import one_f_one_b
+from stagewright.schedule.families.v_shaped import dualpipe_v, zb_v
+from stagewright.schedule.families.zero_bubble import zb_h1, zb_h2
 from stagewright.schedule.program import Program
 
 FAMILIES: dict[str, Callable[..., Program]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "interleaved-1f1b": interleaved_1f1b,
+    "interleaved-zb": interleaved_zero_bubble,
+    "breadth-first": breadth_first,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipe-v": dualpipe_v,
 }
 """Builders by name. Each takes `num_ranks`, `num_microbatches`, `num_chunks` if it places several stages on
 a rank, and options of its own as keywords."""

@@ -1,0 +1,58 @@
+"""ZB-H1 and ZB-H2: weight gradients put off to fill the bubbles of 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.placement import linear
+from stagewright.schedule.program import Program, build_program
+
+
+def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
+    """1F1B whose ranks put off as many weight gradients as 1F1B's memory allows.
+
+    Bubble ``(P - 1)(t_F + t_I - t_W)``, memory of 1F1B.
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.1 (arXiv 2401.10241).
+
+    >>> print("\\n".join(zb_h1(3, 4).lines()))
+    0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+    """
+    return _handmade("zb-h1", num_ranks, num_microbatches, 1)
+
+
+def zb_h2(num_ranks: int, num_microbatches: int) -> Program:
+    """More forwards before the first backward: no bubble for t_F = t_I = t_W, with nearly twice the memory.
+
+    Bubble ``(P - 1)(t_F + t_I - 2 t_W)`` of the longest rank's span from its first to its last computation,
+    given at least ``2 P - 1`` microbatches; rank 0 holds ``2 P - 1`` of them. The optimizer must not wait
+    for all ranks. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2 (arXiv
+    2401.10241).
+
+    >>> print("\\n".join(zb_h2(2, 4).lines()))
+    0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+    """
+    return _handmade("zb-h2", num_ranks, num_microbatches, 2)
+
+
+def _handmade(name: str, num_ranks: int, num_microbatches: int, factor: int) -> Program:
+    """Weight gradients begin once a rank has issued as many forwards as rank 0 has in warm-up."""
+
+    def order(rank: int) -> Iterator[Action]:
+        warmup = min(num_microbatches, factor * (num_ranks - 1 - rank) + 1)
+        fill_from = min(num_microbatches, factor * (num_ranks - 1) + 1)
+        num_weight_grads = 0
+        yield from (Action(Kind.F, rank, m) for m in range(warmup))
+        for m in range(num_microbatches):
+            yield Action(Kind.I, rank, m)
+            if m + warmup >= fill_from:
+                yield Action(Kind.W, rank, num_weight_grads)
+                num_weight_grads += 1
+            if m + warmup < num_microbatches:
+                yield Action(Kind.F, rank, m + warmup)
+        yield from (Action(Kind.W, rank, m) for m in range(num_weight_grads, num_microbatches))
+
+    return build_program(name, linear(num_ranks), num_microbatches, order)
