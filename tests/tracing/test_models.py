@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from stagewright.errors import InputError
 from stagewright.tracing.models.build import Job, build
+from stagewright.tracing.models.grouped_mm import allow_tracing
 from stagewright.tracing.models.reference import bundled_names, resolve
 
 # Parameters in billions as published in the model cards and papers; BERT and ViT with their training heads.
@@ -244,6 +245,26 @@ def test_the_exported_model_computes_what_the_model_computes():
     built = build(resolve("tiny-mixtral"), 2, 32)
     program = torch.export.export(built.module, (), kwargs=built.inputs, strict=False)
     assert torch.equal(program.module()(**built.inputs), built.module(**built.inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("columns", [16, 10])
+def test_fake_grouped_products_are_laid_out_as_real_ones(dtype, columns):
+    allow_tracing()
+    offsets = torch.tensor([4, 4, 10, 16], dtype=torch.int32)
+
+    def product_and_gradients(rows, weight):
+        output = torch.nn.functional.grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
+        if columns % 8:
+            return [output]  # the backward kernels want cotangents with padded rows, too
+        return [output, *torch.autograd.grad(output, (rows, weight), torch.ones(16, columns, dtype=dtype))]
+
+    rows, weight = torch.randn(16, 8, dtype=dtype), torch.randn(4, columns, 8, dtype=dtype)
+    real = product_and_gradients(rows.requires_grad_(), weight.requires_grad_())
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = product_and_gradients(mode.from_tensor(rows), mode.from_tensor(weight))
+    layout = [[(value.shape, value.stride(), value.dtype) for value in values] for values in (real, fake)]
+    assert layout[0] == layout[1]
 
 
 # Factories
