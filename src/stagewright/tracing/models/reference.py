@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -149,5 +150,5 @@ def _digest(content: object) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _bundled():
+def _bundled() -> Traversable:
     return resources.files("stagewright.tracing.models") / "configs"
