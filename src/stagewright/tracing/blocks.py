@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from stagewright.errors import TraceError
 from stagewright.graph import TensorMeta
 from stagewright.tracing.arguments import DTYPES, meta_of
 
@@ -142,25 +143,49 @@ def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
         yield
 
 
+class _Stub(torch.nn.Module):
+    """Stands in for a repeated block while the rest of the model is exported: one opaque operator, no parameters.
+
+    Attributes are those of the block; calls of another kind than rehearsed run the block itself.
+    """
+
+    def __init__(self, path: str, block: torch.nn.Module, fingerprint: Any, blocks: Blocks) -> None:
+        super().__init__()
+        self.__dict__["_stub"] = (path, block, fingerprint, blocks)
+        self.train(block.training)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_stub"][1], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        path, block, fingerprint, blocks = self.__dict__["_stub"]
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        kind = blocks.kinds.get(_call_signature(fingerprint, leaves, spec))
+        if kind is None:
+            raise TraceError(f"module '{path}' is called differently when it is exported than when it is run")
+        _ACTIVE[kind.key] = kind
+        tensors = [leaves[index] for index in kind.tensors]
+        return _rebuild(kind, torch.ops.stagewright.block(f"{kind.key}@{path}", tensors))
+
+
 @contextmanager
 def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
     """Inside, every block whose kind has several members is one call of the operator ``stagewright::block``."""
-    repeated = {key for key, paths in blocks.members.items() if len(paths) > 1}
-
-    def stub(path: str, fingerprint: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            kind = blocks.kinds.get(_call_signature(fingerprint, leaves, spec))
-            if kind is None or kind.key not in repeated:
-                return forward(*args, **kwargs)
-            _ACTIVE[kind.key] = kind
-            tensors = [leaves[index] for index in kind.tensors]
-            return _rebuild(kind, torch.ops.stagewright.block(f"{kind.key}@{path}", tensors))
-
-        return run
-
-    with _replaced_forwards(model, blocks, stub):
+    replaced: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
+    repeated = {path for paths in blocks.members.values() if len(paths) > 1 for path in paths}
+    single = {path for paths in blocks.members.values() if len(paths) == 1 for path in paths}
+    try:
+        for path in sorted(repeated - single):
+            parent = model.get_submodule(path.rpartition(".")[0])
+            name = path.rpartition(".")[2]
+            block = parent._modules[name]
+            assert block is not None
+            replaced.append((parent, name, block))
+            parent._modules[name] = _Stub(path, block, blocks.candidates[path], blocks)
         yield
+    finally:
+        for parent, name, block in replaced:
+            parent._modules[name] = block
 
 
 @contextmanager
