@@ -1,0 +1,85 @@
+"""The job: what is trained, in which precision, with which optimizer, and in how much memory."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from stagewright.cluster import Device
+from stagewright.cluster.strict import StrictModel, validated
+from stagewright.errors import InputError
+from stagewright.units import parse_bytes
+
+
+def _parse_amount(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except InputError as error:
+        raise ValueError(str(error)) from None  # so that it is reported with its file and key
+
+
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+
+
+class Job(StrictModel):
+    """One training job; sizes in samples and tokens, memory in bytes.
+
+    `dtype` is the type of parameters and computation. With ``bf16``, gradients are added up in fp32 and the
+    optimizer keeps fp32 master weights: 18 bytes a parameter in all; with ``fp32`` it is 16 bytes.
+
+    >>> job = Job(global_batch=8, sequence_length=128, dtype="bf16", memory_limit="16GiB")
+    >>> job.torch_name, job.memory_limit
+    ('bfloat16', 17179869184)
+    """
+
+    global_batch: int = Field(ge=1)
+    """Samples per optimizer step, over all replicas."""
+    sequence_length: int = Field(ge=1)
+    """Tokens per sample; models without sequences ignore it."""
+    dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
+    optimizer: Literal["adamw"] = "adamw"
+    learning_rate: float = Field(default=3e-4, gt=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float | None = Field(default=1.0, gt=0)
+    """Largest norm of the gradient over all stages; None leaves gradients as they are."""
+    num_steps: int = Field(default=20, ge=1)
+    seed: int = Field(default=0, ge=0)
+    memory_limit: Annotated[int | None, BeforeValidator(_parse_amount)] = Field(default=None, gt=0)
+    """Bytes of a device a plan may use; None: what the device has less its reserve and context."""
+
+    @property
+    def torch_name(self) -> str:
+        """The dtype as torch and the operator graph name it."""
+        return _TORCH_NAMES[self.dtype]
+
+    def usable_bytes(self, device: Device) -> int:
+        """Bytes the allocator of `device` may reserve: the limit, or the memory less reserve and context."""
+        return device.usable_bytes if self.memory_limit is None else self.memory_limit
+
+
+def load_job(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Job:
+    """The job of a TOML file (none: of `overrides` alone), with the keys of `overrides` in place.
+
+    Raises:
+        InputError: the file cannot be read, or names the key, the value and the rule it breaks.
+    """
+    document = {} if path is None else _read(Path(path))
+    origin = "the job" if path is None else str(path)
+    return validated(Job, {**document, **(overrides or {})}, origin)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"job file '{path}' cannot be read ({error.strerror}): check the path") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: not valid TOML: {error}") from None

@@ -1,0 +1,202 @@
+"""The plan: everything needed to reproduce a run, with what was predicted for it; `plan.json` on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from stagewright.cluster.strict import StrictModel, validated
+from stagewright.errors import InputError, PlanError, nearest
+from stagewright.graph import OperatorGraph
+from stagewright.planning.job import Job
+from stagewright.schedule import Action, Placement, Program, verify
+
+VERSION = 1
+
+
+class ModelSection(StrictModel):
+    """Which model: the reference as the user wrote it, and the digest of the structure it led to."""
+
+    text: str
+    overrides: dict[str, Any] = Field(default_factory=dict)
+    digest: str
+    name: str
+
+
+class ClusterSection(StrictModel):
+    """Which cluster the predictions are for."""
+
+    name: str
+    num_devices: int = Field(ge=1)
+    device: str
+
+
+class RankPrediction(StrictModel):
+    """One pipeline rank (all its replicas are alike): seconds of computation and bytes at the peak."""
+
+    rank: int = Field(ge=0)
+    busy_seconds: float
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int
+    categories: dict[str, int]
+    """Bytes alive at the moment of the peak, by category; they add up to `allocated_peak_bytes`."""
+
+
+class StagePrediction(StrictModel):
+    """One stage: body positions `start` to `stop`, seconds and bytes of one microbatch."""
+
+    start: int
+    stop: int
+    forward_seconds: float
+    input_grad_seconds: float
+    weight_grad_seconds: float
+    parameter_bytes: int
+    saved_bytes: int
+    boundary_bytes: int
+    """Sent to later stages by one forward."""
+
+
+class Predictions(StrictModel):
+    """What one optimizer step takes."""
+
+    step_seconds: float
+    lower_bound_seconds: float
+    """No schedule of this partition can be faster: the busiest rank alone, optimizer step included."""
+    tokens_per_second: float
+    mfu: float
+    """FLOP of the model's matrix products (without recomputation) over what the devices' peaks allow."""
+    bubble_fraction: float
+    ranks: tuple[RankPrediction, ...]
+    stages: tuple[StagePrediction, ...]
+
+
+class Plan(StrictModel):
+    """A complete plan. Pipeline rank `p` of replica `d` is global rank ``p * dp + d``."""
+
+    version: Literal[1] = VERSION
+    stagewright: str
+    """Version of the program that made the plan."""
+    model: ModelSection
+    job: Job
+    cluster: ClusterSection
+    dp: int = Field(ge=1)
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(ge=1)
+    num_stages: int = Field(ge=1)
+    microbatch_size: int = Field(ge=1)
+    num_microbatches: int = Field(ge=1)
+    """Per replica."""
+    cuts: tuple[str, ...]
+    """Names ``module:ordinal`` of the first operator of stages 1, 2, ..."""
+    placement: tuple[int, ...]
+    """Pipeline rank of every stage."""
+    schedule: str
+    program: tuple[tuple[str, ...], ...]
+    """Texts of the computations of every pipeline rank, in order; without transfers."""
+    memory_policy: tuple[Literal["keep"], ...]
+    """Per stage: what happens to saved values."""
+    predictions: Predictions
+
+    @model_validator(mode="after")
+    def _sizes_agree(self) -> Plan:
+        for name, found, wanted in (
+            ("cuts", len(self.cuts), self.num_stages - 1),
+            ("placement", len(self.placement), self.num_stages),
+            ("program", len(self.program), self.pp),
+            ("memory_policy", len(self.memory_policy), self.num_stages),
+        ):
+            if found != wanted:
+                raise ValueError(f"{name} has {found} entries where {wanted} belong")
+        samples = self.microbatch_size * self.num_microbatches * self.dp
+        if samples != self.job.global_batch:
+            raise ValueError(
+                f"microbatch_size x num_microbatches x dp = {samples} is not the job's global_batch "
+                f"of {self.job.global_batch}"
+            )
+        return self
+
+    def global_rank(self, pipeline_rank: int, replica: int) -> int:
+        """The rank in the whole job: replicas of one stage are neighbours."""
+        return pipeline_rank * self.dp + replica
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to `path`; readers see the old file or the whole new one."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(self.model_dump_json(indent=1) + "\n")
+            os.chmod(scratch, 0o644)
+            os.replace(scratch, target)
+        except BaseException:
+            Path(scratch).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """The JSON schema of `plan.json`."""
+        return cls.model_json_schema()
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a file.
+
+    Raises:
+        InputError: no such file, not JSON, another version, or a key that is wrong; names it.
+    """
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"plan '{path}' cannot be read ({error.strerror}): check the path") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not JSON ({error}): give a file that `stagewright plan` wrote") from None
+    if not isinstance(document, Mapping) or "version" not in document:
+        raise InputError(
+            f"{path} has no 'version', so it is no plan: give a file that `stagewright plan` wrote"
+        )
+    if document["version"] != VERSION:
+        raise InputError(
+            f"{path} is a plan of version {document['version']!r}; this program reads version {VERSION}: "
+            "plan again"
+        )
+    return validated(Plan, document, str(path))
+
+
+def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
+    """Names of the first operators behind the cut positions `cuts`, the same in every trace of the model."""
+    return tuple(graph.nodes[graph.body[cut]].name for cut in cuts)
+
+
+def stage_cuts(plan: Plan, graph: OperatorGraph) -> list[int]:
+    """Positions in the body of `graph` of the cuts of `plan`.
+
+    Raises:
+        PlanError: a cut names an operator that the graph does not have.
+    """
+    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
+    found: list[int] = []
+    for name in plan.cuts:
+        if name not in position:
+            raise PlanError(
+                f"the plan cuts in front of operator '{name}', which the traced model "
+                f"'{graph.name}' does not have{nearest(name, position)}: plan again for this model"
+            )
+        found.append(position[name])
+    return found
+
+
+def stage_program(plan: Plan) -> Program:
+    """The computations of one batch.
+
+    Raises:
+        ScheduleError: the program does not fit the placement, is incomplete or would deadlock.
+    """
+    ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
+    return verify(Program(plan.schedule, Placement(plan.placement), plan.num_microbatches, ranks))
