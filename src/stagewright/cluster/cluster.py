@@ -65,7 +65,7 @@ class MeasuredBandwidth(SourcedModel):
         return self
 
     def applied(self, link: Link, ranks: tuple[int, int], nodes: tuple[int, int]) -> Link:
-        """`link` from sender to receiver (given as ranks and as nodes) with what was measured between them."""
+        """`link` from sender to receiver, given as ranks and as nodes, with what was measured instead."""
         i, j = ranks if self.between == "ranks" else nodes
         if i == j:
             return link
