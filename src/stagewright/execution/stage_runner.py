@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import torch
 
-from stagewright.errors import RunError
 from stagewright.execution.random import reseed
-from stagewright.graph import Origin
-from stagewright.graph.stage import Function, Stage, Transfer
+from stagewright.execution.weights import Weights
+from stagewright.graph.stage import Function, Stage
+from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.runnable import Runnable, compile_function
 
 Tensors = dict[int, torch.Tensor]
@@ -20,52 +20,27 @@ class StageRunner:
 
     Args:
         stage: the carved stage.
-        tensors: parameters, buffers and constants by name; parameters and buffers are updated in place.
+        weights: the tensors of the rank; parameters and buffers are updated in place.
         device: where everything lives.
         loss_scale: the cotangent of the loss of one microbatch.
-        accumulate_dtype: element type of the gradient buffers; default that of the parameters.
         seed: of the random numbers the stage draws.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        tensors: Mapping[str, torch.Tensor],
-        device: torch.device,
-        loss_scale: float,
-        accumulate_dtype: torch.dtype | None = None,
-        seed: int = 0,
+        self, stage: Stage, weights: Weights, device: torch.device, loss_scale: float, seed: int = 0
     ) -> None:
         self.stage = stage
+        self.weights = weights
         self.device = device
         self.seed = seed
         self.step = 0
-        self.parameters: Tensors = {value: self._tensor(value, tensors) for value in stage.parameters}
-        self.buffers: Tensors = {value: self._tensor(value, tensors) for value in stage.buffers}
-        constants = {value: self._tensor(value, tensors) for value in stage.constants}
-        self.resident: Tensors = {**self.parameters, **self.buffers, **constants}
-        self.gradients: Tensors = {
-            value: torch.zeros_like(self.parameters[value], dtype=accumulate_dtype)
-            for value, _ in stage.gradients
-        }
-        self._fresh = set(self.gradients)
+        sources = (*stage.parameters, *stage.buffers, *stage.constants)
+        self.resident: Tensors = {value: weights.tensors[value] for value in sources}
         self._held: dict[int, Tensors] = {}
         self._microbatch = 0
         self._compile()
-        loss = stage.value(stage.graph.loss)
-        self._cotangent = torch.full(loss.meta.shape, loss_scale, dtype=_dtype(loss.meta.dtype), device=device)
-
-    def _tensor(self, value: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        described = self.stage.value(value)
-        tensor = tensors.get(described.name)
-        if tensor is None:
-            raise RunError(f"{described.origin} '{described.name}' of stage {self.stage.index} was not given")
-        if tuple(tensor.shape) != described.meta.shape or str(tensor.dtype) != f"torch.{described.meta.dtype}":
-            raise RunError(
-                f"{described.origin} '{described.name}' is {tensor.dtype}{list(tensor.shape)}, but the plan was made for "
-                f"{described.meta}: plan again for this model"
-            )
-        return tensor.detach().to(self.device)
+        meta = stage.value(stage.graph.loss).meta
+        self._cotangent = torch.full(meta.shape, loss_scale, dtype=DTYPES[meta.dtype], device=device)
 
     def _compile(self) -> None:
         stage = self.stage
@@ -93,15 +68,14 @@ class StageRunner:
 
     def _run_resident(self, runnable: Runnable) -> None:
         with torch.no_grad():
-            made = runnable.call([], self.resident, self._accumulate, self._reseed)
+            made = runnable.call([], self.resident, self.weights.accumulate, self._reseed)
         self.resident.update(zip(runnable.outputs, made, strict=True))
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Ready for the first action of a batch: parameters may have changed, gradients start anew."""
+        """Ready for the first action of a batch: parameters may have changed since the last."""
         self.step = step
-        self._fresh = set(self.gradients)
         self._run_resident(self._derive)
 
     def forward(self, microbatch: int, arrived: Tensors, inputs: Mapping[str, torch.Tensor]) -> Tensors:
@@ -111,7 +85,7 @@ class StageRunner:
             arrived[value] = inputs[stage.value(value).name]
         outputs = self._call(self._forward, microbatch, arrived)
         for buffer, value in stage.mutations:
-            self.buffers[buffer].copy_(outputs[value])
+            self.resident[buffer].copy_(outputs[value])
         self._held[microbatch] = {value: outputs[value] for value in stage.saved}
         sent = {value: outputs[value] for transfer in stage.sends for value in transfer.values}
         if stage.computes_loss:
@@ -120,17 +94,16 @@ class StageRunner:
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """I. Takes cotangents from later stages; returns cotangents for earlier ones."""
-        held = self._held[microbatch]
         self._seed_loss(cotangents)
-        kept = {value: held[value] for value in self.stage.relayed if value in held}
-        inputs = {value: held.pop(value, None) for value in self._input_grad.inputs if value in held}
-        kept.update({value: cotangents[value] for value in self.stage.relayed if value in cotangents})
-        del held
-        self._held[microbatch] = kept
-        inputs.update(cotangents)
+        available = self._held.pop(microbatch)
+        available.update(cotangents)
         cotangents.clear()
-        outputs = self._call(self._input_grad, microbatch, inputs)  # type: ignore[arg-type]
-        kept.update({value: outputs[value] for value in self.stage.relayed if value in outputs})
+        kept = {value: available[value] for value in self.stage.relayed if value in available}
+        given = {value: available[value] for value in self._input_grad.inputs}
+        available.clear()
+        outputs = self._call(self._input_grad, microbatch, given)
+        kept.update((value, outputs[value]) for value in self.stage.relayed if value in outputs)
+        self._held[microbatch] = kept
         return {value: outputs[value] for transfer in self.stage.grad_sends for value in transfer.values}
 
     def weight_grad(self, microbatch: int) -> None:
@@ -157,30 +130,8 @@ class StageRunner:
         inputs = [given[value] for value in runnable.inputs]
         given.clear()
         with torch.no_grad():
-            outputs = runnable.call(inputs, self.resident, self._accumulate, self._reseed)
+            outputs = runnable.call(inputs, self.resident, self.weights.accumulate, self._reseed)
         return dict(zip(runnable.outputs, outputs, strict=True))
-
-    def _accumulate(self, parameter: int, gradient: torch.Tensor) -> None:
-        buffer = self.gradients[parameter]
-        if parameter in self._fresh:
-            self._fresh.remove(parameter)
-            buffer.copy_(gradient)
-        else:
-            buffer.add_(gradient)
 
     def _reseed(self, draw: int) -> None:
         reseed(self.seed, self.step, self._microbatch, draw)
-
-    @property
-    def names(self) -> dict[int, str]:
-        return {value: self.stage.value(value).name for value in self.parameters}
-
-    def transfers(self) -> tuple[Transfer, ...]:
-        return (*self.stage.sends, *self.stage.receives)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
-__all__ = ["Origin", "StageRunner"]

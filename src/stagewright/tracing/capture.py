@@ -6,8 +6,10 @@ computed: the model's tensors are fake.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -279,7 +281,7 @@ class _Flattener:
     def _export_block(self, key: str, path: str) -> torch.export.ExportedProgram:
         self.report(f"tracing {path} ({len(self.blocks.members[key])} layers of its kind)")
         kind = self.kinds[key]
-        with _tracing_errors(self.model), self.mode:
+        with _tracing_errors(self.model), self.mode, _as_run():
             device = next(iter(self.parameters.values())).device
             tensors = [
                 empty_like_leaf(meta, device)
@@ -311,6 +313,15 @@ class _Flattener:
             if node.op == "call_function":
                 listing.append((str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{order[n]}"))))
         return listing
+
+
+def _as_run() -> contextlib.AbstractContextManager[None]:
+    """A block of a transformers model on its own must be traced under the patches its model would enter."""
+    if "transformers" not in sys.modules:
+        return contextlib.nullcontext()
+    from stagewright.tracing.models.transformers_patches import trace_as_run
+
+    return trace_as_run()
 
 
 class _Unequal(Exception):

@@ -21,6 +21,9 @@ from stagewright.tracing.private import is_mutable
 from stagewright.tracing.rules import BackwardRecipe, Call, Outcome, Rules, Step
 
 _ADD = "aten.add.Tensor"
+_VIEW = "aten.view.default"
+_CLONE = "aten.clone.default"
+_CONTIGUOUS = (("memory_format", Symbol("memory_format", "contiguous_format")),)
 _ELEMENTWISE_ON_PARAMETER = frozenset(
     "aten._to_copy.default aten.add.Tensor aten.sub.Tensor aten.mul.Tensor aten.div.Tensor aten.neg.default "
     "aten.exp.default aten.clone.default".split()
@@ -97,6 +100,9 @@ class _Builder:
         try:
             recipe = self.rules.lower(call, needs)
             if recipe is None:
+                if captured.op == _VIEW and not self._can_view(call, needs):
+                    (copied,) = self._forward_node(captured, _CLONE, args[:1], _CONTIGUOUS)
+                    args = (Ref(copied), *args[1:])
                 outputs = self._forward_node(captured, captured.op, args, kwargs)
             else:
                 local = dict(enumerate(refs))
@@ -123,6 +129,19 @@ class _Builder:
         for number, value in zip(captured.outputs, outputs, strict=False):
             if number is not None and value is not None:
                 self.number[number] = value
+
+    def _can_view(self, call: Call, needs: tuple[bool, ...]) -> bool:
+        """Whether a view is possible on the layouts of this graph.
+
+        An exported graph lacks the copies that the layouts seen during its export made needless. A kernel chosen because
+        gradients are needed (attention with a trained bias) may lay its output out otherwise, and then eager execution
+        makes the copy.
+        """
+        try:
+            self.rules.evaluate(call, needs)
+        except (RuntimeError, ValueError):
+            return False
+        return True
 
     def _call(self, op: str, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> Call:
         """The call with its tensors numbered by appearance."""

@@ -1,0 +1,209 @@
+"""One rank at work: an interpreter of actions that knows no schedule's name.
+
+It does what each action says, in the order of its rank's part of the lowered program. What an action needs from other
+ranks was posted by an earlier action; what it makes for other stages of the same rank changes hands without a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from stagewright.errors import RunError
+from stagewright.execution.stage_runner import StageRunner, Tensors
+from stagewright.execution.transport import Channel, Transport, channel
+from stagewright.execution.weights import Weights
+from stagewright.graph.stage import Stage
+from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.program import Program
+
+Inputs = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When an action ran, in seconds of this rank's monotonic clock."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass
+class BatchResult:
+    """Losses of the microbatches this rank computed, unscaled, and when each action ran."""
+
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    moments: list[Moment] = field(default_factory=list)
+
+
+def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
+    """Pairs of stages (earlier, later) between which values or cotangents travel."""
+    forward = {(stage.index, transfer.stage) for stage in stages for transfer in stage.sends}
+    backward = {(transfer.stage, stage.index) for stage in stages for transfer in stage.grad_sends}
+    chain = {(stage, stage + 1) for stage in range(len(stages) - 1)}
+    return tuple(sorted(forward | backward | chain))
+
+
+class RankRunner:
+    """Runs one rank's actions of a program.
+
+    Args:
+        stages: all stages of the pipeline; only those placed on `rank` are compiled.
+        program: a lowered program (with sends and receives).
+        rank: this process's pipeline rank.
+        ranks: the global rank of each pipeline rank of this replica.
+        weights: the tensors of this rank.
+        loss_scale: the cotangent of each microbatch's loss.
+        groups: process groups for forward values and for cotangents; None is the default group.
+        watch: told the text of every action before it runs.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        program: Program,
+        rank: int,
+        ranks: Sequence[int],
+        weights: Weights,
+        device: torch.device,
+        loss_scale: float,
+        seed: int = 0,
+        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
+        watch: Callable[[str], None] = lambda action: None,
+    ) -> None:
+        self.device = device
+        self.weights = weights
+        self.watch = watch
+        self.actions = program.actions(rank)
+        self.transport = Transport(device)
+        placed = program.placement.rank_of_stage
+        self.runners = {
+            stage.index: StageRunner(stage, weights, device, loss_scale, seed)
+            for stage in stages
+            if placed[stage.index] == rank
+        }
+        self._forward: dict[tuple[int, int], Channel | None] = {}
+        self._backward: dict[tuple[int, int], Channel | None] = {}
+        for low, high in stage_edges(stages):
+            if rank not in (placed[low], placed[high]):
+                continue
+            local = placed[low] == placed[high]
+            peer = ranks[placed[high] if placed[low] == rank else placed[low]]
+            sent = next((t.values for t in stages[low].sends if t.stage == high), ())
+            returned = next((t.values for t in stages[high].grad_sends if t.stage == low), ())
+            self._forward[low, high] = None if local else channel(
+                f"{low}>{high}", peer, tuple(stages[low].value(value) for value in sent), groups[0]
+            )
+            self._backward[high, low] = None if local else channel(
+                f"{high}>{low}", peer, tuple(stages[high].value(value) for value in returned), groups[1]
+            )
+        self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
+
+    def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
+        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards.
+
+        Raises:
+            RunError: an action failed; names the action and what it waited for.
+        """
+        result = BatchResult()
+        self.weights.begin_step()
+        for runner in self.runners.values():
+            runner.begin_step(step)
+        for action in self.actions:
+            self.watch(str(action))
+            start = time.perf_counter()
+            try:
+                self._act(action, microbatches, result)
+            except (RunError, KeyError, RuntimeError) as error:
+                raise RunError(f"action {action} failed: {type(error).__name__}: {error}") from error
+            result.moments.append(Moment(action, start, time.perf_counter()))
+        self.watch("end of batch")
+        self.transport.settle_all()
+        return result
+
+    def _act(self, action: Action, microbatches: Sequence[Inputs], result: BatchResult) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        assert microbatch is not None or action.kind not in (Kind.F, Kind.B, Kind.I, Kind.W)
+        index = microbatch if microbatch is not None else -1
+        match action.kind:
+            case Kind.F:
+                self._run_forward(stage, index, microbatches[index], result)
+            case Kind.B:
+                cotangents = self._collect("backward", self._backward, stage, index)
+                self._hand_over("backward", stage, index, self.runners[stage].backward(index, cotangents))
+            case Kind.I:
+                cotangents = self._collect("backward", self._backward, stage, index)
+                self._hand_over("backward", stage, index, self.runners[stage].input_grad(index, cotangents))
+            case Kind.W:
+                self.runners[stage].weight_grad(index)
+            case Kind.SEND_F:
+                self._send("forward", self._forward, (stage, _peer(action)), index)
+            case Kind.SEND_B:
+                self._send("backward", self._backward, (stage, _peer(action)), index)
+            case Kind.RECV_F:
+                self.transport.post(_remote(self._forward, (_peer(action), stage)), index)
+            case Kind.RECV_B:
+                self.transport.post(_remote(self._backward, (_peer(action), stage)), index)
+            case _:
+                raise RunError(f"this executor does not run {action.kind} actions yet")
+
+    def _run_forward(self, stage: int, microbatch: int, inputs: Inputs, result: BatchResult) -> None:
+        runner = self.runners[stage]
+        arrived = self._collect("forward", self._forward, stage, microbatch)
+        made = runner.forward(microbatch, arrived, inputs)
+        if runner.stage.computes_loss:
+            result.losses[microbatch] = made.pop(runner.stage.graph.loss)
+        self._hand_over("forward", stage, microbatch, made)
+
+    def _collect(
+        self, kind: str, channels: Mapping[tuple[int, int], Channel | None], stage: int, microbatch: int
+    ) -> Tensors:
+        """What other stages made for `stage`: received from other ranks, or handed over on this one."""
+        found: Tensors = {}
+        for (source, target), link in channels.items():
+            if target != stage:
+                continue
+            if link is None:
+                found.update(self._waiting.pop((kind, source, target, microbatch)))
+            else:
+                found.update(self.transport.receive(link, microbatch))
+        return found
+
+    def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors) -> None:
+        """Set values aside for the stages that need them, until they are sent or used."""
+        own = self.runners[stage].stage
+        transfers = own.sends if kind == "forward" else own.grad_sends
+        values = {transfer.stage: transfer.values for transfer in transfers}
+        channels = self._forward if kind == "forward" else self._backward
+        for source, target in channels:
+            if source == stage:
+                kept = {value: made[value] for value in values.get(target, ())}
+                self._waiting[kind, source, target, microbatch] = kept
+
+    def _send(
+        self,
+        kind: str,
+        channels: Mapping[tuple[int, int], Channel | None],
+        edge: tuple[int, int],
+        microbatch: int,
+    ) -> None:
+        values = self._waiting.pop((kind, *edge, microbatch))
+        self.transport.send(_remote(channels, edge), microbatch, values)
+
+
+def _peer(action: Action) -> int:
+    if action.peer is None:
+        raise RunError(f"transfer {action} names no peer")
+    return action.peer
+
+
+def _remote(channels: Mapping[tuple[int, int], Channel | None], edge: tuple[int, int]) -> Channel:
+    link = channels.get(edge)
+    if link is None:
+        raise RunError(f"stages {edge[0]} and {edge[1]} exchange nothing across ranks, but the program says they do")
+    return link

@@ -1,0 +1,127 @@
+"""Transport: values between ranks, asynchronous, in the order the lowered program says.
+
+Every transfer of the program is a group of messages with a tag of its own. Forward values and cotangents use separate
+process groups, so that on NCCL a blocked transfer of one direction never holds up the other. The buffers of a transfer
+are kept until the next transfer of the same kind to the same stage is sent, or the batch ends: what is alive when is
+decided by the program, not by timing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from stagewright.errors import RunError
+from stagewright.graph import Value
+from stagewright.graph.payload import Message, distinct, messages
+from stagewright.tracing.arguments import DTYPES
+
+_TAG_SPACE = 1 << 30
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One direction between two stages: who is at the other end and what travels, the same on both sides."""
+
+    name: str  # such as "0>1 forward"
+    peer: int  # global rank at the other end
+    messages: tuple[Message, ...]
+    group: dist.ProcessGroup | None
+
+    def tag(self, microbatch: int, index: int) -> int:
+        return zlib.crc32(f"{self.name}/{microbatch}/{index}".encode()) % _TAG_SPACE
+
+
+def channel(name: str, peer: int, values: tuple[Value, ...], group: dist.ProcessGroup | None) -> Channel:
+    return Channel(name, peer, messages(values), group)
+
+
+class Transport:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.num_bytes_sent = 0
+        self._posted: dict[tuple[str, int], list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._sending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
+
+    def post(self, channel: Channel, microbatch: int) -> None:
+        """Allocate buffers for a transfer and begin to receive into them."""
+        posted = []
+        for index, message in enumerate(channel.messages):
+            buffer = torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
+            work = dist.irecv(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
+            posted.append((_work(work, channel), buffer))
+        self._posted[channel.name, microbatch] = posted
+
+    def receive(self, channel: Channel, microbatch: int) -> dict[int, torch.Tensor]:
+        """Wait for a posted transfer; its values by id."""
+        arrived: dict[int, torch.Tensor] = {}
+        posted = self._posted.pop((channel.name, microbatch), None)
+        if posted is None:
+            raise RunError(f"microbatch {microbatch} of channel {channel.name} is used before its receive is posted")
+        for message in channel.messages:
+            work, buffer = posted.pop(0)
+            work.wait()
+            arrived.update(_unpack(message, buffer))
+        return arrived
+
+    def send(self, channel: Channel, microbatch: int, values: dict[int, torch.Tensor]) -> None:
+        """Begin to send; waits for the transfer of the same channel before it."""
+        self.settle(channel.name)
+        sending = []
+        for index, message in enumerate(channel.messages):
+            buffer = _pack(message, values)
+            work = dist.isend(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
+            sending.append((_work(work, channel), buffer))
+            self.num_bytes_sent += message.num_bytes
+        self._sending[channel.name] = sending
+
+    def settle(self, name: str) -> None:
+        """Wait for the last transfer sent on a channel and let go of its buffers."""
+        for work, _ in self._sending.pop(name, ()):
+            work.wait()
+
+    def settle_all(self) -> None:
+        for name in list(self._sending):
+            self.settle(name)
+
+
+def _work(work: dist.Work | None, channel: Channel) -> dist.Work:
+    if work is None:
+        raise RunError(f"this process is not part of the group of channel {channel.name}")
+    return work
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a flat tensor: every element type travels, also those the backend does not know."""
+    return tensor.view(torch.uint8)
+
+
+def _pack(message: Message, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    first = message.values[0]
+    tensor = values[first.id]
+    if message.whole and len(message.values) > 1:
+        return tensor.as_strided((message.num_elements,), (1,), 0)
+    if message.whole:
+        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset())
+    shape, stride = distinct(first.meta)
+    return tensor.as_strided(shape, stride, tensor.storage_offset()).contiguous().view(-1)
+
+
+def _unpack(message: Message, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
+    if message.whole:
+        alone = len(message.values) == 1
+        return {
+            value.id: buffer.as_strided(value.meta.shape, value.meta.stride, 0 if alone else value.meta.offset)
+            for value in message.values
+        }
+    value = message.values[0]
+    shape, stride = distinct(value.meta)
+    if value.meta.num_distinct == value.meta.extent:
+        spread = buffer
+    else:
+        spread = torch.empty(value.meta.extent, dtype=buffer.dtype, device=buffer.device)
+    spread.as_strided(shape, stride, 0).copy_(buffer.view(shape))
+    return {value.id: spread.as_strided(value.meta.shape, value.meta.stride, 0)}

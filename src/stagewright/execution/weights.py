@@ -1,0 +1,116 @@
+"""Weights: the parameters a rank holds, the buffers their gradients are added up in, and who else holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from stagewright.errors import RunError
+from stagewright.graph import Origin
+from stagewright.graph.stage import Stage
+
+
+class Weights:
+    """Parameters, buffers and constants of all stages of one rank, by value id.
+
+    A parameter that two stages of the rank share is one tensor with one gradient buffer.
+
+    Args:
+        stages: the stages of this rank.
+        tensors: tensors by name; moved to `device` without a copy where they are there already.
+        accumulate_dtype: element type of the gradient buffers; default that of the parameter.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        tensors: Mapping[str, torch.Tensor],
+        device: torch.device,
+        accumulate_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.names: dict[int, str] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        for stage in stages:
+            for value in (*stage.parameters, *stage.buffers, *stage.constants):
+                if value not in self.tensors:
+                    self.tensors[value] = _checked(stage, value, tensors).detach().to(device)
+                    self.names[value] = stage.value(value).name
+        self.parameters = {
+            value: self.tensors[value]
+            for value in self.tensors
+            if stages[0].graph.values[value].origin is Origin.PARAMETER
+        }
+        self.gradients = {
+            value: torch.zeros_like(self.parameters[value], dtype=accumulate_dtype)
+            for stage in stages
+            for value, _ in stage.gradients
+        }
+        self._untouched = set(self.gradients)
+
+    def begin_step(self) -> None:
+        """The next gradient of each parameter replaces what its buffer holds."""
+        self._untouched = set(self.gradients)
+
+    def accumulate(self, parameter: int, gradient: torch.Tensor) -> None:
+        buffer = self.gradients[parameter]
+        if parameter in self._untouched:
+            self._untouched.remove(parameter)
+            buffer.copy_(gradient)
+        else:
+            buffer.add_(gradient)
+
+
+def _checked(stage: Stage, value: int, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    described = stage.value(value)
+    tensor = tensors.get(described.name)
+    if tensor is None:
+        raise RunError(f"{described.origin} '{described.name}' of stage {stage.index} was not given")
+    if tuple(tensor.shape) != described.meta.shape or str(tensor.dtype) != f"torch.{described.meta.dtype}":
+        raise RunError(
+            f"{described.origin} '{described.name}' is {tensor.dtype}{list(tensor.shape)}, but the plan was made for "
+            f"{described.meta}: plan again for this model"
+        )
+    return tensor
+
+
+class TiedGroups:
+    """Parameters that several pipeline ranks hold, with a process group for each set of holders.
+
+    Every rank must construct this with the same arguments, because making process groups is collective.
+
+    Args:
+        stages: all stages of the pipeline.
+        rank_of_stage: pipeline rank of each stage.
+        rank: this process's pipeline rank.
+        replicas: for each data-parallel replica, the global rank of each pipeline rank.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], rank_of_stage: Sequence[int], rank: int, replicas: Sequence[Sequence[int]]
+    ) -> None:
+        holders: dict[int, set[int]] = {}
+        for stage in stages:
+            for value, _ in stage.gradients:
+                holders.setdefault(value, set()).add(rank_of_stage[stage.index])
+        shared = {value: tuple(sorted(ranks)) for value, ranks in holders.items() if len(ranks) > 1}
+        here = dist.get_rank() if shared else 0
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for members in sorted(set(shared.values())):
+            for replica in replicas:
+                ranks = [replica[member] for member in members]
+                group = dist.new_group(ranks)
+                if here in ranks and isinstance(group, dist.ProcessGroup):
+                    groups[members] = group
+        self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
+        self._owned_elsewhere = {value for value, ranks in shared.items() if rank in ranks and rank != ranks[0]}
+
+    def reduce(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Sum the gradients of tied parameters over the ranks that hold them."""
+        for value, group in self._shared:
+            dist.all_reduce(gradients[value], group=group)
+
+    def counted(self, gradients: Mapping[int, torch.Tensor]) -> Iterable[torch.Tensor]:
+        """Gradients this rank counts in a norm over the whole model: each tied parameter on one rank only."""
+        return [gradient for value, gradient in gradients.items() if value not in self._owned_elsewhere]
