@@ -1,0 +1,5 @@
+"""`python -m stagewright.cli`: the same as `stagewright`."""
+
+from stagewright.cli import main
+
+main()

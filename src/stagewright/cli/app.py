@@ -1,0 +1,69 @@
+"""The `stagewright` command: its verbs and how it fails."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from stagewright import __version__
+from stagewright.cli import clusters, models, probe, schedule, trace
+from stagewright.cli.failure import TRACEBACK, fail
+from stagewright.errors import StagewrightError
+
+
+class Verbs(TyperGroup):
+    """Turns errors into messages, and takes `--traceback` behind the verb as well as before it."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--traceback" in args:
+            args = ["--traceback", *(word for word in args if word != "--traceback")]
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StagewrightError as error:
+            fail(error)
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """In the order in which they are used."""
+        return list(self.commands)
+
+
+app = typer.Typer(
+    cls=Verbs,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stagewright {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def stagewright(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help=f"Show the traceback of an error (also {TRACEBACK}=1).")
+    ] = False,
+) -> None:
+    """Plan and run pipeline-parallel training of PyTorch models."""
+    if traceback:
+        os.environ[TRACEBACK] = "1"
+
+
+for _verb in (trace.trace, schedule.schedule, probe.probe, models.models, clusters.clusters):
+    app.command()(_verb)

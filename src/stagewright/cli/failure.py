@@ -1,0 +1,59 @@
+"""Errors as the command line shows them: one message on stderr, an exit code, a traceback only on request."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+import typer
+
+from stagewright.errors import RunError, StagewrightError
+
+TRACEBACK = "STAGEWRIGHT_TRACEBACK"
+"""Environment variable: ``1`` shows the traceback of every error."""
+
+
+def wants_traceback() -> bool:
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
+
+
+def exit_code(error: StagewrightError) -> int:
+    """1 for a run that failed, 2 for what the user can change before anything runs.
+
+    >>> from stagewright.errors import InputError
+    >>> exit_code(RunError("rank 1 died")), exit_code(InputError("no such file"))
+    (1, 2)
+    """
+    return 1 if isinstance(error, RunError) else 2
+
+
+def fail(error: StagewrightError) -> NoReturn:
+    """Says what is wrong and leaves."""
+    if wants_traceback():
+        traceback.print_exception(error)
+    else:
+        _say(str(error))
+    raise typer.Exit(exit_code(error))
+
+
+def fail_unexpectedly(error: Exception) -> NoReturn:
+    """For what no part of Stagewright foresaw: still one message, and how to learn more."""
+    if wants_traceback():
+        traceback.print_exception(error)
+    elif isinstance(error, OSError) and error.filename:
+        _say(f"{error.filename}: {error.strerror}")
+        sys.exit(2)
+    else:
+        what = str(error).strip().splitlines()
+        _say(
+            f"{type(error).__name__}: {what[0] if what else 'no further word'}\n"
+            "This is a fault of Stagewright, not of the input; the same command with --traceback says where."
+        )
+    sys.exit(1)
+
+
+def _say(message: str) -> None:
+    typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    typer.echo(message, err=True)

@@ -1,0 +1,66 @@
+"""What a verb leaves behind: a table or one JSON document on stdout, and files that are whole or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def print_document(document: Any) -> None:
+    """One JSON document on stdout."""
+    sys.stdout.write(json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def show(*parts: RenderableType) -> None:
+    """Text and tables on stdout."""
+    from stagewright.report.console import stdout
+
+    console = stdout()
+    for part in parts:
+        console.print(part)
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuses a path that could not be written, before the work that would be lost.
+
+    Raises:
+        InputError: the folder is missing or read-only, or `path` is a folder.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise InputError(f"cannot write '{path}': it is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise InputError(
+            f"cannot write '{path}': there is no folder '{path.parent}'; make it or name another"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise InputError(f"cannot write '{path}': the folder '{path.parent}' is read-only; name another")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes `text` beside `path` and moves it there, so that no reader ever sees half a file.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    check_writable(path)
+    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, path)
+    except OSError as error:
+        raise InputError(f"cannot write '{path}': {error.strerror}") from None
+    finally:
+        Path(scratch).unlink(missing_ok=True)

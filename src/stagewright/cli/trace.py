@@ -1,0 +1,55 @@
+"""`stagewright trace`: a model's operator graph, summed up."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.options import (
+    Json,
+    MicrobatchSize,
+    Model,
+    Output,
+    SequenceLength,
+    Settings,
+    parse_settings,
+    torch_dtype,
+)
+from stagewright.cli.output import check_writable, print_document, show, write_whole
+from stagewright.cli.progress import Progress
+
+
+def trace(
+    model: Model,
+    microbatch: MicrobatchSize = 1,
+    sequence_length: SequenceLength = 1024,
+    dtype: Annotated[str, typer.Option(help="Precision of parameters and activations.")] = "bf16",
+    settings: Settings = None,
+    output: Output = None,
+    use_cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse and keep the trace.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Trace a model into its operator graph.
+
+    Prints parameters, layers, operators by part, and where the model can be cut.
+    """
+    from stagewright.report.graphs import graph_document, graph_summary, listing
+    from stagewright.tracing import cache
+
+    check_writable(output)
+    begun = time.perf_counter()
+    overrides, element_type = parse_settings(settings), torch_dtype(dtype)
+    with Progress(f"tracing {model}") as progress:
+        graph = cache.trace(
+            model, microbatch, sequence_length, element_type, overrides, report=progress, use_cache=use_cache
+        )
+    document = graph_document(graph, time.perf_counter() - begun)
+    if output is not None:
+        write_whole(output, json.dumps(listing(graph)))
+    if as_json:
+        print_document(document)
+    else:
+        show(graph_summary(document))

@@ -1,0 +1,55 @@
+"""Devices and clusters as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.table import Table
+
+from stagewright.cluster import Cluster, Device
+from stagewright.report.tables import facts, table
+from stagewright.units import GIGA, TERA, format_bytes, format_seconds
+
+
+def device_table(devices: Mapping[str, Device]) -> Table:
+    """The catalog: memory, bandwidth and dense peaks per device; blank where a device lacks the precision."""
+    rows = [
+        (
+            name,
+            device.vendor,
+            format_bytes(device.memory_bytes),
+            f"{device.memory_bandwidth / GIGA:.0f} GB/s",
+            _tera(device, "bf16") or _tera(device, "fp16"),
+            _tera(device, "fp32"),
+            format_bytes(device.usable_bytes),
+        )
+        for name, device in devices.items()
+    ]
+    headings = ("device", "vendor", "memory", "bandwidth", "16-bit TFLOP/s", "fp32 TFLOP/s", "for a plan")
+    return table("", headings, rows, text=2)
+
+
+def _tera(device: Device, precision: str) -> str:
+    peak = device.peak_flops.get(precision)
+    return "" if peak is None else f"{peak / TERA:.4g}"
+
+
+def cluster_summary(cluster: Cluster) -> Table:
+    """What a probe found: one line per figure of the first node's device and links."""
+    node = cluster.nodes[0]
+    device, link = node.device, node.intra_node
+    rates = ", ".join(
+        f"{name} {peak * (device.matmul_efficiency.get(name) or 1) / GIGA:.4g} GFLOP/s"
+        for name in device.peak_flops.available()
+        if (peak := device.peak_flops.get(name)) is not None
+    )
+    return facts(
+        [
+            ("devices", f"{cluster.num_devices} x {device.kind} ({device.vendor})"),
+            ("memory each", format_bytes(device.memory_bytes)),
+            ("matrix products", rates),
+            ("memory bandwidth", f"{device.memory_bandwidth * device.memory_efficiency / GIGA:.3g} GB/s"),
+            ("operator overhead", format_seconds(device.host_overhead_s)),
+            ("between processes", f"{link.bandwidth / GIGA:.3g} GB/s after {format_seconds(link.latency_s)}"),
+        ]
+    )

@@ -1,0 +1,77 @@
+"""Faults, files and interruptions at the edge of the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stagewright import cli
+from stagewright.cli.output import check_writable, write_whole
+from stagewright.errors import InputError
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_whole(path, "one")
+    write_whole(path, "two")
+    assert path.read_text() == "two"
+    with pytest.raises(InputError, match="there is no folder"):
+        write_whole(tmp_path / "absent" / "plan.json", "three")
+    with pytest.raises(InputError, match="it is a folder"):
+        check_writable(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_a_failed_write_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InputError, match="No space left"):
+        write_whole(tmp_path / "plan.json", "one")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_of_ours_is_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr("stagewright.cli.app.app", broken)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 1
+    shown = capsys.readouterr().err
+    assert "KeyError: 'oops'" in shown and "--traceback" in shown and "Traceback" not in shown
+
+
+def test_ctrl_c_is_quiet() -> None:
+    code = (
+        "import sys, time; import stagewright.cli.app as a, stagewright.cli as c\n"
+        "def slow(**_): print('ready', flush=True); time.sleep(60)\n"
+        "a.app.command('slow')(lambda: slow())\n"
+        "sys.argv = ['stagewright', 'slow']; c.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, shown = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert shown.strip() == ""
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = f"{sys.executable} -m stagewright.cli schedule 1f1b -p 16 -m 512 --json | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["{"]
