@@ -37,6 +37,19 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     )
 
 
+def contents(tensor: torch.Tensor) -> bytes:
+    """The elements of a constant, row-major; also of a fake tensor that knows what it stands for."""
+    real = getattr(tensor, "constant", None)
+    tensor = tensor if real is None else real
+    return bytes(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).tolist())
+
+
+def from_contents(data: bytes, meta: TensorMeta) -> torch.Tensor:
+    """The tensor whose `contents` these are."""
+    flat = torch.frombuffer(bytearray(data), dtype=DTYPES[meta.dtype]) if data else torch.empty(0, dtype=DTYPES[meta.dtype])
+    return flat.reshape(meta.shape).clone()
+
+
 def encode(argument: Any, tensor: Callable[[Any], Any]) -> Any:
     """Plain data for one argument; `tensor` maps what stands for a tensor (an fx node) to a `Ref`."""
     if isinstance(argument, torch.fx.Node):

@@ -15,7 +15,7 @@ import torch
 from stagewright.errors import ContractError, TraceError
 from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, TensorMeta, Value
 from stagewright.graph.simplify import compact
-from stagewright.tracing.arguments import operator, references
+from stagewright.tracing.arguments import contents, operator, references
 from stagewright.tracing.capture import Captured, CapturedCall
 from stagewright.tracing.private import is_mutable
 from stagewright.tracing.rules import BackwardRecipe, Call, Outcome, Rules, Step
@@ -385,6 +385,7 @@ class _Builder:
                 (by_source[Origin.BUFFER, buffer], self.number[number]) for buffer, number in self.captured.mutations
             ),
             num_draws=self.num_draws,
+            constants={name: contents(tensor) for name, tensor in self.captured.constants.items()},
             facts=facts,
         )
         return compact(graph)

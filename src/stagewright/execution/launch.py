@@ -1,0 +1,125 @@
+"""`run`: train a plan on this machine, or join a launcher that is already running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import RunError
+from stagewright.execution.record import Record, load_record
+from stagewright.planning.plan import Plan, load_plan
+
+
+def run(
+    plan: str | Path,
+    data: str | Path | None = None,
+    steps: int | None = None,
+    out: str | Path | None = None,
+    device: str = "auto",
+    random_weights: bool = False,
+    timeout: float = 1800.0,
+) -> Record | None:
+    """Train exactly what a plan says; one process per rank.
+
+    Under a launcher (RANK and WORLD_SIZE are set) this process is one of the ranks; otherwise the processes are started
+    here with torchrun's launcher.
+
+    Args:
+        plan: path of a ``plan.json``.
+        data: a text (bytes are tokens) or ``.npy`` of token ids; None makes synthetic samples.
+        steps: number of optimizer steps; None takes the job's.
+        out: folder for ``record.json``; None makes ``runs/<model>-<time>``.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        random_weights: start from the seed even where weights lie beside the model's config.
+        timeout: seconds a rank may stay at one action.
+
+    Returns:
+        What was measured; None on the ranks of a launcher that are not the first.
+
+    Raises:
+        InputError: the plan cannot be read.
+        RunError: a rank failed; names the rank and the action.
+    """
+    loaded = load_plan(plan)
+    folder = Path(out) if out is not None else Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    options = {"data": data, "steps": steps, "device": device, "timeout": timeout}
+    arguments = [str(Path(plan).resolve()), "--out", str(folder)]
+    arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
+    arguments += ["--random-weights"] if random_weights else []
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return _join(arguments, folder)
+    return _start(loaded, arguments, folder)
+
+
+def _join(arguments: list[str], folder: Path) -> Record | None:
+    from stagewright.execution.worker import main
+
+    code = main(arguments)
+    if code:
+        raise RunError(f"rank {os.environ['RANK']} ended with exit code {code}")
+    return load_record(folder / "record.json") if os.environ["RANK"] == "0" else None
+
+
+def _start(plan: Plan, arguments: list[str], folder: Path) -> Record:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    num_processes = plan.pp * plan.dp
+    for stale in folder.glob(".failure-*"):
+        stale.unlink()
+    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.2,
+    )
+    began = time.time()
+    with _environment(OMP_NUM_THREADS=str(max((os.cpu_count() or 1) // num_processes, 1))):
+        try:
+            elastic_launch(config, sys.executable)("-m", "stagewright.execution.worker", *arguments)
+        except ChildFailedError as error:
+            raise RunError(_explain(error, folder)) from None
+    record = folder / "record.json"
+    if not record.exists() or record.stat().st_mtime < began - 1:
+        raise RunError(f"the run ended without a record in '{folder}'")
+    return load_record(record)
+
+
+def _explain(error: Any, folder: Path) -> str:
+    """What the first rank to fail said, or how it ended when it could say nothing."""
+    messages = []
+    for file in folder.glob(".failure-*"):
+        with contextlib.suppress(OSError, ValueError):
+            messages.append(json.loads(file.read_text()))
+        file.unlink(missing_ok=True)
+    rank, failure = error.get_first_failure()
+    own = next((item["message"] for item in messages if item["rank"] == rank), None)
+    if own is None:
+        name = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+        own = f"rank {rank} ended with {name} (process {failure.pid}); what the other ranks saw is above"
+    return f"the run stopped: {own}"
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Any:
+    """Set variables that are not set, for the processes started meanwhile."""
+    fresh = {name: value for name, value in values.items() if name not in os.environ}
+    os.environ.update(fresh)
+    try:
+        yield
+    finally:
+        for name in fresh:
+            os.environ.pop(name, None)

@@ -1,0 +1,84 @@
+"""The tensors a rank starts from: drawn from the seed as the plain model would, or read from safetensors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from stagewright.errors import InputError, RunError
+from stagewright.graph.stage import Stage
+from stagewright.tracing.arguments import from_contents
+from stagewright.tracing.models.build import BuiltModel
+
+
+def starting_tensors(
+    built: BuiltModel, stages: Iterable[Stage], weights: Path | None = None
+) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of `stages` by name, out of a built model; from files where `weights` names a directory.
+
+    Raises:
+        RunError: a parameter is in none of the files.
+    """
+    named = {**dict(built.module.named_parameters()), **dict(built.module.named_buffers())}
+    wanted: dict[str, torch.Tensor] = {}
+    for stage in stages:
+        for value in (*stage.parameters, *stage.buffers):
+            name = stage.value(value).name
+            wanted[name] = named[name].detach()
+    wanted.update(_constants(built, stages))
+    if weights is not None:
+        parameters = [stage.value(value).name for stage in stages for value in stage.parameters]
+        _read_weights(weights, dict.fromkeys(parameters), wanted)
+    return wanted
+
+
+def _constants(built: BuiltModel, stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
+    found = {}
+    for stage in stages:
+        for value in stage.constants:
+            name = stage.value(value).name
+            data = stage.graph.constants.get(name)
+            if data is None:
+                raise RunError(f"constant '{name}' of the traced model was not kept: trace the model again")
+            found[name] = from_contents(data, stage.value(value).meta)
+    return found
+
+
+def _read_weights(folder: Path, names: Mapping[str, None], into: dict[str, torch.Tensor]) -> None:
+    where = _index(folder)
+    with contextlib.ExitStack() as stack:
+        opened: dict[str, safe_open] = {}
+        for name in names:
+            key = name.removeprefix("net.")
+            file = where.get(key)
+            if file is None:
+                raise RunError(
+                    f"'{folder}' has no tensor '{key}': the files belong to another model, or store it under another name; "
+                    "run with --random-weights to start from the seed"
+                )
+            if file not in opened:
+                opened[file] = stack.enter_context(safe_open(str(folder / file), framework="pt"))
+            tensor = opened[file].get_tensor(key)
+            if tensor.shape != into[name].shape:
+                raise RunError(f"tensor '{key}' in '{file}' has shape {list(tensor.shape)}, expected {list(into[name].shape)}")
+            into[name] = tensor.to(into[name].dtype)
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """Tensor name -> file, from the index where there is one."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError) as error:
+            raise InputError(f"'{index}' is not a safetensors index: {error}") from None
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as reader:
+            found.update(dict.fromkeys(reader.keys(), file.name))
+    return found

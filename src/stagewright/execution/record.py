@@ -1,0 +1,79 @@
+"""The record of a run: what was measured, in the units and shapes of what was predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from stagewright.cluster.strict import StrictModel, validated
+from stagewright.errors import InputError
+
+
+class RankRecord(StrictModel):
+    """One global rank: peak bytes of tensors alive in the metered step, and when each action of the last step ran."""
+
+    rank: int
+    pipeline_rank: int
+    replica: int
+    allocated_peak_bytes: int
+    reserved_peak_bytes: int | None = None
+    busy_seconds: float
+    sent_bytes: int
+    actions: tuple[tuple[str, float, float], ...]
+    """Text, start and end in seconds from the beginning of the step."""
+
+
+class Record(StrictModel):
+    """One run of a plan."""
+
+    version: int = 1
+    stagewright: str
+    model: str
+    device: str
+    versions: dict[str, str] = Field(default_factory=dict)
+    losses: tuple[float, ...]
+    gradient_norms: tuple[float, ...]
+    step_seconds: tuple[float, ...]
+    metered_steps: tuple[int, ...]
+    """Steps left out of the timing: the first, and the one whose memory was counted."""
+    predicted_step_seconds: float
+    ranks: tuple[RankRecord, ...]
+
+    @property
+    def median_step_seconds(self) -> float:
+        """Median over the steps that were not metered (over all, if every step was)."""
+        timed = [seconds for step, seconds in enumerate(self.step_seconds) if step not in self.metered_steps]
+        return statistics.median(timed or self.step_seconds)
+
+    def save(self, path: str | Path) -> None:
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
+
+
+def load_record(path: str | Path) -> Record:
+    """The record in a file; raises `InputError` when it cannot be read."""
+    try:
+        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"record '{path}' cannot be read: {error}") from None
+    return validated(Record, document, str(path))
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(scratch, 0o644)
+        os.replace(scratch, target)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,237 @@
+"""A run of a plan on one rank: set up, train, measure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stagewright.errors import RunError
+from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
+from stagewright.execution.loading import starting_tensors
+from stagewright.execution.meter import StorageMeter
+from stagewright.execution.optimizer import Optimizer
+from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
+from stagewright.execution.record import RankRecord
+from stagewright.execution.weights import TiedGroups, Weights
+from stagewright.graph.stage import Stage, carve
+from stagewright.planning.plan import Plan, stage_cuts, stage_program
+from stagewright.schedule.lower import insert_communication
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.build import BuiltModel, build
+from stagewright.tracing.models.reference import ModelReference, resolve
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands: pipeline rank p of replica d is global rank ``p * dp + d``."""
+
+    pp: int
+    dp: int
+    rank: int
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // self.dp
+
+    @property
+    def replica(self) -> int:
+        return self.rank % self.dp
+
+    def ranks_of_replica(self, replica: int) -> list[int]:
+        return [stage * self.dp + replica for stage in range(self.pp)]
+
+    def ranks_of_stage(self, stage: int) -> list[int]:
+        return [stage * self.dp + replica for replica in range(self.dp)]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    gradient_norm: float
+    seconds: float
+
+
+class Session:
+    """Everything one rank needs to train a plan; `dist` must be initialised with ``pp * dp`` processes.
+
+    Raises:
+        PlanError: the plan does not fit the model or the number of processes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        device: torch.device,
+        data: str | Path | None = None,
+        random_weights: bool = False,
+        watch: Callable[[str], None] = lambda position: None,
+        report: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        self.plan = plan
+        self.device = device
+        self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank())
+        if dist.get_world_size() != plan.pp * plan.dp:
+            raise RunError(
+                f"the plan needs {plan.pp * plan.dp} processes (pp {plan.pp} x dp {plan.dp}), but {dist.get_world_size()} "
+                "were started: start that many, or plan for as many devices as there are"
+            )
+        reference = _same_model(plan)
+        job = plan.job
+        report("tracing")
+        self.graph = trace(
+            reference, plan.microbatch_size, job.sequence_length, job.torch_name, device=device.type, report=report
+        )
+        self.stages = carve(self.graph, stage_cuts(plan, self.graph))
+        program = insert_communication(stage_program(plan), stage_edges(self.stages))
+        report("building the weights of this rank")
+        built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
+        self.batches = self._batches(built, reference, data)
+        own = [stage for stage in self.stages if plan.placement[stage.index] == self.mesh.pipeline_rank]
+        self.weights = self._weights(built, reference, own, random_weights)
+        del built
+        watch("making process groups")
+        self.replica_ranks = self.mesh.ranks_of_replica(self.mesh.replica)
+        forward, backward = self._pipeline_groups(), self._pipeline_groups()
+        replicas = self._replica_groups()
+        tied = TiedGroups(
+            self.stages,
+            plan.placement,
+            self.mesh.pipeline_rank,
+            [self.mesh.ranks_of_replica(replica) for replica in range(plan.dp)],
+        )
+        loss_scale = 1.0 / (plan.num_microbatches * plan.dp)
+        self.runner = RankRunner(
+            self.stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, device, loss_scale,
+            job.seed, (forward, backward), watch,
+        )  # fmt: skip
+        self.pipeline = forward
+        self.optimizer = Optimizer(self.weights, job, tied, forward, replicas)
+        self.last: BatchResult | None = None
+        self._began = 0.0
+        self.peak_bytes = 0
+        self.reserved_bytes: int | None = None
+        self.watch = watch
+
+    # -- set-up -----------------------------------------------------------------------------------------------------
+
+    def _batches(self, built: BuiltModel, reference: ModelReference, data: str | Path | None) -> Batches:
+        if data is None:
+            return SyntheticBatches(built.inputs, self.plan.job.seed)
+        vocabulary = (reference.config or {}).get("vocab_size")
+        return TextBatches(data, self.plan.job.sequence_length, self.plan.job.seed, vocabulary)
+
+    def _weights(
+        self, built: BuiltModel, reference: ModelReference, own: list[Stage], random_weights: bool
+    ) -> Weights:
+        folder = None if random_weights else reference.weights
+        tensors = starting_tensors(built, own, folder)
+        accumulate = torch.float32 if self.plan.job.dtype == "bf16" else None
+        return Weights(own, tensors, self.device, accumulate)
+
+    def _pipeline_groups(self) -> dist.ProcessGroup | None:
+        """A group per replica; every process takes part in making all of them. Returns its own."""
+        return _own_group([self.mesh.ranks_of_replica(replica) for replica in range(self.mesh.dp)], self.mesh.rank)
+
+    def _replica_groups(self) -> dist.ProcessGroup | None:
+        groups = [self.mesh.ranks_of_stage(stage) for stage in range(self.mesh.pp)]
+        return _own_group(groups, self.mesh.rank) if self.mesh.dp > 1 else None
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """The inputs of this replica's microbatches of a step."""
+        plan = self.plan
+        first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
+        return [
+            {
+                name: tensor.to(self.device)
+                for name, tensor in self.batches.microbatch(
+                    step, first + index * plan.microbatch_size, self.graph
+                ).items()
+            }
+            for index in range(plan.num_microbatches)
+        ]
+
+    def train_step(self, step: int, metered: bool = False) -> StepResult:
+        """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
+        inputs = self.microbatches(step)
+        dist.barrier(self.pipeline)
+        if metered:
+            return self._metered(step, inputs)
+        return self._step(step, inputs)
+
+    def _step(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
+        start = self._began = time.perf_counter()
+        self.last = self.runner.run_batch(step, inputs)
+        self.watch("optimizer step")
+        norm = self.optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        return StepResult(self._mean_loss(self.last), norm, seconds)
+
+    def _metered(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            result = self._step(step, inputs)
+            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.reserved_bytes = torch.cuda.max_memory_reserved()
+            return result
+        with StorageMeter(self._lasting(inputs)) as meter:
+            result = self._step(step, inputs)
+        self.peak_bytes = meter.peak_bytes
+        return result
+
+    def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+        resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
+        return [
+            *resident,
+            *self.weights.tensors.values(),
+            *self.weights.gradients.values(),
+            *self.optimizer.state(),
+            *(tensor for microbatch in inputs for tensor in microbatch.values()),
+        ]
+
+    def _mean_loss(self, result: BatchResult) -> float:
+        """The mean loss over all microbatches of all replicas, known to every rank."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for loss in result.losses.values():
+            total += loss.double().reshape(1)
+        dist.all_reduce(total)
+        return float(total) / (self.plan.num_microbatches * self.plan.dp)
+
+    def rank_record(self) -> RankRecord:
+        moments = self.last.moments if self.last else []
+        return RankRecord(
+            rank=self.mesh.rank,
+            pipeline_rank=self.mesh.pipeline_rank,
+            replica=self.mesh.replica,
+            allocated_peak_bytes=self.peak_bytes,
+            reserved_peak_bytes=self.reserved_bytes,
+            busy_seconds=sum(m.end - m.start for m in moments),
+            sent_bytes=self.runner.transport.num_bytes_sent,
+            actions=tuple((str(m.action), m.start - self._began, m.end - self._began) for m in moments),
+        )
+
+
+def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        group = dist.new_group(ranks)
+        if rank in ranks and isinstance(group, dist.ProcessGroup):
+            own = group
+    return own
+
+
+def _same_model(plan: Plan) -> ModelReference:
+    reference = resolve(plan.model.text, plan.model.overrides)
+    if reference.digest != plan.model.digest:
+        raise RunError(
+            f"model '{plan.model.text}' is not the one the plan was made for (its config or source changed): plan again"
+        )
+    return reference
