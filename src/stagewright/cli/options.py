@@ -21,6 +21,8 @@ Model = Annotated[
     ),
 ]
 
+PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `stagewright plan` wrote.")]
+
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the model's configuration; repeatable."),

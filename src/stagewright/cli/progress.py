@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.status import Status
 
 DELAY_SECONDS = 2.0
 
@@ -19,7 +22,8 @@ class Progress:
     def __init__(self, title: str) -> None:
         self._text = title
         self._fraction: float | None = None
-        self._bar = None
+        self._status: Status | None = None
+        self._over = False
         self._lock = threading.Lock()
         self._timer = threading.Timer(DELAY_SECONDS, self._start)
         self._timer.daemon = True
@@ -32,30 +36,28 @@ class Progress:
     def __call__(self, text: str, fraction: float | None = None) -> None:
         with self._lock:
             self._text, self._fraction = text, fraction
-            self._update()
+            if self._status is not None:
+                self._status.update(self._line())
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._timer.cancel()
         with self._lock:
-            if self._bar is not None:
-                self._bar.stop()
+            self._over = True
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
 
     def _start(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bar
+        from rich.status import Status
 
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with self._lock:
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(self._text, total=None)
-            self._update()
-            self._bar.start()
+            if not self._over:
+                self._status = Status(self._line(), console=Console(stderr=True), refresh_per_second=4)
+                self._status.start()
 
-    def _update(self) -> None:
-        if self._bar is None:
-            return
-        total = None if self._fraction is None else 1.0
-        self._bar.update(self._task, description=self._text, total=total, completed=self._fraction or 0.0)
+    def _line(self) -> str:
+        done = "" if self._fraction is None else f" {self._fraction:.0%}"
+        return f"{self._text}{done}"

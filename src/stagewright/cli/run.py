@@ -1,0 +1,56 @@
+"""`stagewright run`: trains a plan on this machine, or as one rank of a launcher that is already running."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.output import print_document, show
+
+
+def run(
+    plan: PlanFile,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="A text (bytes are tokens) or .npy of token ids; default synthetic."
+        ),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0,
+    as_json: Json = False,
+) -> None:
+    """Train a plan, one process per rank.
+
+    Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE.
+    """
+    from stagewright.execution import launch
+    from stagewright.planning.plan import load_plan
+
+    loaded = load_plan(plan)
+    folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    record = launch.run(
+        plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout
+    )
+    if record is None or os.environ.get("RANK", "0") != "0":
+        return
+    from stagewright.report.runs import run_document, run_summary
+
+    path = folder / "record.json"
+    document = run_document(loaded, record, str(path))
+    if as_json:
+        print_document(document)
+    else:
+        show(run_summary(document), f"Wrote {path}.")

@@ -1,0 +1,123 @@
+"""A run beside its plan: the losses, and predicted against measured time and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rich.console import Group
+from rich.table import Table
+
+from stagewright.planning.plan import Plan, RankPrediction
+from stagewright.report.tables import table
+from stagewright.units import format_bytes, format_seconds
+
+_BARS = "▁▂▃▄▅▆▇█"
+_SHOWN_STEPS = 8
+
+
+class MeasuredRank(Protocol):
+    """What one rank of a run measured."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def pipeline_rank(self) -> int: ...
+    @property
+    def allocated_peak_bytes(self) -> int: ...
+    @property
+    def busy_seconds(self) -> float: ...
+
+
+class Measured(Protocol):
+    """What a run measured: the record of `stagewright.execution`."""
+
+    @property
+    def losses(self) -> Sequence[float]: ...
+    @property
+    def step_seconds(self) -> Sequence[float]: ...
+    @property
+    def median_step_seconds(self) -> float: ...
+    @property
+    def ranks(self) -> Sequence[MeasuredRank]: ...
+
+
+def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
+    """The losses, and step time and peak memory per rank as predicted and as measured; `path`: the record."""
+    tokens = plan.predictions.tokens_per_second * plan.predictions.step_seconds
+    return {
+        "path": path,
+        "model": plan.model.name,
+        "losses": list(measured.losses),
+        "step_seconds": measured.median_step_seconds,
+        "predicted_step_seconds": plan.predictions.step_seconds,
+        "tokens_per_second": tokens / measured.median_step_seconds,
+        "all_step_seconds": list(measured.step_seconds),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "pipeline_rank": rank.pipeline_rank,
+                "allocated_peak_bytes": rank.allocated_peak_bytes,
+                "predicted_allocated_peak_bytes": _predicted(plan, rank).allocated_peak_bytes,
+                "busy_seconds": rank.busy_seconds,
+                "predicted_busy_seconds": _predicted(plan, rank).busy_seconds,
+            }
+            for rank in measured.ranks
+        ],
+    }
+
+
+def run_summary(document: dict[str, Any]) -> Group:
+    """The document of a run for people."""
+    return Group(loss_table(document["losses"]), comparison(document))
+
+
+def loss_table(losses: Sequence[float]) -> Table:
+    """The loss at a few steps, and its course over all of them."""
+    steps = _spread(len(losses), _SHOWN_STEPS)
+    rows = [["loss", *(f"{losses[step]:.3f}" for step in steps), sparkline(losses)]]
+    return table("", ["step", *(str(step + 1) for step in steps), "course"], rows)
+
+
+def comparison(document: dict[str, Any]) -> Table:
+    """Predicted beside measured: the time of a step, and each rank's peak of allocated bytes."""
+    rows = [
+        _compared("step time", document["predicted_step_seconds"], document["step_seconds"], format_seconds)
+    ]
+    for rank in document["ranks"]:
+        pair = rank["predicted_allocated_peak_bytes"], rank["allocated_peak_bytes"]
+        rows.append(_compared(f"peak memory of rank {rank['rank']}", *pair, format_bytes))
+    return table("", ("", "predicted", "measured", "difference"), rows)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The course of `values`, one character each.
+
+    >>> sparkline([4.0, 3.0, 2.0, 1.0])
+    '█▆▃▁'
+    """
+    low, high = min(values), max(values)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in values)
+
+
+def _compared(
+    name: str, predicted: float, measured: float, written: Callable[[float], str]
+) -> tuple[str, str, str, str]:
+    difference = f"{predicted / measured - 1:+.1%}" if measured else ""
+    return name, written(predicted), written(measured), difference
+
+
+def _predicted(plan: Plan, rank: MeasuredRank) -> RankPrediction:
+    return plan.predictions.ranks[rank.pipeline_rank]
+
+
+def _spread(count: int, wanted: int) -> list[int]:
+    """At most `wanted` of `count` indices, evenly spread, first and last among them.
+
+    >>> _spread(20, 3), _spread(2, 8)
+    ([0, 10, 19], [0, 1])
+    """
+    if count <= wanted:
+        return list(range(count))
+    return [round(index * (count - 1) / (wanted - 1)) for index in range(wanted)]

@@ -1,0 +1,47 @@
+"""The picture of a timeline: every computation where and as wide as it is long."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagewright.report.timelines import peak_activations, timeline_document
+from stagewright.report.timetable import picture, segments
+from stagewright.schedule import FAMILIES, build
+from stagewright.simulation import StageCosts, simulate
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+@pytest.mark.parametrize("width", [30, 200])
+@pytest.mark.parametrize("colour", [False, True])
+def test_every_row_has_the_same_width_and_fits(name: str, width: int, colour: bool) -> None:
+    program = build(name, 4, 8)
+    timeline = simulate(program, StageCosts.uniform(program.num_stages))
+    *rows, axis = picture(timeline, width, colour)
+    assert len(rows) == 4
+    assert len({len(row.plain) for row in rows}) == 1
+    assert max(len(row.plain) for row in [*rows, axis]) <= width
+
+
+def test_segments_follow_the_times() -> None:
+    program = build("1f1b", 2, 3)
+    timeline = simulate(program, StageCosts.uniform(2, 1.0, 2.0, 1.0))
+    columns = int(timeline.makespan_s)
+    found = {str(s.action): (s.start, s.stop) for s in segments(timeline, 0, columns)}
+    events = {str(e.action): (e.start_s, e.end_s) for e in timeline.events(0)}
+    assert found == events
+
+
+def test_labels_are_left_out_where_there_is_no_room() -> None:
+    program = build("gpipe", 2, 100)
+    timeline = simulate(program, StageCosts.uniform(2))
+    row = picture(timeline, 120, colour=False)[0].plain
+    assert set(row.removeprefix("rank 0 ")) <= set("FB.-0123456789 ")
+    assert "FFF" in row
+
+
+def test_activations_are_counted_whatever_they_weigh() -> None:
+    program = build("1f1b", 4, 8)
+    costs = StageCosts.uniform(4, saved_bytes=[5, 6, 7, 8], base_bytes=100)
+    assert peak_activations(program, costs) == [4, 3, 2, 1]
+    document = timeline_document(program, simulate(program, costs), [4, 3, 2, 1])
+    assert [rank["peak_bytes"] for rank in document["ranks"]] == [120, 118, 114, 108]
