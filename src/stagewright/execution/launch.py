@@ -107,10 +107,15 @@ def _explain(error: Any, folder: Path) -> str:
         file.unlink(missing_ok=True)
     rank, failure = error.get_first_failure()
     own = next((item["message"] for item in messages if item["rank"] == rank), None)
-    if own is None:
-        name = failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
-        own = f"rank {rank} ended with {name} (process {failure.pid}); what the other ranks saw is above"
+    if own is None and messages:
+        own = f"rank {rank} ended with {_ending(failure)}: " + messages[0]["message"]
+    elif own is None:
+        own = f"rank {rank} ended with {_ending(failure)} (process {failure.pid}); what the other ranks saw is above"
     return f"the run stopped: {own}"
+
+
+def _ending(failure: Any) -> str:
+    return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
 
 
 @contextlib.contextmanager

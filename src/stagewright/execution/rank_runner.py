@@ -119,7 +119,9 @@ class RankRunner:
             start = time.perf_counter()
             try:
                 self._act(action, microbatches, result)
-            except (RunError, KeyError, RuntimeError) as error:
+            except RunError as error:
+                raise RunError(f"action {action}: {error}") from error
+            except (KeyError, RuntimeError) as error:
                 raise RunError(f"action {action} failed: {type(error).__name__}: {error}") from error
             result.moments.append(Moment(action, start, time.perf_counter()))
         self.watch("end of batch")

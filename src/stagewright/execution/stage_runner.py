@@ -36,11 +36,12 @@ class StageRunner:
         self.step = 0
         sources = (*stage.parameters, *stage.buffers, *stage.constants)
         self.resident: Tensors = {value: weights.tensors[value] for value in sources}
+        meta = stage.value(stage.graph.seed).meta
+        cotangent = torch.full(meta.shape, loss_scale, dtype=DTYPES[meta.dtype], device=device)
+        self.resident[stage.graph.seed] = cotangent
         self._held: dict[int, Tensors] = {}
         self._microbatch = 0
         self._compile()
-        meta = stage.value(stage.graph.loss).meta
-        self._cotangent = torch.full(meta.shape, loss_scale, dtype=DTYPES[meta.dtype], device=device)
 
     def _compile(self) -> None:
         stage = self.stage
@@ -94,7 +95,6 @@ class StageRunner:
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """I. Takes cotangents from later stages; returns cotangents for earlier ones."""
-        self._seed_loss(cotangents)
         available = self._held.pop(microbatch)
         available.update(cotangents)
         cotangents.clear()
@@ -112,17 +112,12 @@ class StageRunner:
 
     def backward(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """B: I and W in one, freeing saved values as it goes."""
-        self._seed_loss(cotangents)
         inputs = self._held.pop(microbatch)
         inputs.update(cotangents)
         cotangents.clear()
         return self._call(self._backward, microbatch, inputs)
 
     # -- inner ------------------------------------------------------------------------------------------------------
-
-    def _seed_loss(self, cotangents: Tensors) -> None:
-        if self.stage.computes_loss:
-            cotangents[self.stage.graph.seed] = self._cotangent
 
     def _call(self, runnable: Runnable, microbatch: int, given: Tensors) -> Tensors:
         """Run a function on values taken out of `given`, so that each is freed at its last use."""

@@ -44,7 +44,7 @@ class Transport:
         self.device = device
         self.num_bytes_sent = 0
         self._posted: dict[tuple[str, int], list[tuple[dist.Work, torch.Tensor]]] = {}
-        self._sending: dict[str, list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._sending: dict[str, tuple[Channel, list[tuple[dist.Work, torch.Tensor]]]] = {}
 
     def post(self, channel: Channel, microbatch: int) -> None:
         """Allocate buffers for a transfer and begin to receive into them."""
@@ -63,7 +63,7 @@ class Transport:
             raise RunError(f"microbatch {microbatch} of channel {channel.name} is used before its receive is posted")
         for message in channel.messages:
             work, buffer = posted.pop(0)
-            work.wait()
+            _wait(work, f"receiving microbatch {microbatch} of stages {channel.name}", channel.peer)
             arrived.update(_unpack(message, buffer))
         return arrived
 
@@ -76,16 +76,29 @@ class Transport:
             work = dist.isend(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
             sending.append((_work(work, channel), buffer))
             self.num_bytes_sent += message.num_bytes
-        self._sending[channel.name] = sending
+        self._sending[channel.name] = (channel, sending)
 
     def settle(self, name: str) -> None:
         """Wait for the last transfer sent on a channel and let go of its buffers."""
-        for work, _ in self._sending.pop(name, ()):
-            work.wait()
+        if name not in self._sending:
+            return
+        channel, sending = self._sending.pop(name)
+        for work, _ in sending:
+            _wait(work, f"sending of stages {name}", channel.peer)
 
     def settle_all(self) -> None:
         for name in list(self._sending):
             self.settle(name)
+
+
+def _wait(work: dist.Work, doing: str, peer: int) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        text = str(error)
+        closed = "closed by peer" in text or "reset by peer" in text
+        reason = "its connection closed" if closed else text.splitlines()[0]
+        raise RunError(f"{doing}: waited for rank {peer}, but {reason}") from error
 
 
 def _work(work: dist.Work | None, channel: Channel) -> dist.Work:
@@ -103,7 +116,7 @@ def _pack(message: Message, values: dict[int, torch.Tensor]) -> torch.Tensor:
     first = message.values[0]
     tensor = values[first.id]
     if message.whole and len(message.values) > 1:
-        return tensor.as_strided((message.num_elements,), (1,), 0)
+        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset() - first.meta.offset)
     if message.whole:
         return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset())
     shape, stride = distinct(first.meta)

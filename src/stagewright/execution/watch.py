@@ -88,9 +88,19 @@ class Watch:
         threading.Thread(target=wait, daemon=True, name="stagewright-sigterm").start()
 
     def failed(self, message: str) -> None:
-        """This rank is about to end with an error: tell the others."""
+        """This rank is about to end with an error of its own: tell the others."""
         self._position = f"failed: {message}"
         self._publish()
+
+    def blame(self) -> str | None:
+        """Which rank is gone and where it stood, found out in at most two seconds; None if all show signs of life."""
+        deadline = time.monotonic() + _SETTLE_S + 2 * _INTERVAL_S
+        problem = None
+        while problem is None and time.monotonic() < deadline:
+            time.sleep(_INTERVAL_S)
+            self._read()
+            problem = self._problem(_SETTLE_S)
+        return problem
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
@@ -144,16 +154,9 @@ class Watch:
         return None
 
     def _terminated(self) -> None:
-        """Find out which rank is gone before saying anything."""
         if self._stopped.is_set():
             os._exit(143)
-        deadline = time.monotonic() + _SETTLE_S + 2 * _INTERVAL_S
-        problem = None
-        while problem is None and time.monotonic() < deadline:
-            time.sleep(_INTERVAL_S)
-            self._read()
-            problem = self._problem(_SETTLE_S)
-        self._fail(problem or "the launcher asked this rank to stop")
+        self._fail(self.blame() or "the launcher asked this rank to stop")
 
     def _fail(self, problem: str) -> None:
         if not self._failing.acquire(blocking=False):

@@ -67,18 +67,26 @@ def work(
             if rank == 0:
                 _progress(step, num_steps, result)
         ranks = _gather(session.rank_record().model_dump_json(), rank, world)
-    except StagewrightError as error:
-        watch.failed(str(error))
-        raise RunError(f"rank {rank}: {error}") from error
     except Exception as error:
-        watch.failed(f"{type(error).__name__}: {error}")
-        raise RunError(f"rank {rank} failed at {watch.position}: {type(error).__name__}: {error}") from error
+        raise _failure(error, rank, watch) from error
     watch.stop()
     dist.barrier()
     dist.destroy_process_group()
     if rank != 0:
         return None
     return _record(loaded, torch, target, results, metered, ranks)
+
+
+def _failure(error: Exception, rank: int, watch: Any) -> RunError:
+    """What this rank should say: its own error, or which other rank's end caused it."""
+    own = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
+    position = watch.position
+    lost_peer = "waited for rank" in own or "closed by peer" in own
+    blamed = watch.blame() if lost_peer else None
+    if blamed is None:
+        watch.failed(own)
+        return RunError(f"rank {rank} failed at {position}: {own}")
+    return RunError(f"{blamed}; rank {rank} stopped at {position}: {own}")
 
 
 def _record(loaded: Any, torch: Any, target: Any, results: list[Any], metered: int, ranks: list[Any]) -> Any:
