@@ -1,0 +1,175 @@
+"""What is alive while a stage function runs, to the byte: the rules of the generated code, applied to layouts.
+
+A function frees each value after the statement that uses it last; a storage goes with the last value on it. Views
+take nothing. An output that nobody uses is freed when the next such output takes its place, or at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.graph import Node, Ref, TensorMeta, Value, contiguous
+from stagewright.graph.stage import Function
+
+Ints = NDArray[np.int64]
+Lookup = Callable[[int], Value]
+
+
+@dataclass(frozen=True, eq=False)
+class Peak:
+    """The largest number of bytes above those at entry; `made` of them belong to the function itself."""
+
+    above_entry: int
+    made: int
+    released: int
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionMemory:
+    """Bytes of one function run, whatever it is given.
+
+    `made[i]` are the bytes the function has allocated and not freed while statement `i` runs. `last[v]` is the
+    statement after which the function lets go of input `v`: -1 at entry, ``len(made)`` for one it returns.
+    `outputs` maps each output to its storage: an input's value id, or that of a value made here, whose bytes
+    are in `kept`; an output on a resident storage has none.
+    """
+
+    inputs: tuple[int, ...]
+    made: Ints
+    last: dict[int, int]
+    outputs: dict[int, int]
+    kept: dict[int, int]
+    _peaks: dict[tuple[tuple[int, int], ...], Peak] = field(default_factory=dict)
+
+    def peak(self, freed: Iterable[tuple[int, int]]) -> Peak:
+        """The peak when storages of these (statement of the last use, bytes) are free afterwards."""
+        key = tuple(sorted(freed))
+        if key not in self._peaks:
+            released = np.zeros(len(self.made) + 1, np.int64)
+            for last, num_bytes in key:
+                if last + 1 < len(released):
+                    released[last + 1] += num_bytes
+            released = released.cumsum()[:-1]
+            self._peaks[key] = self._highest(released)
+        return self._peaks[key]
+
+    def _highest(self, released: Ints) -> Peak:
+        if not len(self.made):
+            return Peak(0, 0, 0)
+        at = int(np.argmax(self.made - released))
+        return Peak(int(self.made[at] - released[at]), int(self.made[at]), int(released[at]))
+
+
+def function_memory(function: Function, resident: frozenset[int], value: Lookup) -> FunctionMemory:
+    """The memory of `function`, for which the values in `resident` are always there.
+
+    `value` describes a value by its id.
+    """
+    return _Run(function, resident, value).memory()
+
+
+class _Run:
+    """One pass over the statements of a function: which names keep which storage alive."""
+
+    def __init__(self, function: Function, resident: frozenset[int], value: Lookup) -> None:
+        self.function = function
+        self.resident = resident
+        self.value = value
+        self.returned = frozenset(function.outputs)
+        self.last_use = {number: i for i, node in enumerate(function.nodes) for number in node.inputs}
+        self.home: dict[int, int] = {}  # value -> its storage; values on resident storages have none
+        self.names: dict[int, set[int]] = {}  # storage -> values that keep it alive
+        self.kept: dict[int, int] = {}  # storage made here and alive -> bytes
+        self.last: dict[int, int] = {}
+        self.live = 0
+
+    def memory(self) -> FunctionMemory:
+        for number in self.function.inputs:
+            self.last[number] = -1
+            if number in self.last_use or number in self.returned:
+                self._name(number, number)
+        made: list[int] = []
+        discarded = 0
+        for index, node in enumerate(self.function.nodes):
+            for output in node.outputs:
+                if output is not None:
+                    self._make(output, node)
+            unused = _discarded_bytes(node, self.value)
+            made.append(self.live + discarded + unused)
+            discarded = unused if None in node.outputs else discarded
+            for number in dict.fromkeys((*node.inputs, *node.outputs)):
+                if number is not None and self.last_use.get(number, index) == index:
+                    self._drop(number, index)
+        for storage in self.names:
+            if storage in self.last:
+                self.last[storage] = len(made)
+        outputs = {number: self.home[number] for number in self.function.outputs if number in self.home}
+        return FunctionMemory(
+            self.function.inputs, np.array(made, np.int64), self.last, outputs, dict(self.kept)
+        )
+
+    def _name(self, number: int, storage: int) -> None:
+        self.home[number] = storage
+        self.names.setdefault(storage, set()).add(number)
+
+    def _make(self, output: int, node: Node) -> None:
+        root = self.value(output).storage
+        if root != output:
+            for number in node.inputs:
+                if self.value(number).storage == root:
+                    if number in self.home:
+                        self._name(output, self.home[number])
+                    return
+        self.kept[output] = self.value(output).meta.storage_bytes
+        self.live += self.kept[output]
+        self._name(output, output)
+
+    def _drop(self, number: int, index: int) -> None:
+        storage = self.home.get(number)
+        if storage is None or number in self.returned:
+            return
+        self.names[storage].discard(number)
+        if self.names[storage]:
+            return
+        del self.names[storage]
+        if storage in self.kept:
+            self.live -= self.kept.pop(storage)
+        else:
+            self.last[storage] = index
+
+
+# Bytes of an output of a node, given its place and what describes the node's arguments and other outputs.
+_UNUSED_LIKE: dict[str, dict[int, Callable[[Node, Lookup], TensorMeta]]] = {}
+
+
+def _discarded_bytes(node: Node, value: Lookup) -> int:
+    """Bytes of the tensors that `node` makes and nobody uses."""
+    if None not in node.outputs:
+        return 0
+    rules = _UNUSED_LIKE.get(node.op, {})
+    unused = (place for place, output in enumerate(node.outputs) if output is None and place in rules)
+    return sum(rules[place](node, value).storage_bytes for place in unused)
+
+
+def _like_other(place: int, dtype: str | None) -> Callable[[Node, Lookup], TensorMeta]:
+    """The shape of another output, with elements of `dtype` or, if None, of the first argument."""
+
+    def meta(node: Node, value: Lookup) -> TensorMeta:
+        other = node.outputs[place]
+        argument = node.args[0]
+        assert isinstance(argument, Ref)
+        if other is None:
+            return contiguous((), "bool")
+        return contiguous(value(other).meta.shape, dtype or value(argument.value).meta.dtype)
+
+    return meta
+
+
+for _op in ("aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim"):
+    _UNUSED_LIKE[_op] = {0: _like_other(1, None), 1: _like_other(0, "int64")}
+_UNUSED_LIKE["aten.max_pool2d_with_indices.default"] = {1: _like_other(0, "int64")}
+_UNUSED_LIKE["aten.native_dropout.default"] = {1: _like_other(0, "bool")}

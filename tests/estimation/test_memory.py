@@ -1,0 +1,249 @@
+"""The memory replay against bytes really alive, counted by a tracker that shares no code with the estimator.
+
+Every rank of a pipeline runs in this process with the executor's own interpreter; transfers go through a mailbox.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
+from stagewright.estimation.state import resident_bytes
+from stagewright.execution import rank_runner
+from stagewright.execution.optimizer import Optimizer
+from stagewright.execution.rank_runner import BatchResult, RankRunner
+from stagewright.execution.transport import Channel, _pack, _unpack
+from stagewright.execution.weights import Weights
+from stagewright.graph.stage import carve
+from stagewright.planning.job import Job
+from stagewright.schedule import Kind, Program, build, insert_communication
+from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.models.build import build as build_model
+from stagewright.tracing.models.reference import resolve
+from stagewright.tracing.trace import trace_module
+
+CPU = torch.device("cpu")
+
+
+class Tracker(TorchDispatchMode):
+    """Live bytes of storages, charged to the rank at work when they first appear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = 0
+        self.live: dict[int, int] = {}
+        self.peak: dict[int, int] = {}
+        self.known: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.add(item for item in tree_leaves(result) if isinstance(item, torch.Tensor))
+        return result
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.known:
+                self._enter(storage, storage._cdata, self.rank, storage.nbytes())
+
+    def _enter(self, storage: torch.UntypedStorage, key: int, rank: int, size: int) -> None:
+        def leave(_: object) -> None:
+            del self.known[key]
+            self.live[rank] -= size
+
+        self.known[key] = weakref.ref(storage, leave)
+        self.live[rank] = self.live.get(rank, 0) + size
+        self.peak[rank] = max(self.peak.get(rank, 0), self.live[rank])
+
+
+class Mailbox:
+    """What was sent; it lies outside every rank's memory."""
+
+    def __init__(self) -> None:
+        self.letters: dict[tuple[str, int], list[bytes]] = {}
+
+
+class LocalTransport:
+    """The executor's transport with a mailbox in place of a process group."""
+
+    mailbox = Mailbox()
+
+    def __init__(self, device: torch.device) -> None:
+        self.posted: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self.sending: dict[str, list[torch.Tensor]] = {}
+
+    def post(self, channel: Channel, microbatch: int) -> None:
+        self.posted[channel.name, microbatch] = [
+            torch.empty(message.num_elements, dtype=DTYPES[message.dtype]) for message in channel.messages
+        ]
+
+    def receive(self, channel: Channel, microbatch: int) -> dict[int, torch.Tensor]:
+        arrived: dict[int, torch.Tensor] = {}
+        letters = self.mailbox.letters.pop((channel.name, microbatch))
+        posted = self.posted.pop((channel.name, microbatch))
+        for message, letter in zip(channel.messages, letters, strict=True):
+            buffer = posted.pop(0)
+            buffer.view(torch.uint8).numpy()[:] = bytearray(letter)
+            arrived.update(_unpack(message, buffer))
+        return arrived
+
+    def send(self, channel: Channel, microbatch: int, values: dict[int, torch.Tensor]) -> None:
+        self.sending.pop(channel.name, None)
+        buffers = [_pack(message, values) for message in channel.messages]
+        self.mailbox.letters[channel.name, microbatch] = [
+            buffer.view(torch.uint8).numpy().tobytes() for buffer in buffers
+        ]
+        self.sending[channel.name] = buffers
+
+    def settle_all(self) -> None:
+        self.sending.clear()
+
+
+class Alone:
+    """Tied parameters of a process that reduces with nobody."""
+
+    def reduce(self, gradients: object) -> None:
+        pass
+
+    def counted(self, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        return list(gradients.values())
+
+
+@dataclass
+class Measured:
+    peak: dict[int, int]
+    after: dict[int, list[int]]
+
+
+def traced(name: str, dtype: str = "float32", **overrides: Any) -> tuple[Any, Any]:
+    built = build_model(resolve(name, overrides or None), 2, 32, dtype, seed=0)
+    return built, trace_module(built.module, built.inputs, name)
+
+
+def predicted(graph: Any, cuts: list[int], program: Program) -> list[RankMemory]:
+    stages = carve(graph, cuts)
+    memories = [StageMemory(stage) for stage in stages]
+    lowered = insert_communication(program, stage_edges(stages))
+    ranks = range(program.num_ranks)
+    own = [[stages[s] for s in program.placement.stages_of(rank)] for rank in ranks]
+    return [replay_rank(memories, lowered, rank, resident_bytes(own[rank])) for rank in ranks]
+
+
+def measured(
+    built: Any, graph: Any, cuts: list[int], program: Program, gradient: torch.dtype | None
+) -> Measured:
+    """The second optimizer step of every rank, each with tensors of its own."""
+    stages = carve(graph, cuts)
+    lowered = insert_communication(program, stage_edges(stages))
+    tensors = dict(built.module.named_parameters(remove_duplicate=False))
+    tensors |= dict(built.module.named_buffers(remove_duplicate=False))
+    LocalTransport.mailbox = Mailbox()
+    tracker, runners, optimizers, inputs = Tracker(), [], [], []
+    job = Job(global_batch=1, sequence_length=1)
+    for rank in range(program.num_ranks):
+        tracker.rank = rank
+        own = [stages[s] for s in program.placement.stages_of(rank)]
+        fresh = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        inputs.append(
+            [{k: v.clone() for k, v in built.inputs.items()} for _ in range(program.num_microbatches)]
+        )
+        with tracker:
+            weights = Weights(own, fresh, CPU, gradient)
+            tracker.add(weights.tensors.values())
+            tracker.add(tensor for batch in inputs[rank] for tensor in batch.values())
+            ranks = range(program.num_ranks)
+            runners.append(RankRunner(stages, lowered, rank, ranks, weights, CPU, 1.0))
+            optimizers.append(Optimizer(weights, job, Alone(), None, None))  # type: ignore[arg-type]
+        del fresh
+    with tracker:
+        run_batch(runners, inputs, tracker, 0)
+        for rank, optimizer in enumerate(optimizers):
+            tracker.rank = rank
+            optimizer.step()
+        tracker.peak = dict(tracker.live)
+        after = run_batch(runners, inputs, tracker, 1)
+    return Measured(tracker.peak, after)
+
+
+def run_batch(
+    runners: list[RankRunner], inputs: list[list[Any]], tracker: Tracker, step: int
+) -> dict[int, list[int]]:
+    """All ranks in turn, each as far as what it received allows; bytes alive after every action."""
+    results = [BatchResult() for _ in runners]
+    after: dict[int, list[int]] = {rank: [] for rank in range(len(runners))}
+    for rank, runner in enumerate(runners):
+        tracker.rank = rank
+        runner.weights.begin_step()
+        for stage in runner.runners.values():
+            stage.begin_step(step)
+    while any(len(after[rank]) < len(runner.actions) for rank, runner in enumerate(runners)):
+        for rank, runner in enumerate(runners):
+            tracker.rank = rank
+            while len(after[rank]) < len(runner.actions):
+                action = runner.actions[len(after[rank])]
+                if not arrived(runner, action):
+                    break
+                runner._act(action, inputs[rank], results[rank])
+                after[rank].append(tracker.live[rank])
+    for runner in runners:
+        runner.transport.settle_all()
+    return after
+
+
+def arrived(runner: RankRunner, action: Any) -> bool:
+    links = {Kind.F: runner._forward, Kind.B: runner._backward, Kind.I: runner._backward}.get(action.kind, {})
+    return all(
+        (link.name, action.microbatch) in LocalTransport.mailbox.letters
+        for (_, target), link in links.items()
+        if target == action.stage and link is not None
+    )
+
+
+@pytest.fixture(autouse=True)
+def local_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_runner, "Transport", LocalTransport)
+
+
+def check(name: str, program: Program, dtype: str = "float32", gradient: torch.dtype | None = None) -> None:
+    built, graph = traced(name, dtype)
+    size, num_stages = len(graph.body), program.num_stages
+    cuts = [size * index // num_stages + index % 3 for index in range(1, num_stages)]
+    found = measured(built, graph, cuts, program, gradient)
+    for memory in predicted(graph, cuts, program):
+        assert list(memory.after_action) == found.after[memory.rank], f"after an action of rank {memory.rank}"
+        assert memory.peak_bytes == found.peak[memory.rank], f"peak of rank {memory.rank} at {memory.at}"
+        assert sum(memory.categories.values()) == memory.peak_bytes
+        assert min(memory.categories.values()) >= 0
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-t5", "tiny-mixtral"])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "split"),
+    [("gpipe", 2, False), ("1f1b", 4, False), ("1f1b", 3, True), ("gpipe", 1, True)],
+)
+def test_bytes_of_every_rank_are_exact(name: str, schedule: str, ranks: int, split: bool) -> None:
+    check(name, build(schedule, ranks, 4, split_backward=split))
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gemma", "tiny-vit", "tiny-nemotron-h", "tiny-deepseek-v3", "tiny-bert"]
+)
+def test_bytes_of_other_models_are_exact(name: str) -> None:
+    check(name, build("1f1b", 2, 3))
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb-v", 2), ("interleaved-1f1b", 2), ("zb-h2", 3)])
+def test_bytes_of_ranks_with_several_stages_are_exact(schedule: str, ranks: int) -> None:
+    check("tiny-llama", build(schedule, ranks, 4))
+
+
+def test_bytes_with_master_weights_are_exact() -> None:
+    check("tiny-llama", build("1f1b", 2, 3), "bfloat16", torch.float32)
