@@ -7,8 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from stagewright.errors import ScheduleError, nearest
+from stagewright.schedule.families.asynchronous import pipedream, pipedream_2bw
 from stagewright.schedule.families.breadth_first import breadth_first
+from stagewright.schedule.families.from_times import v_half, v_min, zb_auto
 from stagewright.schedule.families.gpipe import gpipe
+from stagewright.schedule.families.greedy import greedy
+from stagewright.schedule.families.hanayo import hanayo
 from stagewright.schedule.families.interleaved import interleaved_1f1b, interleaved_zero_bubble
 from stagewright.schedule.families.one_f_one_b import one_f_one_b
 from stagewright.schedule.families.v_shaped import dualpipe_v, zb_v
@@ -24,7 +28,14 @@ FAMILIES: dict[str, Callable[..., Program]] = {
     "zb-h1": zb_h1,
     "zb-h2": zb_h2,
     "zb-v": zb_v,
+    "zb-auto": zb_auto,
+    "v-half": v_half,
+    "v-min": v_min,
     "dualpipe-v": dualpipe_v,
+    "hanayo": hanayo,
+    "greedy": greedy,
+    "pipedream": pipedream,
+    "pipedream-2bw": pipedream_2bw,
 }
 """Builders by name. Each takes `num_ranks`, `num_microbatches`, `num_chunks` if it places several stages on
 a rank, and options of its own as keywords."""

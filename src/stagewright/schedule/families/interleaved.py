@@ -17,8 +17,10 @@ def interleaved_1f1b(
 
     A round has P microbatches, or up to 2 P - 1 when P does not divide M, so that any M works; with M < P
     there is one round. Makespan ``((v - 1) max(M, P) + M + P - 1)(t_f + t_b)`` for stage times t; with P
-    dividing M the rank r holds at most ``(v - 1) P + 2 (P - 1 - r) + 1`` stage activations. Source:
-    Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2 (arXiv 2104.04473).
+    dividing M the rank r holds at most ``(v - 1) P + 2 (P - 1 - r) + 1`` stage activations.
+
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 2.2 (arXiv
+    2104.04473).
 
     >>> print("\\n".join(interleaved_1f1b(2, 2).lines()))
     0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1

@@ -17,7 +17,9 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Program:
     """Zero bubble at the memory of 1F1B: no bubble for t_F = t_I = t_W and at least ``2 P - 1`` microbatches.
 
     Rank r holds the stages r and 2 P - 1 - r. With fewer microbatches it is the same order without the
-    missing ones. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6 (arXiv 2401.10241);
+    missing ones.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 6 (arXiv 2401.10241);
     the order of ScheduleZBVZeroBubble of torch.distributed.pipelining (PyTorch 2.13).
 
     >>> print("\\n".join(zb_v(2, 3).lines()))
@@ -50,7 +52,9 @@ def dualpipe_v(num_ranks: int, num_microbatches: int, *, overlap: bool = False) 
     With `overlap` a forward directly before a full backward of the other stage runs as one pair with it. A
     rank holds at most ``2 P + 1`` stage activations and, with pairs of t_P seconds, idles ``(P - 1)(t_P +
     t_B - 3 t_W)``; needs ``2 P`` microbatches to fill, fewer run as the same order without the missing
-    ones. Source: DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1 (arXiv 2412.19437), and
+    ones.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3", section 3.2.1 (arXiv 2412.19437), and
     github.com/deepseek-ai/DualPipe; the order of ScheduleDualPipeV of torch.distributed.pipelining (PyTorch
     2.13).
 

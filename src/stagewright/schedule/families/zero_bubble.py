@@ -28,7 +28,9 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Program:
 
     Bubble ``(P - 1)(t_F + t_I - 2 t_W)`` of the longest rank's span from its first to its last computation,
     given at least ``2 P - 1`` microbatches; rank 0 holds ``2 P - 1`` of them. The optimizer must not wait
-    for all ranks. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2 (arXiv
+    for all ranks.
+
+    Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2.2 (arXiv
     2401.10241).
 
     >>> print("\\n".join(zb_h2(2, 4).lines()))
