@@ -15,6 +15,7 @@ def main() -> None:
     if not sys.warnoptions:
         # Of libraries about each other; none of them is for the user of a command to act on.
         warnings.simplefilter("ignore")
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes we start
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from stagewright.cli.app import app
     from stagewright.cli.failure import fail_unexpectedly

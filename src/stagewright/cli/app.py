@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from stagewright import __version__
-from stagewright.cli import clusters, models, probe, run, schedule, trace
+from stagewright.cli import clusters, models, probe, run, schedule, schema, trace
 from stagewright.cli.failure import TRACEBACK, fail
 from stagewright.errors import StagewrightError
 
@@ -65,5 +65,13 @@ def stagewright(
         os.environ[TRACEBACK] = "1"
 
 
-for _verb in (trace.trace, run.run, schedule.schedule, probe.probe, models.models, clusters.clusters):
+for _verb in (
+    trace.trace,
+    run.run,
+    schedule.schedule,
+    probe.probe,
+    models.models,
+    clusters.clusters,
+    schema.schema,
+):
     app.command()(_verb)

@@ -11,6 +11,7 @@ import typer
 
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
+from stagewright.errors import InputError
 
 
 def run(
@@ -40,6 +41,7 @@ def run(
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
+    _check_readable(data)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     record = launch.run(
         plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout
@@ -54,3 +56,9 @@ def run(
         print_document(document)
     else:
         show(run_summary(document), f"Wrote {path}.")
+
+
+def _check_readable(data: Path | None) -> None:
+    """Refuses a data file that is not there before any process is started."""
+    if data is not None and not (data.is_file() and os.access(data, os.R_OK)):
+        raise InputError(f"data file '{data}' cannot be read: check the path")

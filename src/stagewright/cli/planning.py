@@ -1,0 +1,49 @@
+"""Options of the verbs that plan, and the inputs they are read into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.planning.job import Job
+
+ClusterName = Annotated[
+    str,
+    typer.Option("--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml."),
+]
+JobFile = Annotated[
+    Path | None, typer.Option("--job", metavar="FILE", help="A job.toml; options override it.")
+]
+GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per optimizer step.")]
+JobSequenceLength = Annotated[int | None, typer.Option("--sequence-length", help="Tokens per sample.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp32 or fp64; default bf16.")]
+MemoryLimit = Annotated[
+    str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
+]
+PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Only this pipeline width.")]
+DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Only this data-parallel width.")]
+Microbatch = Annotated[int | None, typer.Option("--microbatch", min=1, help="Only this microbatch size.")]
+Schedule = Annotated[
+    list[str] | None, typer.Option("--schedule", metavar="NAME", help="Only this schedule; repeatable.")
+]
+
+
+def read_job(path: Path | None, **options: Any) -> Job:
+    """The job of a file with the given options in place; options that are None were not given.
+
+    Raises:
+        InputError: a missing or wrong key, in the words of the command line where no file was given.
+    """
+    from stagewright.planning.job import load_job
+
+    given = {key: value for key, value in options.items() if value is not None}
+    missing = [key for key in ("global_batch", "sequence_length") if key not in given]
+    if path is None and missing:
+        names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
+        raise InputError(f"the job is incomplete: give {names}, or a job file with --job")
+    return load_job(path, given)
