@@ -1,0 +1,135 @@
+"""What all stages of one cutting share: the stage of every node, the routes of crossing values, who updates a buffer."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+from stagewright.errors import PlanError
+from stagewright.graph.graph import Node, OperatorGraph, Part
+
+Routes = dict[tuple[int, int], list[int]]  # (from stage, to stage) -> values
+
+
+class Cutting:
+    """`bounds` are positions in the body: stage i holds ``body[bounds[i]:bounds[i + 1]]``.
+
+    Raises:
+        PlanError: `bounds` do not increase, or a cut separates the users of a buffer that changes.
+    """
+
+    def __init__(self, graph: OperatorGraph, cuts: Sequence[int]) -> None:
+        self.graph = graph
+        self.bounds = _checked_bounds(graph, cuts)
+        pieces = list(itertools.pairwise(self.bounds))
+        stage_at = [index for index, (low, high) in enumerate(pieces) for _ in range(low, high)]
+        self.body_stage = {node: stage_at[position] for node, position in graph.position.items()}
+        self.stage: dict[int, int] = {}  # node -> stage, for F, I and W that belong to one stage
+        self.nodes_of: list[list[Node]] = [[] for _ in pieces]
+        self.floating: list[Node] = []  # backward of derived values: in every stage that contributes
+        for node in graph.nodes:
+            stage = self.body_stage.get(node.forward)
+            if stage is not None and node.part >= Part.FORWARD:
+                self.stage[node.id] = stage
+                self.nodes_of[stage].append(node)
+            elif node.part is Part.WEIGHT_GRAD:
+                self.floating.append(node)
+        self.changing = frozenset(buffer for buffer, _ in graph.mutations)
+        self.updaters = self._updaters()
+        self.forward_routes, self.grad_routes = self._routes()
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.bounds) - 1
+
+    # -- crossing values --------------------------------------------------------------------------------------------
+
+    def _routes(self) -> tuple[Routes, Routes]:
+        users: dict[int, set[int]] = defaultdict(set)
+        for node in self.graph.nodes:
+            if node.id in self.stage:
+                for value in node.inputs:
+                    users[value].add(self.stage[node.id])
+        for found in self.graph.contributions.values():
+            for node, value in found:
+                if node in self.body_stage:
+                    users[value].add(self.body_stage[node])
+        forward: Routes = defaultdict(list)
+        backward: Routes = defaultdict(list)
+        for value in self.graph.values:
+            if value.node not in self.stage:
+                continue
+            origin = self.stage[value.node]
+            others = users[value.id] - {origin}
+            part = self.graph.nodes[value.node].part
+            if part is Part.FORWARD:
+                for hop in itertools.pairwise([origin, *sorted(others)]):
+                    forward[hop].append(value.id)
+            elif part is Part.INPUT_GRAD:
+                for hop in itertools.pairwise([origin, *sorted(others, reverse=True)]):
+                    backward[hop].append(value.id)
+        return dict(forward), dict(backward)
+
+    # -- buffers ----------------------------------------------------------------------------------------------------
+
+    def _updaters(self) -> dict[int, frozenset[int]]:
+        """Changing buffer -> the stages that update it.
+
+        A new value made by the body is at hand on one stage, and only that stage may read the buffer. A new value made by
+        the prologue is made, and applied, on every stage that reads the buffer.
+        """
+        readers = {buffer: self._readers(buffer) for buffer in self.changing}
+        made = dict(self.graph.mutations)
+        found: dict[int, frozenset[int]] = {}
+        for buffer in sorted(self.changing):
+            maker = self.graph.values[made[buffer]].node
+            stages = {self.stage[maker]} if maker in self.stage else readers[buffer] or {self._owner(buffer)}
+            found[buffer] = frozenset(stages)
+        for buffer in sorted(self.changing):
+            after = self._prologue_from(buffer)
+            users = readers[buffer].union(*(found[other] for other, value in made.items() if value in after))
+            if users - found[buffer]:
+                raise PlanError(
+                    f"a cut separates the users of buffer '{self.graph.values[buffer].name}', which changes with every "
+                    f"microbatch: stages {sorted(users | found[buffer])} use it; move the cut"
+                )
+        return found
+
+    def _readers(self, buffer: int) -> set[int]:
+        """Stages whose nodes use the buffer or a prologue value that depends on it."""
+        values = self._prologue_from(buffer)
+        nodes = {node for value in values for node in self.graph.consumers.get(value, ())}
+        return {self.stage[node] for node in nodes if node in self.stage}
+
+    def _prologue_from(self, buffer: int) -> set[int]:
+        """The buffer and every prologue value that depends on it."""
+        found = {buffer}
+        stack = [buffer]
+        while stack:
+            for consumer in self.graph.consumers.get(stack.pop(), ()):
+                node = self.graph.nodes[consumer]
+                fresh = {value for value in node.outputs if value is not None} - found
+                if node.part is Part.PROLOGUE:
+                    found |= fresh
+                    stack.extend(fresh)
+        return found
+
+    def _owner(self, buffer: int) -> int:
+        """The first stage that runs the module a buffer belongs to (the first stage if none does)."""
+        owner = self.graph.values[buffer].name.rpartition(".")[0]
+        for stage, nodes in enumerate(self.nodes_of):
+            if any(node.part is Part.FORWARD and node.module == owner for node in nodes):
+                return stage
+        return 0
+
+
+def _checked_bounds(graph: OperatorGraph, cuts: Sequence[int]) -> list[int]:
+    bounds = [0, *cuts, len(graph.body)]
+    for low, high in itertools.pairwise(bounds):
+        if low >= high:
+            raise PlanError(
+                f"cuts must increase strictly between 1 and {len(graph.body) - 1} (the model has {len(graph.body)} "
+                f"forward operators), got {list(cuts)}"
+            )
+    return bounds

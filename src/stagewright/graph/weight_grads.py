@@ -1,0 +1,147 @@
+"""The weight gradients of a stage: its own nodes, and the nodes that finish gradients out of what the stage contributes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from stagewright.graph.added import accumulate, addition, renamed, zeros
+from stagewright.graph.cutting import Cutting
+from stagewright.graph.graph import Node, Origin, Part, Symbol, Value
+
+
+@dataclass(frozen=True)
+class WeightGrads:
+    """`finishing` nodes (sums of contributions, the backward of derived values, accumulations) run as soon as they can."""
+
+    own: tuple[Node, ...]
+    finishing: tuple[Node, ...]
+    gradients: tuple[tuple[int, int], ...]  # parameter -> its gradient for one microbatch
+    instead: dict[int, int]  # GRADIENT value -> the sum of this stage's contributions to it
+
+
+def weight_grads(cutting: Cutting, index: int, fresh: Callable[[Value], int]) -> WeightGrads:
+    """The weight gradients of stage `index`; ``fresh(like)`` names a new value.
+
+    Contributions are added in autograd's order. Gradients of derived values (views and casts of parameters) are turned
+    into those of the parameters once per stage, whatever the number of uses.
+    """
+    return _Finisher(cutting, index, fresh).finish()
+
+
+class _Finisher:
+    def __init__(self, cutting: Cutting, index: int, fresh: Callable[[Value], int]) -> None:
+        self.cutting = cutting
+        self.graph = cutting.graph
+        self.index = index
+        self.fresh = fresh
+        self.finishing: list[Node] = []
+
+    def finish(self) -> WeightGrads:
+        own = [node for node in self.cutting.nodes_of[self.index] if node.part is Part.WEIGHT_GRAD]
+        floating = self._active_floating()
+        chains = self._chains((*own, *floating))
+        sums: dict[int, int] = {}
+        for gradient in chains:
+            self._settle(gradient, chains, sums)
+        trained = {gradient: value for value, gradient in self.graph.gradients.items()}
+        gradients: list[tuple[int, int]] = []
+        for gradient, total in sums.items():
+            value = trained.get(gradient)
+            if value is not None and self.graph.values[value].origin is Origin.PARAMETER:
+                gradients.append((value, total))
+                self.finishing.append(accumulate(value, total))
+        for node in floating:
+            for value in node.inputs:
+                if self.graph.values[value].origin is Origin.GRADIENT and value not in sums:
+                    sums[value] = self._nothing(value)
+            self.finishing.append(replace(node, **renamed(node, sums)))
+        return WeightGrads(tuple(own), tuple(self.finishing), tuple(gradients), sums)
+
+    # -- which backward nodes of derived values -----------------------------------------------------------------------
+
+    def _active_floating(self) -> list[Node]:
+        """Backward nodes of derived values that this stage's contributions reach, with what those nodes need."""
+        reached: set[int] = set()  # values that carry a contribution of this stage
+        active: set[int] = set()
+        for node in self.cutting.floating:
+            if any(value in reached or self._is_contributed(value, reached) for value in node.inputs):
+                active.add(node.id)
+                reached.update(output for output in node.outputs if output is not None)
+        needed = {value for node in self.cutting.floating if node.id in active for value in node.inputs}
+        for node in reversed(self.cutting.floating):
+            if node.id not in active and needed.intersection(node.outputs):
+                active.add(node.id)
+                needed.update(node.inputs)
+        return [node for node in self.cutting.floating if node.id in active]
+
+    def _is_local(self, node: int, value: int, reached: set[int]) -> bool:
+        stage = self.cutting.body_stage.get(node)
+        if stage is not None:
+            return stage == self.index
+        return value in reached or self._is_contributed(value, reached)
+
+    def _is_contributed(self, value: int, reached: set[int]) -> bool:
+        """Whether `value` is the gradient of a parameter or derived value to which this stage contributes."""
+        return any(
+            self._is_local(node, item, reached) for node, item in self.graph.contributions.get(value, ())
+        )
+
+    # -- sums ---------------------------------------------------------------------------------------------------------
+
+    def _chains(self, nodes: Iterable[Node]) -> dict[int, list[int]]:
+        """GRADIENT value -> the contributions of this stage, in autograd's order."""
+        made = {value for node in nodes for value in node.outputs if value is not None}
+        chains = {
+            gradient: [value for node, value in found if self._is_local(node, value, made)]
+            for gradient, found in self.graph.contributions.items()
+        }
+        return {gradient: found for gradient, found in chains.items() if found}
+
+    def _settle(self, gradient: int, chains: dict[int, list[int]], sums: dict[int, int]) -> int:
+        """The sum of the contributions to `gradient`, some of which are such sums themselves."""
+        if gradient not in sums:
+            addends = [
+                self._settle(value, chains, sums) if value in chains else value for value in chains[gradient]
+            ]
+            sums[gradient] = self._sum(addends, gradient)
+        return sums[gradient]
+
+    def _sum(self, addends: list[int], gradient: int) -> int:
+        total, *others = addends
+        for value in others:
+            made = self.fresh(replace(self.graph.values[gradient], origin=Origin.NODE))
+            self.finishing.append(addition(total, value, made))
+            total = made
+        return total
+
+    def _nothing(self, gradient: int) -> int:
+        made = self.fresh(replace(self.graph.values[gradient], origin=Origin.NODE))
+        device = Symbol("device", str(self.graph.facts.get("device", "cpu")))
+        self.finishing.append(zeros(self.graph.values[gradient].meta, made, device))
+        return made
+
+
+def with_finishing(nodes: Sequence[Node], finishing: Sequence[Node]) -> list[Node]:
+    """`nodes` in order, each `finishing` node as soon as its inputs are made, so that gradients live shortly."""
+    making = {value for node in (*nodes, *finishing) for value in node.outputs if value is not None}
+    missing = [len(making.intersection(node.inputs)) for node in finishing]
+    users: dict[int, list[int]] = defaultdict(list)
+    for index, node in enumerate(finishing):
+        for value in making.intersection(node.inputs):
+            users[value].append(index)
+    merged: list[Node] = []
+
+    def run(node: Node) -> None:
+        merged.append(node)
+        for output in node.outputs:
+            for index in users.get(output, ()) if output is not None else ():
+                missing[index] -= 1
+                if missing[index] == 0:
+                    run(finishing[index])
+
+    ready = [node for node, count in zip(finishing, missing, strict=True) if count == 0]
+    for node in (*ready, *nodes):
+        run(node)
+    return merged
