@@ -1,9 +1,9 @@
 """Equal layers: found by structure, replaced by one opaque operator each, traced once per kind.
 
 Two blocks are of one kind when their modules have the same types, attributes, parameter and buffer layouts, and are
-called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``) may differ;
-because code could still compute with them, `capture` traces the second and the last block of such a kind as well and
-requires the same operators.
+called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``) may differ.
+Whether code reads them is watched while the first block of a kind runs; if it does, `capture` traces the second and the
+last block of the kind as well and requires the same operators.
 """
 
 from __future__ import annotations
@@ -46,36 +46,33 @@ class Blocks:
     """Blocks of a model by module path, and what is known of each kind after a rehearsal."""
 
     candidates: dict[str, Any]  # path -> fingerprint
-    numbered: set[Any] = field(default_factory=set)  # fingerprints whose blocks differ in numbering attributes
+    numbered: set[str] = field(default_factory=set)  # keys of kinds whose code reads a numbering attribute
     kinds: dict[Any, Kind] = field(default_factory=dict)
     members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
+    calls: dict[str, list[Kind]] = field(default_factory=dict)  # path -> the kinds of its calls, in order
 
 
 def find_blocks(model: torch.nn.Module) -> Blocks:
     """Candidates: members of a ModuleList or Sequential of which at least three have an equal fingerprint."""
     candidates: dict[str, Any] = {}
-    numbered: set[Any] = set()
     for path, container in model.named_modules():
         if not isinstance(container, torch.nn.ModuleList | torch.nn.Sequential):
             continue
         if any(path == found or path.startswith(found + ".") for found in candidates):
             continue
-        groups: dict[Any, list[tuple[str, tuple[Any, ...]]]] = {}
+        groups: dict[Any, list[str]] = {}
         for name, child in container.named_children():
             if next(child.children(), None) is None:
                 continue
-            numbers: list[Any] = []
-            groups.setdefault(_fingerprint(child, numbers), []).append((f"{path}.{name}" if path else name, tuple(numbers)))
+            groups.setdefault(_fingerprint(child), []).append(f"{path}.{name}" if path else name)
         for fingerprint, found in groups.items():
             if len(found) < 3 or fingerprint is None:
                 continue
-            candidates.update((member, fingerprint) for member, _ in found)
-            if len({numbers for _, numbers in found}) > 1:
-                numbered.add(fingerprint)
-    return Blocks(candidates, numbered)
+            candidates.update((member, fingerprint) for member in found)
+    return Blocks(candidates)
 
 
-def _fingerprint(module: torch.nn.Module, numbers: list[Any]) -> Any:
+def _fingerprint(module: torch.nn.Module) -> Any:
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
         return None
     tensors = tuple(
@@ -88,20 +85,51 @@ def _fingerprint(module: torch.nn.Module, numbers: list[Any]) -> Any:
     for name, value in sorted(module.__dict__.items(), key=lambda item: item[0]):
         if name in _OWN_ATTRIBUTES and name != "training":
             continue
-        if isinstance(value, int) and not isinstance(value, bool) and _NUMBERING.search(name):
-            numbers.append((name, value))
-        else:
+        if not _is_number(name, value):
             attributes.append((name, _plain(value)))
     children = []
     for name, child in module._modules.items():
         if child is None:
             children.append((name, None))
             continue
-        found = _fingerprint(child, numbers)
+        found = _fingerprint(child)
         if found is None:
             return None
         children.append((name, found))
     return (type(module), module.training, tensors, tuple(attributes), tuple(children))
+
+
+def _is_number(name: str, value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and bool(_NUMBERING.search(name))
+
+
+@contextmanager
+def _watched_numbers(block: torch.nn.Module) -> Iterator[list[str]]:
+    """Inside, the list grows by every numbering attribute of the block that its code reads."""
+    hidden: dict[tuple[int, str], int] = {}
+    owners: list[tuple[torch.nn.Module, str, int]] = []
+    read: list[str] = []
+    inherited = torch.nn.Module.__getattr__
+
+    def look_up(module: torch.nn.Module, name: str) -> Any:
+        number = hidden.get((id(module), name))
+        if number is None:
+            return inherited(module, name)
+        read.append(name)
+        return number
+
+    for module in block.modules():
+        for name, value in list(module.__dict__.items()):
+            if _is_number(name, value):
+                hidden[id(module), name] = module.__dict__.pop(name)
+                owners.append((module, name, value))
+    torch.nn.Module.__getattr__ = look_up  # type: ignore[method-assign]
+    try:
+        yield read
+    finally:
+        torch.nn.Module.__getattr__ = inherited  # type: ignore[method-assign]
+        for module, name, value in owners:
+            module.__dict__[name] = value
 
 
 def _plain(value: Any) -> Any:
@@ -129,12 +157,16 @@ def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
             signature = _call_signature(fingerprint, leaves, spec)
             kind = blocks.kinds.get(signature)
             if kind is None:
-                result = forward(*args, **kwargs)
+                with _watched_numbers(model.get_submodule(path)) as read:
+                    result = forward(*args, **kwargs)
                 kind = blocks.kinds[signature] = _record(f"block{len(blocks.kinds)}", leaves, spec, result)
                 blocks.members[kind.key] = []
+                if read:
+                    blocks.numbered.add(kind.key)
             else:
                 result = _rebuild(kind, empty_outputs(kind, next(x for x in leaves if isinstance(x, torch.Tensor)).device))
             blocks.members[kind.key].append(path)
+            blocks.calls.setdefault(path, []).append(kind)
             return result
 
         return run
@@ -146,22 +178,22 @@ def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
 class _Stub(torch.nn.Module):
     """Stands in for a repeated block while the rest of the model is exported: one opaque operator, no parameters.
 
-    Attributes are those of the block; calls of another kind than rehearsed run the block itself.
+    Attributes are those of the block; its calls are of the kinds that were rehearsed, in the same order.
     """
 
-    def __init__(self, path: str, block: torch.nn.Module, fingerprint: Any, blocks: Blocks) -> None:
+    def __init__(self, path: str, block: torch.nn.Module, kinds: list[Kind]) -> None:
         super().__init__()
-        self.__dict__["_stub"] = (path, block, fingerprint, blocks)
+        self.__dict__["_stub"] = (path, block, iter(kinds))
         self.train(block.training)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_stub"][1], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        path, block, fingerprint, blocks = self.__dict__["_stub"]
+        path, _, kinds = self.__dict__["_stub"]
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        kind = blocks.kinds.get(_call_signature(fingerprint, leaves, spec))
-        if kind is None:
+        kind = next(kinds, None)
+        if kind is None or str(spec) != str(kind.spec):
             raise TraceError(f"module '{path}' is called differently when it is exported than when it is run")
         _ACTIVE[kind.key] = kind
         tensors = [leaves[index] for index in kind.tensors]
@@ -181,7 +213,7 @@ def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
             block = parent._modules[name]
             assert block is not None
             replaced.append((parent, name, block))
-            parent._modules[name] = _Stub(path, block, blocks.candidates[path], blocks)
+            parent._modules[name] = _Stub(path, block, blocks.calls[path])
         yield
     finally:
         for parent, name, block in replaced:

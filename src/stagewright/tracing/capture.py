@@ -295,9 +295,9 @@ class _Flattener:
 
     def _check_numbering(self) -> None:
         """Layers that differ in a number must still be the same computation; otherwise each is a kind of its own."""
-        for signature, kind in self.blocks.kinds.items():
+        for kind in self.blocks.kinds.values():
             paths = self.blocks.members[kind.key]
-            if len(paths) < 2 or signature[0] not in self.blocks.numbered:
+            if len(paths) < 2 or kind.key not in self.blocks.numbered:
                 continue
             first = self._listing(self._body(kind.key))
             for path in {paths[1], paths[-1]}:
