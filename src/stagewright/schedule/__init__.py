@@ -5,7 +5,10 @@ from stagewright.schedule.families import FAMILIES, build
 from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
+from stagewright.schedule.saving import insert_offloading, insert_recomputation, merge_backwards
+from stagewright.schedule.sharding import insert_gathers, insert_reductions
 from stagewright.schedule.tokens import Rules, chain
+from stagewright.schedule.torch_csv import read_torch_csv, write_torch_csv
 from stagewright.schedule.verify import verify
 
 __all__ = [
@@ -18,5 +21,12 @@ __all__ = [
     "build",
     "chain",
     "insert_communication",
+    "insert_gathers",
+    "insert_offloading",
+    "insert_recomputation",
+    "insert_reductions",
+    "merge_backwards",
+    "read_torch_csv",
     "verify",
+    "write_torch_csv",
 ]

@@ -27,6 +27,7 @@ def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
     check_placed(program)
     check_complete(program)
     check_ordered(program, edges)
+    check_reduced(program)
     if program.is_lowered:
         check_transfers_matched(program, edges)
         check_transfer_order(program)
@@ -94,6 +95,24 @@ def check_ordered(program: Program, edges: Iterable[Edge] | None = None) -> None
                     )
             held.update(rules.makes(action))
             held.difference_update(rules.drops(action))
+
+
+def check_reduced(program: Program) -> None:
+    """No gradient is added to a stage after its last reduction."""
+    unreduced: dict[int, Action] = {}
+    reduced: set[int] = set()
+    for action in program:
+        if action.kind is Kind.REDUCE:
+            unreduced.pop(action.stage, None)
+            reduced.add(action.stage)
+        for part in action.parts:
+            if part.kind in (Kind.B, Kind.W):
+                unreduced[part.stage] = part
+    for stage in sorted(unreduced.keys() & reduced):
+        raise ScheduleError(
+            f"{unreduced[stage]} adds to the gradients of stage {stage} after their last reduction; "
+            f"move {stage}REDUCE behind it"
+        )
 
 
 def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = None) -> None:

@@ -1,9 +1,22 @@
 """The event engine that turns a program and its costs into a timeline."""
 
+from stagewright.simulation.bubbles import split_bubbles
 from stagewright.simulation.costs import StageCosts
+from stagewright.simulation.critical_path import critical_path
+from stagewright.simulation.difference import difference
 from stagewright.simulation.encoding import EncodedProgram, encode
 from stagewright.simulation.simulate import simulate
 from stagewright.simulation.streams import Contention
 from stagewright.simulation.timeline import Timeline
 
-__all__ = ["Contention", "EncodedProgram", "StageCosts", "Timeline", "encode", "simulate"]
+__all__ = [
+    "Contention",
+    "EncodedProgram",
+    "StageCosts",
+    "Timeline",
+    "critical_path",
+    "difference",
+    "encode",
+    "simulate",
+    "split_bubbles",
+]

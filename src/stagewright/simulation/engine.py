@@ -118,7 +118,7 @@ def run(pattern, microbatch, offsets, tables, num_tokens, num_links, is_shared):
                     )
         reached[rank] = index
         stream_free[rank, 0] = now
-    return start, end, reached
+    return start, end, known, reached
 
 
 @numba.njit(cache=True)

@@ -14,7 +14,7 @@ from stagewright.simulation.encoding import EncodedProgram, encode
 from stagewright.simulation.engine import Ints, run
 from stagewright.simulation.memory import PatternBytes
 from stagewright.simulation.streams import Contention
-from stagewright.simulation.tables import tabulate
+from stagewright.simulation.tables import TokenTimes, tabulate
 from stagewright.simulation.timeline import Timeline
 
 
@@ -52,7 +52,7 @@ def simulate(
         raise InputError(f"costs of {costs.num_stages} stages for a program of {placement.num_stages} stages")
     rules = Rules.of_actions(encoded.patterns, placement, edges)
     tables, space = tabulate(encoded, rules, costs, transfer_s, contention, action_overhead_s)
-    start, end, reached = run(
+    start, end, known, reached = run(
         encoded.pattern,
         encoded.microbatch,
         encoded.offsets,
@@ -66,7 +66,7 @@ def simulate(
     base = np.zeros(placement.num_ranks)
     np.add.at(base, np.array(placement.rank_of_stage), costs.base_bytes)
     table = PatternBytes.of(encoded.patterns, rules.recomputed, costs)
-    return Timeline(encoded, start, end, table, base)
+    return Timeline(encoded, start, end, table, base, TokenTimes(rules, space, tables, known))
 
 
 def _deadlock(encoded: EncodedProgram, rules: Rules, reached: Ints) -> str:

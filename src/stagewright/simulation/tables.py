@@ -11,7 +11,7 @@ from stagewright.schedule.action import Action
 from stagewright.schedule.tokens import Rules, Token, What
 from stagewright.simulation.costs import StageCosts, Transfers, transfer_seconds
 from stagewright.simulation.encoding import EncodedProgram
-from stagewright.simulation.engine import AT_ONCE, LOCAL, POST, WHEN_POSTED, Ints, Tables
+from stagewright.simulation.engine import AT_ONCE, LOCAL, POST, WHEN_POSTED, Floats, Ints, Tables
 from stagewright.simulation.streams import COMPUTE_STREAM, STREAM_OF, Contention
 
 _TRAVEL = {
@@ -27,9 +27,29 @@ _USED_BY_MAKER = {What.VALUE_OUT, What.GRADIENT_OUT}
 class TokenSpace:
     """How many tokens and links there are, and what has which number."""
 
-    slots: tuple[Token, ...]
+    number: dict[Token, int]
     num_tokens: int
     num_links: int
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTimes:
+    """When every token of a simulated program was at hand."""
+
+    rules: Rules
+    space: TokenSpace
+    tables: Tables
+    known: Floats
+
+    def needs(self, action: Action) -> dict[Token, float]:
+        """Seconds at which each thing that `action` needs was at hand."""
+        return {token: self._at(token) for token in self.rules.needs(action)}
+
+    def _at(self, token: Token) -> float:
+        slot = self.space.number[token if token.microbatch is None else token._replace(microbatch=0)]
+        return float(
+            self.known[self.tables.slot_base[slot] + (token.microbatch or 0) * self.tables.slot_stride[slot]]
+        )
 
 
 def tabulate(
@@ -59,7 +79,7 @@ def tabulate(
         np.float64), slot_posted=np.array([_posted(slot, number) for slot in slots], np.int64),
         slot_user=np.array([_user(slot, rules) for slot in slots], np.int64),
     )  # fmt: skip
-    return tables, TokenSpace(slots, int(sizes.sum()), len(links))
+    return tables, TokenSpace(number, int(sizes.sum()), len(links))
 
 
 def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> tuple[Ints, Ints, Ints]:

@@ -14,6 +14,7 @@ from stagewright.schedule.action import Action
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
 from stagewright.simulation.streams import COMPUTE_STREAM, STREAM_OF
+from stagewright.simulation.tables import TokenTimes
 
 Floats = NDArray[np.float64]
 
@@ -39,6 +40,7 @@ class Timeline:
     end_s: Floats
     pattern_bytes: PatternBytes
     base_bytes: Floats
+    token_times: TokenTimes
 
     @property
     def num_ranks(self) -> int:

@@ -1,0 +1,110 @@
+"""Lowering of sharded data parallelism: when weights are gathered and dropped and gradients reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import groupby
+
+from stagewright.errors import ScheduleError
+from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.program import Program
+
+_USES_WEIGHTS = frozenset({Kind.F, Kind.I, Kind.B, Kind.R})
+_ADDS_GRADIENTS = frozenset({Kind.W, Kind.B})
+Run = tuple[int, int, int]
+"""A stage, and the indices of the first and the last action of a stretch that works on it alone."""
+
+
+def insert_gathers(program: Program, num_buffers: int = 2, stages: Collection[int] | None = None) -> Program:
+    """`program` with the weights of `stages` (default: all) gathered before use and released after.
+
+    A rank has room for the whole weights of `num_buffers` stages. It always holds those that it will use
+    next, so a gather starts as soon as a buffer is free and runs under the computations of the stage
+    before: with breadth-first order every stage is gathered once per pass, with depth-first order once per
+    round of microbatches.
+    Source: Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism", section 4 (arXiv 2211.05953).
+
+    >>> from stagewright.schedule.families import build
+    >>> print("\\n".join(insert_gathers(build("breadth-first", 1, 1, 3)).lines()))
+    0GATHER 1GATHER 0F0 0RELEASE 2GATHER 1F0 2F0 2B0 2RELEASE 0GATHER 1B0 1RELEASE 0B0 0RELEASE
+    """
+    if num_buffers < 1:
+        raise ScheduleError(
+            f"num_buffers={num_buffers}: a rank needs room for the weights of one stage at least"
+        )
+    chosen = set(range(program.num_stages) if stages is None else stages)
+    return program.with_ranks(_with_gathers(actions, num_buffers, chosen) for actions in program.ranks)
+
+
+def insert_reductions(
+    program: Program, num_buffers: int | None = None, stages: Collection[int] | None = None
+) -> Program:
+    """`program` with the gradients of `stages` (default: all) reduced once a rank has no buffer to go on
+    with them.
+
+    A rank has room for the gradients of `num_buffers` stages; ``None``: of all, so that each stage is
+    reduced once, right after its last backward, under the backwards of the stages before it.
+
+    >>> from stagewright.schedule.families import build
+    >>> print("\\n".join(insert_reductions(build("breadth-first", 1, 2, 2)).lines()))
+    0F0 0F1 1F0 1F1 1B0 1B1 1REDUCE 0B0 0B1 0REDUCE
+    """
+    chosen = set(range(program.num_stages) if stages is None else stages)
+    return program.with_ranks(
+        _with_reductions(actions, num_buffers or program.num_stages, chosen) for actions in program.ranks
+    )
+
+
+def _with_gathers(actions: Sequence[Action], num_buffers: int, stages: set[int]) -> Iterator[Action]:
+    runs = _runs(actions, _USES_WEIGHTS, stages)
+    after = {last: index for index, (_, _, last) in enumerate(runs)}
+    held: list[int] = []
+    if runs:
+        yield from _swap(held, _next_stages(runs, num_buffers))
+    for index, action in enumerate(actions):
+        yield action
+        if index in after:
+            yield from _swap(held, _next_stages(runs[after[index] + 1 :], num_buffers))
+
+
+def _swap(held: list[int], wanted: list[int]) -> Iterator[Action]:
+    """Release what is not wanted, gather what is not held."""
+    yield from (Action(Kind.RELEASE, stage) for stage in held if stage not in wanted)
+    yield from (Action(Kind.GATHER, stage) for stage in wanted if stage not in held)
+    held[:] = wanted
+
+
+def _with_reductions(actions: Sequence[Action], num_buffers: int, stages: set[int]) -> Iterator[Action]:
+    runs = _runs(actions, _ADDS_GRADIENTS, stages)
+    after = {last: index for index, (_, _, last) in enumerate(runs)}
+    for index, action in enumerate(actions):
+        yield action
+        if index in after:
+            stage, following = runs[after[index]][0], runs[after[index] + 1 :]
+            if stage not in _next_stages(following, num_buffers):
+                yield Action(Kind.REDUCE, stage)
+
+
+def _runs(actions: Sequence[Action], kinds: frozenset[Kind], stages: set[int]) -> list[Run]:
+    """Stretches of actions of `kinds` on one of `stages`, whatever lies in between."""
+    found = [
+        (part.stage, index)
+        for index, action in enumerate(actions)
+        for part in action.parts
+        if part.kind in kinds and part.stage in stages
+    ]
+    grouped = (
+        (stage, [index for _, index in group]) for stage, group in groupby(found, key=lambda entry: entry[0])
+    )
+    return [(stage, indices[0], indices[-1]) for stage, indices in grouped]
+
+
+def _next_stages(runs: Sequence[Run], count: int) -> list[int]:
+    """The first `count` different stages of `runs`."""
+    stages: list[int] = []
+    for stage, _, _ in runs:
+        if len(stages) == count:
+            break
+        if stage not in stages:
+            stages.append(stage)
+    return stages
