@@ -111,7 +111,9 @@ class OperatorGraph:
     contributions: dict[int, tuple[tuple[int, int], ...]]  # GRADIENT value -> (forward node, value) in order
     mutations: tuple[tuple[int, int], ...] = ()  # buffer value -> value it takes after each forward
     num_draws: int = 0
-    constants: dict[str, bytes] = field(default_factory=dict)  # row-major contents of tensors the model's code makes
+    constants: dict[str, bytes] = field(
+        default_factory=dict
+    )  # row-major contents of tensors the model's code makes
     facts: dict[str, Any] = field(default_factory=dict)  # microbatch, sequence, dtype, versions, tokens
 
     def __iter__(self) -> Iterator[Node]:

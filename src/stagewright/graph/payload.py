@@ -63,7 +63,9 @@ def distinct(meta: TensorMeta) -> tuple[tuple[int, ...], tuple[int, ...]]:
     >>> distinct(TensorMeta((4, 3), (0, 1), "float32"))
     ((1, 3), (0, 1))
     """
-    shape = tuple(1 if step == 0 and size > 1 else size for size, step in zip(meta.shape, meta.stride, strict=True))
+    shape = tuple(
+        1 if step == 0 and size > 1 else size for size, step in zip(meta.shape, meta.stride, strict=True)
+    )
     return shape, meta.stride
 
 

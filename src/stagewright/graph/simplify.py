@@ -93,7 +93,9 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
                 twins[node.id] = producer.get(found, -1)
                 continue
             scope = node.forward if node.part >= Part.INPUT_GRAD else -1
-            views.setdefault((scope, node.part, *layout(values[output])) if scope >= 0 else layout(values[output]), output)
+            views.setdefault(
+                (scope, node.part, *layout(values[output])) if scope >= 0 else layout(values[output]), output
+            )
         else:
             for made in node.outputs:
                 if made is not None and part_of[made] < Part.INPUT_GRAD:
@@ -176,7 +178,13 @@ def _drop_dead(graph: OperatorGraph) -> OperatorGraph:
 def _renumber(graph: OperatorGraph) -> OperatorGraph:
     node_ids = {node.id: index for index, node in enumerate(graph.nodes)}
     used = {value for node in graph.nodes for value in (*node.inputs, *node.outputs) if value is not None}
-    used |= {graph.loss, graph.seed, *graph.parameters.values(), *graph.buffers.values(), *graph.inputs.values()}
+    used |= {
+        graph.loss,
+        graph.seed,
+        *graph.parameters.values(),
+        *graph.buffers.values(),
+        *graph.inputs.values(),
+    }
     used |= {value for found in graph.contributions.values() for _, value in found}
     used |= {*graph.contributions, *graph.gradients, *(value for pair in graph.mutations for value in pair)}
     used |= {graph.values[value].storage for value in used}

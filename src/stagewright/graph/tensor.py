@@ -52,7 +52,9 @@ class TensorMeta:
     @property
     def num_distinct(self) -> int:
         """Elements that differ in address: dimensions of stride zero count once."""
-        return math.prod(size for size, step in zip(self.shape, self.stride, strict=True) if step != 0 or size == 0)
+        return math.prod(
+            size for size, step in zip(self.shape, self.stride, strict=True) if step != 0 or size == 0
+        )
 
     @property
     def payload_bytes(self) -> int:

@@ -91,7 +91,9 @@ def _check_backward(graph: OperatorGraph) -> None:
                     continue
                 made_by = graph.nodes[maker]
                 if made_by.part is Part.FORWARD and made_by.id > position:
-                    _fail(graph, node, "a backward operator may not use the result of a later forward operator")
+                    _fail(
+                        graph, node, "a backward operator may not use the result of a later forward operator"
+                    )
         elif owner.id != node.id:
             _fail(graph, node, "only backward operators belong to another operator")
 
