@@ -61,11 +61,12 @@ def work(
         results = []
         num_steps = steps or loaded.job.num_steps
         metered = min(1, num_steps - 1)
+        progress = _Progress(num_steps)
         for step in range(num_steps):
             result = session.train_step(step, metered=step == metered)
             results.append(result)
             if rank == 0:
-                _progress(step, num_steps, result)
+                progress(step, result)
         ranks = _gather(session.rank_record().model_dump_json(), rank, world)
     except Exception as error:
         raise _failure(error, rank, watch) from error
@@ -81,8 +82,8 @@ def _failure(error: Exception, rank: int, watch: Any) -> RunError:
     """What this rank should say: its own error, or which other rank's end caused it."""
     own = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
     position = watch.position
-    lost_peer = "waited for rank" in own or "closed by peer" in own
-    blamed = watch.blame() if lost_peer else None
+    may_be_lost_peer = isinstance(error, RuntimeError) or "waited for rank" in own  # collectives raise RuntimeError
+    blamed = watch.blame() if may_be_lost_peer else None
     if blamed is None:
         watch.failed(own)
         return RunError(f"rank {rank} failed at {position}: {own}")
@@ -138,15 +139,24 @@ def _gather(document: str, rank: int, world: int) -> list[dict[str, Any]]:
     ]
 
 
-def _progress(step: int, num_steps: int, result: Any) -> None:
-    if num_steps > 100 and step % (num_steps // 50):
-        return
-    print(
-        f"step {step + 1}/{num_steps}  loss {result.loss:.4f}  gradient norm {result.gradient_norm:.3f}  "
-        f"{result.seconds:.3f} s",
-        file=sys.stderr,
-        flush=True,
-    )
+class _Progress:
+    """One line per step on stderr, at most one a second when steps are short."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.printed = 0.0
+
+    def __call__(self, step: int, result: Any) -> None:
+        now = time.monotonic()
+        if 0 < step < self.num_steps - 1 and self.num_steps > 50 and now - self.printed < 1.0:
+            return
+        self.printed = now
+        print(
+            f"step {step + 1}/{self.num_steps}  loss {result.loss:.4f}  gradient norm {result.gradient_norm:.3f}  "
+            f"{result.seconds:.3f} s",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _report_failure(out: str, rank: int, message: str) -> None:

@@ -1,0 +1,161 @@
+"""`run` as a user starts it: training, several replicas, and a rank that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+import torch
+from plans import make_plan
+
+from stagewright.errors import RunError
+from stagewright.execution.data import TextBatches
+from stagewright.execution.launch import run
+from stagewright.planning.plan import load_plan
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.build import build
+from stagewright.tracing.models.reference import resolve
+
+pytestmark = pytest.mark.multiprocess
+
+TEXT = Path(str(files("stagewright") / "data" / "moby_dick.txt"))
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
+
+
+@pytest.mark.parametrize(("pp", "dp", "dtype"), [(2, 1, "fp64"), (1, 2, "fp64"), (2, 1, "bf16")])
+def test_training_equals_plain_training(pp: int, dp: int, dtype: str, tmp_path: Path) -> None:
+    """Losses over several optimizer steps are those of the same model trained in one process."""
+    plan = make_plan(tmp_path / "plan.json", pp=pp, dp=dp, dtype=dtype)
+    record = run(tmp_path / "plan.json", data=TEXT, out=tmp_path / "run", device="cpu", timeout=60)
+    assert record is not None
+    tolerance = 1e-9 if dtype == "fp64" else 2e-2
+    assert record.losses == pytest.approx(_plain_losses(tmp_path / "plan.json"), rel=tolerance)
+    assert record.losses[-1] < record.losses[0]
+    assert len(record.ranks) == pp * dp
+    assert all(rank.allocated_peak_bytes > 0 for rank in record.ranks)
+    assert {action for rank in record.ranks for action, _, _ in rank.actions} >= {
+        action for actions in plan.program for action in actions
+    }
+
+
+def _plain_losses(path: Path) -> list[float]:
+    """AdamW with clipping and fp32 master weights, on the whole model, in this process."""
+    plan = load_plan(path)
+    job = plan.job
+    reference = resolve(plan.model.text, plan.model.overrides)
+    module = build(reference, 1, job.sequence_length, job.torch_name, seed=job.seed).module
+    graph = trace(reference, 1, job.sequence_length, job.torch_name)
+    batches = TextBatches(TEXT, job.sequence_length, job.seed)
+    wide = torch.float32 if job.dtype == "bf16" else torch.float64
+    masters = [torch.nn.Parameter(parameter.detach().to(wide)) for parameter in module.parameters()]
+    adamw = torch.optim.AdamW(
+        masters, lr=job.learning_rate, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay
+    )
+    losses = []
+    for step in range(job.num_steps):
+        total = 0.0
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for sample in range(job.global_batch):
+            loss = module(**batches.microbatch(step, sample, graph))
+            (loss / job.global_batch).backward()
+            total += float(loss) / job.global_batch
+            for master, parameter in zip(masters, module.parameters(), strict=True):
+                assert master.grad is not None and parameter.grad is not None
+                master.grad += parameter.grad
+                parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, job.clip_norm or float("inf"))
+        adamw.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, module.parameters(), strict=True):
+                parameter.copy_(master)
+        losses.append(total)
+    return losses
+
+
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
+    """The others stop within 30 s and say which rank died and where it stood."""
+    make_plan(tmp_path / "plan.json")
+    code = (
+        "import sys\n"
+        "from stagewright.execution.launch import run\n"
+        "from stagewright.errors import RunError\n"
+        "try:\n"
+        f"    run({str(tmp_path / 'plan.json')!r}, data={str(TEXT)!r}, steps=100000, out={str(tmp_path / 'run')!r})\n"
+        "except RunError as error:\n"
+        "    sys.exit(f'RunError: {error}')\n"
+    )
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=out, start_new_session=True)
+    try:
+        _wait_for(lambda: "step 1/" in log.read_text(), 90, process)
+        victim = _worker(process.pid, rank=1)
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        process.wait(timeout=40)
+        assert time.monotonic() - killed < 30
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 1
+    text = log.read_text()
+    assert "RunError: the run stopped: rank 1 ended with SIGKILL" in text
+    assert "rank 1 died or froze at " in text
+    assert not (tmp_path / "run" / "record.json").exists()
+
+
+def _wait_for(condition: object, seconds: float, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert process.poll() is None, "the run ended early"
+        assert time.monotonic() < deadline, "the run did not get going"
+        time.sleep(0.2)
+
+
+def _worker(parent: int, rank: int) -> int:
+    """Process id of the rank's worker: a child of the launcher with RANK in its environment."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(status[1]) == parent and b"execution.worker" in command and f"RANK={rank}".encode() in environment:
+            return int(entry.name)
+    raise AssertionError(f"no worker of rank {rank}")
+
+
+def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan for two ranks under a launcher that started one says what to do."""
+    make_plan(tmp_path / "plan.json")
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
+         "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path / "run")],
+        capture_output=True, text=True, env={k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")},
+        timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "needs 2 processes" in done.stderr
+
+
+def test_changed_model_is_refused(tmp_path: Path) -> None:
+    plan = make_plan(tmp_path / "plan.json")
+    changed = plan.model_copy(update={"model": plan.model.model_copy(update={"digest": "0" * 64})})
+    changed.save(tmp_path / "plan.json")
+    with pytest.raises(RunError, match="plan again"):
+        run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu", timeout=60)
