@@ -1,6 +1,7 @@
 """The memory replay against bytes really alive, counted by a tracker that shares no code with the estimator.
 
-Every rank of a pipeline runs in this process with the executor's own interpreter; transfers go through a mailbox.
+Every rank of a pipeline runs in this process with the executor's own interpreter; transfers go through a
+mailbox.
 """
 
 from __future__ import annotations

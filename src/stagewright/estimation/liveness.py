@@ -1,7 +1,9 @@
-"""What is alive while a stage function runs, to the byte: the rules of the generated code, applied to layouts.
+"""What is alive while a stage function runs, to the byte: the rules of the generated code, applied to
+layouts.
 
-A function frees each value after the statement that uses it last; a storage goes with the last value on it. Views
-take nothing. An output that nobody uses is freed when the next such output takes its place, or at the end.
+A function frees each value after the statement that uses it last; a storage goes with the last value on it.
+Views take nothing. An output that nobody uses is freed when the next such output takes its place, or at the
+end.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ class Peak:
 class FunctionMemory:
     """Bytes of one function run, whatever it is given.
 
-    `made[i]` are the bytes the function has allocated and not freed while statement `i` runs. `last[v]` is the
-    statement after which the function lets go of input `v`: -1 at entry, ``len(made)`` for one it returns.
-    `outputs` maps each output to its storage: an input's value id, or that of a value made here, whose bytes
-    are in `kept`; an output on a resident storage has none.
+    `made[i]` are the bytes the function has allocated and not freed while statement `i` runs. `last[v]` is
+    the statement after which the function lets go of input `v`: -1 at entry, ``len(made)`` for one it
+    returns. `outputs` maps each output to its storage: an input's value id, or that of a value made here,
+    whose bytes are in `kept`; an output on a resident storage has none.
     """
 
     inputs: tuple[int, ...]

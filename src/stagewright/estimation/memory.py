@@ -1,8 +1,9 @@
 """Memory of a rank by exact replay: its program's actions over what is alive in each stage function.
 
-The replay follows the executor: values of one microbatch are held from F to its backward, what other stages of the
-rank need changes hands without a copy, receive buffers exist from the moment a receive is posted, what is sent is
-kept until the next transfer of its channel is sent or the batch ends, and user inputs and losses stay for the batch.
+The replay follows the executor: values of one microbatch are held from F to its backward, what other stages
+of the rank need changes hands without a copy, receive buffers exist from the moment a receive is posted,
+what is sent is kept until the next transfer of its channel is sent or the batch ends, and user inputs and
+losses stay for the batch.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class _Replay:
         self._observe(self.live + self.resident.step_transient, self.resident.step_transient, 0, 0)
         return replace(self.peak, after_action=tuple(after))
 
-    # -- storages ---------------------------------------------------------------------------------------------------
+    # -- storages -------------------------------------------------------------------------------------------
 
     def _new(self, num_bytes: int) -> Key:
         self.next_key += 1
@@ -152,7 +153,7 @@ class _Replay:
                 self._take([key])
                 self.inputs[value, microbatch] = key
 
-    # -- actions ----------------------------------------------------------------------------------------------------
+    # -- actions --------------------------------------------------------------------------------------------
 
     def _act(self, action: Action) -> None:
         for part in action.parts:
@@ -234,7 +235,7 @@ class _Replay:
     def _forget(self, made: dict[int, Key]) -> None:
         self._release(made.values())
 
-    # -- values between stages --------------------------------------------------------------------------------------
+    # -- values between stages ------------------------------------------------------------------------------
 
     def _transfers(self, direction: str, stage: int) -> dict[int, tuple[int, ...]]:
         found = self.memories[stage].stage
@@ -304,7 +305,7 @@ class _Replay:
     def _settle(self, channel: Channel) -> None:
         self._release(self.sending.pop(channel, ()))
 
-    # -- the peak ---------------------------------------------------------------------------------------------------
+    # -- the peak -------------------------------------------------------------------------------------------
 
     def _observe(self, live: int, transient: int, given: int, released: int) -> None:
         """Note a moment at which `live` bytes exist beside what is resident."""

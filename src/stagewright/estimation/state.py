@@ -19,7 +19,7 @@ class Precision:
 
     Where it differs from the type of a parameter, the optimizer keeps a master copy in the gradient's type.
 
-    >>> Precision("bfloat16", "float32").bytes_per_parameter, Precision("float32", "float32").bytes_per_parameter
+    >>> Precision.of("bfloat16").bytes_per_parameter, Precision.of("float32").bytes_per_parameter
     (18, 16)
     """
 

@@ -1,0 +1,307 @@
+"""What an operator asks of a device: arithmetic and bytes moved, from the layouts of its arguments.
+
+FLOP follow `torch.utils.flop_counter` where it has a formula (a multiply-add is two, attention counts every
+score whether masked or not); `arithmetic` is what the device really has to compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from stagewright.estimation.liveness import Lookup
+from stagewright.graph import Node, Ref, TensorMeta
+from stagewright.graph.stage import ACCUMULATE
+
+
+class Kernel(Enum):
+    """Which of a device's efficiencies bounds an operator."""
+
+    VIEW = "view"  # no kernel runs
+    MEMORY = "memory"
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention backward"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operator call; `has_rule` is false where it is costed by its bytes for want of a rule."""
+
+    kernel: Kernel
+    dtype: str
+    flop: float = 0.0
+    arithmetic: float = 0.0
+    bytes_moved: float = 0.0
+    has_rule: bool = True
+
+
+KERNELS: dict[str, str] = {
+    "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "_scaled_dot_product_flash_attention_backward",
+    "grouped_mm_fallback": "_grouped_mm",
+    "grouped_mm_fallback_backward": "_grouped_mm_backward",
+}
+"""Kernels of a CPU trace and what runs in their place on a GPU."""
+
+_FREE = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+
+_STREAMING = frozenset({
+    "_log_softmax", "_log_softmax_backward_data", "_native_batch_norm_legit",
+    "_native_batch_norm_legit_functional", "_safe_softmax", "_softmax", "_softmax_backward_data",
+    "_to_copy", "abs", "add", "all", "amax", "amin", "any", "arange", "argmax", "avg_pool2d",
+    "avg_pool2d_backward", "bernoulli", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "ceil",
+    "clamp", "clamp_min", "clone", "constant_pad_nd", "copy", "cos", "cumsum", "div", "elu",
+    "elu_backward", "eq", "erf", "exp", "expm1", "fill", "flip", "floor", "floor_divide", "full",
+    "full_like", "gather", "ge", "gelu", "gelu_backward", "gt", "hardswish", "hardswish_backward",
+    "histc", "le", "leaky_relu", "leaky_relu_backward", "log", "log1p", "logical_and", "logical_not",
+    "logical_or", "lt", "masked_fill", "max", "max_pool2d_with_indices",
+    "max_pool2d_with_indices_backward", "maximum", "mean", "min", "minimum", "mish", "mish_backward",
+    "mul", "native_batch_norm", "native_batch_norm_backward", "native_dropout",
+    "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
+    "native_layer_norm_backward", "ne", "neg", "new_full", "new_ones", "new_zeros",
+    "nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward", "ones",
+    "ones_like", "pow", "prod", "reciprocal", "relu", "remainder", "repeat", "roll", "rsqrt", "rsub",
+    "scalar_tensor", "scatter", "scatter_add", "select_backward", "select_scatter", "sgn", "sigmoid",
+    "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "slice_backward", "slice_scatter",
+    "softplus", "softplus_backward", "sqrt", "stack", "sub", "sum", "tan", "tanh", "tanh_backward",
+    "threshold_backward", "tril", "tril_indices", "triu", "unfold_backward", "upsample_bilinear2d",
+    "upsample_nearest2d", "upsample_nearest2d_backward", "var", "var_mean", "where", "zeros",
+    "zeros_like",
+})  # fmt: skip
+"""Operators whose time is that of the bytes they read and write once."""
+
+
+def work(node: Node, value: Lookup) -> Work:
+    """What `node` asks of a device; `value` describes a value by its id.
+
+    Source: `torch.utils.flop_counter` for FLOP; FlashAttention-2 (arXiv 2307.08691) for what attention
+    reads and writes. Ignores: arithmetic of operators that are bound by memory; caches.
+    """
+    name = short_name(node.op)
+    outputs = [value(output) for output in node.outputs if output is not None]
+    dtype = _dtype(node, value)
+    if node.op == ACCUMULATE:
+        gradient = value(node.inputs[0]).meta
+        return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.payload_bytes * 3.0)
+    if name in _FREE or (outputs and all(output.storage != output.id for output in outputs)):
+        return Work(Kernel.VIEW, dtype)
+    rule = _RULES.get(name) or _RULES.get(KERNELS.get(name, name))
+    if rule is not None:
+        return rule(_Call(node, value, dtype))
+    return Work(Kernel.MEMORY, dtype, bytes_moved=_moved(node, value), has_rule=name in _STREAMING)
+
+
+def short_name(op: str) -> str:
+    """The operator without its library and overload.
+
+    >>> short_name("aten.mm.default"), short_name("stagewright.accumulate")
+    ('mm', 'accumulate')
+    """
+    return op.split(".")[1]
+
+
+def _dtype(node: Node, value: Lookup) -> str:
+    """The type the operator computes in: that of its floating arguments, or of what it makes."""
+    for number in (*node.inputs, *(output for output in node.outputs if output is not None)):
+        meta = value(number).meta
+        if meta.is_differentiable:
+            return meta.dtype
+    return "float32"
+
+
+def _moved(node: Node, value: Lookup) -> float:
+    """Bytes read and written when every argument is read and every result written once."""
+    return float(
+        sum(value(number).meta.payload_bytes for number in dict.fromkeys(node.inputs))
+        + sum(value(output).meta.payload_bytes for output in node.outputs if output is not None)
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    node: Node
+    value: Lookup
+    dtype: str
+
+    def argument(self, place: int, name: str = "", default: Any = None) -> Any:
+        if place < len(self.node.args):
+            return self.node.args[place]
+        return dict(self.node.kwargs).get(name, default)
+
+    def meta(self, place: int) -> TensorMeta:
+        argument = self.argument(place)
+        assert isinstance(argument, Ref), f"argument {place} of {self.node.op} is no tensor"
+        return self.value(argument.value).meta
+
+    def shape(self, place: int) -> tuple[int, ...]:
+        return self.meta(place).shape
+
+    def results(self) -> list[TensorMeta | None]:
+        return [None if output is None else self.value(output).meta for output in self.node.outputs]
+
+    @property
+    def moved(self) -> float:
+        return _moved(self.node, self.value)
+
+    def matmul(self, flop: float, arithmetic: float | None = None) -> Work:
+        return Work(Kernel.MATMUL, self.dtype, flop, flop if arithmetic is None else arithmetic, self.moved)
+
+
+def _product(first: int) -> Callable[[_Call], Work]:
+    """(batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
+
+    def rule(call: _Call) -> Work:
+        return call.matmul(2.0 * math.prod(call.shape(first)) * call.shape(first + 1)[-1])
+
+    return rule
+
+
+def _grouped(call: _Call) -> Work:
+    """One product per expert; rows are dealt out, so the work is that of all rows once."""
+    a, b = call.shape(0), call.shape(1)
+    return call.matmul(2.0 * math.prod(a) * b[-1])
+
+
+def _grouped_backward(call: _Call) -> Work:
+    """Gradients of a grouped product: each as much work as the product, given (cotangent, rows, weights)."""
+    gradients = [meta for meta in call.results() if meta is not None]
+    rows, inner, outer = _grouped_sizes(call)
+    return call.matmul(2.0 * rows * inner * outer * len(gradients))
+
+
+def _grouped_sizes(call: _Call) -> tuple[int, int, int]:
+    shapes = [call.value(number).meta.shape for number in call.node.inputs]
+    matrices = [shape for shape in shapes if len(shape) == 2]
+    weights = next(shape for shape in shapes if len(shape) == 3)
+    return matrices[0][0], weights[-2], weights[-1]
+
+
+def _convolution(call: _Call) -> Work:
+    """2 N (spatial places) (filter elements) FLOP; arguments: input, weight, bias, stride, padding, dilation,
+    transposed, ..."""
+    result = call.results()[0]
+    assert result is not None
+    flop = _convolution_flop(
+        call.shape(0), call.shape(1), result.shape, bool(call.argument(6, "transposed", False))
+    )
+    return call.matmul(flop)
+
+
+def _convolution_backward(call: _Call) -> Work:
+    """The gradients that `output_mask` asks for; arguments: cotangent, input, weight, bias sizes, stride,
+    padding, dilation, transposed, output padding, groups, mask."""
+    cotangent, source, weight = call.shape(0), call.shape(1), call.shape(2)
+    transposed, groups, mask = bool(call.argument(7)), int(call.argument(9)), call.argument(10)
+    flop = arithmetic = 0.0
+    if mask[0]:
+        flop += _convolution_flop(cotangent, weight, source, not transposed)
+        arithmetic = flop
+    if mask[1]:
+        ends = (cotangent, source) if transposed else (source, cotangent)
+        counted = _convolution_flop(_swapped(ends[0]), _swapped(ends[1]), _swapped(weight), False)
+        flop += counted
+        arithmetic += counted / groups  # the counter takes every channel with every other
+    if not flop:
+        return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
+    return call.matmul(flop, arithmetic)
+
+
+def _convolution_flop(
+    source: Sequence[int], weight: Sequence[int], result: Sequence[int], transposed: bool
+) -> float:
+    return 2.0 * source[0] * math.prod((source if transposed else result)[2:]) * math.prod(weight)
+
+
+def _swapped(shape: Sequence[int]) -> tuple[int, ...]:
+    return (shape[1], shape[0], *shape[2:])
+
+
+def _attention(causal: int) -> Callable[[_Call], Work]:
+    """Fused attention of (query, key, value); whether it is causal is argument `causal`."""
+
+    def rule(call: _Call) -> Work:
+        flop = _attention_flop(call, 0, products=(1, 1))
+        share = _unmasked(call, 0, causal)
+        return Work(Kernel.ATTENTION, call.dtype, flop, flop * share, call.moved)
+
+    return rule
+
+
+def _attention_backward(causal: int) -> Callable[[_Call], Work]:
+    """Its backward, of (cotangent, query, key, value, ...): five products, one of them the scores again."""
+
+    def rule(call: _Call) -> Work:
+        flop = _attention_flop(call, 1, products=(3, 2))
+        share = _unmasked(call, 1, causal)
+        return Work(Kernel.ATTENTION_BACKWARD, call.dtype, flop, flop * share, call.moved)
+
+    return rule
+
+
+def _attention_flop(call: _Call, query: int, products: tuple[int, int]) -> float:
+    """`products` of scores with the width of the keys, and with that of the values."""
+    *batch, num_queries, width = call.shape(query)
+    num_keys, value_width = call.shape(query + 1)[-2], call.shape(query + 2)[-1]
+    return 2.0 * math.prod(batch) * num_queries * num_keys * (products[0] * width + products[1] * value_width)
+
+
+def _unmasked(call: _Call, query: int, causal: int) -> float:
+    """The share of scores that a causal mask leaves: query i sees keys 0 to i."""
+    if call.argument(causal, "is_causal", False) is not True:
+        return 1.0
+    num_queries, num_keys = call.shape(query)[-2], call.shape(query + 1)[-2]
+    full = max(0, num_queries - num_keys)
+    seen = (num_queries - full) * (num_queries - full + 1) / 2 + full * num_keys
+    return seen / (num_queries * num_keys)
+
+
+def _gathered(call: _Call) -> Work:
+    """Rows read from a table: as many bytes as come out, and the indices."""
+    results = sum(meta.payload_bytes for meta in call.results() if meta is not None)
+    indices = sum(
+        call.value(number).meta.payload_bytes
+        for number in call.node.inputs
+        if not call.value(number).meta.is_differentiable
+    )
+    return Work(Kernel.MEMORY, call.dtype, bytes_moved=2.0 * results + indices)
+
+
+def _scattered(call: _Call) -> Work:
+    """Rows added to a fresh table: the table is written, then every row is read, added and written."""
+    return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved + 2.0 * call.meta(0).payload_bytes)
+
+
+def _sorted(call: _Call) -> Work:
+    """A radix sort: one pass over keys and indices per byte of the key."""
+    return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
+
+
+_RULES: dict[str, Callable[[_Call], Work]] = {
+    "mm": _product(0),
+    "bmm": _product(0),
+    "addmm": _product(1),
+    "baddbmm": _product(1),
+    "_grouped_mm": _grouped,
+    "_grouped_mm_backward": _grouped_backward,
+    "convolution": _convolution,
+    "convolution_backward": _convolution_backward,
+    "_scaled_dot_product_flash_attention": _attention(4),
+    "_scaled_dot_product_efficient_attention": _attention(6),
+    "_scaled_dot_product_cudnn_attention": _attention(6),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward(7),
+    "_scaled_dot_product_flash_attention_backward": _attention_backward(11),
+    "_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
+    "_scaled_dot_product_cudnn_attention_backward": _attention_backward(14),
+    "embedding": _gathered,
+    "index": _gathered,
+    "index_select": _gathered,
+    "embedding_dense_backward": _scattered,
+    "index_put": _scattered,
+    "index_add": _scattered,
+    "sort": _sorted,
+    "topk": _sorted,
+}

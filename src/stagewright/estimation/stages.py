@@ -1,0 +1,183 @@
+"""What any range of the body costs, near enough to search with, and what a carved stage costs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.estimation.memory import StageMemory
+from stagewright.estimation.state import Precision
+from stagewright.estimation.time import Costing
+from stagewright.graph import OperatorGraph, Origin, Part
+from stagewright.graph.payload import num_bytes
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One carved stage and one microbatch: seconds of its functions, bytes it holds and sends."""
+
+    start: int
+    stop: int
+    forward_s: float
+    input_grad_s: float
+    weight_grad_s: float
+    backward_s: float
+    parameter_bytes: int
+    num_parameters: int
+    saved_bytes: int
+    sent_bytes: dict[int, int]
+    """To each later stage, by one forward."""
+    returned_bytes: dict[int, int]
+    """To each earlier stage, by one backward."""
+
+
+def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
+    """What the functions of a carved stage take."""
+    stage = memory.stage
+    functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward)
+    seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
+    metas = [stage.value(value).meta for value in stage.parameters]
+    return StageSummary(
+        stage.start,
+        stage.stop,
+        *seconds,
+        parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
+        num_parameters=sum(meta.num_elements for meta in metas),
+        saved_bytes=memory.saved_bytes,
+        sent_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.sends},
+        returned_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.grad_sends},
+    )
+
+
+class BodyCosts:
+    """Costs of ranges of the body: `seconds`, `state_bytes` and `saved_bytes` have an entry per position
+    and one more, and the cost of the range ``[i, j)`` is ``array[j] - array[i]``.
+
+    * `seconds`: forward, input gradient and weight gradient of one microbatch; `forward_seconds` of these;
+    * `state_bytes`: parameters, gradients and optimizer state;
+    * `saved_bytes`: what F leaves for the backward of one microbatch;
+    * `boundary_bytes[i]`: what crosses a cut at `i` in one forward and one backward.
+
+    Ignores: prologue and derived values; that the gradients of a parameter used on both sides of a cut are
+    on both sides; values saved in a stage that did not make them.
+    """
+
+    def __init__(self, graph: OperatorGraph, costing: Costing) -> None:
+        self.graph = graph
+        self.costing = costing
+        self.size = len(graph.body)
+
+    @cached_property
+    def _places(self) -> NDArray[np.int64]:
+        """Position in the body of every node's forward node; -1 where it has none."""
+        position = self.graph.position
+        return np.fromiter((position.get(node.forward, -1) for node in self.graph.nodes), np.int64)
+
+    @cached_property
+    def seconds(self) -> Floats:
+        return _prefix(self._places, self._bound, self.size)
+
+    @cached_property
+    def forward_seconds(self) -> Floats:
+        is_forward = np.fromiter((node.part is Part.FORWARD for node in self.graph.nodes), np.bool_)
+        return _prefix(self._places, np.where(is_forward, self._bound, 0.0), self.size)
+
+    @cached_property
+    def _bound(self) -> Floats:
+        """Seconds of every node: of the device or of the host, whichever is busier with the whole graph."""
+        device_s, host_s, *_ = self.costing.arrays
+        return device_s if device_s.sum() >= host_s.sum() else host_s
+
+    @cached_property
+    def state_bytes(self) -> Floats:
+        """A parameter that several places use counts where it is used first."""
+        first = self._first_uses()
+        metas = [self.graph.values[value].meta for value in first]
+        sizes = [m.num_elements * Precision.of(m.dtype).bytes_per_parameter for m in metas]
+        return _prefix(np.array(list(first.values()), np.int64), np.array(sizes, np.float64), self.size)
+
+    @cached_property
+    def saved_bytes(self) -> Floats:
+        graph, sizes = self.graph, self.graph.storage_bytes
+        saved: dict[int, int] = {}
+        for node in graph.nodes:
+            if node.part not in (Part.INPUT_GRAD, Part.WEIGHT_GRAD):
+                continue
+            for value in node.inputs:
+                root = graph.values[value].storage
+                place = graph.position.get(graph.values[root].node)
+                if place is not None:
+                    saved[root] = place
+        bytes_of = np.array([sizes[root] for root in saved], np.float64)
+        return _prefix(np.array(list(saved.values()), np.int64), bytes_of, self.size)
+
+    @cached_property
+    def boundary_bytes(self) -> Floats:
+        """Index 0 and the last are no cuts and hold zero."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for node, place in zip(self.graph.nodes, self._places.tolist(), strict=True):
+            if place >= 0:
+                for value in node.inputs:
+                    first[value] = min(first.get(value, place), place)
+                    last[value] = max(last.get(value, place), place)
+        change = np.zeros(self.size + 2)
+        for value, low in first.items():
+            maker = self.graph.values[value].node
+            part = self.graph.nodes[maker].part if maker >= 0 else None
+            place = self._places[maker]
+            if part is Part.FORWARD:
+                ends = (place, last[value])
+            elif part is Part.INPUT_GRAD and place >= 0:
+                ends = (low, place)
+            else:
+                continue
+            payload = self.graph.values[value].meta.payload_bytes
+            change[ends[0] + 1] += payload
+            change[ends[1] + 1] -= payload
+        return change.cumsum()[: self.size + 1]
+
+    @cached_property
+    def legal_cuts(self) -> NDArray[np.int64]:
+        """Positions where a cut is allowed: no buffer that changes has users on both sides."""
+        legal = np.ones(self.size + 1, np.bool_)
+        legal[[0, -1]] = False
+        for buffer, made in self.graph.mutations:
+            maker = self.graph.position.get(self.graph.values[made].node)
+            if maker is None:
+                continue
+            users = [int(self._places[node]) for node in self.graph.consumers.get(buffer, ())]
+            places = [maker, *(place for place in users if place >= 0)]
+            legal[min(places) + 1 : max(places) + 1] = False
+        return np.flatnonzero(legal)
+
+    def _first_uses(self) -> dict[int, int]:
+        """Parameter -> first position of the body that uses it, directly or through derived values."""
+        graph = self.graph
+        sources: dict[int, tuple[int, ...]] = defaultdict(tuple)
+        first: dict[int, int] = {}
+        for node in graph.nodes:
+            found: list[int] = []
+            for value in node.inputs:
+                own = graph.values[value].origin is Origin.PARAMETER
+                found.extend((value,) if own else sources.get(value, ()))
+            if node.part is Part.DERIVED:
+                for output in node.outputs:
+                    if output is not None:
+                        sources[output] = tuple(found)
+            elif node.part is Part.FORWARD:
+                for value in found:
+                    first.setdefault(value, graph.position[node.id])
+        return first
+
+
+def _prefix(places: NDArray[np.int64], amounts: Floats, size: int) -> Floats:
+    inside = places >= 0
+    totals = np.bincount(places[inside], weights=amounts[inside], minlength=size)
+    return np.concatenate([[0.0], totals.cumsum()])

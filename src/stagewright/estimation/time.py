@@ -1,0 +1,140 @@
+"""Seconds of operators and functions on a device: a roofline with the device's few efficiency constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.cluster import Device
+from stagewright.estimation.liveness import Lookup
+from stagewright.estimation.operators import Kernel, Work, short_name, work
+from stagewright.graph import Node, OperatorGraph
+
+Floats = NDArray[np.float64]
+
+VIEW_SHARE = 0.5
+"""Host time of an operator that only makes a view, as a part of one that launches a kernel. A guess."""
+
+_NOT_RECOMPUTED = 4 / 5
+"""Of the five products of fused attention's backward, one computes the scores again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Of one operator: seconds the device is busy, seconds the host needs to issue it, FLOP."""
+
+    device_s: float
+    host_s: float
+    flop: float
+    """As `torch.utils.flop_counter` counts."""
+    model_flop: float
+    """Without what is computed a second time."""
+
+
+def kernel_seconds(found: Work, device: Device) -> float:
+    """Time of one kernel without its launch: arithmetic or memory traffic, whichever takes longer.
+
+    Source: the roofline model (Williams, Waterman and Patterson, CACM 52, 2009) with saturation of small
+    products as in `Device.matmul_seconds`. Ignores: shapes beyond FLOP and bytes; caches; clocks under load.
+    """
+    memory = device.memory_seconds(found.bytes_moved)
+    if found.kernel is Kernel.MATMUL:
+        return max(device.matmul_seconds(found.arithmetic, _precision(found, device)), memory)
+    if found.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
+        forward = found.kernel is Kernel.ATTENTION
+        share = device.attention_efficiency if forward else device.attention_backward_efficiency
+        peak = device.peak_flops.get(_precision(found, device)) or 0.0
+        return max(found.arithmetic / (peak * share), memory)
+    return memory
+
+
+def _precision(found: Work, device: Device) -> str:
+    """The precision whose figures apply; a type the device has none for is computed in float32."""
+    has = device.peak_flops.get(found.dtype) and device.matmul_efficiency.get(found.dtype)
+    return found.dtype if has else "float32"
+
+
+def cost(found: Work, device: Device) -> Cost:
+    """What one operator takes in eager execution.
+
+    A CPU computes on the thread that issues the operators, so that both times add up there.
+    """
+    if found.kernel is Kernel.VIEW:
+        busy, issue = 0.0, device.host_overhead_s * VIEW_SHARE
+    else:
+        busy, issue = kernel_seconds(found, device) + device.launch_overhead_s, device.host_overhead_s
+    needed = found.flop * (_NOT_RECOMPUTED if found.kernel is Kernel.ATTENTION_BACKWARD else 1.0)
+    if device.kind == "cpu":
+        return Cost(busy + issue, 0.0, found.flop, needed)
+    return Cost(busy, issue, found.flop, needed)
+
+
+class Costing:
+    """Costs of the nodes of a graph on a device; equal nodes are looked at once."""
+
+    def __init__(self, graph: OperatorGraph, device: Device) -> None:
+        self.graph = graph
+        self.device = device
+        self.without_rule: set[str] = set()
+        self._by_signature: dict[int, Cost] = {}
+        self._of_graph = graph.values.__getitem__
+
+    def of(self, node: Node, value: Lookup) -> Cost:
+        """The cost of a node, of the graph or made by carving."""
+        known = self._by_signature.get(node.signature) if node.signature >= 0 else None
+        if known is not None:
+            return known
+        found = work(node, value)
+        if not found.has_rule:
+            self.without_rule.add(short_name(node.op))
+        made = cost(found, self.device)
+        if node.signature >= 0:
+            self._by_signature[node.signature] = made
+        return made
+
+    def seconds(self, nodes: Iterable[Node], value: Lookup | None = None) -> float:
+        """Time of a function: the device's work or the host's, whichever takes longer.
+
+        Ignores: that a device waits where the host falls behind for a while only.
+        """
+        device_s = host_s = 0.0
+        for node in nodes:
+            found = self.of(node, value or self._of_graph)
+            device_s += found.device_s
+            host_s += found.host_s
+        return max(device_s, host_s)
+
+    @cached_property
+    def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Device seconds, host seconds, FLOP and model FLOP of every node of the graph."""
+        signatures = np.fromiter((node.signature for node in self.graph.nodes), np.int64)
+        distinct, first, inverse = np.unique(signatures, return_index=True, return_inverse=True)
+        costs = [self.of(self.graph.nodes[index], self._of_graph) for index in first]
+        rows = [(c.device_s, c.host_s, c.flop, c.model_flop) for c in costs]
+        columns = np.array(rows).reshape(len(distinct), 4)[inverse]
+        return columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3]
+
+    @property
+    def flop(self) -> float:
+        """FLOP of one microbatch, forward and backward, as `torch.utils.flop_counter` counts."""
+        return float(self.arrays[2].sum())
+
+    @property
+    def model_flop(self) -> float:
+        """FLOP of one microbatch without what is computed a second time."""
+        return float(self.arrays[3].sum())
+
+
+def optimizer_seconds(num_parameters: float, device: Device, has_master: bool, clips: bool) -> float:
+    """Time of fused AdamW over parameters of 4-byte state, with clipping and, if there are masters, rounding.
+
+    Reads weight, gradient and two moments and writes all but the gradient; clipping reads each gradient,
+    then reads and writes it; rounding reads a master and writes two bytes. Ignores: launches; fp64's double
+    width.
+    """
+    per_parameter = 28.0 + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
+    return device.memory_seconds(per_parameter * num_parameters)

@@ -1,0 +1,179 @@
+"""One configuration made into a plan: partition it, within memory if that is possible, and predict it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright import __version__
+from stagewright.cluster import Cluster
+from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.job import Job
+from stagewright.planning.partition import MemoryBudget, partition
+from stagewright.planning.plan import ClusterSection, ModelSection, Plan, cut_names
+from stagewright.planning.predict import Pipeline, pipeline, predict, rank_memories, reserved_bytes
+from stagewright.schedule import Kind, Program, build
+from stagewright.simulation import StageCosts, simulate
+from stagewright.tracing.models.reference import ModelReference
+
+SLACKS = (0.0, 0.02, 0.1)
+"""How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
+
+_MEMORY_ROUNDS = 4
+"""Partitions tried within memory; each knows better than the last what a stage needs beside what is saved."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a search decides before it partitions."""
+
+    dp: int
+    pp: int
+    microbatch_size: int
+    num_microbatches: int
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} x pp {self.pp}, microbatch {self.microbatch_size}, {self.schedule}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A partitioned choice and the memory of its ranks; the fullest lacks `excess_bytes` (or has spare)."""
+
+    choice: Choice
+    line: Pipeline
+    cuts: tuple[int, ...]
+    memories: tuple[RankMemory, ...]
+    excess_bytes: int
+
+
+def make_program(choice: Choice) -> Program:
+    return build(choice.schedule, choice.pp, choice.num_microbatches)
+
+
+def in_flight(program: Program) -> list[int]:
+    """The most microbatches whose saved values each stage holds at once.
+
+    >>> in_flight(build("1f1b", 4, 8))
+    [4, 3, 2, 1]
+    """
+    now, most = [0] * program.num_stages, [0] * program.num_stages
+    for action in program.without_pairs():
+        if action.kind is Kind.F:
+            now[action.stage] += 1
+            most[action.stage] = max(most[action.stage], now[action.stage])
+        elif action.kind in (Kind.B, Kind.W):
+            now[action.stage] -= 1
+    return most
+
+
+def approximate_seconds(
+    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, dp: int
+) -> float:
+    """Makespan of a batch from range sums, without carving."""
+    ends = np.array([0, *cuts, body.size])
+    forward, total = np.diff(body.forward_seconds[ends]), np.diff(body.seconds[ends])
+    placed = program.placement.rank_of_stage
+
+    def transfer(source: int, target: int) -> float:
+        width = float(body.boundary_bytes[ends[max(source, target)]]) / 2
+        return cluster.point_to_point_seconds(width, placed[source] * dp, placed[target] * dp)
+
+    return simulate(program, StageCosts.of(forward, total - forward, 0.0 * total), transfer).makespan_s
+
+
+def best_partition(
+    body: BodyCosts, choice: Choice, cluster: Cluster, budget: MemoryBudget | None
+) -> list[int] | None:
+    """The fastest of the partitions with the slacks of `SLACKS`, or None if none stays within `budget`.
+
+    Raises:
+        PlanError: more stages than legal cuts allow.
+    """
+    program = make_program(choice)
+    tried: dict[tuple[int, ...], float] = {}
+    for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
+        cuts = partition(body, program.num_stages, slack, budget)
+        if cuts is not None and tuple(cuts) not in tried:
+            tried[tuple(cuts)] = approximate_seconds(body, cuts, program, cluster, choice.dp)
+    return list(min(tried, key=tried.__getitem__)) if tried else None
+
+
+def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
+    """The fastest partition that fits the memory limit, or of those tried the one that misses it by least.
+
+    Raises:
+        PlanError: more stages than legal cuts allow.
+    """
+    cuts = best_partition(body, choice, cluster, None)
+    assert cuts is not None
+    best = with_cuts(body, choice, cuts, cluster, job)
+    latest = best
+    for _ in range(_MEMORY_ROUNDS):
+        if best.excess_bytes <= 0:
+            break
+        cuts = best_partition(body, choice, cluster, _budget(body, latest, job))
+        if cuts is None or tuple(cuts) == latest.cuts:
+            break
+        latest = with_cuts(body, choice, cuts, cluster, job)
+        if latest.excess_bytes < best.excess_bytes:
+            best = latest
+    return best
+
+
+def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
+    """`choice` with the given partition."""
+    line = pipeline(body, cuts, make_program(choice), cluster, job, choice.dp)
+    memories = tuple(rank_memories(line))
+    fullest = max(reserved_bytes(memory, cluster) for memory in memories)
+    return Candidate(choice, line, tuple(cuts), memories, fullest - job.usable_bytes(cluster.device))
+
+
+def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
+    """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
+    program, cluster = tried.line.program, tried.line.cluster
+    counts = in_flight(program)
+    ends = np.array([0, *tried.cuts, body.size])
+    known = np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
+    limit = job.usable_bytes(cluster.device)
+    allowed = [0.0] * program.num_stages
+    for memory in tried.memories:
+        stages = program.placement.stages_of(memory.rank)
+        spare = limit - reserved_bytes(memory, cluster)
+        for stage in stages:
+            allowed[stage] = float(known[stage]) + spare / len(stages)
+    return MemoryBudget(allowed, counts)
+
+
+def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) -> Plan:
+    """The document of a candidate, predictions included."""
+    choice, line = candidate.choice, candidate.line
+    program, cluster = line.program, line.cluster
+    return Plan(
+        stagewright=__version__,
+        model=ModelSection(
+            text=reference.text,
+            overrides=dict(reference.overrides),
+            digest=reference.digest,
+            name=reference.name,
+        ),
+        job=line.job,
+        cluster=ClusterSection(
+            name=cluster.name, num_devices=cluster.num_devices, device=cluster.device.name
+        ),
+        dp=choice.dp,
+        pp=choice.pp,
+        num_stages=program.num_stages,
+        microbatch_size=choice.microbatch_size,
+        num_microbatches=choice.num_microbatches,
+        cuts=cut_names(body.graph, list(candidate.cuts)),
+        placement=program.placement.rank_of_stage,
+        schedule=choice.schedule,
+        program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
+        memory_policy=("keep",) * program.num_stages,
+        predictions=predict(line, body, candidate.memories),
+    )

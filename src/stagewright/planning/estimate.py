@@ -1,0 +1,100 @@
+"""Estimates: the predictions of one configuration, whether or not it fits the memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.time import Costing
+from stagewright.graph import OperatorGraph
+from stagewright.planning.candidate import Choice, make_candidate, make_plan
+from stagewright.planning.job import Job
+from stagewright.planning.plan import ClusterSection, Plan, stage_cuts, stage_program
+from stagewright.planning.predict import pipeline, predict
+from stagewright.tracing.cache import trace as cached_trace
+from stagewright.tracing.models.reference import ModelReference, resolve
+
+Trace = Callable[..., OperatorGraph]
+Report = Callable[[str], None]
+
+
+def estimate(
+    subject: Plan | str | ModelReference,
+    cluster: Cluster,
+    job: Job | None = None,
+    *,
+    dp: int | None = None,
+    pp: int | None = None,
+    microbatch: int = 1,
+    schedule: str = "1f1b",
+    report: Report = lambda stage: None,
+    trace: Trace = cached_trace,
+) -> Plan:
+    """What a plan, or a model in one configuration, takes on `cluster`: a plan with fresh predictions.
+
+    A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
+    follows from the number of devices (by default one replica), and the partition is the one a search would
+    take.
+
+    Raises:
+        InputError: widths that do not fit the cluster or the batch, or a model without a job.
+        PlanError: a plan made for another model, or more stages than legal cuts.
+        TraceError: the model cannot be traced.
+    """
+    if isinstance(subject, Plan):
+        return _of_plan(subject, cluster, report, trace)
+    if job is None:
+        raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
+    reference = subject if isinstance(subject, ModelReference) else resolve(subject)
+    choice = _choice(cluster, job, dp, pp, microbatch, schedule)
+    body = _body(reference, choice.microbatch_size, cluster, job, report, trace)
+    return make_plan(make_candidate(body, choice, cluster, job), body, reference)
+
+
+def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
+    if cluster.num_devices < plan.dp * plan.pp:
+        raise InputError(
+            f"the plan needs {plan.dp * plan.pp} devices (dp {plan.dp} x pp {plan.pp}), but cluster "
+            f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
+        )
+    reference = resolve(plan.model.text, plan.model.overrides)
+    if reference.digest != plan.model.digest:
+        raise PlanError(
+            f"model '{plan.model.text}' has changed since the plan was made (digest {reference.digest[:12]}, "
+            f"planned {plan.model.digest[:12]}): plan again"
+        )
+    body = _body(reference, plan.microbatch_size, cluster, plan.job, report, trace)
+    cuts = stage_cuts(plan, body.graph)
+    line = pipeline(body, cuts, stage_program(plan), cluster, plan.job, plan.dp)
+    section = ClusterSection(name=cluster.name, num_devices=cluster.num_devices, device=cluster.device.name)
+    return plan.model_copy(update={"predictions": predict(line, body), "cluster": section})
+
+
+def _body(
+    reference: ModelReference, size: int, cluster: Cluster, job: Job, report: Report, trace: Trace
+) -> BodyCosts:
+    graph = trace(reference, size, job.sequence_length, job.torch_name, report=report)
+    return BodyCosts(graph, Costing(graph, cluster.device))
+
+
+def _choice(
+    cluster: Cluster, job: Job, dp: int | None, pp: int | None, microbatch: int, schedule: str
+) -> Choice:
+    count = cluster.num_devices
+    if dp is None:
+        dp = 1 if pp is None else count // max(pp, 1)
+    if pp is None:
+        pp = count // max(dp, 1)
+    if dp < 1 or pp < 1 or dp * pp > count:
+        raise InputError(
+            f"dp {dp} x pp {pp} does not fit the {count} devices of cluster '{cluster.name}': choose widths "
+            "whose product is at most that"
+        )
+    if microbatch < 1 or job.global_batch % (dp * microbatch):
+        raise InputError(
+            f"dp {dp} replicas with microbatches of {microbatch} do not divide the global batch of "
+            f"{job.global_batch}: change one of the three"
+        )
+    return Choice(dp, pp, microbatch, job.global_batch // dp // microbatch, schedule)

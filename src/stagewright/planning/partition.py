@@ -1,0 +1,164 @@
+"""Contiguous partitions: stages of equal time within the memory of each, cut where little crosses."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.errors import PlanError
+from stagewright.estimation.stages import BodyCosts
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes each stage may take, and how many microbatches it holds at once."""
+
+    stage_bytes: Sequence[float]
+    in_flight: Sequence[float]
+
+
+def partition(
+    costs: BodyCosts, num_stages: int, slack: float = 0.0, budget: MemoryBudget | None = None
+) -> list[int] | None:
+    """Cut positions of `num_stages` stages, or None if no partition stays within `budget`.
+
+    The slowest stage is as fast as can be; of all partitions whose slowest stage takes at most ``1 + slack``
+    times that, the one whose boundaries are narrowest in sum.
+
+    Raises:
+        PlanError: the model has too few legal cuts for so many stages.
+    """
+    legal = costs.legal_cuts
+    if num_stages - 1 > len(legal):
+        raise PlanError(
+            f"{num_stages} stages need {num_stages - 1} cuts, but model '{costs.graph.name}' can be cut at "
+            f"{len(legal)} places only: use at most {len(legal) + 1} stages"
+        )
+    if num_stages == 1:
+        search = _Search(costs, np.array([], np.int64), 1, budget)
+        return [] if search.is_feasible(np.inf) else None
+    worthwhile = _Search(costs, _worthwhile(costs, num_stages - 1), num_stages, budget)
+    found = worthwhile.cuts(slack)
+    if found is None and len(worthwhile.ends) < len(legal) + 2:
+        found = _Search(costs, legal, num_stages, budget).cuts(slack)
+    return found
+
+
+def _worthwhile(costs: BodyCosts, at_least: int) -> Ints:
+    """Legal cuts without those that have a narrower one beside them that splits the time all the same."""
+    legal, width = costs.legal_cuts, costs.boundary_bytes
+    spacing = costs.seconds[-1] / max(256, 32 * (at_least + 1))
+    best: dict[int, int] = {}
+    for cut, bin_ in zip(legal.tolist(), (costs.seconds[legal] / spacing).astype(int).tolist(), strict=True):
+        if bin_ not in best or width[cut] < width[best[bin_]]:
+            best[bin_] = cut
+    chosen = np.array(sorted(best.values()), np.int64)
+    return chosen if len(chosen) >= at_least else legal
+
+
+class _Search:
+    """Partitions whose cuts are among `positions`."""
+
+    def __init__(
+        self, costs: BodyCosts, positions: Ints, num_stages: int, budget: MemoryBudget | None
+    ) -> None:
+        self.ends = np.concatenate([[0], positions, [costs.size]]).astype(np.int64)
+        self.num_stages = num_stages
+        self.time = costs.seconds[self.ends]
+        self.width = costs.boundary_bytes[self.ends]
+        self.load: list[Floats] | None = None
+        self.budget = budget
+        if budget is not None:
+            state, saved = costs.state_bytes[self.ends], costs.saved_bytes[self.ends]
+            self.load = [state + count * saved for count in budget.in_flight]
+
+    def is_feasible(self, bottleneck: float) -> bool:
+        return self._reach(bottleneck) is not None
+
+    def cuts(self, slack: float) -> list[int] | None:
+        if not self.is_feasible(np.inf):
+            return None
+        bottleneck = self._bottleneck() * (1 + slack)
+        return self._narrowest(bottleneck)
+
+    def _bottleneck(self) -> float:
+        """The least time of the slowest stage, to within a millionth."""
+        low, high = float(self.time[-1]) / self.num_stages, float(self.time[-1])
+        if self.is_feasible(low):
+            return low
+        while high - low > 1e-6 * high:
+            middle = (low + high) / 2
+            if self.is_feasible(middle):
+                high = middle
+            else:
+                low = middle
+        return high
+
+    def _farthest(self, stage: int, start: int, bottleneck: float) -> int:
+        """Index of the last end that a stage from `start` may have."""
+        tolerance = 1e-12 * float(self.time[-1])
+        end = int(np.searchsorted(self.time, self.time[start] + bottleneck + tolerance, side="right")) - 1
+        if self.load is not None and self.budget is not None:
+            load = self.load[stage]
+            limit = load[start] + self.budget.stage_bytes[stage]
+            end = min(end, int(np.searchsorted(load, limit, side="right")) - 1)
+        return end
+
+    def _reach(self, bottleneck: float) -> list[int] | None:
+        """Ends of stages that each go as far as they may, or None if that does not cover the body."""
+        at, found = 0, []
+        last = len(self.ends) - 1
+        for stage in range(self.num_stages):
+            left = self.num_stages - 1 - stage
+            end = min(self._farthest(stage, at, bottleneck), last - left)
+            if end <= at:
+                return None
+            at = end
+            found.append(end)
+        return found if at == last else None
+
+    def _narrowest(self, bottleneck: float) -> list[int] | None:
+        """The cuts of least total width: a shortest path over (stage, end), each stage a sliding window."""
+        num_ends = len(self.ends)
+        total = np.full(num_ends, np.inf)
+        total[0] = 0.0
+        came_from: list[Ints] = []
+        for stage in range(self.num_stages):
+            reached, origin = self._extend(total, stage, bottleneck)
+            total = reached + self.width
+            came_from.append(origin)
+        at = num_ends - 1
+        if not np.isfinite(total[at]):
+            return None
+        cuts: list[int] = []
+        for origin in reversed(came_from[1:]):
+            at = int(origin[at])
+            cuts.append(int(self.ends[at]))
+        return cuts[::-1]
+
+    def _extend(self, total: Floats, stage: int, bottleneck: float) -> tuple[Floats, Ints]:
+        """The least total of any start from which `stage` may end at each end, and that start."""
+        num_ends = len(self.ends)
+        reached = np.full(num_ends, np.inf)
+        origin = np.full(num_ends, -1, np.int64)
+        farthest = [self._farthest(stage, start, bottleneck) for start in range(num_ends)]
+        window: deque[int] = deque()
+        for end in range(1, num_ends):
+            start = end - 1
+            if np.isfinite(total[start]):
+                while window and total[window[-1]] >= total[start]:
+                    window.pop()
+                window.append(start)
+            while window and farthest[window[0]] < end:
+                window.popleft()
+            if window:
+                reached[end] = total[window[0]]
+                origin[end] = window[0]
+        return reached, origin

@@ -1,0 +1,224 @@
+"""What one optimizer step of a pipeline takes: seconds from the simulator, bytes from the replay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagewright.cluster import Cluster, Device, all_reduce_seconds
+from stagewright.errors import InputError
+from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
+from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
+from stagewright.estimation.state import Precision, resident_bytes
+from stagewright.estimation.time import optimizer_seconds
+from stagewright.graph.stage import Stage, carve
+from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Predictions, RankPrediction, StagePrediction
+from stagewright.schedule import Program, insert_communication
+from stagewright.simulation import StageCosts, Timeline, simulate
+
+_SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A carved model on its way through a program, in `dp` replicas on `cluster`."""
+
+    memories: tuple[StageMemory, ...]
+    summaries: tuple[StageSummary, ...]
+    program: Program
+    cluster: Cluster
+    job: Job
+    dp: int
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [memory.stage for memory in self.memories]
+
+    @property
+    def pp(self) -> int:
+        return self.program.num_ranks
+
+    def replicas(self, pipeline_rank: int) -> range:
+        """Global ranks that hold the same stages."""
+        return range(pipeline_rank * self.dp, (pipeline_rank + 1) * self.dp)
+
+    def stages_of(self, pipeline_rank: int) -> list[Stage]:
+        return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
+
+
+def pipeline(
+    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, dp: int
+) -> Pipeline:
+    """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
+    memories = tuple(StageMemory(stage) for stage in carve(body.graph, cuts))
+    summaries = tuple(summarise(memory, body.costing) for memory in memories)
+    return Pipeline(memories, summaries, program, cluster, job, dp)
+
+
+def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
+    """All predictions for `line`; `memories` of its ranks if they are known already."""
+    timeline = run_timeline(line)
+    step = step_seconds(line, timeline)
+    memories = rank_memories(line) if memories is None else memories
+    num_samples = line.program.num_microbatches * line.dp
+    tokens = body.graph.facts.get("num_tokens", 0) * num_samples
+    return Predictions(
+        step_seconds=step,
+        lower_bound_seconds=lower_bound_seconds(body, line.program.num_microbatches, line.pp, line.job),
+        tokens_per_second=tokens / step,
+        mfu=body.costing.model_flop * num_samples / (step * line.pp * line.dp * _peak(line)),
+        bubble_fraction=timeline.bubble_fraction,
+        ranks=tuple(
+            RankPrediction(
+                rank=memory.rank,
+                busy_seconds=float(timeline.busy_s[memory.rank]),
+                allocated_peak_bytes=memory.peak_bytes,
+                reserved_peak_bytes=reserved_bytes(memory, line.cluster),
+                categories=memory.categories,
+            )
+            for memory in memories
+        ),
+        stages=tuple(_stage_prediction(summary) for summary in line.summaries),
+    )
+
+
+def _stage_prediction(summary: StageSummary) -> StagePrediction:
+    return StagePrediction(
+        start=summary.start,
+        stop=summary.stop,
+        forward_seconds=summary.forward_s,
+        input_grad_seconds=summary.input_grad_s,
+        weight_grad_seconds=summary.weight_grad_s,
+        parameter_bytes=summary.parameter_bytes,
+        saved_bytes=summary.saved_bytes,
+        boundary_bytes=sum(summary.sent_bytes.values()),
+    )
+
+
+def _peak(line: Pipeline) -> float:
+    device, name = line.cluster.device, line.job.torch_name
+    peak = device.peak_flops.get(name)
+    if peak is None:
+        known = ", ".join(device.peak_flops.available())
+        raise InputError(
+            f"device '{device.name}' has no peak for {line.job.dtype}: train in one of {known}, or add the "
+            "figure to its description"
+        )
+    return peak
+
+
+# -- time ---------------------------------------------------------------------------------------------------
+
+
+def run_timeline(line: Pipeline) -> Timeline:
+    """When the computations of one batch run."""
+    costs = StageCosts.of(
+        [summary.forward_s for summary in line.summaries],
+        [summary.input_grad_s for summary in line.summaries],
+        [summary.weight_grad_s for summary in line.summaries],
+        backward_s=[summary.backward_s for summary in line.summaries],
+    )
+    edges = stage_edges(line.stages)
+    return simulate(line.program, costs, _transfers(line, edges), edges=edges)
+
+
+def _transfers(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+    placed = line.program.placement.rank_of_stage
+    seconds: dict[tuple[int, int], float] = {}
+    for low, high in edges:
+        for source, target, sent in (
+            (low, high, line.summaries[low].sent_bytes.get(high, 0)),
+            (high, low, line.summaries[high].returned_bytes.get(low, 0)),
+        ):
+            ends = placed[source] * line.dp, placed[target] * line.dp
+            seconds[source, target] = line.cluster.point_to_point_seconds(sent, *ends) if sent else 0.0
+    return seconds
+
+
+def step_seconds(line: Pipeline, timeline: Timeline) -> float:
+    """Seconds of a whole optimizer step: the batch, then gradients summed over replicas and over the ranks
+    that share a tied parameter, the norm of the gradient over all ranks, and AdamW.
+
+    Ignores: overlap of the sums with the computations of other ranks beyond each rank's own end.
+    """
+    ends, steps = [], []
+    for rank in range(line.pp):
+        gradients = _gradient_bytes(line.stages_of(rank))
+        reduce = sum(
+            count * all_reduce_seconds(line.cluster, size, line.replicas(rank))
+            for size, count in Counter(gradients.values()).items()
+        )
+        part = timeline.encoded.rank_slice(rank)
+        end = float(timeline.end_s[part].max(initial=0.0))
+        ends.append(end + reduce + _tied_seconds(line, rank, gradients))
+        steps.append(_optimizer_seconds(line.job, sum(gradients.values()), line.cluster.device))
+    norm = all_reduce_seconds(line.cluster, 8, [rank * line.dp for rank in range(line.pp)])
+    return max(ends) + norm + max(steps)
+
+
+def _gradient_bytes(stages: Sequence[Stage]) -> dict[int, int]:
+    """Parameter -> bytes of its gradient buffer, for a rank that holds `stages`."""
+    found: dict[int, int] = {}
+    for stage in stages:
+        for value, _ in stage.gradients:
+            meta = stage.value(value).meta
+            found[value] = meta.num_elements * ITEM_BYTES[Precision.of(meta.dtype).gradient]
+    return found
+
+
+def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, int]) -> float:
+    """Time to sum the gradients of parameters that `rank` shares with other pipeline ranks."""
+    holders: dict[int, set[int]] = {value: {rank} for value in gradients}
+    for other in range(line.pp):
+        for stage in line.stages_of(other):
+            for value, _ in stage.gradients:
+                if value in holders:
+                    holders[value].add(other)
+    return sum(
+        all_reduce_seconds(line.cluster, gradients[value], [member * line.dp for member in sorted(members)])
+        for value, members in holders.items()
+        if len(members) > 1
+    )
+
+
+def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device) -> float:
+    num_parameters = gradient_bytes / ITEM_BYTES[Precision.of(job.torch_name).gradient]
+    has_master = job.dtype == "bf16"
+    return optimizer_seconds(num_parameters, device, has_master, clips=job.clip_norm is not None)
+
+
+def lower_bound_seconds(body: BodyCosts, num_microbatches: int, pp: int, job: Job) -> float:
+    """No contiguous partition and no schedule is faster on `pp` ranks: the work of the batch shared evenly,
+    or one microbatch through the whole model, and the optimizer step shared evenly."""
+    total = float(body.seconds[-1])
+    precision = Precision.of(job.torch_name)
+    gradients = body.state_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
+    step = _optimizer_seconds(job, float(gradients) / pp, body.costing.device)
+    return max(total * num_microbatches / pp, total) + step
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def rank_memories(line: Pipeline) -> list[RankMemory]:
+    """The memory of every pipeline rank over one batch, by replay of the lowered program."""
+    lowered = insert_communication(line.program, stage_edges(line.stages))
+    return [
+        replay_rank(line.memories, lowered, rank, resident_bytes(line.stages_of(rank)))
+        for rank in range(line.pp)
+    ]
+
+
+def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:
+    """What the allocator holds at the peak: on a GPU also the matrix library's workspace, in whole segments.
+
+    Ignores: fragmentation, for which a device's `reserve_fraction` leaves room.
+    """
+    device = cluster.device
+    if device.kind == "cpu":
+        return memory.peak_bytes
+    total = memory.peak_bytes + device.workspace_bytes
+    return -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES

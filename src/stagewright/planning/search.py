@@ -1,0 +1,245 @@
+"""The search: every pipeline width, microbatch and schedule on a cluster, best first, within memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.time import Costing
+from stagewright.graph import OperatorGraph
+from stagewright.planning.advice import misses_memory
+from stagewright.planning.candidate import (
+    Candidate,
+    Choice,
+    in_flight,
+    make_candidate,
+    make_plan,
+    make_program,
+)
+from stagewright.planning.job import Job
+from stagewright.planning.partition import MemoryBudget, partition
+from stagewright.planning.plan import Plan
+from stagewright.planning.predict import lower_bound_seconds
+from stagewright.tracing.cache import trace as cached_trace
+from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.units import format_bytes, format_seconds
+
+Trace = Callable[..., OperatorGraph]
+
+_HOPELESS = 2.0
+"""A configuration whose lower bound is this many times the best step found is not worked out."""
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A configuration that is no plan, and why; `missing_bytes` where it lacks memory."""
+
+    reason: str
+    dp: int
+    pp: int
+    microbatch_size: int | None = None
+    schedule: str | None = None
+    missing_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Plans, best first, and what was left out."""
+
+    plans: list[Plan]
+    excluded: list[Excluded]
+    warnings: list[str] = field(default_factory=list)
+
+
+def plan(
+    model: str | ModelReference,
+    cluster: Cluster,
+    job: Job,
+    *,
+    report: Callable[[str], None] = lambda stage: None,
+    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    pp: int | None = None,
+    dp: int | None = None,
+    microbatch: int | None = None,
+    trace: Trace = cached_trace,
+) -> Found:
+    """The best plans of `model` for `cluster` and `job`.
+
+    Args:
+        report: told what the search is doing.
+        schedules: names of schedule families to try.
+        pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
+        trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
+
+    Raises:
+        InputError: the model, device or a width cannot be used as given.
+        TraceError: the model cannot be traced.
+        PlanError: no configuration fits; says by how much the best misses and what would fit.
+    """
+    reference = model if isinstance(model, ModelReference) else resolve(model)
+    search = _Search(reference, cluster, job, report, tuple(schedules), trace)
+    widths = widths_of(cluster, job, pp, dp)
+    for size in _microbatch_sizes(widths, job, microbatch):
+        fitting = [width for width in widths if _divides(size, job, width[0]) and search.may_fit(size, width)]
+        if not fitting:
+            break
+        search.work_out(size, fitting)
+    return search.result()
+
+
+def widths_of(cluster: Cluster, job: Job, pp: int | None, dp: int | None) -> list[tuple[int, int]]:
+    """All (dp, pp) that use every device and divide the batch, deepest pipelines first."""
+    count = cluster.num_devices
+    for name, fixed in (("pp", pp), ("dp", dp)):
+        if fixed is not None and (fixed < 1 or count % fixed):
+            raise InputError(
+                f"{name} = {fixed} does not divide the {count} devices of cluster '{cluster.name}': "
+                f"use one of {', '.join(str(n) for n in _divisors(count))}"
+            )
+    found = [
+        (count // width, width)
+        for width in reversed(_divisors(count))
+        if pp in (None, width) and dp in (None, count // width) and job.global_batch % (count // width) == 0
+    ]
+    if not found:
+        wanted = f"dp {dp or 'any'} x pp {pp or 'any'}"
+        raise InputError(
+            f"{wanted} on {count} devices leaves no whole share of a global batch of {job.global_batch}: "
+            "dp x pp must be the number of devices and dp must divide the batch"
+        )
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _divides(size: int, job: Job, dp: int) -> bool:
+    return (job.global_batch // dp) % size == 0
+
+
+def _microbatch_sizes(widths: Sequence[tuple[int, int]], job: Job, fixed: int | None) -> list[int]:
+    """Sizes to try, growing: powers of two that divide a replica's share, or all divisors of odd shares."""
+    shares = {job.global_batch // dp for dp, _ in widths}
+    if fixed is not None:
+        if not any(share % fixed == 0 for share in shares):
+            raise InputError(
+                f"microbatch = {fixed} divides no replica's share of the global batch of {job.global_batch} "
+                f"({', '.join(map(str, sorted(shares)))} samples)"
+            )
+        return [fixed]
+    sizes = {size for share in shares for size in _divisors(share) if share % 2 or size & (size - 1) == 0}
+    return sorted(sizes)
+
+
+class _Search:
+    def __init__(
+        self,
+        reference: ModelReference,
+        cluster: Cluster,
+        job: Job,
+        report: Callable[[str], None],
+        schedules: tuple[str, ...],
+        trace: Trace,
+    ) -> None:
+        self.reference = reference
+        self.cluster = cluster
+        self.job = job
+        self.report = report
+        self.schedules = schedules
+        self.trace = trace
+        self.plans: list[Plan] = []
+        self.excluded: list[Excluded] = []
+        self.misses: list[Candidate] = []
+        self.too_many_stages: list[PlanError] = []
+        self.latest: tuple[int, BodyCosts] | None = None
+        self.without_rule: set[str] = set()
+
+    def may_fit(self, size: int, width: tuple[int, int]) -> bool:
+        """Whether a partition fits by what the latest trace saves, scaled to `size`; unknown at first."""
+        if self.latest is None:
+            return True
+        known, body = self.latest
+        fits = False
+        for choice in self._choices(size, [width]):
+            counts = [count * size / known for count in in_flight(make_program(choice))]
+            limit = float(self.job.usable_bytes(self.cluster.device))
+            budget = MemoryBudget([limit] * len(counts), counts)
+            if (
+                len(counts) <= len(body.legal_cuts) + 1
+                and partition(body, len(counts), 0.0, budget) is not None
+            ):
+                fits = True
+                continue
+            least = self._least_bytes(body, counts)
+            self._exclude(choice, f"needs at least {format_bytes(least)} a device", round(least - limit))
+        return fits
+
+    def _least_bytes(self, body: BodyCosts, counts: Sequence[float]) -> float:
+        """Bytes of the fullest rank if state and saved values could be shared out evenly."""
+        share = 1 / len(counts)
+        return float(body.state_bytes[-1] * share + body.saved_bytes[-1] * share * float(np.mean(counts)))
+
+    def _choices(self, size: int, widths: Sequence[tuple[int, int]]) -> Iterator[Choice]:
+        for dp, pp in widths:
+            for schedule in self.schedules if pp > 1 else self.schedules[:1]:
+                yield Choice(dp, pp, size, self.job.global_batch // dp // size, schedule)
+
+    def work_out(self, size: int, widths: Sequence[tuple[int, int]]) -> None:
+        """Every width and schedule with microbatches of `size` samples."""
+        self.report(f"tracing microbatches of {size}")
+        graph = self.trace(
+            self.reference, size, self.job.sequence_length, self.job.torch_name, report=self.report
+        )
+        costing = Costing(graph, self.cluster.device)
+        body = BodyCosts(graph, costing)
+        for choice in self._choices(size, widths):
+            self.report(str(choice))
+            self._work_out_one(choice, body)
+        self.without_rule |= costing.without_rule
+        self.latest = size, body
+
+    def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:
+        bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job)
+        if self.plans and bound > _HOPELESS * min(p.predictions.step_seconds for p in self.plans):
+            self._exclude(choice, f"takes at least {format_seconds(bound)} a step")
+            return
+        try:
+            candidate = make_candidate(body, choice, self.cluster, self.job)
+        except PlanError as error:
+            self.too_many_stages.append(error)
+            self._exclude(choice, str(error))
+            return
+        if candidate.excess_bytes > 0:
+            self.misses.append(candidate)
+            missing = candidate.excess_bytes
+            self._exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
+            return
+        self.plans.append(make_plan(candidate, body, self.reference))
+
+    def _exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:
+        self.excluded.append(
+            Excluded(reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing)
+        )
+
+    def result(self) -> Found:
+        if not self.plans:
+            if self.misses:
+                raise misses_memory(min(self.misses, key=lambda miss: miss.excess_bytes), self.job)
+            raise self.too_many_stages[0]
+        warnings = [
+            f"operator {name} has no rule: its time is that of its bytes"
+            for name in sorted(self.without_rule)
+        ]
+        ranked = sorted(self.plans, key=_rank)
+        return Found(ranked, self.excluded, warnings)
+
+
+def _rank(found: Plan) -> tuple[float, int]:
+    predictions = found.predictions
+    return predictions.step_seconds, max(rank.reserved_peak_bytes for rank in predictions.ranks)
