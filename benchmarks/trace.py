@@ -33,7 +33,9 @@ print(json.dumps({
 SHORT = {"bert-large": 512, "t5-large": 512, "gpt2-xl": 1024, "gpt2": 1024, "vit-huge": 1}
 
 
-def measure(model: str, sequence_length: int, cache: str, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+def measure(
+    model: str, sequence_length: int, cache: str, overrides: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """One trace in a process of its own."""
     environment = {**os.environ, "STAGEWRIGHT_CACHE": cache, "PYTHONWARNINGS": "ignore"}
     arguments = [sys.executable, "-c", _ONE, model, str(sequence_length), json.dumps(overrides or {})]
@@ -44,7 +46,9 @@ def measure(model: str, sequence_length: int, cache: str, overrides: dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequence-length", type=int, default=2048)
     parser.add_argument("--models", nargs="*")
     parser.add_argument("--json", action="store_true")
@@ -67,7 +71,11 @@ def main() -> None:
             )
     worst = max(rows, key=lambda row: row["seconds"])
     if options.json:
-        machine = {"python": platform.python_version(), "processor": platform.processor(), "cores": os.cpu_count()}
+        machine = {
+            "python": platform.python_version(),
+            "processor": platform.processor(),
+            "cores": os.cpu_count(),
+        }
         print(json.dumps({"machine": machine, "rows": rows, "worst": worst["model"]}, indent=1))
         return
     verdict = "within" if worst["seconds"] <= LIMIT_S else "OVER"

@@ -30,5 +30,8 @@ class SkipNet(nn.Module):
 
 def skip_net(microbatch_size: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    inputs = {"image": torch.randn(microbatch_size, 3, 8, 8), "label": torch.randint(0, 5, (microbatch_size,))}
+    inputs = {
+        "image": torch.randn(microbatch_size, 3, 8, 8),
+        "label": torch.randint(0, 5, (microbatch_size,)),
+    }
     return SkipNet(), inputs

@@ -38,7 +38,9 @@ def test_pipelined_equals_plain(
             num_losses += found["num_losses"]
             for name, (equal, error, tied) in found["gradients"].items():
                 names.add(name)
-                assert equal or (tied and error <= TIED_TOLERANCE), f"{model} {schedule}: gradient of {name} is off by {error}"
+                assert equal or (tied and error <= TIED_TOLERANCE), (
+                    f"{model} {schedule}: gradient of {name} is off by {error}"
+                )
         assert num_losses == NUM_MICROBATCHES
         assert names == set(results[0]["trained"])
 
@@ -65,22 +67,37 @@ def train_both_ways(rank: int, num_ranks: int, model: str) -> dict[str, Any]:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     data = _microbatches(inputs)
     plain, losses = _plain(module, data)
-    holders = [{stage.index for stage in stages for held, _ in stage.gradients if held == value} for value in range(len(graph.values))]
+    holders = [
+        {stage.index for stage in stages for held, _ in stage.gradients if held == value}
+        for value in range(len(graph.values))
+    ]
     result: dict[str, Any] = {"trained": [name for name in plain]}
     for schedule in ("1f1b", "gpipe"):
-        program = insert_communication(build_schedule(schedule, num_ranks, NUM_MICROBATCHES), stage_edges(stages))
+        program = insert_communication(
+            build_schedule(schedule, num_ranks, NUM_MICROBATCHES), stage_edges(stages)
+        )
         placed = program.placement.rank_of_stage
         own = [stage for stage in stages if placed[stage.index] == rank]
         weights = Weights(own, tensors, torch.device("cpu"))
         tied = TiedGroups(stages, placed, rank, [list(range(num_ranks))])
-        runner = RankRunner(stages, program, rank, list(range(num_ranks)), weights, torch.device("cpu"), 1.0 / NUM_MICROBATCHES)
+        runner = RankRunner(
+            stages,
+            program,
+            rank,
+            list(range(num_ranks)),
+            weights,
+            torch.device("cpu"),
+            1.0 / NUM_MICROBATCHES,
+        )
         batch = runner.run_batch(0, data)
         tied.reduce(weights.gradients)
         result[schedule] = {
             "losses_equal": all(torch.equal(loss, losses[index]) for index, loss in batch.losses.items()),
             "num_losses": len(batch.losses),
             "gradients": {
-                weights.names[value]: _compared(gradient, plain[weights.names[value]], len(holders[value]) > 1)
+                weights.names[value]: _compared(
+                    gradient, plain[weights.names[value]], len(holders[value]) > 1
+                )
                 for value, gradient in weights.gradients.items()
             },
         }
@@ -110,7 +127,9 @@ def _model(name: str) -> tuple[Any, Any, dict[str, Any]]:
 
         module, inputs = skip_net()
         module = module.to(torch.float64)
-        inputs = {key: value.double() if value.is_floating_point() else value for key, value in inputs.items()}
+        inputs = {
+            key: value.double() if value.is_floating_point() else value for key, value in inputs.items()
+        }
         return trace_module(module, inputs, name), module, inputs
     graph = trace(name, 2, 16, dtype, overrides)
     built = build(resolve(name, overrides), 2, 16, dtype, seed=0)
@@ -139,4 +158,6 @@ def _plain(module: Any, data: list[dict[str, Any]]) -> tuple[dict[str, Any], lis
         loss = module(**microbatch)
         (loss * (1.0 / NUM_MICROBATCHES)).backward()
         losses.append(loss.detach())
-    return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}, losses
+    return {
+        name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
+    }, losses

@@ -33,7 +33,12 @@ def test_round_trip(case: str) -> None:
     tensors = CASES[case]
     roots: dict[int, int] = {}
     values = [
-        Value(index, meta_of(tensor), roots.setdefault(tensor.untyped_storage().data_ptr() or -index, index), Origin.NODE)
+        Value(
+            index,
+            meta_of(tensor),
+            roots.setdefault(tensor.untyped_storage().data_ptr() or -index, index),
+            Origin.NODE,
+        )
         for index, tensor in enumerate(tensors)
     ]
     given = dict(enumerate(tensors))

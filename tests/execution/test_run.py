@@ -97,7 +97,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=out, stderr=out, start_new_session=True
+        )
     try:
         _wait_for(lambda: "step 1/" in log.read_text(), 90, process)
         victim = _worker(process.pid, rank=1)
@@ -134,7 +136,11 @@ def _worker(parent: int, rank: int) -> int:
             status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
-        if int(status[1]) == parent and b"execution.worker" in command and f"RANK={rank}".encode() in environment:
+        if (
+            int(status[1]) == parent
+            and b"execution.worker" in command
+            and f"RANK={rank}".encode() in environment
+        ):
             return int(entry.name)
     raise AssertionError(f"no worker of rank {rank}")
 
@@ -142,7 +148,13 @@ def _worker(parent: int, rank: int) -> int:
 def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan for two ranks under a launcher that started one says what to do."""
     make_plan(tmp_path / "plan.json")
-    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+    }
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
          "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path / "run")],

@@ -32,7 +32,9 @@ class TextBatches:
         InputError: the file cannot be read or is shorter than one sample.
     """
 
-    def __init__(self, path: str | Path, sequence_length: int, seed: int, vocabulary: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, sequence_length: int, seed: int, vocabulary: int | None = None
+    ) -> None:
         self.path = Path(path)
         try:
             if self.path.suffix == ".npy":
@@ -95,6 +97,8 @@ class SyntheticBatches:
                 if dtype.is_floating_point:
                     rows.append(torch.randn(shape, generator=generator, dtype=torch.float64))
                 else:
-                    rows.append(torch.randint(0, max(self.bounds.get(name, 2), 1), shape, generator=generator))
+                    rows.append(
+                        torch.randint(0, max(self.bounds.get(name, 2), 1), shape, generator=generator)
+                    )
             found[name] = torch.stack(rows).to(dtype)
         return found

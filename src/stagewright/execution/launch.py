@@ -48,7 +48,11 @@ def run(
         RunError: a rank failed; names the rank and the action.
     """
     loaded = load_plan(plan)
-    folder = Path(out) if out is not None else Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = (
+        Path(out)
+        if out is not None
+        else Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
     options = {"data": data, "steps": steps, "device": device, "timeout": timeout}
     arguments = [str(Path(plan).resolve()), "--out", str(folder)]
     arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]

@@ -65,7 +65,9 @@ def _read_weights(folder: Path, names: Mapping[str, None], into: dict[str, torch
                 opened[file] = stack.enter_context(safe_open(str(folder / file), framework="pt"))
             tensor = opened[file].get_tensor(key)
             if tensor.shape != into[name].shape:
-                raise RunError(f"tensor '{key}' in '{file}' has shape {list(tensor.shape)}, expected {list(into[name].shape)}")
+                raise RunError(
+                    f"tensor '{key}' in '{file}' has shape {list(tensor.shape)}, expected {list(into[name].shape)}"
+                )
             into[name] = tensor.to(into[name].dtype)
 
 

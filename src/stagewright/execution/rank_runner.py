@@ -96,11 +96,19 @@ class RankRunner:
             peer = ranks[placed[high] if placed[low] == rank else placed[low]]
             sent = next((t.values for t in stages[low].sends if t.stage == high), ())
             returned = next((t.values for t in stages[high].grad_sends if t.stage == low), ())
-            self._forward[low, high] = None if local else channel(
-                f"{low}>{high}", peer, tuple(stages[low].value(value) for value in sent), groups[0]
+            self._forward[low, high] = (
+                None
+                if local
+                else channel(
+                    f"{low}>{high}", peer, tuple(stages[low].value(value) for value in sent), groups[0]
+                )
             )
-            self._backward[high, low] = None if local else channel(
-                f"{high}>{low}", peer, tuple(stages[high].value(value) for value in returned), groups[1]
+            self._backward[high, low] = (
+                None
+                if local
+                else channel(
+                    f"{high}>{low}", peer, tuple(stages[high].value(value) for value in returned), groups[1]
+                )
             )
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
@@ -207,5 +215,7 @@ def _peer(action: Action) -> int:
 def _remote(channels: Mapping[tuple[int, int], Channel | None], edge: tuple[int, int]) -> Channel:
     link = channels.get(edge)
     if link is None:
-        raise RunError(f"stages {edge[0]} and {edge[1]} exchange nothing across ranks, but the program says they do")
+        raise RunError(
+            f"stages {edge[0]} and {edge[1]} exchange nothing across ranks, but the program says they do"
+        )
     return link

@@ -84,7 +84,12 @@ class Session:
         job = plan.job
         report("tracing")
         self.graph = trace(
-            reference, plan.microbatch_size, job.sequence_length, job.torch_name, device=device.type, report=report
+            reference,
+            plan.microbatch_size,
+            job.sequence_length,
+            job.torch_name,
+            device=device.type,
+            report=report,
         )
         self.stages = carve(self.graph, stage_cuts(plan, self.graph))
         program = insert_communication(stage_program(plan), stage_edges(self.stages))
@@ -135,7 +140,9 @@ class Session:
 
     def _pipeline_groups(self) -> dist.ProcessGroup | None:
         """A group per replica; every process takes part in making all of them. Returns its own."""
-        return _own_group([self.mesh.ranks_of_replica(replica) for replica in range(self.mesh.dp)], self.mesh.rank)
+        return _own_group(
+            [self.mesh.ranks_of_replica(replica) for replica in range(self.mesh.dp)], self.mesh.rank
+        )
 
     def _replica_groups(self) -> dist.ProcessGroup | None:
         groups = [self.mesh.ranks_of_stage(stage) for stage in range(self.mesh.pp)]

@@ -60,7 +60,9 @@ class Transport:
         arrived: dict[int, torch.Tensor] = {}
         posted = self._posted.pop((channel.name, microbatch), None)
         if posted is None:
-            raise RunError(f"microbatch {microbatch} of channel {channel.name} is used before its receive is posted")
+            raise RunError(
+                f"microbatch {microbatch} of channel {channel.name} is used before its receive is posted"
+            )
         for message in channel.messages:
             work, buffer = posted.pop(0)
             _wait(work, f"receiving microbatch {microbatch} of stages {channel.name}", channel.peer)
@@ -127,7 +129,9 @@ def _unpack(message: Message, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
     if message.whole:
         alone = len(message.values) == 1
         return {
-            value.id: buffer.as_strided(value.meta.shape, value.meta.stride, 0 if alone else value.meta.offset)
+            value.id: buffer.as_strided(
+                value.meta.shape, value.meta.stride, 0 if alone else value.meta.offset
+            )
             for value in message.values
         }
     value = message.values[0]

@@ -163,7 +163,8 @@ class Watch:
             return
         others = ", ".join(f"rank {rank} at {where}" for rank, where in sorted(self._last.items()))
         self.on_failure(
-            f"rank {self.rank} stops at {self._position}: {problem}" + (f" [last seen: {others}]" if others else "")
+            f"rank {self.rank} stops at {self._position}: {problem}"
+            + (f" [last seen: {others}]" if others else "")
         )
 
 
@@ -175,5 +176,7 @@ def _end_process(message: str) -> None:
 def own_store(timeout_s: float = 30.0) -> dist.Store:
     """A connection to the rendezvous store that no other thread of this process uses."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
     return dist.PrefixStore("stagewright", store)

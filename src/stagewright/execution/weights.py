@@ -88,7 +88,11 @@ class TiedGroups:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], rank_of_stage: Sequence[int], rank: int, replicas: Sequence[Sequence[int]]
+        self,
+        stages: Sequence[Stage],
+        rank_of_stage: Sequence[int],
+        rank: int,
+        replicas: Sequence[Sequence[int]],
     ) -> None:
         holders: dict[int, set[int]] = {}
         for stage in stages:
@@ -104,7 +108,9 @@ class TiedGroups:
                 if here in ranks and isinstance(group, dist.ProcessGroup):
                     groups[members] = group
         self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
-        self._owned_elsewhere = {value for value, ranks in shared.items() if rank in ranks and rank != ranks[0]}
+        self._owned_elsewhere = {
+            value for value, ranks in shared.items() if rank in ranks and rank != ranks[0]
+        }
 
     def reduce(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them."""

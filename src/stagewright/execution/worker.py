@@ -35,7 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def work(
-    plan: str, out: str, data: str | None, steps: int | None, device: str, random_weights: bool, timeout: float
+    plan: str,
+    out: str,
+    data: str | None,
+    steps: int | None,
+    device: str,
+    random_weights: bool,
+    timeout: float,
 ) -> Any:
     """Train the plan on this rank; the record on rank 0, None elsewhere.
 
@@ -82,7 +88,9 @@ def _failure(error: Exception, rank: int, watch: Any) -> RunError:
     """What this rank should say: its own error, or which other rank's end caused it."""
     own = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
     position = watch.position
-    may_be_lost_peer = isinstance(error, RuntimeError) or "waited for rank" in own  # collectives raise RuntimeError
+    may_be_lost_peer = (
+        isinstance(error, RuntimeError) or "waited for rank" in own
+    )  # collectives raise RuntimeError
     blamed = watch.blame() if may_be_lost_peer else None
     if blamed is None:
         watch.failed(own)
@@ -135,7 +143,8 @@ def _gather(document: str, rank: int, world: int) -> list[dict[str, Any]]:
     if rank != 0:
         return []
     return [
-        json.loads(bytes(item[: int(size)].tolist()).decode()) for item, size in zip(gathered, sizes, strict=True)
+        json.loads(bytes(item[: int(size)].tolist()).decode())
+        for item, size in zip(gathered, sizes, strict=True)
     ]
 
 
@@ -163,7 +172,9 @@ def _report_failure(out: str, rank: int, message: str) -> None:
     print(f"stagewright: {message}", file=sys.stderr, flush=True)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f".failure-{rank}").write_text(json.dumps({"rank": rank, "time": time.time(), "message": message}))
+    (folder / f".failure-{rank}").write_text(
+        json.dumps({"rank": rank, "time": time.time(), "message": message})
+    )
 
 
 def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:

@@ -46,7 +46,11 @@ def contents(tensor: torch.Tensor) -> bytes:
 
 def from_contents(data: bytes, meta: TensorMeta) -> torch.Tensor:
     """The tensor whose `contents` these are."""
-    flat = torch.frombuffer(bytearray(data), dtype=DTYPES[meta.dtype]) if data else torch.empty(0, dtype=DTYPES[meta.dtype])
+    flat = (
+        torch.frombuffer(bytearray(data), dtype=DTYPES[meta.dtype])
+        if data
+        else torch.empty(0, dtype=DTYPES[meta.dtype])
+    )
     return flat.reshape(meta.shape).clone()
 
 

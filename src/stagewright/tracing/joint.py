@@ -17,8 +17,9 @@ from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Te
 from stagewright.graph.simplify import compact
 from stagewright.tracing.arguments import contents, operator, references
 from stagewright.tracing.capture import Captured, CapturedCall
+from stagewright.tracing.model_errors import first_line
 from stagewright.tracing.private import is_mutable
-from stagewright.tracing.rules import BackwardRecipe, Call, Outcome, Rules, Step
+from stagewright.tracing.rules import BackwardRecipe, Call, Outcome, Rules, Step, without_marks
 
 _ADD = "aten.add.Tensor"
 _VIEW = "aten.view.default"
@@ -76,7 +77,9 @@ class _Builder:
     def forward(self) -> None:
         changing = {name for name, _ in self.captured.mutations}
         for source in self.captured.sources:
-            changes = source.origin is Origin.INPUT or (source.origin is Origin.BUFFER and source.name in changing)
+            changes = source.origin is Origin.INPUT or (
+                source.origin is Origin.BUFFER and source.name in changing
+            )
             value = _Value(
                 source.meta,
                 len(self.values),
@@ -96,14 +99,15 @@ class _Builder:
         kwargs = tuple((key, _map_refs(value, self.number)) for key, value in captured.kwargs)
         refs = list(references((args, tuple(value for _, value in kwargs))))
         needs = tuple(self.values[ref].needs_grad and not captured.no_grad for ref in refs)
-        call = self._call(captured.op, args, kwargs)
+        op = without_marks(captured.op)
+        call = self._call(op, args, kwargs)
         try:
             recipe = self.rules.lower(call, needs)
             if recipe is None:
-                if captured.op == _VIEW and not self._can_view(call, needs):
+                if op == _VIEW and not self._can_view(call, needs):
                     (copied,) = self._forward_node(captured, _CLONE, args[:1], _CONTIGUOUS)
-                    args = (Ref(copied), *args[1:])
-                outputs = self._forward_node(captured, captured.op, args, kwargs)
+                    args = (Ref(copied if copied is not None else refs[0]), *args[1:])
+                outputs = self._forward_node(captured, op, args, kwargs)
             else:
                 local = dict(enumerate(refs))
                 for step in recipe.steps:
@@ -122,9 +126,9 @@ class _Builder:
         except (TraceError, ContractError):
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TraceError(
-                f"operator {captured.op} of module '{captured.module}' at {captured.where} cannot be traced: {reason}"
+                f"operator {captured.op} of module '{captured.module}' at {captured.where} cannot be traced: "
+                f"{first_line(error)}"
             ) from error
         for number, value in zip(captured.outputs, outputs, strict=False):
             if number is not None and value is not None:
@@ -185,7 +189,9 @@ class _Builder:
         outputs: list[int | None] = []
         for outcome in outcomes:
             outputs.append(None if outcome is None else self._add_value(outcome, refs, node, part, parameter))
-        self._add_node(op, args, kwargs, refs, tuple(outputs), part, node, captured.module, captured.where, draw)
+        self._add_node(
+            op, args, kwargs, refs, tuple(outputs), part, node, captured.module, captured.where, draw
+        )
         self.calls[node] = call
         return tuple(outputs)
 
@@ -199,7 +205,8 @@ class _Builder:
         if parameters:
             derived = len(refs) == 1 and Part.PROLOGUE not in parts
             if derived and all(
-                outcome is None or outcome.alias == 0 or self._is_small_map(op, outcome, refs[0]) for outcome in outcomes
+                outcome is None or outcome.alias == 0 or self._is_small_map(op, outcome, refs[0])
+                for outcome in outcomes
             ):
                 return Part.DERIVED, next(iter(parameters))
             return Part.FORWARD, -1
@@ -207,15 +214,24 @@ class _Builder:
 
     def _is_small_map(self, op: str, outcome: Outcome, ref: int) -> bool:
         return (
-            op in _ELEMENTWISE_ON_PARAMETER and outcome.meta.num_elements == self.values[ref].meta.num_elements
+            op in _ELEMENTWISE_ON_PARAMETER
+            and outcome.meta.num_elements == self.values[ref].meta.num_elements
         )
 
-    def _add_value(self, outcome: Outcome, refs: tuple[int, ...], node: int, part: Part, parameter: int) -> int:
+    def _add_value(
+        self, outcome: Outcome, refs: tuple[int, ...], node: int, part: Part, parameter: int
+    ) -> int:
         value = len(self.values)
         storage = value if outcome.alias < 0 else self.values[refs[outcome.alias]].storage
         self.values.append(
             _Value(
-                outcome.meta, storage, Origin.NODE, node=node, needs_grad=outcome.needs_grad, part=part, parameter=parameter
+                outcome.meta,
+                storage,
+                Origin.NODE,
+                node=node,
+                needs_grad=outcome.needs_grad,
+                part=part,
+                parameter=parameter,
             )
         )
         return value
@@ -241,7 +257,19 @@ class _Builder:
         signature = self.signatures.setdefault(call, len(self.signatures))
         self.nodes.append(
             Node(
-                len(self.nodes), op, args, kwargs, refs, outputs, part, forward, module, ordinal, signature, draw, where
+                len(self.nodes),
+                op,
+                args,
+                kwargs,
+                refs,
+                outputs,
+                part,
+                forward,
+                module,
+                ordinal,
+                signature,
+                draw,
+                where,
             )
         )
 
@@ -250,7 +278,9 @@ class _Builder:
     def backward(self) -> None:
         loss = self.number[self.captured.loss]
         if not self.values[loss].needs_grad:
-            raise TraceError("the loss depends on no parameter that requires a gradient: there is nothing to train")
+            raise TraceError(
+                "the loss depends on no parameter that requires a gradient: there is nothing to train"
+            )
         self.seed = len(self.values)
         meta = self.values[loss].meta
         self.values.append(_Value(meta, self.seed, Origin.SEED, "seed"))
@@ -265,7 +295,9 @@ class _Builder:
 
     def _backward_node(self, node: Node) -> None:
         table = self.gradients if node.part is Part.DERIVED else self.cotangent
-        reached = tuple(index for index, output in enumerate(node.outputs) if output is not None and output in table)
+        reached = tuple(
+            index for index, output in enumerate(node.outputs) if output is not None and output in table
+        )
         if not reached:
             return
         wanted = [index for index, ref in enumerate(node.inputs) if self._wants(node, ref)]
@@ -277,7 +309,9 @@ class _Builder:
         recipe = self._backward_recipe(node, activations, weights, reached, seeds)
         local = dict(enumerate(node.inputs))
         count = len(node.inputs)
-        local.update((count + index, output) for index, output in enumerate(node.outputs) if output is not None)
+        local.update(
+            (count + index, output) for index, output in enumerate(node.outputs) if output is not None
+        )
         local.update((count + len(node.outputs) + index, seed) for index, seed in enumerate(seeds))
         for part, steps in ((Part.INPUT_GRAD, recipe.input_grad), (Part.WEIGHT_GRAD, recipe.weight_grad)):
             for step in steps:
@@ -296,7 +330,12 @@ class _Builder:
         return self.values[ref].needs_grad and node.op != "aten.detach.default"
 
     def _backward_recipe(
-        self, node: Node, activations: tuple[int, ...], weights: tuple[int, ...], reached: tuple[int, ...], seeds: list[int]
+        self,
+        node: Node,
+        activations: tuple[int, ...],
+        weights: tuple[int, ...],
+        reached: tuple[int, ...],
+        seeds: list[int],
     ) -> BackwardRecipe:
         metas = tuple(_own_storage(self.values[seed].meta) for seed in seeds)
         try:
@@ -304,9 +343,9 @@ class _Builder:
         except TraceError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise TraceError(
-                f"operator {node.op} of module '{node.module}' at {node.where} cannot be differentiated: {reason}"
+                f"operator {node.op} of module '{node.module}' at {node.where} cannot be differentiated: "
+                f"{first_line(error)}"
             ) from error
 
     def _backward_step(self, node: Node, step: Step, part: Part, local: dict[int, int]) -> None:
@@ -342,7 +381,9 @@ class _Builder:
         outcome = self.rules.evaluate(call, (False, False))[0]
         assert outcome is not None
         total = self._add_value(outcome, (earlier, value), len(self.nodes), Part.INPUT_GRAD, -1)
-        self._add_node(_ADD, args, (), (earlier, value), (total,), Part.INPUT_GRAD, node.id, node.module, node.where)
+        self._add_node(
+            _ADD, args, (), (earlier, value), (total,), Part.INPUT_GRAD, node.id, node.module, node.where
+        )
         self.cotangent[ref] = total
 
     def _contribute(self, ref: int, node: Node, value: int) -> None:
@@ -365,12 +406,15 @@ class _Builder:
             if (Origin.PARAMETER, first) in by_source
         }
         contributions = {
-            gradient: tuple(sorted(found, key=lambda item: -item[0])) for gradient, found in self.contributions.items()
+            gradient: tuple(sorted(found, key=lambda item: -item[0]))
+            for gradient, found in self.contributions.items()
         }
         graph = OperatorGraph(
             name=name,
             values=tuple(
-                Value(index, value.meta, value.storage, value.origin, value.name, value.node, value.needs_grad)
+                Value(
+                    index, value.meta, value.storage, value.origin, value.name, value.node, value.needs_grad
+                )
                 for index, value in enumerate(self.values)
             ),
             nodes=tuple(self.nodes),
@@ -382,7 +426,8 @@ class _Builder:
             gradients=dict(self.gradients),
             contributions=contributions,
             mutations=tuple(
-                (by_source[Origin.BUFFER, buffer], self.number[number]) for buffer, number in self.captured.mutations
+                (by_source[Origin.BUFFER, buffer], self.number[number])
+                for buffer, number in self.captured.mutations
             ),
             num_draws=self.num_draws,
             constants={name: contents(tensor) for name, tensor in self.captured.constants.items()},

@@ -77,6 +77,15 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 _LOWERINGS: dict[str, Callable[..., torch.Tensor]] = {"aten.copy.default": _copy}
 
 
+# Views that torch marks with a bit instead of a layout: another layout does not tell them apart, so they are copied.
+_COPIES = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
+
+
+def without_marks(op: str) -> str:
+    """The operator to run for `op`: one whose result is described by layout and storage alone."""
+    return _COPIES.get(op, op)
+
+
 class Rules:
     """Answers about operators, remembered by signature. `mode` is the fake tensor mode they are asked under."""
 
@@ -209,7 +218,9 @@ class Rules:
             return outputs + found
 
         graph = self._graph(joint, tensors + tangents)
-        return _split_backward(graph, call, len(tensors), len(outcomes), cotangents, activations, weights, self.device)
+        return _split_backward(
+            graph, call, len(tensors), len(outcomes), cotangents, activations, weights, self.device
+        )
 
 
 def _op_name(node: torch.fx.Node) -> str:
@@ -232,7 +243,9 @@ def _steps(
         elif node.op == "output":
             results = list(node.args[0])
         elif node.op == "get_attr":
-            raise TraceError(f"an operator creates the tensor constant {node.target}: pass it to the model as a buffer")
+            raise TraceError(
+                f"an operator creates the tensor constant {node.target}: pass it to the model as a buffer"
+            )
         elif _op_name(node) == "<built-in function getitem>":
             continue
         else:
@@ -251,8 +264,10 @@ def _steps(
                 numbers[node] = following
                 following += 1
             args = encode(node.args, lambda ref: Ref(numbers[ref]))
-            kwargs = tuple((name, encode(value, lambda ref: Ref(numbers[ref]))) for name, value in node.kwargs.items())
-            steps.append(Step(_op_name(node), args, _without_pin(kwargs), tuple(outputs)))
+            kwargs = tuple(
+                (name, encode(value, lambda ref: Ref(numbers[ref]))) for name, value in node.kwargs.items()
+            )
+            steps.append(Step(without_marks(_op_name(node)), args, _without_pin(kwargs), tuple(outputs)))
     return tuple(steps), numbers, results
 
 
@@ -291,7 +306,9 @@ def _split_backward(
     producers = {number: step for step in steps for number in step.outputs if number is not None}
     forward_steps = [step for step in steps if step.op == call.op and set(step.outputs) & set(outputs)]
     if len(forward_steps) > 1:
-        raise TraceError(f"{call.op} has no single derivative: it dispatches to {[step.op for step in steps]}")
+        raise TraceError(
+            f"{call.op} has no single derivative: it dispatches to {[step.op for step in steps]}"
+        )
     rename: dict[int, int] = {index: index for index in range(num_arguments)}
     for index in range(len(cotangents)):
         rename[num_arguments + index] = num_arguments + num_outputs + index

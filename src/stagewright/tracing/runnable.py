@@ -31,7 +31,9 @@ class Runnable:
     source: str
 
 
-def compile_function(function: Function, resident: Iterable[int], device: torch.device, name: str = "run") -> Runnable:
+def compile_function(
+    function: Function, resident: Iterable[int], device: torch.device, name: str = "run"
+) -> Runnable:
     """Python code for `function`; values in `resident` are looked up instead of passed."""
     resident = frozenset(resident)
     names: dict[str, Any] = {}
@@ -41,13 +43,17 @@ def compile_function(function: Function, resident: Iterable[int], device: torch.
         lines.append(f"    {', '.join(f'v{value}' for value in function.inputs)}, = inputs")
         lines.append("    inputs.clear()")
     used = {value for node in function.nodes for value in node.inputs} | set(function.outputs)
-    lines.extend(f"    v{value} = resident[{value}]" for value in sorted(used & resident - set(function.inputs)))
+    lines.extend(
+        f"    v{value} = resident[{value}]" for value in sorted(used & resident - set(function.inputs))
+    )
     unused = [value for value in function.inputs if value not in last and value not in function.outputs]
     if unused:
         lines.append(f"    del {', '.join(f'v{value}' for value in unused)}")
     for index, node in enumerate(function.nodes):
         lines.append("    " + _statement(node, names, device))
-        dead = [value for value in dict.fromkeys((*node.inputs, *_made(node))) if last.get(value, index) == index]
+        dead = [
+            value for value in dict.fromkeys((*node.inputs, *_made(node))) if last.get(value, index) == index
+        ]
         dead = [value for value in dead if value not in function.outputs]
         if dead:
             lines.append(f"    del {', '.join(f'v{value}' for value in dead)}")
@@ -93,5 +99,9 @@ def _text(argument: Any, names: dict[str, Any], device: torch.device) -> str:
     if isinstance(argument, tuple):
         return "[" + ", ".join(_text(item, names, device) for item in argument) + "]"
     if isinstance(argument, float):
-        return f"float('{argument!r}')" if argument != argument or argument in (float("inf"), -float("inf")) else repr(argument)
+        return (
+            f"float('{argument!r}')"
+            if argument != argument or argument in (float("inf"), -float("inf"))
+            else repr(argument)
+        )
     return repr(argument)

@@ -59,8 +59,9 @@ def trace_module(
     fake = (tensor for tensor in (*model.parameters(), *inputs.values()) if isinstance(tensor, FakeTensor))
     mode = next((tensor.fake_mode for tensor in fake), None) or FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
-    fake_inputs = {
-        key: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor) for key, tensor in inputs.items()
+    fake_inputs: dict[str, torch.Tensor] = {
+        key: tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
+        for key, tensor in inputs.items()
     }
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     captured = capture(twin, fake_inputs, mode, report)
