@@ -9,7 +9,20 @@ import typer
 from typer.core import TyperGroup
 
 from stagewright import __version__
-from stagewright.cli import clusters, models, probe, run, schedule, schema, trace
+from stagewright.cli import (
+    check,
+    clusters,
+    demo,
+    estimate,
+    models,
+    plan,
+    probe,
+    run,
+    schedule,
+    schema,
+    simulate,
+    trace,
+)
 from stagewright.cli.failure import TRACEBACK, fail
 from stagewright.errors import StagewrightError
 
@@ -65,13 +78,10 @@ def stagewright(
         os.environ[TRACEBACK] = "1"
 
 
-for _verb in (
-    trace.trace,
-    run.run,
-    schedule.schedule,
-    probe.probe,
-    models.models,
-    clusters.clusters,
-    schema.schema,
-):
+_VERBS = (
+    plan.plan, estimate.estimate, simulate.simulate, check.check, run.run, trace.trace, schedule.schedule,
+    probe.probe, models.models, clusters.clusters, schema.schema, demo.demo,
+)  # fmt: skip
+
+for _verb in _VERBS:
     app.command()(_verb)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,11 +13,17 @@ import typer
 from stagewright.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
     from stagewright.planning.job import Job
+    from stagewright.planning.plan import Plan
 
 ClusterName = Annotated[
     str,
     typer.Option("--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml."),
+]
+PlannedCluster = Annotated[
+    str | None,
+    typer.Option("--cluster", "-c", metavar="C", help="The cluster; default the plan's, by name."),
 ]
 JobFile = Annotated[
     Path | None, typer.Option("--job", metavar="FILE", help="A job.toml; options override it.")
@@ -25,12 +34,8 @@ Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp32 or fp64; 
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
 ]
-PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Only this pipeline width.")]
-DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Only this data-parallel width.")]
-Microbatch = Annotated[int | None, typer.Option("--microbatch", min=1, help="Only this microbatch size.")]
-Schedule = Annotated[
-    list[str] | None, typer.Option("--schedule", metavar="NAME", help="Only this schedule; repeatable.")
-]
+PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
+DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
 
 
 def read_job(path: Path | None, **options: Any) -> Job:
@@ -47,3 +52,38 @@ def read_job(path: Path | None, **options: Any) -> Job:
         names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
         raise InputError(f"the job is incomplete: give {names}, or a job file with --job")
     return load_job(path, given)
+
+
+def cluster_of(plan: Plan, name: str | None) -> Cluster:
+    """The cluster `name`, or the one the plan was made for if the catalog has it.
+
+    Raises:
+        InputError: no such cluster, or a plan for a cluster that came from a file.
+    """
+    from stagewright.cluster import load_cluster
+    from stagewright.cluster.catalog import is_catalog_name
+
+    if name is None and not is_catalog_name(plan.cluster.name):
+        raise InputError(
+            f"the plan was made for cluster '{plan.cluster.name}', which is no catalog name: "
+            "give its file with --cluster"
+        )
+    return load_cluster(name or plan.cluster.name)
+
+
+def is_plan(text: str) -> bool:
+    """Whether `text` names a file that holds a plan (and not, say, a model's configuration)."""
+    path = Path(text)
+    if path.suffix != ".json" or not path.is_file():
+        return False
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(document, dict) and "predictions" in document
+
+
+def warn(messages: Iterable[str]) -> None:
+    """Says on stderr what the user should know about a result."""
+    for message in messages:
+        print(f"warning: {message}", file=sys.stderr)

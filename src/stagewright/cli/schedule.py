@@ -52,10 +52,9 @@ def schedule(
     program = verify(_program(name, ranks, microbatches, chunks, memory_limit, parse_settings(options)))
     costs = StageCosts.uniform(program.num_stages, forward, input_grad, weight_grad)
     timeline = simulate(program, costs, transfer)
-    activations = peak_activations(program, costs, transfer)
     if memory_limit is not None:
-        _check_limit(program, activations, memory_limit)
-    document = timeline_document(program, timeline, activations)
+        _check_limit(program, peak_activations(program), memory_limit)
+    document = timeline_document(program, timeline)
     if as_json:
         print_document(document)
         return

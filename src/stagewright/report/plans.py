@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from stagewright.planning.plan import Plan
+from stagewright.planning.search import Found
 from stagewright.report.tables import table
-from stagewright.units import format_bytes, format_count, format_seconds
+from stagewright.units import format_bytes, format_seconds
 
 _HEADINGS = (
     "", "pp x dp", "stages", "microbatches", "schedule", "step", "tokens/s", "MFU", "bubble",
@@ -40,6 +41,33 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
     }
 
 
+def found_heading(found: Found) -> str:
+    """Which model, cluster and job the plans are for."""
+    best = found.plans[0]
+    job = best.job
+    return (
+        f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples of {job.sequence_length} tokens "
+        f"per step, {job.dtype}, {job.optimizer}"
+    )
+
+
+def left_out(found: Found) -> str:
+    """How many configurations are no plan, and for which kind of reason."""
+    lacking = sum(one.missing_bytes is not None for one in found.excluded)
+    others = len(found.excluded) - lacking
+    reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{others} for other reasons"] * (others > 0)
+    listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
+    return f"{len(found.plans)} configurations work, {len(found.excluded)} are left out{listed}."
+
+
+def batch_text(plan: Plan) -> str:
+    """How the global batch is shared out."""
+    return (
+        f"{plan.dp} x {plan.num_microbatches} microbatches of {plan.microbatch_size} are the global batch "
+        f"of {plan.job.global_batch}"
+    )
+
+
 def plans_table(plans: Sequence[Plan]) -> Table:
     """The best plans, one a row."""
     rows = [
@@ -50,7 +78,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
             f"{plan.num_microbatches} of {plan.microbatch_size}",
             plan.schedule,
             format_seconds(plan.predictions.step_seconds),
-            format_count(plan.predictions.tokens_per_second),
+            f"{plan.predictions.tokens_per_second:,.0f}",
             f"{plan.predictions.mfu:.1%}",
             f"{plan.predictions.bubble_fraction:.1%}",
             _range([rank.reserved_peak_bytes for rank in plan.predictions.ranks]),
@@ -86,7 +114,7 @@ def estimate_heading(plan: Plan) -> str:
         f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}, {plan.schedule}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}\n"
         f"step {format_seconds(predictions.step_seconds)}, "
-        f"{format_count(predictions.tokens_per_second)} tokens/s, MFU {predictions.mfu:.1%}, "
+        f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
     )
 

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from stagewright.report.tables import table
-from stagewright.schedule import Program
-from stagewright.simulation import StageCosts, Timeline, simulate
-from stagewright.simulation.costs import Transfers
+from stagewright.schedule import Action, Kind, Program
+from stagewright.simulation import Timeline
 from stagewright.units import format_bytes, format_seconds
 
 
-def peak_activations(program: Program, costs: StageCosts, transfer_s: Transfers = 0.0) -> list[int]:
-    """Per rank the most microbatches, summed over its stages, whose activations are held at one time."""
-    counted = StageCosts.of(
-        costs.forward_s,
-        costs.input_grad_s,
-        costs.weight_grad_s,
-        backward_s=costs.backward_s,
-        recompute_s=costs.recompute_s,
-        saved_bytes=1,
-    )
-    return [int(count) for count in simulate(program, counted, transfer_s).peak_bytes]
+def peak_activations(program: Program) -> list[int]:
+    """Per rank the most forwards, over its stages, whose backward is not yet done.
+
+    >>> from stagewright.schedule import build
+    >>> peak_activations(build("1f1b", 4, 8)), peak_activations(build("zb-v", 2, 6))
+    ([4, 3, 2, 1], [4, 4])
+    """
+    return [_peak(actions) for actions in program.ranks]
 
 
-def timeline_document(program: Program, timeline: Timeline, activations: Sequence[int]) -> dict[str, Any]:
-    """What a program takes when simulated; seconds and bytes."""
+def _peak(actions: Iterable[Action]) -> int:
+    held = most = 0
+    for part in (part for action in actions for part in action.parts):
+        held += (part.kind is Kind.F) - (part.kind in (Kind.B, Kind.W))
+        most = max(most, held)
+    return most
+
+
+def timeline_document(
+    program: Program, timeline: Timeline, peak_bytes: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """What a program takes when simulated, in seconds and bytes; `peak_bytes` where they are known better."""
+    peaks = timeline.peak_bytes if peak_bytes is None else peak_bytes
+    activations = peak_activations(program)
     return {
         "name": program.name,
         "num_ranks": program.num_ranks,
@@ -45,7 +53,7 @@ def timeline_document(program: Program, timeline: Timeline, activations: Sequenc
                 "busy_seconds": float(timeline.busy_s[rank]),
                 "idle_seconds": float(timeline.idle_s[rank]),
                 "peak_activations": activations[rank],
-                "peak_bytes": float(timeline.peak_bytes[rank]),
+                "peak_bytes": float(peaks[rank]),
             }
             for rank in range(program.num_ranks)
         ],

@@ -1,0 +1,124 @@
+"""`stagewright demo`: plans a large model for a cluster, then plans and trains a small one on this machine."""
+
+from __future__ import annotations
+
+import time
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.output import show
+from stagewright.cli.progress import Progress
+from stagewright.units import format_seconds
+
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
+    from stagewright.planning.job import Job
+    from stagewright.planning.plan import Plan
+    from stagewright.planning.search import Found
+
+_LARGE = "llama-3-8b"
+_SMALL = "tiny-llama"
+_PROCESSES = 2
+_STEPS = 20
+
+
+def demo(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where its files go.")] = Path("runs/demo"),
+) -> None:
+    """Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama here.
+
+    Takes a few minutes on two cores; needs neither weights nor a GPU.
+    """
+    begun = time.perf_counter()
+    out.mkdir(parents=True, exist_ok=True)
+    _plan_large(out)
+    cluster = _probe(out)
+    plan = _plan_small(cluster, out)
+    _train(plan, out)
+    seconds = format_seconds(time.perf_counter() - begun)
+    show(f"\nDone in {seconds}. Files in {out}: plan.json, local.toml, small.json, record.json.")
+
+
+def _plan_large(out: Path) -> None:
+    from stagewright.cluster import load_cluster
+    from stagewright.planning.job import Job
+    from stagewright.report.plans import left_out, plans_table
+
+    show(
+        "[bold]1. Planning Llama-3-8B for a node of eight H100[/bold], from its config.json alone.",
+        "The model is traced into a graph of forward, input-gradient and weight-gradient operators. Every",
+        "pipeline width, microbatch size and schedule is cut out of that graph, costed and simulated:",
+        "128 samples of 8,192 tokens a step, bf16, AdamW.",
+    )
+    found = _search(
+        _LARGE, load_cluster("8x-h100"), Job(global_batch=128, sequence_length=8192, dtype="bf16")
+    )
+    path = out / "plan.json"
+    found.plans[0].save(path)
+    show(plans_table(found.plans[:5]), left_out(found), f"The best is in {path}.\n")
+
+
+def _probe(out: Path) -> Cluster:
+    from stagewright.cluster import save_cluster
+    from stagewright.report.clusters import cluster_summary
+
+    show(f"[bold]2. Probing this machine[/bold] with {_PROCESSES} processes at work at once.")
+    with Progress("importing torch") as progress:
+        from stagewright.execution.probe import probe
+
+        cluster = probe("cpu", _PROCESSES, lambda what, fraction: progress(f"measuring: {what}", fraction))
+    path = out / "local.toml"
+    save_cluster(cluster, path, "Measured by `stagewright demo` on the machine it describes.")
+    show(cluster_summary(cluster), f"The description is in {path}.\n")
+    return cluster
+
+
+def _plan_small(cluster: Cluster, out: Path) -> Plan:
+    from stagewright.planning.job import Job
+    from stagewright.report.plans import plans_table, stage_table
+
+    show(
+        f"[bold]3. Planning a small Llama for a pipeline of {_PROCESSES} processes here[/bold]:",
+        "16 samples of 256 bytes a step, fp32.",
+    )
+    job = Job(global_batch=16, sequence_length=256, dtype="fp32", learning_rate=1e-3, num_steps=_STEPS)
+    found = _search(_SMALL, cluster, job, pp=_PROCESSES)
+    path = out / "small.json"
+    found.plans[0].save(path)
+    show(plans_table(found.plans[:3]), stage_table(found.plans[0]), f"The best is in {path}.\n")
+    return found.plans[0]
+
+
+def _train(plan: Plan, out: Path) -> None:
+    from stagewright.execution.launch import run
+    from stagewright.report.runs import run_document, run_summary
+
+    show(f"[bold]4. Training it for {_STEPS} steps[/bold] on Moby-Dick, whose bytes are the tokens.")
+    with resources.as_file(resources.files("stagewright") / "data" / "moby_dick.txt") as text:
+        record = run(out / "small.json", data=text, steps=_STEPS, out=out, device="cpu")
+    if record is not None:
+        show(run_summary(run_document(plan, record, str(out / "record.json"))))
+
+
+def _search(model: str, cluster: Cluster, job: Job, pp: int | None = None) -> Found:
+    from stagewright.planning.search import plan
+
+    with Progress(f"planning {model}") as progress:
+        return plan(model, cluster, job, report=progress, pp=pp)
+
+
+def main() -> None:
+    """Entry point of ``python -m stagewright.cli.demo``."""
+    import sys
+
+    from stagewright import cli
+
+    sys.argv[1:1] = ["demo"]
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

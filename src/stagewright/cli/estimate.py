@@ -1,0 +1,84 @@
+"""`stagewright estimate`: what one configuration takes, rank by rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.options import Json, Settings, parse_settings
+from stagewright.cli.output import print_document, show
+from stagewright.cli.planning import (
+    DataWidth,
+    Dtype,
+    GlobalBatch,
+    JobFile,
+    JobSequenceLength,
+    MemoryLimit,
+    PipelineWidth,
+    PlannedCluster,
+    cluster_of,
+    is_plan,
+    read_job,
+)
+from stagewright.cli.progress import Progress
+from stagewright.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
+
+
+def estimate(
+    subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model, or a plan.json.")],
+    cluster: PlannedCluster = None,
+    job: JobFile = None,
+    global_batch: GlobalBatch = None,
+    sequence_length: JobSequenceLength = None,
+    dtype: Dtype = None,
+    memory_limit: MemoryLimit = None,
+    pp: PipelineWidth = None,
+    dp: DataWidth = None,
+    microbatch: Annotated[int, typer.Option(min=1, help="Samples per microbatch.")] = 1,
+    schedule: Annotated[str, typer.Option(metavar="NAME", help="The schedule.")] = "1f1b",
+    settings: Settings = None,
+    as_json: Json = False,
+) -> None:
+    """Estimate time and memory of one configuration.
+
+    Of a model, by default, the deepest pipeline with one replica; whether or not it fits the memory.
+    """
+    from stagewright.planning import estimate as estimating
+    from stagewright.planning.plan import load_plan
+    from stagewright.tracing.models.reference import resolve
+
+    with Progress(f"estimating {subject}") as progress:
+        if is_plan(subject):
+            plan = load_plan(subject)
+            found = estimating.estimate(plan, cluster_of(plan, cluster), report=progress)
+        else:
+            wanted = read_job(
+                job,
+                global_batch=global_batch,
+                sequence_length=sequence_length,
+                dtype=dtype,
+                memory_limit=memory_limit,
+            )
+            reference = resolve(subject, parse_settings(settings))
+            found = estimating.estimate(
+                reference, _cluster(cluster), wanted, dp=dp, pp=pp, microbatch=microbatch, schedule=schedule,
+                report=progress,
+            )  # fmt: skip
+    from stagewright.report.plans import estimate_document, estimate_heading, memory_table, stage_table
+
+    if as_json:
+        print_document(estimate_document(found))
+    else:
+        show(estimate_heading(found), stage_table(found), memory_table(found))
+
+
+def _cluster(name: str | None) -> Cluster:
+    from stagewright.cluster import load_cluster
+
+    if name is None:
+        raise InputError("an estimate of a model needs a cluster: give --cluster, e.g. --cluster 8x-h100")
+    return load_cluster(name)

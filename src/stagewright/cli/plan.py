@@ -1,0 +1,110 @@
+"""`stagewright plan`: the best configurations of a model for a cluster and a job."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.options import Json, Model, Output, Settings, parse_settings
+from stagewright.cli.output import check_writable, print_document, show
+from stagewright.cli.planning import (
+    ClusterName,
+    DataWidth,
+    Dtype,
+    GlobalBatch,
+    JobFile,
+    JobSequenceLength,
+    MemoryLimit,
+    PipelineWidth,
+    read_job,
+    warn,
+)
+from stagewright.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from stagewright.planning.plan import Plan
+
+_SCHEDULES = ("1f1b", "gpipe")
+
+
+def plan(
+    model: Model,
+    cluster: ClusterName,
+    job: JobFile = None,
+    global_batch: GlobalBatch = None,
+    sequence_length: JobSequenceLength = None,
+    dtype: Dtype = None,
+    memory_limit: MemoryLimit = None,
+    pp: PipelineWidth = None,
+    dp: DataWidth = None,
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Schedules to try; repeatable; default 1f1b, gpipe."),
+    ] = None,
+    settings: Settings = None,
+    output: Output = None,
+    top: Annotated[
+        int, typer.Option(min=1, help="Plans to show; with -o also to write: FILE, FILE-2, FILE-3, ...")
+    ] = 5,
+    as_json: Json = False,
+) -> None:
+    """Find the best configurations for a cluster.
+
+    Tries every pipeline and data-parallel width, microbatch size and schedule unless they are given.
+    """
+    from stagewright.cluster import load_cluster
+    from stagewright.planning import search
+    from stagewright.tracing.models.reference import resolve
+
+    check_writable(output)
+    target = load_cluster(cluster)
+    wanted = read_job(
+        job,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        memory_limit=memory_limit,
+    )
+    reference = resolve(model, parse_settings(settings))
+    with Progress(f"planning {model}") as progress:
+        found = search.plan(
+            reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
+            microbatch=microbatch,
+        )  # fmt: skip
+    warn(found.warnings)
+    shown = found.plans[:top]
+    paths = _write(shown, output)
+    if as_json:
+        from stagewright.report.plans import plan_document
+
+        plans = [plan_document(one, path) for one, path in zip(shown, paths, strict=True)]
+        print_document({"plans": plans, "excluded": [dataclasses.asdict(one) for one in found.excluded]})
+        return
+    from stagewright.report.plans import found_heading, left_out, plans_table
+
+    show(found_heading(found), plans_table(shown), left_out(found))
+    if output is not None:
+        show(f"Wrote {', '.join(map(str, paths))}; `stagewright run {output}` trains with the best.")
+
+
+def _write(plans: Sequence[Plan], output: Path | None) -> list[Path | None]:
+    """The files the plans were written to, None where nothing was asked for."""
+    if output is None:
+        return [None] * len(plans)
+    paths = [_numbered(output, number) for number in range(1, len(plans) + 1)]
+    for one, path in zip(plans, paths, strict=True):
+        one.save(path)
+    return list(paths)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    """
+    >>> str(_numbered(Path("runs/plan.json"), 1)), str(_numbered(Path("runs/plan.json"), 2))
+    ('runs/plan.json', 'runs/plan-2.json')
+    """
+    return path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")

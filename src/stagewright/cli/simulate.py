@@ -1,0 +1,31 @@
+"""`stagewright simulate`: the timetable of a plan."""
+
+from __future__ import annotations
+
+from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.output import print_document, show
+from stagewright.cli.planning import PlannedCluster, cluster_of
+from stagewright.cli.progress import Progress
+
+
+def simulate(plan: PlanFile, cluster: PlannedCluster = None, as_json: Json = False) -> None:
+    """Simulate a plan and print its timetable."""
+    from stagewright.cli.line import line_of
+    from stagewright.planning.plan import load_plan
+    from stagewright.planning.predict import rank_memories, run_timeline
+    from stagewright.report.timelines import heading, rank_table, timeline_document
+
+    loaded = load_plan(plan)
+    with Progress(f"simulating {plan}") as progress:
+        line = line_of(loaded, cluster_of(loaded, cluster), progress)
+        timeline = run_timeline(line)
+        peaks = [memory.peak_bytes for memory in rank_memories(line)]
+    document = timeline_document(line.program, timeline, peaks)
+    if as_json:
+        print_document(document)
+        return
+    from stagewright.report.console import stdout
+    from stagewright.report.timetable import picture
+
+    console = stdout()
+    show(heading(document), "", *picture(timeline, console.width, console.is_terminal), rank_table(document))
