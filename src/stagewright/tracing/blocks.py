@@ -1,9 +1,9 @@
 """Equal layers: found by structure, replaced by one opaque operator each, traced once per kind.
 
 Two blocks are of one kind when their modules have the same types, attributes, parameter and buffer layouts, and are
-called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``) may differ.
-Whether code reads them is watched while the first block of a kind runs; if it does, `capture` traces the second and the
-last block of the kind as well and requires the same operators.
+called with the same layouts and constants. Integer attributes that only number the layer (``layer_idx``) may differ:
+whether code reads them is watched while the first block of a kind runs, and if it does, they must be equal too. A block
+that does more than return values (writes to its arguments, leaves tensors on modules) is of no kind.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,10 @@ class Kind:
     spec: Any  # pytree of (args, kwargs)
     leaves: tuple[Any, ...]  # leaves of the first call, None where a tensor goes
     tensors: tuple[int, ...]  # which leaves are tensors
+    inputs: tuple[tuple[TensorMeta, bool], ...]  # layout of each of them and whether it needs a gradient
+    autocast: (
+        tuple[str, torch.dtype] | None
+    )  # type of device and element type, where the call is under autocast
     outputs: tuple[TensorMeta, ...]
     needs_grad: tuple[bool, ...]
     output_spec: Any
@@ -46,8 +50,11 @@ class Blocks:
     """Blocks of a model by module path, and what is known of each kind after a rehearsal."""
 
     candidates: dict[str, Any]  # path -> fingerprint
-    numbered: set[str] = field(default_factory=set)  # keys of kinds whose code reads a numbering attribute
-    kinds: dict[Any, Kind] = field(default_factory=dict)
+    kinds: dict[Any, Kind] = field(default_factory=dict)  # by signature of the call
+    numbered: set[Any] = field(
+        default_factory=set
+    )  # signatures of calls whose code reads a numbering attribute
+    unruly: set[str] = field(default_factory=set)  # paths of blocks that do more than return values
     members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
     calls: dict[str, list[Kind]] = field(default_factory=dict)  # path -> the kinds of its calls, in order
 
@@ -152,19 +159,29 @@ def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
     """Inside, the first block of each kind runs and is recorded; the others return fake outputs of the same layout."""
 
     def rehearse(path: str, fingerprint: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        block = model.get_submodule(path)
+
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             signature = _call_signature(fingerprint, leaves, spec)
+            if signature in blocks.numbered:
+                signature = (*signature, _numbers(block))
             kind = blocks.kinds.get(signature)
             if kind is None:
-                with _watched_numbers(model.get_submodule(path)) as read:
+                before = _state(block, leaves)
+                with _watched_numbers(block) as read:
                     result = forward(*args, **kwargs)
+                if _state(block, leaves) != before:
+                    blocks.unruly.add(path)
+                    return result
+                if read:
+                    blocks.numbered.add(signature)
+                    signature = (*signature, _numbers(block))
                 kind = blocks.kinds[signature] = _record(f"block{len(blocks.kinds)}", leaves, spec, result)
                 blocks.members[kind.key] = []
-                if read:
-                    blocks.numbered.add(kind.key)
             else:
-                result = _rebuild(kind, empty_outputs(kind, next(x for x in leaves if isinstance(x, torch.Tensor)).device))
+                device = next(leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor))
+                result = _rebuild(kind, empty_outputs(kind, device))
             blocks.members[kind.key].append(path)
             blocks.calls.setdefault(path, []).append(kind)
             return result
@@ -173,6 +190,24 @@ def rehearsing(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
 
     with _replaced_forwards(model, blocks, rehearse):
         yield
+
+
+def _numbers(block: torch.nn.Module) -> tuple[int, ...]:
+    members = (item for module in block.modules() for item in sorted(module.__dict__.items()))
+    return tuple(value for name, value in members if _is_number(name, value))
+
+
+def _state(block: torch.nn.Module, leaves: list[Any]) -> list[Any]:
+    """What a call must leave as it was: its arguments and the tensors on its modules, buffers excepted."""
+    versions = [leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    attached = [
+        (id(module), name, id(value))
+        for module in block.modules()
+        for name, value in module.__dict__.items()
+        if any(isinstance(item, torch.Tensor) for item in pytree.tree_leaves(value))
+        and name not in _OWN_ATTRIBUTES
+    ]
+    return [versions, attached]
 
 
 class _Stub(torch.nn.Module):
@@ -207,7 +242,7 @@ def stubbed(model: torch.nn.Module, blocks: Blocks) -> Iterator[None]:
     repeated = {path for paths in blocks.members.values() if len(paths) > 1 for path in paths}
     single = {path for paths in blocks.members.values() if len(paths) == 1 for path in paths}
     try:
-        for path in sorted(repeated - single):
+        for path in sorted(repeated - single - blocks.unruly):
             parent = model.get_submodule(path.rpartition(".")[0])
             name = path.rpartition(".")[2]
             block = parent._modules[name]
@@ -243,10 +278,18 @@ def _call_signature(fingerprint: Any, leaves: list[Any], spec: Any) -> Any:
     described = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            described.append(("tensor", meta_of(leaf), leaf.requires_grad, seen.setdefault(id(leaf), len(seen))))
+            described.append(
+                ("tensor", meta_of(leaf), leaf.requires_grad, seen.setdefault(id(leaf), len(seen)))
+            )
         else:
             described.append(_plain(leaf))
-    return (fingerprint, str(spec), tuple(described))
+    return (fingerprint, str(spec), torch.is_grad_enabled(), _autocast(leaves), tuple(described))
+
+
+def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
+    """The autocast a call is under: type of device and element type."""
+    device = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
+    return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
 def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
@@ -258,6 +301,8 @@ def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
         spec=spec,
         leaves=tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves),
         tensors=tensors,
+        inputs=tuple((meta_of(leaves[index]), leaves[index].requires_grad) for index in tensors),
+        autocast=_autocast(leaves),
         outputs=tuple(meta_of(output_leaves[index]) for index in produced),
         needs_grad=tuple(output_leaves[index].requires_grad for index in produced),
         output_spec=output_spec,
@@ -275,7 +320,9 @@ def _rebuild(kind: Kind, tensors: list[torch.Tensor]) -> Any:
 
 def empty_outputs(kind: Kind, device: torch.device) -> list[torch.Tensor]:
     return [
-        torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device).requires_grad_(needs)
+        torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device).requires_grad_(
+            needs
+        )
         for meta, needs in zip(kind.outputs, kind.needs_grad, strict=True)
     ]
 
@@ -293,7 +340,8 @@ class BlockBody(torch.nn.Module):
         for index, tensor in zip(self._kind.tensors, tensors, strict=True):
             leaves[index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._kind.spec)
-        result, _ = pytree.tree_flatten(self.block(*args, **kwargs))
+        with torch.autocast(*self._kind.autocast) if self._kind.autocast else nullcontext():
+            result, _ = pytree.tree_flatten(self.block(*args, **kwargs))
         return [result[index] for index in self._kind.output_tensors]
 
 

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 import sys
-import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
-from stagewright.errors import StagewrightError, TraceError
+from stagewright.errors import TraceError
 from stagewright.graph import Origin, Ref, TensorMeta
-from stagewright.tracing.arguments import encode, meta_of
-from stagewright.tracing.blocks import BlockBody, Blocks, Kind, empty_outputs, find_blocks, rehearsing, stubbed
+from stagewright.tracing.arguments import DTYPES, encode, meta_of
+from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
+from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
 
 _GETITEM = "<built-in function getitem>"
+_BLOCK = "stagewright.block.default"
+_CAST = "aten._to_copy.default"
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
@@ -51,16 +52,16 @@ class Source:
     needs_grad: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Captured:
     """Calls in order; values are numbered from zero, sources and outputs of calls alike."""
 
-    calls: list[CapturedCall] = field(default_factory=list)
-    sources: list[Source] = field(default_factory=list)
-    loss: int = -1
-    mutations: list[tuple[str, int]] = field(default_factory=list)  # buffer name -> its value after the forward
-    aliases: dict[str, str] = field(default_factory=dict)  # every parameter name -> the first name of that parameter
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: tuple[CapturedCall, ...]
+    sources: tuple[Source, ...]
+    loss: int
+    mutations: tuple[tuple[str, int], ...]  # buffer name -> its value after the forward
+    aliases: dict[str, str]  # every parameter name -> the first name of that parameter
+    constants: dict[str, torch.Tensor]
 
 
 def capture(
@@ -76,14 +77,13 @@ def capture(
     """
     blocks = find_blocks(model)
     report("rehearsing the model on fake tensors")
-    with _tracing_errors(model), mode, rehearsing(model, blocks):
+    with tracing_errors(model), mode, rehearsing(model, blocks):
         loss = model(**inputs)
     _require_scalar(loss)
     report("exporting the model")
-    with _tracing_errors(model), mode, stubbed(model, blocks):
+    with tracing_errors(model), mode, stubbed(model, blocks):
         outer = _export(model, (), inputs)
-    flattener = _Flattener(model, blocks, mode, report)
-    return flattener.run(outer)
+    return _Flattener(model, _Bodies(model, blocks, mode, report)).run(outer)
 
 
 def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
@@ -92,13 +92,15 @@ def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
     for parameter in model.parameters():
         if isinstance(parameter, FakeTensor):
             return model
-        memo[id(parameter)] = torch.nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+        memo[id(parameter)] = torch.nn.Parameter(
+            mode.from_tensor(parameter.detach()), parameter.requires_grad
+        )
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer)
     return copy.deepcopy(model, memo)
 
 
-def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.export.ExportedProgram:
+def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     return torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
 
 
@@ -106,213 +108,40 @@ def _require_scalar(loss: Any) -> None:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         got = meta_of(loss) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TraceError(
-            f"the model returns {got}, but the loss is part of the traced model: return one scalar loss from forward, or "
-            "let the factory return (module, inputs, loss_fn)"
+            f"the model returns {got}, but the loss is part of the traced model: return one scalar loss from "
+            "forward, or let the factory return (module, inputs, loss_fn)"
         )
 
 
-class _Flattener:
+class _Bodies:
+    """The exported programs of repeated blocks: one per kind, made when the first block of the kind is met."""
+
     def __init__(
         self, model: torch.nn.Module, blocks: Blocks, mode: FakeTensorMode, report: Callable[[str], None]
     ) -> None:
         self.model = model
-        self.blocks = blocks
         self.mode = mode
         self.report = report
-        self.found = Captured()
-        self.following = 0
-        self.numbers: dict[tuple[Origin, str], int] = {}
-        self.bodies: dict[str, torch.export.ExportedProgram] = {}
-        self.kinds: dict[str, Kind] = {kind.key: kind for kind in blocks.kinds.values()}
-        first: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.found.aliases[name] = first.setdefault(id(parameter), name)
-        self.parameters = dict(model.named_parameters(remove_duplicate=False))
-        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.members = blocks.members
+        self.kinds = {kind.key: kind for kind in blocks.kinds.values()}
+        self.exported: dict[str, ExportedProgram] = {}
 
-    def run(self, outer: torch.export.ExportedProgram) -> Captured:
-        self._check_numbering()
-        bound = {}
-        for spec in outer.graph_signature.input_specs:
-            if spec.kind is InputKind.USER_INPUT and not isinstance(spec.arg, ConstantArgument):
-                bound[spec.arg.name] = None  # numbered as sources below
-        results = self._graph(outer, "", {}, lambda path: path)
-        losses = [number for kind, _, number in results if kind is OutputKind.USER_OUTPUT]
-        self.found.loss = losses[0]
-        self.found.mutations = [
-            (name, self.numbers[Origin.BUFFER, name])
-            for name in dict.fromkeys(self._mutated)
-        ]
-        return self.found
+    def __getitem__(self, key: str) -> ExportedProgram:
+        if key not in self.exported:
+            self.exported[key] = self._export(self.kinds[key], self.members[key])
+        return self.exported[key]
 
-    _mutated: list[str]
-
-    def _source(self, origin: Origin, name: str, tensor: torch.Tensor) -> int:
-        number = self.numbers.get((origin, name))
-        if number is None:
-            number = self._fresh()
-            self.numbers[origin, name] = number
-            needs_grad = origin is Origin.PARAMETER and tensor.requires_grad
-            self.found.sources.append(Source(number, origin, name, meta_of(tensor), needs_grad))
-            if origin is Origin.CONSTANT:
-                self.found.constants[name] = tensor
-        return number
-
-    def _fresh(self) -> int:
-        self.following += 1
-        return self.following - 1
-
-    def _graph(
-        self,
-        program: torch.export.ExportedProgram,
-        prefix: str,
-        user_inputs: dict[str, int],
-        rename: Callable[[str], str],
-    ) -> list[tuple[OutputKind, str | None, int]]:
-        """Append one exported program; `rename` maps its module paths into the model. Returns its outputs."""
-        if not hasattr(self, "_mutated"):
-            self._mutated = []
-        env: dict[torch.fx.Node, int] = {}
-        specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")}
-        module = rename("")
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                spec = specs.get(node.name)
-                number = self._placeholder(node, spec, program, prefix, user_inputs, rename)
-                if number is not None:
-                    env[node] = number
-            elif node.op == "call_function":
-                module = _module_of(node, rename) or module
-                self._call(node, env, module)
-        results = []
-        output = next(node for node in reversed(program.graph.nodes) if node.op == "output")
-        for spec, argument in zip(program.graph_signature.output_specs, output.args[0], strict=True):
-            if not isinstance(argument, torch.fx.Node):
-                continue
-            number = env[argument]
-            if spec.kind is OutputKind.BUFFER_MUTATION:
-                name = rename(spec.target or "")
-                self.numbers[Origin.BUFFER, name] = number
-                self._mutated.append(name)
-            elif spec.kind is OutputKind.USER_OUTPUT:
-                results.append((spec.kind, spec.target, number))
-            elif spec.kind is OutputKind.USER_INPUT_MUTATION:
-                raise TraceError(f"the model writes to its input '{spec.target}': clone it first")
-        return results
-
-    def _placeholder(
-        self,
-        node: torch.fx.Node,
-        spec: Any,
-        program: torch.export.ExportedProgram,
-        prefix: str,
-        user_inputs: dict[str, int],
-        rename: Callable[[str], str],
-    ) -> int | None:
-        value = node.meta.get("val")
-        if spec is None or not isinstance(value, torch.Tensor):
-            return None
-        if spec.kind is InputKind.PARAMETER:
-            name = self.found.aliases[rename(spec.target)]
-            return self._source(Origin.PARAMETER, name, self.parameters[name])
-        if spec.kind is InputKind.BUFFER:
-            name = rename(spec.target)
-            return self._source(Origin.BUFFER, name, self.buffers[name])
-        if spec.kind is InputKind.CONSTANT_TENSOR:
-            return self._source(Origin.CONSTANT, prefix + spec.target, program.constants[spec.target])
-        if spec.kind is InputKind.USER_INPUT:
-            if node.name in user_inputs:
-                return user_inputs[node.name]
-            return self._source(Origin.INPUT, node.name, value)
-        raise TraceError(f"the model has an input of kind {spec.kind}, which is not supported")
-
-    def _call(self, node: torch.fx.Node, env: dict[torch.fx.Node, int], module: str) -> None:
-        name = str(node.target)
-        if name == _GETITEM:
-            return
-        if any(check in name for check in _CHECKS):
-            return
-        if name == "stagewright.block.default":
-            self._block(node, env)
-            return
-        items = [user for user in node.users if str(user.target) == _GETITEM]
-        if isinstance(node.meta.get("val"), list | tuple):
-            outputs: list[int | None] = [None] * len(node.meta["val"])
-            for item in items:
-                index = item.args[1]
-                if outputs[index] is None:
-                    outputs[index] = self._fresh()
-                env[item] = outputs[index]  # type: ignore[assignment]
-        else:
-            outputs = [self._fresh()]
-            env[node] = outputs[0]  # type: ignore[assignment]
-        where = _where(node)
-        try:
-            args = encode(node.args, lambda ref: Ref(env[ref]))
-            kwargs = tuple(
-                (key, encode(value, lambda ref: Ref(env[ref])))
-                for key, value in node.kwargs.items()
-                if key != "pin_memory" and value is not None
-            )
-        except TraceError as error:
-            raise TraceError(f"module '{module or '(model)'}' at {where}: {error}") from None
-        no_grad = "set_grad_enabled" in str((node.meta.get("torch_fn") or ("",))[0])
-        self.found.calls.append(CapturedCall(name, args, kwargs, tuple(outputs), module, where, no_grad))
-
-    def _block(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> None:
-        key, path = str(node.args[0]).split("@", 1)
-        tensors = [env[item] for item in node.args[1]]  # type: ignore[union-attr]
-        body = self._body(key)
-        names = [
-            spec.arg.name
-            for spec in body.graph_signature.input_specs
-            if spec.kind is InputKind.USER_INPUT and hasattr(spec.arg, "name")
-        ]
-        inputs = dict(zip(names, tensors, strict=True))
-        results = self._graph(body, f"{key}.", inputs, lambda inner: _within(path, inner))
-        for item in node.users:
-            env[item] = results[item.args[1]][2]  # type: ignore[index]
-
-    def _body(self, key: str) -> torch.export.ExportedProgram:
-        if key not in self.bodies:
-            self.bodies[key] = self._export_block(key, self.blocks.members[key][0])
-        return self.bodies[key]
-
-    def _export_block(self, key: str, path: str) -> torch.export.ExportedProgram:
-        self.report(f"tracing {path} ({len(self.blocks.members[key])} layers of its kind)")
-        kind = self.kinds[key]
-        with _tracing_errors(self.model), self.mode, _as_run():
-            device = next(iter(self.parameters.values())).device
+    def _export(self, kind: Kind, paths: list[str]) -> ExportedProgram:
+        self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
+        device = next(self.model.parameters()).device
+        with tracing_errors(self.model), self.mode, _as_run():
             tensors = [
-                empty_like_leaf(meta, device)
-                for meta in self._input_metas(key)
+                torch.empty_strided(
+                    meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device
+                ).requires_grad_(needs_grad)
+                for meta, needs_grad in kind.inputs
             ]
-            return _export(BlockBody(self.model.get_submodule(path), kind), (tensors,), {})
-
-    def _input_metas(self, key: str) -> list[tuple[TensorMeta, bool]]:
-        signature = next(signature for signature, kind in self.blocks.kinds.items() if kind.key == key)
-        return [(item[1], item[2]) for item in signature[2] if item[0] == "tensor"]
-
-    def _check_numbering(self) -> None:
-        """Layers that differ in a number must still be the same computation; otherwise each is a kind of its own."""
-        for kind in self.blocks.kinds.values():
-            paths = self.blocks.members[kind.key]
-            if len(paths) < 2 or kind.key not in self.blocks.numbered:
-                continue
-            first = self._listing(self._body(kind.key))
-            for path in {paths[1], paths[-1]}:
-                if self._listing(self._export_block(kind.key, path)) != first:
-                    raise _Unequal(path)
-
-    @staticmethod
-    def _listing(program: torch.export.ExportedProgram) -> list[Any]:
-        order: dict[torch.fx.Node, int] = {}
-        listing = []
-        for node in program.graph.nodes:
-            order[node] = len(order)
-            if node.op == "call_function":
-                listing.append((str(node.target), str(torch.fx.map_arg((node.args, node.kwargs), lambda n: f"%{order[n]}"))))
-        return listing
+            return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
 
 
 def _as_run() -> contextlib.AbstractContextManager[None]:
@@ -324,83 +153,201 @@ def _as_run() -> contextlib.AbstractContextManager[None]:
     return trace_as_run()
 
 
-class _Unequal(Exception):
-    """Blocks thought equal compute different things."""
+@dataclass(frozen=True)
+class _Place:
+    """Where a program stands in the model: the whole model, or one of its repeated blocks.
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path)
-        self.path = path
+    `inputs` numbers the user inputs of a block in order; those of the whole model are sources. `no_grad` and `region`
+    (of autocast) are those of the block's call.
+    """
+
+    prefix: str = ""
+    path: str = ""
+    inputs: tuple[int, ...] | None = None
+    no_grad: bool = False
+    region: str = ""
+
+    def name(self, inner: str) -> str:
+        """The model's name for a module, parameter or buffer of this program."""
+        if self.inputs is None:
+            return inner
+        inner = inner.removeprefix("block").removeprefix(".")
+        return f"{self.path}.{inner}" if inner else self.path
 
 
-def empty_like_leaf(described: tuple[TensorMeta, bool], device: torch.device) -> torch.Tensor:
-    meta, needs_grad = described
-    return torch.empty_strided(meta.shape, meta.stride, dtype=getattr(torch, meta.dtype), device=device).requires_grad_(
-        needs_grad
-    )
+class _Flattener:
+    """Numbers the values of the outer program and of the blocks within it in one sequence."""
+
+    def __init__(self, model: torch.nn.Module, bodies: _Bodies) -> None:
+        self.bodies = bodies
+        self.parameters = dict(model.named_parameters(remove_duplicate=False))
+        self.buffers = dict(model.named_buffers(remove_duplicate=False))
+        first: dict[int, str] = {}
+        self.aliases = {name: first.setdefault(id(tensor), name) for name, tensor in self.parameters.items()}
+        self.calls: list[CapturedCall] = []
+        self.sources: list[Source] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.following = 0
+        self.numbers: dict[tuple[Origin, str], int] = {}  # a buffer's changes as the forward writes to it
+        self.written: dict[str, None] = {}  # names of changed buffers, in order
+        self.parameter_numbers: set[int] = set()
+        self.casts: dict[Any, int] = {}  # what autocast made of parameters: once per region
+
+    def run(self, outer: ExportedProgram) -> Captured:
+        (loss,) = self._program(outer, _Place())
+        return Captured(
+            calls=tuple(self.calls),
+            sources=tuple(self.sources),
+            loss=loss,
+            mutations=tuple((name, self.numbers[Origin.BUFFER, name]) for name in self.written),
+            aliases=self.aliases,
+            constants=self.constants,
+        )
+
+    def _fresh(self) -> int:
+        self.following += 1
+        return self.following - 1
+
+    # -- programs ---------------------------------------------------------------------------------------------------
+
+    def _program(self, program: ExportedProgram, place: _Place) -> tuple[int, ...]:
+        """Append one exported program. Returns the numbers of its outputs."""
+        env: dict[torch.fx.Node, int] = {}
+        specs = {
+            spec.arg.name: spec for spec in program.graph_signature.input_specs if hasattr(spec.arg, "name")
+        }
+        given = iter(place.inputs or ())
+        module = place.name("")
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), torch.Tensor):
+                spec = specs[node.name]
+                if spec.kind is InputKind.USER_INPUT and place.inputs is not None:
+                    env[node] = next(given)
+                else:
+                    env[node] = self._source_of(spec, node, program, place)
+            elif node.op == "call_function":
+                module = _module_of(node, place) or module
+                self._call(node, env, module, place)
+        return self._outputs(program, env, place)
+
+    def _outputs(
+        self, program: ExportedProgram, env: dict[torch.fx.Node, int], place: _Place
+    ) -> tuple[int, ...]:
+        results: list[int] = []
+        output = next(node for node in reversed(program.graph.nodes) if node.op == "output")
+        for spec, argument in zip(program.graph_signature.output_specs, output.args[0], strict=True):
+            if not isinstance(argument, torch.fx.Node):
+                continue
+            if spec.kind is OutputKind.BUFFER_MUTATION:
+                name = place.name(spec.target or "")
+                self.numbers[Origin.BUFFER, name] = env[argument]
+                self.written[name] = None
+            elif spec.kind is OutputKind.USER_OUTPUT:
+                results.append(env[argument])
+            elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+                raise TraceError(f"the model writes to its input '{spec.target}': clone it first")
+        return tuple(results)
+
+    def _source_of(
+        self, spec: InputSpec, node: torch.fx.Node, program: ExportedProgram, place: _Place
+    ) -> int:
+        match spec.kind:
+            case InputKind.PARAMETER:
+                name = self.aliases[place.name(spec.target or "")]
+                return self._source(Origin.PARAMETER, name, self.parameters[name])
+            case InputKind.BUFFER:
+                name = place.name(spec.target or "")
+                return self._source(Origin.BUFFER, name, self.buffers[name])
+            case InputKind.CONSTANT_TENSOR:
+                name = spec.target or ""
+                return self._source(Origin.CONSTANT, place.prefix + name, program.constants[name])
+            case InputKind.USER_INPUT:
+                return self._source(Origin.INPUT, node.name, node.meta["val"])
+        raise TraceError(f"the model has an input of kind {spec.kind}, which is not supported")
+
+    def _source(self, origin: Origin, name: str, tensor: torch.Tensor) -> int:
+        number = self.numbers.get((origin, name))
+        if number is None:
+            number = self.numbers[origin, name] = self._fresh()
+            needs_grad = origin is Origin.PARAMETER and tensor.requires_grad
+            self.sources.append(Source(number, origin, name, meta_of(tensor), needs_grad))
+            if origin is Origin.CONSTANT:
+                self.constants[name] = tensor
+            if origin is Origin.PARAMETER:
+                self.parameter_numbers.add(number)
+        return number
+
+    # -- calls ------------------------------------------------------------------------------------------------------
+
+    def _call(self, node: torch.fx.Node, env: dict[torch.fx.Node, int], module: str, place: _Place) -> None:
+        name = str(node.target)
+        if name == _GETITEM or any(check in name for check in _CHECKS):
+            return
+        no_grad = place.no_grad or "set_grad_enabled" in _entered(node)
+        region = place.region or _autocast_region(node)
+        if name == _BLOCK:
+            self._block(node, env, no_grad, region)
+            return
+        try:
+            args = encode(node.args, lambda ref: Ref(env[ref]))
+            kwargs = tuple(
+                (key, encode(value, lambda ref: Ref(env[ref])))
+                for key, value in node.kwargs.items()
+                if key != "pin_memory" and value is not None
+            )
+        except TraceError as error:
+            raise TraceError(f"module '{module or '(model)'}' at {source_line(node)}: {error}") from None
+        cast = (region, args, kwargs, no_grad)
+        if region and name == _CAST and _is_implicit(node):
+            if cast in self.casts:
+                env[node] = self.casts[cast]
+                return
+            if args[0].value in self.parameter_numbers:
+                self.casts[cast] = self.following
+        outputs = self._name_outputs(node, env)
+        self.calls.append(CapturedCall(name, args, kwargs, outputs, module, source_line(node), no_grad))
+
+    def _name_outputs(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> tuple[int | None, ...]:
+        """Numbers for what `node` makes: one, or one per item that is used of several."""
+        if not isinstance(node.meta.get("val"), list | tuple):
+            env[node] = self._fresh()
+            return (env[node],)
+        numbers: dict[int, int] = {}
+        for item in node.users:
+            if str(item.target) == _GETITEM:
+                index = int(item.args[1])  # type: ignore[arg-type]
+                if index not in numbers:
+                    numbers[index] = self._fresh()
+                env[item] = numbers[index]
+        return tuple(numbers.get(index) for index in range(len(node.meta["val"])))
+
+    def _block(self, node: torch.fx.Node, env: dict[torch.fx.Node, int], no_grad: bool, region: str) -> None:
+        key, path = str(node.args[0]).split("@", 1)
+        inputs = tuple(env[item] for item in node.args[1])  # type: ignore[union-attr]
+        results = self._program(self.bodies[key], _Place(f"{key}.", path, inputs, no_grad, region))
+        for item in node.users:
+            env[item] = results[int(item.args[1])]  # type: ignore[arg-type]
 
 
-def _within(path: str, inner: str) -> str:
-    inner = inner.removeprefix("block").removeprefix(".")
-    return f"{path}.{inner}" if inner else path
-
-
-def _module_of(node: torch.fx.Node, rename: Callable[[str], str]) -> str | None:
+def _module_of(node: torch.fx.Node, place: _Place) -> str | None:
     stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return None
-    return rename(list(stack.values())[-1][0])
+    return place.name(list(stack.values())[-1][0]) if stack else None
 
 
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+def _entered(node: torch.fx.Node) -> str:
+    """The region of code a node was exported in: export makes an operator of each autocast or gradient mode."""
+    return str((node.meta.get("torch_fn") or ("",))[0])
 
 
-def _where(node: torch.fx.Node) -> str:
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    frames = [frame for frame in frames if not frame[0].startswith("<")]
-    return _short(*frames[-1]) if frames else ""
+def _autocast_region(node: torch.fx.Node) -> str:
+    """A name for the outermost ``with torch.autocast`` around a node; empty outside."""
+    if "wrap_with_autocast" not in _entered(node):
+        return ""
+    history = node.meta.get("from_node")
+    return str(history[0].name) if history else "autocast"
 
 
-def _short(file: str, line: str | int) -> str:
-    return f"{re.split(r'site-packages/', file)[-1]}:{line}"
-
-
-@contextmanager
-def _tracing_errors(model: torch.nn.Module) -> Iterator[None]:
-    """Turn whatever goes wrong while the model's code runs into one error naming module and line."""
-    names = {id(module): path for path, module in model.named_modules()}
-    entered: list[str] = []
-    failed: list[str] = []
-
-    def enter(module: torch.nn.Module, args: Any) -> None:
-        entered.append(names.get(id(module), ""))
-
-    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
-        if entered:
-            entered.pop()
-
-    handles = [
-        torch.nn.modules.module.register_module_forward_pre_hook(enter),
-        torch.nn.modules.module.register_module_forward_hook(leave),
-    ]
-    try:
-        yield
-    except StagewrightError:
-        raise
-    except Exception as error:
-        failed.extend(entered)
-        module = next((path for path in reversed(failed) if path), "") or "(model)"
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_model_code(frame.filename)]
-        where = f" at {_short(frames[-1].filename, frames[-1].lineno or 0)}: {frames[-1].line}" if frames else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise TraceError(
-            f"the model cannot be traced: module '{module}'{where}\n  {type(error).__name__}: {reason}\n"
-            "  Shapes and control flow must not depend on tensor values: replace .item(), nonzero, boolean indexing and "
-            "'if tensor:' by masked operators of fixed shape."
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_model_code(filename: str) -> bool:
-    return not any(part in filename for part in ("/torch/", "stagewright/tracing/", "<", "/contextlib.py"))
+def _is_implicit(node: torch.fx.Node) -> bool:
+    """Whether autocast itself, not the model's code, asked for this cast."""
+    last = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
+    return not any("aten.to." in line or "aten._to_copy." in line for line in last)

@@ -1,0 +1,77 @@
+"""Where in the model's own code something happened, for people to read."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from stagewright.errors import StagewrightError, TraceError
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_NOT_MODEL_CODE = ("/torch/", "stagewright/tracing/", "<", "/contextlib.py")
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """File and line of the model's code that made an exported node; empty where it is not known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    frames = [frame for frame in frames if not frame[0].startswith("<")]
+    return _short(*frames[-1]) if frames else ""
+
+
+@contextmanager
+def tracing_errors(model: torch.nn.Module) -> Iterator[None]:
+    """Turn whatever goes wrong while the model's code runs into one error naming module and line."""
+    names = {id(module): path for path, module in model.named_modules()}
+    entered: list[str] = []
+
+    def enter(module: torch.nn.Module, args: Any) -> None:
+        entered.append(names.get(id(module), ""))
+
+    def leave(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if entered:
+            entered.pop()
+
+    handles = [
+        torch.nn.modules.module.register_module_forward_pre_hook(enter),
+        torch.nn.modules.module.register_module_forward_hook(leave),
+    ]
+    try:
+        yield
+    except StagewrightError:
+        raise
+    except Exception as error:
+        module = next((path for path in reversed(entered) if path), "") or "(model)"
+        raise TraceError(
+            f"the model cannot be traced: module '{module}'{_place(error)}\n"
+            f"  {type(error).__name__}: {first_line(error)}\n"
+            "  Shapes and control flow must not depend on tensor values: replace .item(), nonzero, boolean "
+            "indexing and 'if tensor:' by masked operators of fixed shape."
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def _place(error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_model_code(frame.filename)]
+    if not frames:
+        return ""
+    return f" at {_short(frames[-1].filename, frames[-1].lineno or 0)}: {frames[-1].line}"
+
+
+def _is_model_code(filename: str) -> bool:
+    return not any(part in filename for part in _NOT_MODEL_CODE)
+
+
+def _short(file: str, line: str | int) -> str:
+    return f"{re.split(r'site-packages/', file)[-1]}:{line}"

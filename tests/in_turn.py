@@ -1,0 +1,244 @@
+"""Stages run in turn in one process and measured, beside the plain run they must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stagewright.execution.random import keyed
+from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.transport import _pack, _unpack
+from stagewright.execution.weights import Weights
+from stagewright.graph import OperatorGraph, Origin
+from stagewright.graph.payload import Message, messages
+from stagewright.graph.stage import Stage, Transfer, carve
+from stagewright.tracing.arguments import from_contents
+
+Batch = Mapping[str, Tensor]
+Tensors = dict[int, Tensor]
+SEED = 11
+STEP = 3
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step of training leaves behind; `shared` names parameters whose gradient was added up over stages."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    shared: frozenset[str] = frozenset()
+
+
+def run_plain(model: nn.Module, batches: Sequence[Batch]) -> Outcome:
+    """Plain autograd, one microbatch after the other, under keyed random numbers. Changes `model`."""
+    losses = []
+    for microbatch, batch in enumerate(batches):
+        with keyed(SEED, STEP, microbatch):
+            loss = model(**batch)
+        (loss * (1.0 / len(batches))).backward()
+        losses.append(loss.item())
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Outcome(losses, gradients, dict(model.named_buffers()))
+
+
+def bytes_kept_by_autograd(model: nn.Module, batch: Batch) -> int:
+    """Bytes of the distinct storages autograd keeps between forward and backward, parameters and buffers excluded."""
+    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), keyed(SEED, STEP, 0):
+        loss = model(**batch)
+    total = sum(size for storage, size in kept.items() if storage not in own)
+    del loss
+    return total
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One message of one microbatch on its way between two stages."""
+
+    source: int
+    target: int
+    message: Message
+    buffer: Tensor
+
+
+class Meter(TorchDispatchMode):
+    """Knows which storages came to life in which scope and which of them are still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scope: object = None
+        self._seen: set[int] = set()
+        self._made: dict[object, list[tuple[StorageWeakRef, int]]] = {}
+
+    @contextmanager
+    def scope(self, name: object) -> Iterator[None]:
+        self._scope = name
+        with self:
+            yield
+
+    def ignore(self, tensors: Sequence[Tensor]) -> None:
+        """What outlives a microbatch: parameters, buffers, constants, gradients."""
+        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
+
+    def alive(self, name: object) -> int:
+        """Bytes of the storages made in a scope that something still refers to."""
+        return sum(size for reference, size in self._made.get(name, ()) if not reference.expired())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._seen:
+                storage = tensor.untyped_storage()
+                self._seen.add(storage._cdata)  # a weak reference keeps the address from being used again
+                self._made.setdefault(self._scope, []).append((StorageWeakRef(storage), storage.nbytes()))
+        return result
+
+
+class Pipeline:
+    """The stages of one cutting, run by hand; every transfer is a copy in the layout the receiver expects.
+
+    After each action the bytes alive on behalf of a microbatch are compared with what the graph says.
+    """
+
+    def __init__(
+        self, graph: OperatorGraph, model: nn.Module, cuts: Sequence[int], num_microbatches: int
+    ) -> None:
+        self.graph = graph
+        self.stages = carve(graph, cuts)
+        tensors = {**_named(model.named_parameters), **_named(model.named_buffers), **_constants(graph)}
+        device, scale = torch.device("cpu"), 1.0 / num_microbatches
+        self.runners = [
+            StageRunner(stage, Weights([stage], _copies(tensors), device), device, scale, SEED)
+            for stage in self.stages
+        ]
+        self.meter = Meter()
+        self.losses: list[float] = []
+        for runner in self.runners:
+            runner.weights.begin_step()
+            runner.begin_step(STEP)
+            self.meter.ignore([*runner.resident.values(), *runner.weights.gradients.values()])
+
+    def step(self, batches: Sequence[Batch], split: bool) -> Outcome:
+        for microbatch, batch in enumerate(batches):
+            self.forward(microbatch, batch)
+        for microbatch in range(len(batches)):
+            self.backward(microbatch, split)
+        return self.outcome()
+
+    def forward(self, microbatch: int, batch: Batch) -> None:
+        travelling: list[Parcel] = []
+        for stage, runner in zip(self.stages, self.runners, strict=True):
+            with self.meter.scope((stage.index, microbatch)):
+                arrived = _received(stage, travelling)
+                inputs = {
+                    stage.value(value).name: batch[stage.value(value).name].clone() for value in stage.inputs
+                }
+                sent = runner.forward(microbatch, arrived, inputs)
+            if stage.computes_loss:
+                self.losses.append(sent.pop(self.graph.loss).item())
+            travelling += _sent(stage, stage.sends, sent)
+            del inputs, sent
+            self._check(stage, microbatch, "F", stage.held_bytes(stage.saved))
+
+    def backward(self, microbatch: int, split: bool) -> None:
+        travelling: list[Parcel] = []
+        for stage, runner in reversed(list(zip(self.stages, self.runners, strict=True))):
+            with self.meter.scope((stage.index, microbatch)):
+                arrived = _received(stage, travelling)
+                sent = (runner.input_grad if split else runner.backward)(microbatch, arrived)
+            travelling += _sent(stage, stage.grad_sends, sent)
+            del sent
+            if split:
+                self._check(stage, microbatch, "I", stage.held_bytes(stage.relayed))
+                with self.meter.scope((stage.index, microbatch)):
+                    runner.weight_grad(microbatch)
+            self._check(stage, microbatch, "the backward", 0)
+
+    def outcome(self) -> Outcome:
+        gradients: dict[str, Tensor] = {}
+        shared: set[str] = set()
+        buffers: dict[str, Tensor] = {}
+        for stage, runner in zip(self.stages, self.runners, strict=True):
+            for value, gradient in runner.weights.gradients.items():
+                name = stage.value(value).name
+                if name in gradients:
+                    shared.add(name)
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+            changed = {buffer for buffer, _ in stage.mutations}
+            for value in stage.buffers:
+                name = stage.value(value).name
+                if value in changed or name not in buffers:
+                    buffers[name] = runner.resident[value]
+        return Outcome(self.losses, gradients, buffers, frozenset(shared))
+
+    def _check(self, stage: Stage, microbatch: int, action: str, expected: int) -> None:
+        alive = self.meter.alive((stage.index, microbatch))
+        assert alive == expected, (
+            f"after {action} stage {stage.index} holds {alive} bytes of microbatch {microbatch}; "
+            f"the graph says {expected}"
+        )
+
+
+def assert_equal(plain: Outcome, pipelined: Outcome, tolerance: float = 1e-12) -> None:
+    """Bit for bit; a gradient added up over stages within `tolerance` of its size."""
+    assert pipelined.losses == plain.losses
+    assert set(pipelined.gradients) == set(plain.gradients)
+    for name, expected in plain.gradients.items():
+        found = pipelined.gradients[name]
+        if name in pipelined.shared:
+            bound = tolerance * expected.abs().max().item()
+            assert (found - expected).abs().max().item() <= bound, f"gradient of {name}"
+        else:
+            assert torch.equal(found, expected), (
+                f"gradient of {name} is off by {(found - expected).abs().max().item()}"
+            )
+    for name, found in pipelined.buffers.items():
+        assert torch.equal(found, plain.buffers[name]), (
+            f"buffer {name}: {found} instead of {plain.buffers[name]}"
+        )
+
+
+def _named(members: Any) -> dict[str, Tensor]:
+    return dict(members(remove_duplicate=False))
+
+
+def _constants(graph: OperatorGraph) -> dict[str, Tensor]:
+    made = (value for value in graph.values if value.origin is Origin.CONSTANT)
+    return {value.name: from_contents(graph.constants[value.name], value.meta) for value in made}
+
+
+def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _sent(stage: Stage, transfers: Sequence[Transfer], made: Tensors) -> list[Parcel]:
+    """What leaves a stage: the bytes on the wire, as the transport packs them."""
+    parcels = []
+    for transfer in transfers:
+        for message in messages(stage.value(value) for value in transfer.values):
+            parcels.append(Parcel(stage.index, transfer.stage, message, _pack(message, made).clone()))
+    return parcels
+
+
+def _received(stage: Stage, parcels: Sequence[Parcel]) -> Tensors:
+    found: Tensors = {}
+    for parcel in parcels:
+        if parcel.target == stage.index:
+            found.update(_unpack(parcel.message, parcel.buffer.clone()))
+    return found
