@@ -85,10 +85,9 @@ def plan(
     search = _Search(reference, cluster, job, report, tuple(schedules), trace)
     widths = widths_of(cluster, job, pp, dp)
     for size in _microbatch_sizes(widths, job, microbatch):
-        fitting = [width for width in widths if _divides(size, job, width[0]) and search.may_fit(size, width)]
-        if not fitting:
+        choices = [choice for width in widths for choice in search.choices(size, width)]
+        if not search.work_out(size, choices):
             break
-        search.work_out(size, fitting)
     return search.result()
 
 
@@ -117,10 +116,6 @@ def widths_of(cluster: Cluster, job: Job, pp: int | None, dp: int | None) -> lis
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _divides(size: int, job: Job, dp: int) -> bool:
-    return (job.global_batch // dp) % size == 0
 
 
 def _microbatch_sizes(widths: Sequence[tuple[int, int]], job: Job, fixed: int | None) -> list[int]:
@@ -159,62 +154,63 @@ class _Search:
         self.too_many_stages: list[PlanError] = []
         self.latest: tuple[int, BodyCosts] | None = None
         self.without_rule: set[str] = set()
+        self.roughly_missed: list[tuple[int, Choice]] = []
 
-    def may_fit(self, size: int, width: tuple[int, int]) -> bool:
-        """Whether a partition fits by what the latest trace saves, scaled to `size`; unknown at first."""
-        if self.latest is None:
-            return True
-        known, body = self.latest
-        fits = False
-        for choice in self._choices(size, [width]):
-            counts = [count * size / known for count in in_flight(make_program(choice))]
-            limit = float(self.job.usable_bytes(self.cluster.device))
-            budget = MemoryBudget([limit] * len(counts), counts)
-            if (
-                len(counts) <= len(body.legal_cuts) + 1
-                and partition(body, len(counts), 0.0, budget) is not None
-            ):
-                fits = True
-                continue
-            least = self._least_bytes(body, counts)
-            self._exclude(choice, f"needs at least {format_bytes(least)} a device", round(least - limit))
-        return fits
+    def choices(self, size: int, width: tuple[int, int]) -> Iterator[Choice]:
+        """What to try with microbatches of `size` samples at one (dp, pp); nothing if they do not divide."""
+        dp, pp = width
+        count, rest = divmod(self.job.global_batch // dp, size)
+        if rest:
+            return
+        for schedule in self.schedules if pp > 1 else self.schedules[:1]:
+            yield Choice(dp, pp, size, count, schedule)
 
-    def _least_bytes(self, body: BodyCosts, counts: Sequence[float]) -> float:
-        """Bytes of the fullest rank if state and saved values could be shared out evenly."""
-        share = 1 / len(counts)
-        return float(body.state_bytes[-1] * share + body.saved_bytes[-1] * share * float(np.mean(counts)))
-
-    def _choices(self, size: int, widths: Sequence[tuple[int, int]]) -> Iterator[Choice]:
-        for dp, pp in widths:
-            for schedule in self.schedules if pp > 1 else self.schedules[:1]:
-                yield Choice(dp, pp, size, self.job.global_batch // dp // size, schedule)
-
-    def work_out(self, size: int, widths: Sequence[tuple[int, int]]) -> None:
-        """Every width and schedule with microbatches of `size` samples."""
-        self.report(f"tracing microbatches of {size}")
-        graph = self.trace(
-            self.reference, size, self.job.sequence_length, self.job.torch_name, report=self.report
-        )
-        costing = Costing(graph, self.cluster.device)
-        body = BodyCosts(graph, costing)
-        for choice in self._choices(size, widths):
+    def work_out(self, size: int, choices: list[Choice]) -> bool:
+        """Every choice with microbatches of `size` samples; false if none of them came near fitting."""
+        if self.latest is not None:
+            known, body = self.latest
+            choices = [choice for choice in choices if self._may_fit(choice, body, size / known)]
+        if not choices:
+            return False
+        body = self._trace(size)
+        choices = [choice for choice in choices if self._may_fit(choice, body, 1.0)]
+        for choice in choices:
             self.report(str(choice))
             self._work_out_one(choice, body)
-        self.without_rule |= costing.without_rule
+        self.without_rule |= body.costing.without_rule
         self.latest = size, body
+        return bool(choices)
+
+    def _trace(self, size: int) -> BodyCosts:
+        self.report(f"tracing microbatches of {size}")
+        job = self.job
+        graph = self.trace(self.reference, size, job.sequence_length, job.torch_name, report=self.report)
+        return BodyCosts(graph, Costing(graph, self.cluster.device))
+
+    def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
+        """Whether state and saved values alone, the latter `scale` times those of `body`, fit in some partition."""
+        counts = [count * scale for count in in_flight(make_program(choice))]
+        limit = self.job.usable_bytes(self.cluster.device)
+        budget = MemoryBudget([float(limit)] * len(counts), counts)
+        try:
+            if partition(body, len(counts), 0.0, budget) is not None:
+                return True
+        except PlanError as error:
+            self.too_many_stages.append(error)
+            self._exclude(choice, str(error))
+            return False
+        least = _least_bytes(body, counts)
+        self.roughly_missed.append((least, choice))
+        reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}"
+        self._exclude(choice, reason, max(0, least - limit))
+        return False
 
     def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:
         bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job)
         if self.plans and bound > _HOPELESS * min(p.predictions.step_seconds for p in self.plans):
             self._exclude(choice, f"takes at least {format_seconds(bound)} a step")
             return
-        try:
-            candidate = make_candidate(body, choice, self.cluster, self.job)
-        except PlanError as error:
-            self.too_many_stages.append(error)
-            self._exclude(choice, str(error))
-            return
+        candidate = make_candidate(body, choice, self.cluster, self.job)
         if candidate.excess_bytes > 0:
             self.misses.append(candidate)
             missing = candidate.excess_bytes
@@ -229,15 +225,29 @@ class _Search:
 
     def result(self) -> Found:
         if not self.plans:
-            if self.misses:
-                raise misses_memory(min(self.misses, key=lambda miss: miss.excess_bytes), self.job)
-            raise self.too_many_stages[0]
+            raise self._nothing_fits()
         warnings = [
             f"operator {name} has no rule: its time is that of its bytes"
             for name in sorted(self.without_rule)
         ]
         ranked = sorted(self.plans, key=_rank)
         return Found(ranked, self.excluded, warnings)
+
+    def _nothing_fits(self) -> PlanError:
+        if not self.misses and self.roughly_missed:
+            _, choice = min(self.roughly_missed, key=lambda miss: miss[0])
+            self.misses.append(
+                make_candidate(self._trace(choice.microbatch_size), choice, self.cluster, self.job)
+            )
+        if self.misses:
+            return misses_memory(min(self.misses, key=lambda miss: miss.excess_bytes), self.job)
+        return self.too_many_stages[0]
+
+
+def _least_bytes(body: BodyCosts, counts: Sequence[float]) -> int:
+    """Bytes of the fullest rank if state and saved values could be shared out evenly."""
+    saved = float(body.saved_bytes[-1]) * float(np.mean(counts))
+    return round((float(body.state_bytes[-1]) + saved) / len(counts))
 
 
 def _rank(found: Plan) -> tuple[float, int]:
