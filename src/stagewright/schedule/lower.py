@@ -118,14 +118,12 @@ def _unblock_sends(program: Program, edges: tuple[Edge, ...]) -> Program:
     """Move receives up until no send waits for a receive that its rank has not reached."""
     replay = Replay(program, Rules.of(program, edges, sends_block=True))
     while blocked := replay.run():
-        ranks = [list(actions) for actions in replay.program.ranks]
         waiting = [rank for rank in blocked if rank.action.kind in SENDS]
         if not waiting:
             raise ScheduleError(f"{program.name} deadlocks:\n" + "\n".join(f"  {rank}" for rank in blocked))
         for rank in waiting:
-            _move_up(ranks, _awaited_receive(rank), replay)
-        replay.program = program.with_ranks(ranks)
-    return replay.program
+            _move_up(_awaited_receive(rank), replay)
+    return program.with_ranks(replay.ranks)
 
 
 def _awaited_receive(blocked: Blocked) -> Action:
@@ -134,7 +132,9 @@ def _awaited_receive(blocked: Blocked) -> Action:
     return Action(_RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
 
 
-def _move_up(ranks: list[list[Action]], receive: Action, replay: Replay) -> None:
+def _move_up(receive: Action, replay: Replay) -> None:
+    """Let the rank of `receive` come to it next."""
     target = replay.program.placement.rank_of_stage[receive.stage]
-    ranks[target].remove(receive)
-    ranks[target].insert(replay.next_index[target], receive)
+    actions, reached = replay.ranks[target], replay.next_index[target]
+    del actions[actions.index(receive, reached)]
+    actions.insert(reached, receive)

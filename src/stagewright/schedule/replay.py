@@ -25,44 +25,55 @@ class Blocked:
 
 @dataclass
 class Replay:
-    """The state of a replay: `next_index[r]` actions of rank `r` are done and the tokens in `held` hold."""
+    """The state of a replay: the first `next_index[r]` of `ranks[r]` are done and the tokens in `held` hold.
+
+    What is still to come in `ranks` may be changed between runs.
+    """
 
     program: Program
     rules: Rules
+    ranks: list[list[Action]] = field(init=False)
     next_index: list[int] = field(init=False)
     held: set[Token] = field(init=False, default_factory=set)
-    order: list[tuple[int, Action]] = field(init=False, default_factory=list)
+    waiting: dict[Token, set[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.ranks = [list(actions) for actions in self.program.ranks]
         self.next_index = [0] * self.program.num_ranks
 
     def run(self) -> list[Blocked]:
         """Perform all that can be; return the ranks that are then blocked, none when all is done."""
-        ranks, moved = range(self.program.num_ranks), True
-        while moved:
-            moved = sum(self._advance(rank) for rank in ranks) > 0
+        ranks = range(self.program.num_ranks)
+        ready = list(ranks)
+        while ready:
+            ready += self._advance(ready.pop())
         return [blocked for rank in ranks if (blocked := self.blocked(rank))]
 
     def blocked(self, rank: int) -> Blocked | None:
         """What rank `rank` waits for, or ``None`` when it is done or can go on."""
-        index, actions = self.next_index[rank], self.program.ranks[rank]
+        index, actions = self.next_index[rank], self.ranks[rank]
         if index == len(actions):
             return None
         missing = tuple(token for token in self.rules.needs(actions[index]) if token not in self.held)
         return Blocked(rank, index, actions[index], missing) if missing else None
 
-    def perform(self, rank: int, action: Action) -> None:
-        """Let `action` happen on `rank`, whether or not the program has it there."""
-        self.held.update(self.rules.makes(action))
+    def perform(self, action: Action) -> list[int]:
+        """Let `action` happen, whether or not the program has it; return the ranks that waited for what it makes."""
+        made = self.rules.makes(action)
+        self.held.update(made)
         self.held.difference_update(self.rules.drops(action))
-        self.order.append((rank, action))
+        return [rank for token in made for rank in self.waiting.pop(token, ())]
 
-    def _advance(self, rank: int) -> bool:
-        """Run `rank` as far as it goes; say whether it moved."""
-        actions, start = self.program.ranks[rank], self.next_index[rank]
-        index, held, needs = start, self.held, self.rules.needs
-        while index < len(actions) and all(token in held for token in needs(actions[index])):
-            self.perform(rank, actions[index])
+    def _advance(self, rank: int) -> list[int]:
+        """Run `rank` as far as it goes; return the ranks that waited for something it made."""
+        actions, index, needs = self.ranks[rank], self.next_index[rank], self.rules.needs
+        woken: list[int] = []
+        while index < len(actions):
+            missing = next((token for token in needs(actions[index]) if token not in self.held), None)
+            if missing is not None:
+                self.waiting.setdefault(missing, set()).add(rank)
+                break
+            woken += self.perform(actions[index])
             index += 1
         self.next_index[rank] = index
-        return index > start
+        return woken

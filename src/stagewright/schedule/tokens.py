@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from stagewright.schedule.program import Program
 Edge = tuple[int, int]
 
 
-class What(Enum):
+class What(StrEnum):
     """What a token is about. For edge tokens `stage` makes it and `peer` uses it."""
 
     VALUE = "value"  # forward value at hand of its consumer
@@ -123,6 +123,8 @@ class Rules:
 
     def needs(self, action: Action) -> tuple[Token, ...]:
         """Tokens that must hold before `action` starts."""
+        if action.beside is None:
+            return self._needs(action)
         return _flat(self._needs(part) for part in action.parts)
 
     def _needs(self, action: Action) -> tuple[Token, ...]:
@@ -156,6 +158,8 @@ class Rules:
 
     def makes(self, action: Action) -> tuple[Token, ...]:
         """Tokens that hold once `action` is done."""
+        if action.beside is None:
+            return self._makes(action)
         return _flat(self._makes(part) for part in action.parts)
 
     def _makes(self, action: Action) -> tuple[Token, ...]:
@@ -191,6 +195,8 @@ class Rules:
 
     def drops(self, action: Action) -> tuple[Token, ...]:
         """Tokens that hold no longer once `action` is done; all of them are of the action's own stage."""
+        if action.beside is None:
+            return self._drops(action)
         return _flat(self._drops(part) for part in action.parts)
 
     def _drops(self, action: Action) -> tuple[Token, ...]:

@@ -73,9 +73,9 @@ def _cells(line: str) -> Iterator[Action]:
         text = cell.strip().strip('"')
         overlapped = _OVERLAPPED.fullmatch(text)
         if overlapped:
-            yield pair(*map(_action, overlapped.groups()))
+            yield pair(*map(read_torch_action, overlapped.groups()))
         elif text:
-            yield _action(text)
+            yield read_torch_action(text)
 
 
 def _cell(action: Action) -> str:
@@ -83,7 +83,12 @@ def _cell(action: Action) -> str:
     return f"({parts})OVERLAP_F_B" if action.beside else parts
 
 
-def _action(text: str) -> Action:
+def read_torch_action(text: str) -> Action:
+    """One action as PyTorch writes it.
+
+    >>> str(read_torch_action("0UNSHARD"))
+    '0GATHER'
+    """
     for torch_name, kind in _NAMES.items():
         if text.endswith(torch_name):
             return Action.parse(text.removesuffix(torch_name) + kind)

@@ -67,7 +67,7 @@ def _step_back(timeline: Timeline, makers: dict[Token, list[int]], index: int) -
 
 
 def _before_on_stream(timeline: Timeline, rank: int, index: int) -> int | None:
-    """The last action before `index` on the rank's computations or on its own stream, whichever ended later."""
+    """The last action before `index` on the compute stream or its own stream, whichever ended later."""
     encoded = timeline.encoded
     wanted = {COMPUTE_STREAM, STREAM_OF[encoded.action(index).kind]} - {POST}
     last: dict[int, int] = {}

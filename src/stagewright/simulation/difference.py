@@ -34,7 +34,7 @@ class Difference:
     idle_s: Floats
     peak_bytes: Floats
     moved: tuple[Moved, ...]
-    """Actions that start at another time, take another time or run on another rank, in order of their first start."""
+    """Actions that run at another time, for another time or on another rank, by their start in the first."""
     only_first: tuple[Action, ...]
     only_second: tuple[Action, ...]
 
