@@ -8,14 +8,38 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from stagewright.cluster.load import load_cluster as load_cluster
+    from stagewright.execution.launch import run as run
+    from stagewright.planning.estimate import estimate as estimate
+    from stagewright.planning.job import Job as Job
+    from stagewright.planning.plan import load_plan as load_plan
+    from stagewright.planning.search import plan as plan
+    from stagewright.simulation.simulate import simulate as simulate
     from stagewright.tracing.cache import trace as trace
 
 _HOMES = {
+    "Job": "stagewright.planning.job",
+    "estimate": "stagewright.planning.estimate",
+    "load_cluster": "stagewright.cluster.load",
+    "load_plan": "stagewright.planning.plan",
+    "plan": "stagewright.planning.search",
+    "run": "stagewright.execution.launch",
+    "simulate": "stagewright.simulation.simulate",
     "trace": "stagewright.tracing.cache",
 }
-"""Where each verb lives; imported when it is first asked for, so that nothing is loaded that is not used."""
+"""Where each export lives; imported when it is first asked for, so that nothing is loaded that is not used."""
 
-__all__ = ["__version__", "trace"]
+__all__ = [
+    "Job",
+    "__version__",
+    "estimate",
+    "load_cluster",
+    "load_plan",
+    "plan",
+    "run",
+    "simulate",
+    "trace",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,18 +25,23 @@ def test_every_row_has_the_same_width_and_fits(name: str, width: int, colour: bo
 def test_segments_follow_the_times() -> None:
     program = build("1f1b", 2, 3)
     timeline = simulate(program, StageCosts.uniform(2, 1.0, 2.0, 1.0))
-    columns = int(timeline.makespan_s)
-    found = {str(s.action): (s.start, s.stop) for s in segments(timeline, 0, columns)}
+    found = {str(s.action): (s.start, s.stop) for s in segments(timeline, 0, 1.0)}
     events = {str(e.action): (e.start_s, e.end_s) for e in timeline.events(0)}
     assert found == events
 
 
 def test_labels_are_left_out_where_there_is_no_room() -> None:
-    program = build("gpipe", 2, 100)
-    timeline = simulate(program, StageCosts.uniform(2))
+    timeline = simulate(build("gpipe", 2, 16), StageCosts.uniform(2))
     row = picture(timeline, 120, colour=False)[0].plain
-    assert set(row.removeprefix("rank 0 ")) <= set("FB.-0123456789 ")
-    assert "FFF" in row
+    assert row.startswith("rank 0 F0F1F2F3") and "F9FFFF" in row
+
+
+def test_a_long_batch_is_shown_by_its_ends() -> None:
+    timeline = simulate(build("1f1b", 2, 100), StageCosts.uniform(2))
+    first, second, axis = (row.plain for row in picture(timeline, 80, colour=False))
+    assert first.startswith("rank 0 F0- F1- ........B0----- F2- ")
+    assert " ~ " in first and first.endswith("B99---- ") and second.endswith("B99---- ........")
+    assert axis.endswith("303 s")
 
 
 def test_activations_are_counted_whatever_they_weigh() -> None:

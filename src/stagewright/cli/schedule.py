@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,6 +15,16 @@ from stagewright.errors import InputError, ScheduleError
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
+
+
+class PassTimes(NamedTuple):
+    """Seconds of every stage's passes, and of every transfer between stages."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    transfer: float
+
 
 _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 
@@ -49,10 +61,14 @@ def schedule(
     from stagewright.schedule import verify
     from stagewright.simulation import StageCosts, simulate
 
-    program = verify(_program(name, ranks, microbatches, chunks, memory_limit, parse_settings(options)))
+    given = parse_settings(options)
+    if memory_limit is not None and _limits_itself(name):
+        given["memory_limit"] = float(memory_limit)
+    seconds = PassTimes(forward, input_grad, weight_grad, transfer)
+    program = verify(_program(name, ranks, microbatches, chunks, seconds, given))
     costs = StageCosts.uniform(program.num_stages, forward, input_grad, weight_grad)
     timeline = simulate(program, costs, transfer)
-    if memory_limit is not None:
+    if memory_limit is not None and "memory_limit" not in given:
         _check_limit(program, peak_activations(program), memory_limit)
     document = timeline_document(program, timeline)
     if as_json:
@@ -66,24 +82,39 @@ def schedule(
 
 
 def _program(
-    name: str,
-    ranks: int,
-    microbatches: int,
-    chunks: int | None,
-    limit: int | None,
-    options: dict[str, object],
+    name: str, ranks: int, microbatches: int, chunks: int | None, seconds: PassTimes, options: dict[str, Any]
 ) -> Program:
-    import inspect
-
     from stagewright.schedule import FAMILIES, build
 
     path = Path(name)
     if path.suffix in _READERS:
         return _read(path)
-    builder = FAMILIES.get(name.lower())
-    if builder is not None and limit is not None and "memory_limit" in inspect.signature(builder).parameters:
-        options = {"memory_limit": limit, **options}
+    accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
+    if {"times", "seconds"} & set(accepted):
+        # One microbatch is enough to learn how many stages the schedule places.
+        num_stages = build(name, ranks, 1, chunks).num_stages
+        options = {**_given_times(accepted, num_stages, seconds), **options}
     return build(name, ranks, microbatches, chunks, **options)
+
+
+def _given_times(accepted: Iterable[str], num_stages: int, seconds: PassTimes) -> dict[str, Any]:
+    """The times, as the schedules that are made for given times take them."""
+    if "times" in accepted:
+        from stagewright.schedule.automatic import StageTimes
+
+        return {"times": StageTimes.uniform(num_stages, *seconds)}
+    from stagewright.schedule.families.greedy import PassSeconds
+
+    forward, input_grad, weight_grad = ([time] * num_stages for time in seconds[:3])
+    return {"seconds": PassSeconds(forward, input_grad, weight_grad, seconds.transfer)}
+
+
+def _limits_itself(name: str) -> bool:
+    """Whether the schedule takes the memory limit as an option of its own (in its own unit)."""
+    from stagewright.schedule import FAMILIES
+
+    builder = FAMILIES.get(name.lower())
+    return builder is not None and "memory_limit" in inspect.signature(builder).parameters
 
 
 def _read(path: Path) -> Program:

@@ -10,7 +10,7 @@ from rich.console import Group
 from stagewright.graph import Node, OperatorGraph, Part
 from stagewright.report.boundaries import Boundary, boundaries
 from stagewright.report.layers import find_layers
-from stagewright.report.tables import facts, table
+from stagewright.report.tables import facts, plural, table
 from stagewright.units import format_bytes, format_count, format_seconds
 
 _SHOWN_CUTS = 6
@@ -99,14 +99,6 @@ def listing(graph: OperatorGraph) -> dict[str, Any]:
         ],
         "nodes": [_node_document(node) for node in graph.nodes],
     }  # fmt: skip
-
-
-def plural(count: int, noun: str) -> str:
-    """
-    >>> plural(1, "tensor"), plural(2, "tensor")
-    ('1 tensor', '2 tensors')
-    """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def narrow(cuts: list[Boundary]) -> list[Boundary]:

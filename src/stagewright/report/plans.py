@@ -10,7 +10,7 @@ from rich.table import Table
 
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import Found
-from stagewright.report.tables import table
+from stagewright.report.tables import plural, table
 from stagewright.units import format_bytes, format_seconds
 
 _HEADINGS = (
@@ -57,7 +57,7 @@ def left_out(found: Found) -> str:
     others = len(found.excluded) - lacking
     reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{others} for other reasons"] * (others > 0)
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
-    return f"{len(found.plans)} configurations work, {len(found.excluded)} are left out{listed}."
+    return f"{plural(len(found.plans), 'configuration')} found; {len(found.excluded)} left out{listed}."
 
 
 def batch_text(plan: Plan) -> str:

@@ -29,3 +29,11 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Table:
     for name, value in pairs:
         built.add_row(name, str(value))
     return built
+
+
+def plural(count: int, noun: str) -> str:
+    """
+    >>> plural(1, "tensor"), plural(2, "tensor")
+    ('1 tensor', '2 tensors')
+    """
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -15,6 +15,8 @@ from stagewright.units import format_seconds
 _SHADES = {"F": ("blue", "dark_blue"), "B": ("green", "dark_green"), "I": ("cyan", "dark_cyan"),
            "W": ("magenta", "dark_magenta"), "R": ("yellow", "dark_goldenrod")}  # fmt: skip
 _IDLE = "."
+_GAP = " ~ "
+_LEAST_COLUMNS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,26 +31,28 @@ class Segment:
 def picture(timeline: Timeline, width: int, colour: bool) -> list[Text]:
     """The rows of all ranks and a time axis, at most `width` columns wide.
 
-    As wide as the label of the shortest computation asks for; where that is too wide, labels are left out
-    and computations shorter than a column merge with their neighbours.
+    As wide as the label of the shortest computation asks for. Where even two columns for it are too many,
+    only the beginning and the end of the batch are shown, with ``~`` between them.
     """
     margin = len(f"rank {timeline.num_ranks - 1} ")
-    columns = _columns(timeline, max(width - margin - 1, 10))
+    room = max(width - margin - 1, 16)
+    scale = _columns_per_second(timeline, room)
+    windows = _windows(math.ceil(timeline.makespan_s * scale - 1e-9), room)
     rows = []
     for rank in range(timeline.num_ranks):
+        found = list(segments(timeline, rank, scale))
         row = Text(f"rank {rank} ".rjust(margin), no_wrap=True)
-        row.append_text(_row(list(segments(timeline, rank, columns)), columns, _full(timeline), colour))
+        row.append_text(Text(_GAP).join(_row(found, window, _full(timeline), colour) for window in windows))
         rows.append(row)
-    return [*rows, _axis(timeline, columns, margin)]
+    return [*rows, _axis(timeline, windows, margin)]
 
 
-def segments(timeline: Timeline, rank: int, columns: int) -> Iterator[Segment]:
-    """The computations of `rank` on a grid of `columns`; those that cover no column are left out."""
-    scale = columns / timeline.makespan_s if timeline.makespan_s else 0.0
+def segments(timeline: Timeline, rank: int, columns_per_second: float) -> Iterator[Segment]:
+    """The computations of `rank` on a grid of columns; those that cover no column are left out."""
     for event in timeline.events(rank):
         if event.action.kind not in COMPUTE:
             continue
-        start, stop = round(event.start_s * scale), round(event.end_s * scale)
+        start, stop = round(event.start_s * columns_per_second), round(event.end_s * columns_per_second)
         if stop > start:
             yield Segment(event.action, start, stop)
 
@@ -67,14 +71,22 @@ def _full(timeline: Timeline) -> bool:
     return placement.num_stages > placement.num_ranks
 
 
-def _columns(timeline: Timeline, room: int) -> int:
-    """Columns of the picture: a whole number for the shortest computation where there is room for one."""
+def _columns_per_second(timeline: Timeline, room: int) -> float:
+    """A whole number of columns for the shortest computation: what its label needs, or two at least."""
     shortest = _shortest_seconds(timeline)
     if not shortest:
-        return room
-    units = timeline.makespan_s / shortest
+        return room / timeline.makespan_s if timeline.makespan_s else 0.0
     wanted = len(max(_labels(timeline), key=len)) + 1
-    return min(room, math.ceil(units * max(1, min(wanted, int(room / units + 1e-9))) - 1e-9))
+    fitting = int(room / (timeline.makespan_s / shortest) + 1e-9)
+    return (min(wanted, fitting) if fitting >= _LEAST_COLUMNS else wanted) / shortest
+
+
+def _windows(columns: int, room: int) -> list[tuple[int, int]]:
+    """The columns to show: all, or as many from either end as there is room for."""
+    if columns <= room:
+        return [(0, columns)]
+    half = (room - len(_GAP)) // 2
+    return [(0, half), (columns - half, columns)]
 
 
 def _shortest_seconds(timeline: Timeline) -> float:
@@ -88,19 +100,26 @@ def _labels(timeline: Timeline) -> Iterator[str]:
         yield from (label(event.action, full) for event in timeline.events(rank))
 
 
-def _row(found: list[Segment], columns: int, full: bool, colour: bool) -> Text:
-    row, reached = Text(), 0
+def _row(found: list[Segment], window: tuple[int, int], full: bool, colour: bool) -> Text:
+    """The part of a rank's row that lies in `window`."""
+    idle = " " if colour else _IDLE
+    row, reached = Text(), window[0]
     for segment in found:
-        row.append((" " if colour else _IDLE) * (segment.start - reached))
-        size = segment.stop - segment.start
-        text = label(segment.action, full)
-        if colour:
-            shade = _SHADES[segment.action.kind][(segment.action.microbatch or 0) % 2]
-            row.append(text.center(size) if len(text) <= size else " " * size, style=f"bold white on {shade}")
-        else:
-            row.append(_plain(text, str(segment.action.kind), size))
-        reached = segment.stop
-    return row.append((" " if colour else _IDLE) * (columns - reached))
+        start, stop = max(segment.start, window[0]), min(segment.stop, window[1])
+        if stop <= start:
+            continue
+        row.append(idle * (start - reached))
+        row.append_text(_computation(segment.action, stop - start, full, colour))
+        reached = stop
+    return row.append(idle * (window[1] - reached))
+
+
+def _computation(action: Action, size: int, full: bool, colour: bool) -> Text:
+    text = label(action, full)
+    if not colour:
+        return Text(_plain(text, str(action.kind), size))
+    shade = _SHADES[action.kind][(action.microbatch or 0) % 2]
+    return Text(text.center(size) if len(text) <= size else " " * size, style=f"bold white on {shade}")
 
 
 def _plain(text: str, kind: str, size: int) -> str:
@@ -113,6 +132,7 @@ def _plain(text: str, kind: str, size: int) -> str:
     return text if len(text) == size else text.ljust(size - 1, "-") + " "
 
 
-def _axis(timeline: Timeline, columns: int, margin: int) -> Text:
+def _axis(timeline: Timeline, windows: list[tuple[int, int]], margin: int) -> Text:
     end = format_seconds(timeline.makespan_s)
+    columns = sum(stop - start for start, stop in windows) + len(_GAP) * (len(windows) - 1)
     return Text(" " * margin + "0" + end.rjust(max(columns - 1, len(end) + 1)), style="dim")

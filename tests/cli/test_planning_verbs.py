@@ -1,0 +1,171 @@
+"""The verbs that plan: tables, documents, files, and what they refuse; on one small model, traced once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from stagewright.cli.app import app
+from stagewright.planning.plan import Plan, load_plan
+
+JOB = ("--global-batch", "8", "--sequence-length", "64", "--dtype", "fp32")
+MODEL = ("tiny-llama", "--set", "num_hidden_layers=2")
+CLUSTER = ("--cluster", "2x-rtx3090")
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def document(*words: object) -> dict:
+    done = call(*words, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plans")
+
+
+@pytest.fixture(scope="module")
+def planned(folder: Path, own_cache: None) -> dict:
+    return document("plan", *MODEL, *CLUSTER, *JOB, "-o", folder / "plan.json", "--top", "2")
+
+
+def test_the_plan_document_is_sorted_and_its_files_are_plans(planned: dict, folder: Path) -> None:
+    plans = planned["plans"]
+    assert [plan["path"] for plan in plans] == [str(folder / "plan.json"), str(folder / "plan-2.json")]
+    assert plans[0]["step_seconds"] <= plans[1]["step_seconds"]
+    for plan in plans:
+        loaded = load_plan(plan["path"])
+        assert plan["lower_bound_seconds"] <= plan["step_seconds"] == loaded.predictions.step_seconds
+        assert plan["dp"] * plan["num_microbatches"] * plan["microbatch_size"] == 8
+        assert plan["dp"] * plan["tp"] * plan["pp"] == 2
+        assert plan["reserved_peak_bytes"] >= plan["allocated_peak_bytes"] > 0
+        assert plan["num_stages"] == loaded.num_stages and plan["schedule"] in ("1f1b", "gpipe")
+
+
+def test_configurations_that_do_not_fit_are_listed_with_the_reason(planned: dict) -> None:
+    least = min(plan["reserved_peak_bytes"] for plan in planned["plans"])
+    found = document("plan", *MODEL, *CLUSTER, *JOB, "--memory-limit", least)
+    assert all(plan["reserved_peak_bytes"] <= least for plan in found["plans"])
+    assert any("memory" in one["reason"] and one["missing_bytes"] > 0 for one in found["excluded"])
+
+
+def test_the_plan_table_has_one_row_per_plan(planned: dict) -> None:
+    shown = call("plan", *MODEL, *CLUSTER, *JOB, "--pp", "2", "--microbatch", "1").stdout
+    rows = [line.split() for line in shown.splitlines() if " x " in line and "pp x dp" not in line]
+    assert [row[1:4] for row in rows] == [["2", "x", "1"]] * 2
+    assert "tiny-llama on 2x-rtx3090" in shown
+
+
+def test_an_estimate_of_a_plan_repeats_its_predictions(planned: dict, folder: Path) -> None:
+    found = document("estimate", folder / "plan.json")
+    assert found["step_seconds"] == pytest.approx(planned["plans"][0]["step_seconds"])
+    for rank in found["ranks"]:
+        assert sum(rank["categories"].values()) == rank["allocated_peak_bytes"]
+
+
+def test_an_estimate_of_a_model_takes_one_configuration(planned: dict) -> None:
+    found = document("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2", "--schedule", "gpipe")
+    assert (found["pp"], found["dp"], found["schedule"]) == (2, 1, "gpipe")
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert "Memory at the peak" in call("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2").stdout
+
+
+def test_a_simulated_plan_is_the_program_of_the_plan(planned: dict, folder: Path) -> None:
+    plan = load_plan(folder / "plan.json")
+    found = document("simulate", folder / "plan.json")
+    assert found["program"] == [list(actions) for actions in plan.program]
+    assert found["bubble_fraction"] == pytest.approx(plan.predictions.bubble_fraction)
+    assert found["makespan_seconds"] <= plan.predictions.step_seconds
+    assert [r["peak_bytes"] for r in found["ranks"]] == [
+        r.allocated_peak_bytes for r in plan.predictions.ranks
+    ]
+    assert "rank 0 " in call("simulate", folder / "plan.json").stdout
+
+
+def test_a_good_plan_passes_every_check(planned: dict, folder: Path) -> None:
+    found = document("check", folder / "plan.json")
+    assert found["passed"]
+    assert [one["check"] for one in found["checks"]][-2:] == ["transfers", "memory"]
+
+
+def changed(folder: Path, name: str, **keys: object) -> Path:
+    found = json.loads((folder / "plan.json").read_text())
+    path = folder / name
+    path.write_text(json.dumps({**found, **keys}))
+    return path
+
+
+def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Path) -> None:
+    plan: Plan = load_plan(folder / "plan.json")
+    reversed_program = [list(reversed(actions)) for actions in plan.program]
+    tight = plan.job.model_copy(update={"memory_limit": 10**6}).model_dump(mode="json")
+    cases = {
+        "order": ({"program": reversed_program}, "needs the"),
+        "twice": ({"program": [[*actions, actions[0]] for actions in plan.program]}, "occurs 2 times"),
+        "cut": (
+            {"cuts": ["net.model.layers.7:0"] * (plan.num_stages - 1), "pp": plan.pp},
+            "which the traced",
+        ),
+        "memory": ({"job": tight}, "more than it may use"),
+        "batch": ({"num_microbatches": 3}, "global_batch"),
+        "key": ({"schedul": "1f1b"}, "did you mean 'schedule'?"),
+    }
+    for name, (keys, message) in cases.items():
+        if name == "cut" and plan.num_stages == 1:
+            continue
+        done = call("check", changed(folder, f"{name}.json", **keys))
+        assert done.exit_code == 2, (name, done.stdout, done.stderr)
+        assert message in done.stderr, (name, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("plan", *MODEL, "--cluster", "8x-h10", *JOB), "did you mean 'h100'?"),
+        (("plan", *MODEL, *CLUSTER), "give --global-batch and --sequence-length"),
+        (("plan", *MODEL, *CLUSTER, *JOB, "--memory-limit", "1 GBB"), "not an amount of memory"),
+        (("plan", *MODEL, *CLUSTER, *JOB, "--memory-limit", "1MiB"), "no configuration fits"),
+        (("plan", *MODEL, *CLUSTER, *JOB, "--pp", "3"), "does not divide the 2 devices"),
+        (("plan", *MODEL, *CLUSTER, *JOB, "--schedule", "1fb1"), "did you mean '1f1b'?"),
+        (("plan", *MODEL, *CLUSTER, *JOB, "-o", "no/such/plan.json"), "there is no folder"),
+        (("plan", *MODEL, *CLUSTER, "--job", "no.toml"), "job file 'no.toml' cannot be read"),
+        (("plan", *MODEL, "--cluster", "512x-h100", "--pp", "512", *JOB), "512 stages need 511 cuts"),
+        (("estimate", *MODEL, *JOB), "give --cluster"),
+        (("run", "no.json"), "plan 'no.json' cannot be read"),
+        (("simulate", __file__), "is not JSON"),
+    ],
+)
+def test_bad_input_is_one_message(words: tuple[str, ...], message: str, planned: dict) -> None:
+    done = call(*words)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_key_of_a_job_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("global_batchh = 8\nsequence_length = 64\n")
+    done = call("plan", *MODEL, *CLUSTER, "--job", path)
+    assert done.exit_code == 2
+    assert "did you mean 'global_batch'?" in done.stderr
+
+
+def test_a_missing_data_file_stops_a_run_before_it_starts(planned: dict, folder: Path) -> None:
+    done = call("run", folder / "plan.json", "--data", "no.txt")
+    assert done.exit_code == 2
+    assert "data file 'no.txt' cannot be read" in done.stderr
