@@ -229,11 +229,11 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _sent(stage: Stage, transfers: Sequence[Transfer], made: Tensors) -> list[Parcel]:
     """What leaves a stage: the bytes on the wire, as the transport packs them."""
-    parcels = []
-    for transfer in transfers:
-        for message in messages(stage.value(value) for value in transfer.values):
-            parcels.append(Parcel(stage.index, transfer.stage, message, _pack(message, made).clone()))
-    return parcels
+    return [
+        Parcel(stage.index, transfer.stage, message, _pack(message, made).clone())
+        for transfer in transfers
+        for message in messages(stage.value(value) for value in transfer.values)
+    ]
 
 
 def _received(stage: Stage, parcels: Sequence[Parcel]) -> Tensors:

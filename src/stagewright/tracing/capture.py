@@ -260,7 +260,9 @@ class _Flattener:
                 return self._source(Origin.BUFFER, name, self.buffers[name])
             case InputKind.CONSTANT_TENSOR:
                 name = spec.target or ""
-                return self._source(Origin.CONSTANT, place.prefix + name, program.constants[name])
+                constant = program.constants[name]
+                assert isinstance(constant, torch.Tensor)
+                return self._source(Origin.CONSTANT, place.prefix + name, constant)
             case InputKind.USER_INPUT:
                 return self._source(Origin.INPUT, node.name, node.meta["val"])
         raise TraceError(f"the model has an input of kind {spec.kind}, which is not supported")
