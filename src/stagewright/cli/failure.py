@@ -40,6 +40,8 @@ def fail(error: StagewrightError) -> NoReturn:
 
 def fail_unexpectedly(error: Exception) -> NoReturn:
     """For what no part of Stagewright foresaw: still one message, and how to learn more."""
+    if (received := getattr(error, "sigval", None)) is not None:
+        sys.exit(128 + int(received))  # the launcher of torch turns Ctrl-C into an exception of its own
     if wants_traceback():
         traceback.print_exception(error)
     elif isinstance(error, OSError) and error.filename:
