@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,10 @@ Transfers = float | Mapping[tuple[int, int], float] | Callable[[int, int], float
 """Seconds to move a value or gradient from one stage to another: one figure for all, by (source, target)
 stage, or a function of the two. A mapping without (c, a) takes the figure of (a, c): a gradient is as large
 as its value."""
+
+KIND_ROWS = {kind: row for row, kind in enumerate(Kind)}
+CHECKPOINTED_FORWARD = len(KIND_ROWS)
+"""Rows of the cost tables: one per kind of action, and one for the forward of a recomputed stage."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,45 +98,47 @@ class StageCosts:
     def num_stages(self) -> int:
         return len(self.forward_s)
 
-    def seconds(self, kind: Kind, stage: int) -> float:
-        """How long an action of `kind` on `stage` keeps its stream busy; posting a transfer takes no time."""
-        name = _SECONDS.get(kind)
-        return float(getattr(self, name)[stage]) if name else 0.0
+    @cached_property
+    def seconds(self) -> Floats:
+        """How long each kind of action keeps its stream busy, [row, stage]; posting a transfer takes no time."""
+        return self._table(_SECONDS)
 
-    def bytes_at_start(self, kind: Kind, stage: int, recomputed: bool) -> float:
-        """Bytes that appear when an action of `kind` starts and outlive it."""
-        match kind:
-            case Kind.F:
-                return float((self.checkpoint_bytes if recomputed else self.saved_bytes)[stage])
-            case Kind.R:
-                return float(self.saved_bytes[stage] - self.checkpoint_bytes[stage])
-            case Kind.FETCH:
-                return float(self.offloaded_bytes[stage])
-            case Kind.GATHER:
-                return float(self.gathered_bytes[stage])
-            case _:
-                return 0.0
+    @cached_property
+    def bytes_at_start(self) -> Floats:
+        """Bytes that appear when an action starts and outlive it, [row, stage]."""
+        table = self._table(
+            {Kind.F: "saved_bytes", Kind.FETCH: "offloaded_bytes", Kind.GATHER: "gathered_bytes"}
+        )
+        table[CHECKPOINTED_FORWARD] = self.checkpoint_bytes
+        table[KIND_ROWS[Kind.R]] = self.saved_bytes - self.checkpoint_bytes
+        return table
 
-    def bytes_at_end(self, kind: Kind, stage: int) -> float:
-        """Bytes that go when an action of `kind` ends."""
-        match kind:
-            case Kind.B:
-                return float(self.saved_bytes[stage])
-            case Kind.I:
-                return float(self.saved_bytes[stage] - self.held_bytes[stage])
-            case Kind.W:
-                return float(self.held_bytes[stage])
-            case Kind.OFFLOAD:
-                return float(self.offloaded_bytes[stage])
-            case Kind.RELEASE:
-                return float(self.gathered_bytes[stage])
-            case _:
-                return 0.0
+    @cached_property
+    def bytes_at_end(self) -> Floats:
+        """Bytes that go when an action ends, [row, stage]."""
+        table = self._table(
+            {
+                Kind.B: "saved_bytes",
+                Kind.W: "held_bytes",
+                Kind.OFFLOAD: "offloaded_bytes",
+                Kind.RELEASE: "gathered_bytes",
+            }
+        )
+        table[KIND_ROWS[Kind.I]] = self.saved_bytes - self.held_bytes
+        return table
 
-    def transient_bytes(self, kind: Kind, stage: int) -> float:
-        """Bytes that exist only while an action of `kind` runs."""
-        name = _TRANSIENT.get(kind)
-        return float(getattr(self, name)[stage]) if name else 0.0
+    @cached_property
+    def transient_bytes(self) -> Floats:
+        """Bytes that exist only while an action runs, [row, stage]."""
+        return self._table(_TRANSIENT)
+
+    def _table(self, columns: Mapping[Kind, str]) -> Floats:
+        """The named arrays in the rows of their kinds, the row of `Kind.F` also for checkpointed forwards."""
+        table = np.zeros((len(KIND_ROWS) + 1, self.num_stages))
+        for kind, name in columns.items():
+            table[KIND_ROWS[kind]] = getattr(self, name)
+        table[CHECKPOINTED_FORWARD] = table[KIND_ROWS[Kind.F]]
+        return table
 
 
 def transfer_seconds(transfers: Transfers, source: int, target: int) -> float:

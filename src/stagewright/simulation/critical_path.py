@@ -53,7 +53,7 @@ def _step_back(timeline: Timeline, makers: dict[Token, list[int]], index: int) -
     action, start, end = encoded.action(index), float(timeline.start_s[index]), float(timeline.end_s[index])
     before = _before_on_stream(timeline, rank, index)
     busy_until = -1.0 if before is None else float(timeline.end_s[before])
-    needs = timeline.token_times.needs(action)
+    needs = timeline.needs(action)
     token = max(needs, key=lambda need: needs[need], default=None)
     if token is not None and needs[token] > busy_until:
         # the latest maker that comes before: a state such as gathered weights is made many times
@@ -84,6 +84,6 @@ def _makers(timeline: Timeline) -> dict[Token, list[int]]:
     """For each token the indices of the actions that make it."""
     makers: dict[Token, list[int]] = {}
     for index in range(timeline.encoded.num_actions):
-        for token in timeline.token_times.rules.makes(timeline.encoded.action(index)):
+        for token in timeline.structure.rules.makes(timeline.encoded.action(index)):
             makers.setdefault(token, []).append(index)
     return makers

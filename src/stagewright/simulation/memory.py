@@ -8,9 +8,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.schedule.action import Action
 from stagewright.simulation.costs import StageCosts
-from stagewright.simulation.streams import COMPUTE_STREAM, STREAM_OF
+from stagewright.simulation.streams import COMPUTE_STREAM
+from stagewright.simulation.structure import Structure
 
 Floats = NDArray[np.float64]
 
@@ -38,15 +38,13 @@ class PatternBytes:
     """Whether only computations change memory, so that the order of the program is the order in time."""
 
     @classmethod
-    def of(cls, patterns: tuple[Action, ...], recomputed: frozenset[int], costs: StageCosts) -> PatternBytes:
-        table = np.zeros((3, len(patterns)))
-        for index, pattern in enumerate(patterns):
-            for part in pattern.parts:
-                table[0, index] += costs.bytes_at_start(part.kind, part.stage, part.stage in recomputed)
-                table[1, index] += costs.bytes_at_end(part.kind, part.stage)
-                table[2, index] += costs.transient_bytes(part.kind, part.stage)
-        beside = np.array([STREAM_OF[p.kind] != COMPUTE_STREAM for p in patterns])
-        return cls(table[0], table[1], table[2], not table[:, beside].any())
+    def of(cls, structure: Structure, costs: StageCosts) -> PatternBytes:
+        at_start = structure.per_pattern(costs.bytes_at_start)
+        at_end = structure.per_pattern(costs.bytes_at_end)
+        transient = structure.per_pattern(costs.transient_bytes)
+        beside = structure.tables.stream != COMPUTE_STREAM
+        changes = (at_start[beside], at_end[beside], transient[beside])
+        return cls(at_start, at_end, transient, not any(change.any() for change in changes))
 
 
 def memory_curve(

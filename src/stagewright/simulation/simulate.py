@@ -9,12 +9,12 @@ import numpy as np
 from stagewright.errors import InputError, ScheduleError
 from stagewright.schedule.program import Program
 from stagewright.schedule.tokens import Edge, Rules
-from stagewright.simulation.costs import StageCosts, Transfers
+from stagewright.simulation.costs import StageCosts, Transfers, transfer_seconds
 from stagewright.simulation.encoding import EncodedProgram, encode
-from stagewright.simulation.engine import Ints, run
+from stagewright.simulation.engine import Ints, Tables, run
 from stagewright.simulation.memory import PatternBytes
-from stagewright.simulation.streams import Contention
-from stagewright.simulation.tables import TokenTimes, tabulate
+from stagewright.simulation.streams import COMPUTE_STREAM, Contention
+from stagewright.simulation.structure import Structure, structure_of
 from stagewright.simulation.timeline import Timeline
 
 
@@ -50,23 +50,34 @@ def simulate(
     placement = encoded.placement
     if costs.num_stages != placement.num_stages:
         raise InputError(f"costs of {costs.num_stages} stages for a program of {placement.num_stages} stages")
-    rules = Rules.of_actions(encoded.patterns, placement, edges)
-    tables, space = tabulate(encoded, rules, costs, transfer_s, contention, action_overhead_s)
+    structure = structure_of(encoded, edges, contention)
+    tables = _with_seconds(structure, costs, transfer_s, action_overhead_s)
     start, end, known, reached = run(
         encoded.pattern,
         encoded.microbatch,
         encoded.offsets,
         tables,
-        space.num_tokens,
-        space.num_links,
+        structure.num_tokens,
+        structure.num_links,
         contention is not Contention.NONE,
     )
     if (reached < encoded.offsets[1:]).any():
-        raise ScheduleError(_deadlock(encoded, rules, reached))
+        raise ScheduleError(_deadlock(encoded, structure.rules, reached))
     base = np.zeros(placement.num_ranks)
     np.add.at(base, np.array(placement.rank_of_stage), costs.base_bytes)
-    table = PatternBytes.of(encoded.patterns, rules.recomputed, costs)
-    return Timeline(encoded, start, end, table, base, TokenTimes(rules, space, tables, known))
+    return Timeline(encoded, start, end, PatternBytes.of(structure, costs), base, structure, known)
+
+
+def _with_seconds(
+    structure: Structure, costs: StageCosts, transfers: Transfers, action_overhead_s: float
+) -> Tables:
+    """The tables of `structure` with the seconds of every action and transfer."""
+    computes = structure.tables.stream == COMPUTE_STREAM
+    seconds = structure.per_pattern(costs.seconds) + np.where(computes, action_overhead_s, 0.0)
+    slot_seconds = np.zeros(len(structure.tables.slot_travel))
+    for slot, source, target in structure.journeys:
+        slot_seconds[slot] = transfer_seconds(transfers, source, target)
+    return structure.tables._replace(seconds=seconds, slot_seconds=slot_seconds)
 
 
 def _deadlock(encoded: EncodedProgram, rules: Rules, reached: Ints) -> str:

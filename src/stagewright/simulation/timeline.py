@@ -10,11 +10,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action
+from stagewright.schedule.tokens import Token
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
-from stagewright.simulation.streams import COMPUTE_STREAM, STREAM_OF
-from stagewright.simulation.tables import TokenTimes
+from stagewright.simulation.streams import COMPUTE_STREAM
+from stagewright.simulation.structure import Structure
+from stagewright.units import format_bytes
 
 Floats = NDArray[np.float64]
 
@@ -32,7 +35,8 @@ class Event(NamedTuple):
 class Timeline:
     """Start and end of every action, all ranks in a row as in `encoded`; seconds from the start of the batch.
 
-    `base_bytes[r]` are on rank `r` throughout.
+    `base_bytes[r]` are on rank `r` throughout. `token_s` holds when each token was at hand, as `structure`
+    numbers them.
     """
 
     encoded: EncodedProgram
@@ -40,7 +44,8 @@ class Timeline:
     end_s: Floats
     pattern_bytes: PatternBytes
     base_bytes: Floats
-    token_times: TokenTimes
+    structure: Structure
+    token_s: Floats
 
     @property
     def num_ranks(self) -> int:
@@ -108,6 +113,18 @@ class Timeline:
             float(self.base_bytes[rank]),
         )
 
+    def check_memory(self, limit_bytes: float | Floats) -> None:
+        """Raise `ScheduleError` where a rank goes beyond `limit_bytes` (one figure, or one per rank)."""
+        limits = np.broadcast_to(np.asarray(limit_bytes, np.float64), self.num_ranks)
+        for rank in np.flatnonzero(self.peak_bytes > limits):
+            curve = self.memory_curve(int(rank))
+            at = float(curve.time_s[np.argmax(curve.num_bytes > limits[rank])])
+            running = next((e.action for e in self.events(int(rank)) if e.start_s == at), "the start")
+            raise ScheduleError(
+                f"rank {rank} needs {format_bytes(self.peak_bytes[rank])} of {format_bytes(limits[rank])} and goes "
+                f"beyond at {running}; start fewer microbatches early, or recompute, offload or shard its stages"
+            )
+
     def events(self, rank: int) -> Iterator[Event]:
         """The actions of `rank` in program order."""
         part = self.encoded.rank_slice(rank)
@@ -116,8 +133,12 @@ class Timeline:
                 rank, self.encoded.action(index), float(self.start_s[index]), float(self.end_s[index])
             )
 
+    def needs(self, action: Action) -> dict[Token, float]:
+        """Seconds at which each thing that `action` needs was at hand."""
+        tokens = self.structure.rules.needs(action)
+        return {token: float(self.token_s[self.structure.token_index(token)]) for token in tokens}
+
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:
         """Per action whether it runs on the compute stream."""
-        per_pattern = np.array([STREAM_OF[p.kind] == COMPUTE_STREAM for p in self.encoded.patterns], np.bool_)
-        return per_pattern[self.encoded.pattern]
+        return (self.structure.tables.stream == COMPUTE_STREAM)[self.encoded.pattern]

@@ -1,0 +1,155 @@
+"""What of a program no cost changes: what its actions need and make, and how tokens travel between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from stagewright.schedule.action import Kind
+from stagewright.schedule.tokens import Edge, Rules, Token, What
+from stagewright.simulation.costs import CHECKPOINTED_FORWARD, KIND_ROWS
+from stagewright.simulation.encoding import EncodedProgram
+from stagewright.simulation.engine import AT_ONCE, LOCAL, POST, WHEN_POSTED, Floats, Ints, Tables
+from stagewright.simulation.streams import STREAM_OF, Contention
+
+_TRAVEL = {
+    What.VALUE: AT_ONCE,
+    What.GRADIENT: AT_ONCE,
+    What.VALUE_SENT: WHEN_POSTED,
+    What.GRADIENT_SENT: WHEN_POSTED,
+    What.VALUE_POSTED: POST,
+    What.GRADIENT_POSTED: POST,
+}
+_POSTED_FOR = {What.VALUE_SENT: What.VALUE_POSTED, What.GRADIENT_SENT: What.GRADIENT_POSTED}
+_USED_BY_MAKER = {What.VALUE_OUT, What.GRADIENT_OUT}
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Tables of a program without seconds, and where each cost belongs.
+
+    Part `i` of the patterns (an overlapped pair has two) is of pattern `part_pattern[i]` and costs row
+    `part_row[i]`, column `part_stage[i]` of the cost tables. `journeys` are the slots that travel and their
+    stages.
+    """
+
+    rules: Rules
+    tables: Tables
+    number: dict[Token, int]
+    journeys: tuple[tuple[int, int, int], ...]
+    part_pattern: Ints
+    part_row: Ints
+    part_stage: Ints
+    num_tokens: int
+    num_links: int
+
+    def per_pattern(self, table: Floats) -> Floats:
+        """The entries of a cost table [row, stage] that each pattern adds up."""
+        total = np.zeros(len(self.tables.stream))
+        np.add.at(total, self.part_pattern, table[self.part_row, self.part_stage])
+        return total
+
+    def token_index(self, token: Token) -> int:
+        """Where the engine keeps the time of `token`."""
+        slot = self.number[token if token.microbatch is None else token._replace(microbatch=0)]
+        return int(self.tables.slot_base[slot] + (token.microbatch or 0) * self.tables.slot_stride[slot])
+
+
+# A search simulates one program under many costs; the entries go when their programs do.
+_KNOWN: WeakKeyDictionary[EncodedProgram, dict[object, Structure]] = WeakKeyDictionary()
+
+
+def structure_of(encoded: EncodedProgram, edges: Iterable[Edge] | None, contention: Contention) -> Structure:
+    """The structure of `encoded`, built once per edges and contention."""
+    edges = None if edges is None else tuple(edges)
+    known = _KNOWN.setdefault(encoded, {})
+    key = (edges, contention)
+    if key not in known:
+        rules = Rules.of_actions(encoded.patterns, encoded.placement, edges)
+        known[key] = _build(encoded, rules, contention)
+    return known[key]
+
+
+def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Structure:
+    number: dict[Token, int] = {}
+    needs = _numbered((rules.needs(pattern) for pattern in encoded.patterns), number)
+    makes = _numbered((rules.makes(pattern) for pattern in encoded.patterns), number)
+    sizes = _ints(1 if slot.microbatch is None else encoded.num_microbatches for slot in number)
+    travel = _ints(_travel(slot, rules) for slot in number)
+    links: dict[tuple[int, ...], int] = {}
+    tables = Tables(
+        *needs,
+        *makes,
+        seconds=np.zeros(len(encoded.patterns)),
+        stream=_ints(STREAM_OF[pattern.kind] for pattern in encoded.patterns),
+        slot_base=np.cumsum(sizes) - sizes,
+        slot_stride=_ints(slot.microbatch is not None for slot in number),
+        slot_travel=travel,
+        slot_link=_ints(_link(slot, rules, contention, links) for slot in number),
+        slot_seconds=np.zeros(len(number)),
+        slot_posted=_ints(_posted(slot, number) for slot in number),
+        slot_user=_ints(_user(slot, rules) for slot in number),
+    )
+    parts = [(index, part) for index, pattern in enumerate(encoded.patterns) for part in pattern.parts]
+    return Structure(
+        rules,
+        tables,
+        number,
+        tuple(
+            (index, slot.stage, slot.peer)
+            for slot, index in number.items()
+            if slot.peer is not None and travel[index] in (AT_ONCE, WHEN_POSTED)
+        ),
+        part_pattern=_ints(index for index, _ in parts),
+        part_row=_ints(_row(part.kind, part.stage in rules.recomputed) for _, part in parts),
+        part_stage=_ints(part.stage for _, part in parts),
+        num_tokens=int(sizes.sum()),
+        num_links=len(links),
+    )
+
+
+def _ints(values: Iterable[int]) -> Ints:
+    return np.array([*values], np.int64)
+
+
+def _row(kind: Kind, is_recomputed: bool) -> int:
+    return CHECKPOINTED_FORWARD if kind is Kind.F and is_recomputed else KIND_ROWS[kind]
+
+
+def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> tuple[Ints, Ints, Ints]:
+    """The slots of all groups, their microbatches, and where each group starts; new slots are numbered."""
+    slots: list[int] = []
+    shifts: list[int] = []
+    offsets = [0]
+    for group in groups:
+        for token in group:
+            slot = token if token.microbatch is None else token._replace(microbatch=0)
+            slots.append(number.setdefault(slot, len(number)))
+            shifts.append(token.microbatch or 0)
+        offsets.append(len(slots))
+    return _ints(slots), _ints(shifts), _ints(offsets)
+
+
+def _travel(slot: Token, rules: Rules) -> int:
+    crosses = slot.peer is not None and rules.crosses(slot.stage, slot.peer)
+    return _TRAVEL.get(slot.what, LOCAL) if crosses else LOCAL
+
+
+def _link(slot: Token, rules: Rules, contention: Contention, links: dict[tuple[int, ...], int]) -> int:
+    if slot.peer is None or _travel(slot, rules) == LOCAL:
+        return -1
+    ends = (rules.rank_of_stage[slot.stage], rules.rank_of_stage[slot.peer])
+    return links.setdefault(contention.link(*ends), len(links))
+
+
+def _posted(slot: Token, number: dict[Token, int]) -> int:
+    posted = _POSTED_FOR.get(slot.what)
+    return -1 if posted is None else number[slot._replace(what=posted)]
+
+
+def _user(slot: Token, rules: Rules) -> int:
+    at_stage = slot.stage if slot.peer is None or slot.what in _USED_BY_MAKER else slot.peer
+    return rules.rank_of_stage[at_stage]
