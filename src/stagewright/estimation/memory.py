@@ -77,24 +77,32 @@ def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
 
 
 def replay_rank(
-    memories: Sequence[StageMemory], program: Program, rank: int, resident: ResidentBytes
+    memories: Sequence[StageMemory], program: Program, rank: int, resident: ResidentBytes, left_out: int = 0
 ) -> RankMemory:
     """The memory of `rank` over one batch of the lowered `program`, on top of what is `resident`.
+
+    `left_out` microbatches, whose inputs and losses count, repeat states that the program shows.
 
     Raises:
         ScheduleError: the program uses a value before it is made.
     """
-    return _Replay(memories, program, rank, resident).run()
+    return _Replay(memories, program, rank, resident, left_out).run()
 
 
 class _Replay:
     def __init__(
-        self, memories: Sequence[StageMemory], program: Program, rank: int, resident: ResidentBytes
+        self,
+        memories: Sequence[StageMemory],
+        program: Program,
+        rank: int,
+        resident: ResidentBytes,
+        left_out: int,
     ) -> None:
         self.memories = memories
         self.program = program
         self.rank = rank
         self.resident = resident
+        self.left_out = left_out
         self.placed = program.placement.rank_of_stage
         self.size: dict[Key, int] = {}
         self.references: dict[Key, int] = {}
@@ -108,6 +116,7 @@ class _Replay:
         self.inputs: dict[tuple[int, int], Key] = {}
         self.peak = RankMemory(rank, -1, "", {})
         self.action = "begin"
+        self.messages: dict[Channel, tuple[Message, ...]] = {}
 
     def run(self) -> RankMemory:
         self._load_inputs()
@@ -147,6 +156,14 @@ class _Replay:
     def _load_inputs(self) -> None:
         """User inputs of every microbatch, which the caller holds for the batch."""
         graph = self.memories[0].stage.graph
+        for value in graph.inputs.values():
+            size = graph.values[value].meta.storage_bytes * self.left_out
+            self.inputs[value, -1] = self._new(size)
+            self._take([self.inputs[value, -1]])
+        if any(m.stage.computes_loss and self.placed[m.stage.index] == self.rank for m in self.memories):
+            loss = graph.values[graph.loss].storage
+            self.losses.append(self._new(graph.storage_bytes[loss] * self.left_out))
+            self._take(self.losses)
         for value in graph.inputs.values():
             for microbatch in range(self.program.num_microbatches):
                 key = self._new(graph.values[value].meta.storage_bytes)
@@ -242,6 +259,14 @@ class _Replay:
         transfers = found.sends if direction == "F" else found.grad_sends
         return {transfer.stage: transfer.values for transfer in transfers}
 
+    def _messages(self, channel: Channel) -> tuple[Message, ...]:
+        if channel not in self.messages:
+            direction, source, target = channel
+            values = self._transfers(direction, source).get(target, ())
+            stage = self.memories[source].stage
+            self.messages[channel] = messages(stage.value(value) for value in values)
+        return self.messages[channel]
+
     def _hand_over(self, direction: str, stage: int, microbatch: int, made: dict[int, Key]) -> None:
         for target, values in self._transfers(direction, stage).items():
             kept = {value: made[value] for value in values}
@@ -263,12 +288,10 @@ class _Replay:
 
     def _post(self, action: Action, microbatch: int) -> None:
         assert action.peer is not None
-        direction = "F" if action.kind is Kind.RECV_F else "B"
-        values = self._transfers(direction, action.peer).get(action.stage, ())
-        source = self.memories[action.peer].stage
-        buffers = [(m, self._new(m.num_bytes)) for m in messages(source.value(value) for value in values)]
+        channel = ("F" if action.kind is Kind.RECV_F else "B", action.peer, action.stage)
+        buffers = [(message, self._new(message.num_bytes)) for message in self._messages(channel)]
         self._take(key for _, key in buffers)
-        self.posted[(direction, action.peer, action.stage), microbatch] = buffers
+        self.posted[channel, microbatch] = buffers
         self._observe(self.live, 0, 0, 0)
 
     def _unpack(self, buffers: list[tuple[Message, Key]]) -> dict[int, Key]:
@@ -290,10 +313,9 @@ class _Replay:
         direction = "F" if action.kind is Kind.SEND_F else "B"
         channel = (direction, action.stage, action.peer)
         values = self.waiting.pop((channel, microbatch), {})
-        stage = self.memories[action.stage].stage
         self._settle(channel)
         sending: list[Key] = []
-        for message in messages(stage.value(value) for value in values):
+        for message in self._messages(channel):
             first = message.values[0]
             key = values[first.id] if _goes_as_it_is(message) else self._new(message.num_bytes)
             self._take([key])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -51,7 +52,9 @@ class Candidate:
     excess_bytes: int
 
 
+@lru_cache(maxsize=64)
 def make_program(choice: Choice) -> Program:
+    """The computations of every rank, in order."""
     return build(choice.schedule, choice.pp, choice.num_microbatches)
 
 
@@ -88,8 +91,9 @@ def approximate_seconds(
 
 def best_partition(
     body: BodyCosts, choice: Choice, cluster: Cluster, budget: MemoryBudget | None
-) -> list[int] | None:
-    """The fastest of the partitions with the slacks of `SLACKS`, or None if none stays within `budget`.
+) -> tuple[tuple[int, ...], float] | None:
+    """The fastest of the partitions with the slacks of `SLACKS` and its makespan from range sums, or None if
+    none stays within `budget`.
 
     Raises:
         PlanError: more stages than legal cuts allow.
@@ -100,26 +104,36 @@ def best_partition(
         cuts = partition(body, program.num_stages, slack, budget)
         if cuts is not None and tuple(cuts) not in tried:
             tried[tuple(cuts)] = approximate_seconds(body, cuts, program, cluster, choice.dp)
-    return list(min(tried, key=tried.__getitem__)) if tried else None
+    return min(tried.items(), key=lambda item: item[1]) if tried else None
 
 
-def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
-    """The fastest partition that fits the memory limit, or of those tried the one that misses it by least.
+def fastest_partition(body: BodyCosts, choice: Choice, cluster: Cluster) -> tuple[tuple[int, ...], float]:
+    """The fastest partition whatever its memory, and its makespan from range sums; raises as `best_partition`."""
+    found = best_partition(body, choice, cluster, None)
+    assert found is not None, "without a budget there is a partition"
+    return found
+
+
+def make_candidate(
+    body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, start: Sequence[int] | None = None
+) -> Candidate:
+    """The fastest partition (or the one cut at `start`) if it fits the memory limit; otherwise a partition within
+    memory, or of those tried the one that misses the limit by least.
 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    cuts = best_partition(body, choice, cluster, None)
-    assert cuts is not None
-    best = with_cuts(body, choice, cuts, cluster, job)
+    if start is None:
+        start = fastest_partition(body, choice, cluster)[0]
+    best = with_cuts(body, choice, start, cluster, job)
     latest = best
     for _ in range(_MEMORY_ROUNDS):
         if best.excess_bytes <= 0:
             break
-        cuts = best_partition(body, choice, cluster, _budget(body, latest, job))
-        if cuts is None or tuple(cuts) == latest.cuts:
+        found = best_partition(body, choice, cluster, _budget(body, latest, job))
+        if found is None or found[0] == latest.cuts:
             break
-        latest = with_cuts(body, choice, cuts, cluster, job)
+        latest = with_cuts(body, choice, found[0], cluster, job)
         if latest.excess_bytes < best.excess_bytes:
             best = latest
     return best

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,8 +130,8 @@ class _Search:
         total = np.full(num_ends, np.inf)
         total[0] = 0.0
         came_from: list[Ints] = []
-        for stage in range(self.num_stages):
-            reached, origin = self._extend(total, stage, bottleneck)
+        for farthest in self._all_farthest(bottleneck):
+            reached, origin = self._extend(total, farthest)
             total = reached + self.width
             came_from.append(origin)
         at = num_ends - 1
@@ -143,14 +143,28 @@ class _Search:
             cuts.append(int(self.ends[at]))
         return cuts[::-1]
 
-    def _extend(self, total: Floats, stage: int, bottleneck: float) -> tuple[Floats, Ints]:
-        """The least total of any start from which `stage` may end at each end, and that start."""
+    def _all_farthest(self, bottleneck: float) -> Iterator[Ints]:
+        """Per stage: `_farthest` of every start."""
+        tolerance = 1e-12 * float(self.time[-1])
+        by_time = np.searchsorted(self.time, self.time + bottleneck + tolerance, side="right") - 1
+        for stage in range(self.num_stages):
+            if self.load is None or self.budget is None:
+                yield by_time
+                continue
+            load = self.load[stage]
+            by_load = np.searchsorted(load, load + self.budget.stage_bytes[stage], side="right") - 1
+            yield np.minimum(by_time, by_load)
+
+    def _extend(self, total: Floats, farthest: Ints) -> tuple[Floats, Ints]:
+        """The least total of any start from which the next stage may end at each end, and that start."""
         num_ends = len(self.ends)
         reached = np.full(num_ends, np.inf)
         origin = np.full(num_ends, -1, np.int64)
-        farthest = [self._farthest(stage, start, bottleneck) for start in range(num_ends)]
+        starts = np.flatnonzero(np.isfinite(total))
+        if not len(starts):
+            return reached, origin
         window: deque[int] = deque()
-        for end in range(1, num_ends):
+        for end in range(int(starts[0]) + 1, min(num_ends, int(farthest[starts[-1]]) + 1)):
             start = end - 1
             if np.isfinite(total[start]):
                 while window and total[window[-1]] >= total[start]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stagewright.cluster import Cluster, Device, all_reduce_seconds
 from stagewright.errors import InputError
@@ -16,7 +17,8 @@ from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Predictions, RankPrediction, StagePrediction
-from stagewright.schedule import Program, insert_communication
+from stagewright.schedule import Program, build, insert_communication
+from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline, simulate
 
 _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
@@ -205,11 +207,33 @@ def lower_bound_seconds(body: BodyCosts, num_microbatches: int, pp: int, job: Jo
 
 def rank_memories(line: Pipeline) -> list[RankMemory]:
     """The memory of every pipeline rank over one batch, by replay of the lowered program."""
-    lowered = insert_communication(line.program, stage_edges(line.stages))
+    program = shortened(line.program)
+    lowered = _lowered(program, stage_edges(line.stages))
+    left_out = line.program.num_microbatches - program.num_microbatches
     return [
-        replay_rank(line.memories, lowered, rank, resident_bytes(line.stages_of(rank)))
+        replay_rank(line.memories, lowered, rank, resident_bytes(line.stages_of(rank)), left_out)
         for rank in range(line.pp)
     ]
+
+
+@lru_cache(maxsize=8)
+def _lowered(program: Program, edges: tuple[Edge, ...]) -> Program:
+    """With transfers; kept, because every partition of a search has the same few programs."""
+    return insert_communication(program, edges)
+
+
+@lru_cache(maxsize=8)
+def shortened(program: Program) -> Program:
+    """The 1F1B program of as many microbatches as show every state of its memory; other programs as they are.
+
+    Once every rank alternates between F and B, each microbatch repeats the state of the one before.
+    """
+    enough = program.num_ranks + 4
+    if program.name != "1f1b" or program.num_microbatches <= enough:
+        return program
+    if build(program.name, program.num_ranks, program.num_microbatches) != program:
+        return program
+    return build(program.name, program.num_ranks, enough)
 
 
 def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
+    fastest_partition,
     in_flight,
     make_candidate,
     make_plan,
@@ -31,8 +33,8 @@ from stagewright.units import format_bytes, format_seconds
 
 Trace = Callable[..., OperatorGraph]
 
-_HOPELESS = 2.0
-"""A configuration whose lower bound is this many times the best step found is not worked out."""
+_HOPELESS = 1.5
+"""A configuration this many times slower than the best step found is not worked out."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,15 @@ class _Search:
 
     def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:
         bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job)
-        if self.plans and bound > _HOPELESS * min(p.predictions.step_seconds for p in self.plans):
+        best = min((found.predictions.step_seconds for found in self.plans), default=math.inf)
+        if bound > _HOPELESS * best:
             self._exclude(choice, f"takes at least {format_seconds(bound)} a step")
             return
-        candidate = make_candidate(body, choice, self.cluster, self.job)
+        start, seconds = fastest_partition(body, choice, self.cluster)
+        if seconds > _HOPELESS * best:
+            self._exclude(choice, f"takes about {format_seconds(seconds)} a step")
+            return
+        candidate = make_candidate(body, choice, self.cluster, self.job, start)
         if candidate.excess_bytes > 0:
             self.misses.append(candidate)
             missing = candidate.excess_bytes

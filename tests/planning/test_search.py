@@ -1,0 +1,146 @@
+"""The search on small models: what it returns is consistent, within limits, and explains what it left out."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.estimation.memory import StageMemory, replay_rank, stage_edges
+from stagewright.estimation.state import resident_bytes
+from stagewright.graph.stage import carve
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan, stage_cuts, stage_program
+from stagewright.planning.predict import shortened
+from stagewright.planning.search import Found, plan, widths_of
+from stagewright.schedule import build, insert_communication
+from stagewright.tracing.cache import trace
+from stagewright.units import MIB
+
+CLUSTER = load_cluster("4x-h100")
+
+
+def job(**more: Any) -> Job:
+    return Job(global_batch=16, sequence_length=32, dtype="fp32", **more)
+
+
+@cache
+def found() -> Found:
+    return plan("tiny-llama", CLUSTER, job())
+
+
+def test_plans_come_best_first_and_use_every_device() -> None:
+    steps = [item.predictions.step_seconds for item in found().plans]
+    assert steps == sorted(steps)
+    assert {(item.dp, item.pp) for item in found().plans} <= {(1, 4), (2, 2), (4, 1)}
+    assert len({(i.dp, i.pp, i.microbatch_size, i.schedule) for i in found().plans}) == len(found().plans)
+
+
+def test_predictions_hang_together() -> None:
+    for item in found().plans:
+        predictions = item.predictions
+        assert predictions.step_seconds >= predictions.lower_bound_seconds > 0
+        assert predictions.tokens_per_second == pytest.approx(16 * 32 / predictions.step_seconds)
+        assert 0 < predictions.mfu < 1
+        assert [rank.rank for rank in predictions.ranks] == list(range(item.pp))
+        for rank in predictions.ranks:
+            assert sum(rank.categories.values()) == rank.allocated_peak_bytes <= rank.reserved_peak_bytes
+        ends = [(stage.start, stage.stop) for stage in predictions.stages]
+        assert ends[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(ends))
+
+
+def test_a_plan_leads_back_to_its_cuts_and_program() -> None:
+    item = next(item for item in found().plans if item.pp == 4)
+    graph = trace("tiny-llama", item.microbatch_size, 32, "float32")
+    assert stage_cuts(item, graph) == [stage.start for stage in item.predictions.stages[1:]]
+    assert stage_program(item) == build(item.schedule, 4, item.num_microbatches)
+    other = item.model_copy(update={"cuts": ("net.nowhere:3", *item.cuts[1:])})
+    with pytest.raises(PlanError, match=r"net\.nowhere:3"):
+        stage_cuts(other, graph)
+
+
+def test_an_estimate_of_a_plan_repeats_its_predictions() -> None:
+    item = found().plans[0]
+    again = estimate(Plan.model_validate_json(item.model_dump_json()), CLUSTER)
+    assert again.predictions == item.predictions
+    fresh = estimate(
+        "tiny-llama",
+        CLUSTER,
+        job(),
+        dp=item.dp,
+        pp=item.pp,
+        microbatch=item.microbatch_size,
+        schedule=item.schedule,
+    )
+    assert fresh == item
+
+
+def test_a_single_device_is_a_plan() -> None:
+    item = estimate("tiny-llama", load_cluster("1x-h100"), job(), microbatch=4)
+    assert (item.pp, item.num_stages, item.cuts) == (1, 1, ())
+    assert item.predictions.bubble_fraction == pytest.approx(0, abs=1e-9)
+
+
+def test_memory_limits_hold_and_are_explained() -> None:
+    free = min(max(r.reserved_peak_bytes for r in item.predictions.ranks) for item in found().plans)
+    most = max(max(r.reserved_peak_bytes for r in item.predictions.ranks) for item in found().plans)
+    limit = (free + most) // 2
+    tight = plan("tiny-llama", CLUSTER, job(memory_limit=limit))
+    assert 0 < len(tight.plans) < len(found().plans)
+    for item in tight.plans:
+        assert all(rank.reserved_peak_bytes <= limit for rank in item.predictions.ranks)
+    assert any(item.missing_bytes and "device" in item.reason for item in tight.excluded)
+
+
+def test_when_nothing_fits_the_error_says_by_how_much_and_what_would() -> None:
+    with pytest.raises(PlanError, match=r"more than the memory limit of 40\.0 MiB.*memory limit of at least"):
+        plan("tiny-llama", CLUSTER, job(memory_limit=40 * MIB))
+    with pytest.raises(PlanError, match="no configuration fits"):
+        plan("tiny-llama", CLUSTER, job(memory_limit=MIB))
+
+
+def test_more_stages_than_the_model_can_be_cut_into() -> None:
+    with pytest.raises(PlanError, match="use at most"):
+        plan("tiny-llama", load_cluster("1024x-h100"), Job(global_batch=1, sequence_length=32, dtype="fp32"))
+
+
+@pytest.mark.parametrize(
+    ("pp", "dp", "text"), [(3, None, "pp = 3"), (None, 8, "dp = 8"), (2, 1, "dp 1 x pp 2")]
+)
+def test_widths_that_do_not_fit_are_refused(pp: int | None, dp: int | None, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        widths_of(CLUSTER, job(), pp, dp)
+
+
+def test_a_fixed_microbatch_must_divide() -> None:
+    with pytest.raises(InputError, match="microbatch = 3"):
+        plan("tiny-llama", CLUSTER, job(), microbatch=3)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_shortened_program_has_the_same_peak(num_ranks: int) -> None:
+    graph = trace("tiny-llama", 1, 32, "float32")
+    size = len(graph.body)
+    stages = carve(graph, [size * i // num_ranks for i in range(1, num_ranks)])
+    memories = [StageMemory(stage) for stage in stages]
+    program = build("1f1b", num_ranks, 20)
+    short = shortened(program)
+    assert short.num_microbatches < 10
+    for rank in range(num_ranks):
+        resident = resident_bytes([stages[rank]])
+        whole, part = (
+            replay_rank(
+                memories,
+                insert_communication(p, stage_edges(stages)),
+                rank,
+                resident,
+                20 - p.num_microbatches,
+            )
+            for p in (program, short)
+        )
+        assert (whole.peak_bytes, whole.categories) == (part.peak_bytes, part.categories)
