@@ -21,7 +21,7 @@ LOOPED = {"interleaved-1f1b", "interleaved-zb", "breadth-first", "greedy"}
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 13), st.integers(1, 3))
 def test_programs_verify_lower_and_round_trip(name, num_ranks, num_microbatches, num_chunks):
     chunks = num_chunks if name in LOOPED else 2 * num_chunks if name == "hanayo" else None

@@ -84,6 +84,10 @@ def test_dualpipe_v():
         timeline = simulate(build("dualpipe-v", p, m, overlap=True), StageCosts.uniform(2 * p, saved_bytes=1))
         assert timeline.makespan_s == 6 * m + (p - 1) * (3 + 2 - 3)
         assert timeline.peak_bytes.tolist() == [2 * p + 1] * p
+    for p, _, _ in SIZES[:40]:
+        costs = StageCosts.uniform(2 * p, overlap_saved_s=0.5)
+        faster = simulate(build("dualpipe-v", p, 4 * p, overlap=True), costs)
+        assert faster.idle_s.max() == pytest.approx((p - 1) * (2.5 + 2 - 3))
 
 
 def test_unequal_stages_lie_between_recurrence_and_simple_formula():

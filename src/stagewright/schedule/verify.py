@@ -14,11 +14,12 @@ from stagewright.schedule.tokens import Edge, Rules, Token
 RankPair = tuple[int, int]
 
 
-def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
+def verify(program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = True) -> Program:
     """Return `program` if it is placed, complete, matched, ordered and free of deadlock.
 
-    A lowered program is held to a stricter rule than any transport needs: it must run even if every send
-    waited until its receive is posted, and each pair of ranks must send and receive in the same order.
+    Each pair of ranks of a lowered program must send and receive in the same order. With `sends_block` it
+    is held to a stricter rule than any transport needs: it must run even if every send waits until its
+    receive is posted.
 
     Raises:
         ScheduleError: names the rule, the action and, for a deadlock, what every rank is blocked at.
@@ -31,7 +32,7 @@ def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
     if program.is_lowered:
         check_transfers_matched(program, edges)
         check_transfer_order(program)
-    check_free_of_deadlock(program, edges)
+    check_free_of_deadlock(program, edges, sends_block=sends_block)
     return program
 
 
@@ -175,8 +176,10 @@ def transfer_order(
     return channels
 
 
-def check_free_of_deadlock(program: Program, edges: Iterable[Edge] | None = None) -> None:
-    """The program runs to its end, even if every send waited for its receive to be posted."""
-    blocked = Replay(program, Rules.of(program, edges, sends_block=program.is_lowered)).run()
-    if blocked:
+def check_free_of_deadlock(
+    program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = True
+) -> None:
+    """The program runs to its end; with `sends_block` even if every send waits for its receive to be posted."""
+    rules = Rules.of(program, edges, sends_block=sends_block and program.is_lowered)
+    if blocked := Replay(program, rules).run():
         raise ScheduleError(f"{program.name} deadlocks:\n" + "\n".join(f"  {rank}" for rank in blocked))

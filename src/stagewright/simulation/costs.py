@@ -30,7 +30,8 @@ class StageCosts:
 
     A forward saves `saved_bytes`; an input gradient frees all but `held_bytes`, which the weight gradient
     frees; a full backward frees all. A recomputed stage saves `checkpoint_bytes` in its forward and the
-    rest in R. Transient bytes exist only while the action runs. `base_bytes` (weights, gradients,
+    rest in R. Transient bytes exist only while the action runs. A forward overlapped with a backward of
+    another stage saves `overlap_saved_s` against the two in a row. `base_bytes` (weights, gradients,
     optimizer) are always there.
 
     Missing arrays default to zero, except `backward_s` (input plus weight gradient), `recompute_s` (forward),
@@ -50,6 +51,7 @@ class StageCosts:
     offload_s: Floats
     fetch_s: Floats
     step_s: Floats
+    overlap_saved_s: Floats
     saved_bytes: Floats
     held_bytes: Floats
     checkpoint_bytes: Floats

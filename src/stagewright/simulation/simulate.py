@@ -74,6 +74,8 @@ def _with_seconds(
     """The tables of `structure` with the seconds of every action and transfer."""
     computes = structure.tables.stream == COMPUTE_STREAM
     seconds = structure.per_pattern(costs.seconds) + np.where(computes, action_overhead_s, 0.0)
+    pairs, forward_stages = structure.pairs
+    seconds[pairs] -= costs.overlap_saved_s[forward_stages]
     slot_seconds = np.zeros(len(structure.tables.slot_travel))
     for slot, source, target in structure.journeys:
         slot_seconds[slot] = transfer_seconds(transfers, source, target)

@@ -32,8 +32,9 @@ class Structure:
     """Tables of a program without seconds, and where each cost belongs.
 
     Part `i` of the patterns (an overlapped pair has two) is of pattern `part_pattern[i]` and costs row
-    `part_row[i]`, column `part_stage[i]` of the cost tables. `journeys` are the slots that travel and their
-    stages.
+    `part_row[i]`, column `part_stage[i]` of the cost tables. `pairs` are the patterns that are overlapped
+    pairs and the stages of their forwards; `journeys` are the slots that travel and the stages they travel
+    between.
     """
 
     rules: Rules
@@ -43,6 +44,7 @@ class Structure:
     part_pattern: Ints
     part_row: Ints
     part_stage: Ints
+    pairs: tuple[Ints, Ints]
     num_tokens: int
     num_links: int
 
@@ -94,6 +96,7 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
         slot_user=_ints(_user(slot, rules) for slot in number),
     )
     parts = [(index, part) for index, pattern in enumerate(encoded.patterns) for part in pattern.parts]
+    pairs = [(index, pattern.stage) for index, pattern in enumerate(encoded.patterns) if pattern.beside]
     return Structure(
         rules,
         tables,
@@ -106,6 +109,7 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
         part_pattern=_ints(index for index, _ in parts),
         part_row=_ints(_row(part.kind, part.stage in rules.recomputed) for _, part in parts),
         part_stage=_ints(part.stage for _, part in parts),
+        pairs=(_ints(index for index, _ in pairs), _ints(stage for _, stage in pairs)),
         num_tokens=int(sizes.sum()),
         num_links=len(links),
     )
