@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from stagewright.cli.app import app
+from stagewright.cli.cost_table import balanced
 
 
 def call(*words: str) -> Result:
@@ -70,6 +74,65 @@ def test_a_program_file_is_simulated(tmp_path: Path) -> None:
     path = tmp_path / "torch.csv"
     path.write_text("0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n")
     assert document("schedule", path)["makespan_seconds"] == 9.0
+
+
+TABLE = """layer,forward_s,input_grad_s,weight_grad_s,activation_bytes,parameter_bytes
+embedding,0.1,0.1,0.1,10,1
+first,1,1,1,100,5
+second,1,1,1,100,5
+head,0.5,0.5,0.5,20,2
+"""
+
+
+def test_a_cost_table_is_shared_out_over_the_stages(tmp_path: Path) -> None:
+    path = tmp_path / "costs.csv"
+    path.write_text(TABLE)
+    found = document("schedule", "gpipe", "-p", "2", "-m", "3", "--costs", path)
+    assert [rank["busy_seconds"] for rank in found["ranks"]] == pytest.approx([3 * 3.3, 3 * 4.5])
+    assert [rank["peak_bytes"] for rank in found["ranks"]] == [3 * 110 + 6, 3 * 120 + 7]
+    rows = [
+        dict(zip(TABLE.split()[0].split(","), line.split(","), strict=True)) for line in TABLE.split()[1:]
+    ]
+    other = tmp_path / "costs.json"
+    other.write_text(json.dumps(rows))
+    assert document("schedule", "gpipe", "-p", "2", "-m", "3", "--costs", other) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("forward_s", "forwards_s"), "did you mean 'forward_s'?"),
+        (("first,1,", "first,fast,"), "row 2: forward_s = 'fast' is not a number"),
+        (("second,1,", "second,,"), "row 3: forward_s is missing"),
+        (("head,0.5", "head,-0.5"), "must be finite and not negative"),
+    ],
+)
+def test_a_wrong_cost_table_is_refused_by_row(change: tuple[str, str], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "costs.csv"
+    path.write_text(TABLE.replace(*change))
+    done = call("schedule", "gpipe", "-p", "2", "-m", "3", "--costs", path)
+    assert done.exit_code == 2
+    assert message in done.stderr
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.integers(1, 8))
+def test_balanced_parts_are_the_best_of_all(seconds: list[int], num_parts: int) -> None:
+    if num_parts > len(seconds):
+        return
+    found = balanced(seconds, num_parts)
+    assert [index for part in found for index in part] == list(range(len(seconds)))
+    assert all(found) and len(found) == num_parts
+    every = itertools.combinations(range(1, len(seconds)), num_parts - 1)
+    bounds = ([0, *cuts, len(seconds)] for cuts in every)
+    best = min(max(sum(seconds[a:b]) for a, b in itertools.pairwise(ends)) for ends in bounds)
+    assert max(sum(seconds[index] for index in part) for part in found) == best
+
+
+@pytest.mark.parametrize("name", ["zb-auto", "v-half", "greedy"])
+def test_schedules_made_for_given_times_get_them(name: str) -> None:
+    equal = document("schedule", name, "-p", "2", "-m", "4")
+    slow = document("schedule", name, "-p", "2", "-m", "4", "--forward", "3")
+    assert slow["makespan_seconds"] > equal["makespan_seconds"]
 
 
 @pytest.mark.parametrize(

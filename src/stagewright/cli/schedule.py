@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from stagewright.cli.options import Json, parse_settings
 from stagewright.cli.output import print_document, show
-from stagewright.errors import InputError, ScheduleError
+from stagewright.cli.program_file import is_program_file, read_program
+from stagewright.errors import ScheduleError
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
+    from stagewright.simulation import StageCosts
 
-
-class PassTimes(NamedTuple):
-    """Seconds of every stage's passes, and of every transfer between stages."""
-
-    forward: float
-    input_grad: float
-    weight_grad: float
-    transfer: float
-
+CostsOf = Callable[[int], "StageCosts"]
+"""The costs of so many stages."""
 
 _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 
@@ -45,6 +40,10 @@ def schedule(
     input_grad: _Seconds = 1.0,
     weight_grad: _Seconds = 1.0,
     transfer: _Seconds = 0.0,
+    costs: Annotated[
+        Path | None,
+        typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, in place of uniform ones."),
+    ] = None,
     memory_limit: Annotated[
         int | None, typer.Option(min=1, help="Most activations (stage and microbatch) a rank may hold.")
     ] = None,
@@ -59,15 +58,14 @@ def schedule(
     """
     from stagewright.report.timelines import heading, peak_activations, rank_table, timeline_document
     from stagewright.schedule import verify
-    from stagewright.simulation import StageCosts, simulate
+    from stagewright.simulation import simulate
 
     given = parse_settings(options)
     if memory_limit is not None and _limits_itself(name):
         given["memory_limit"] = float(memory_limit)
-    seconds = PassTimes(forward, input_grad, weight_grad, transfer)
-    program = verify(_program(name, ranks, microbatches, chunks, seconds, given))
-    costs = StageCosts.uniform(program.num_stages, forward, input_grad, weight_grad)
-    timeline = simulate(program, costs, transfer)
+    costs_of = _costs_of(costs, (forward, input_grad, weight_grad))
+    program = verify(_program(name, ranks, microbatches, chunks, costs_of, transfer, given))
+    timeline = simulate(program, costs_of(program.num_stages), transfer)
     if memory_limit is not None and "memory_limit" not in given:
         _check_limit(program, peak_activations(program), memory_limit)
     document = timeline_document(program, timeline)
@@ -81,32 +79,47 @@ def schedule(
     show(heading(document), "", *picture(timeline, console.width, console.is_terminal), rank_table(document))
 
 
+def _costs_of(table: Path | None, passes: tuple[float, float, float]) -> CostsOf:
+    from stagewright.simulation import StageCosts
+
+    if table is None:
+        return lambda num_stages: StageCosts.uniform(num_stages, *passes)
+    from stagewright.cli.cost_table import read_cost_table, stage_costs
+
+    layers = read_cost_table(table)
+    return lambda num_stages: stage_costs(layers, num_stages)
+
+
 def _program(
-    name: str, ranks: int, microbatches: int, chunks: int | None, seconds: PassTimes, options: dict[str, Any]
-) -> Program:
+    name: str, ranks: int, microbatches: int, chunks: int | None, costs_of: CostsOf, transfer: float,
+    options: dict[str, Any],
+) -> Program:  # fmt: skip
     from stagewright.schedule import FAMILIES, build
 
-    path = Path(name)
-    if path.suffix in _READERS:
-        return _read(path)
+    if is_program_file(name):
+        return read_program(Path(name))
     accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
     if {"times", "seconds"} & set(accepted):
         # One microbatch is enough to learn how many stages the schedule places.
         num_stages = build(name, ranks, 1, chunks).num_stages
-        options = {**_given_times(accepted, num_stages, seconds), **options}
+        options = {**_given_times(accepted, costs_of(num_stages), transfer), **options}
     return build(name, ranks, microbatches, chunks, **options)
 
 
-def _given_times(accepted: Iterable[str], num_stages: int, seconds: PassTimes) -> dict[str, Any]:
+def _given_times(accepted: Iterable[str], costs: StageCosts, transfer: float) -> dict[str, Any]:
     """The times, as the schedules that are made for given times take them."""
+    import numpy as np
+
+    passes = costs.forward_s, costs.input_grad_s, costs.weight_grad_s
     if "times" in accepted:
         from stagewright.schedule.automatic import StageTimes
 
-        return {"times": StageTimes.uniform(num_stages, *seconds)}
+        ones = np.ones(costs.num_stages)
+        return {"times": StageTimes(*passes, transfer * ones[1:], ones, ones / 2)}
     from stagewright.schedule.families.greedy import PassSeconds
 
-    forward, input_grad, weight_grad = ([time] * num_stages for time in seconds[:3])
-    return {"seconds": PassSeconds(forward, input_grad, weight_grad, seconds.transfer)}
+    forward, input_grad, weight_grad = (seconds.tolist() for seconds in passes)
+    return {"seconds": PassSeconds(forward, input_grad, weight_grad, transfer)}
 
 
 def _limits_itself(name: str) -> bool:
@@ -115,37 +128,6 @@ def _limits_itself(name: str) -> bool:
 
     builder = FAMILIES.get(name.lower())
     return builder is not None and "memory_limit" in inspect.signature(builder).parameters
-
-
-def _read(path: Path) -> Program:
-    try:
-        return _READERS[path.suffix](path)
-    except OSError as error:
-        raise InputError(f"program '{path}' cannot be read ({error.strerror}): check the path") from None
-    except ValueError as error:
-        raise InputError(f"{path} is not a program: {error}") from None
-
-
-def _from_csv(path: Path) -> Program:
-    from stagewright.schedule.torch_csv import read_torch_csv
-
-    return read_torch_csv(path.read_text(encoding="utf-8"), path.stem)
-
-
-def _from_text(path: Path) -> Program:
-    from stagewright.schedule import Program
-
-    return Program.from_text(path.read_text(encoding="utf-8"))
-
-
-def _from_json(path: Path) -> Program:
-    from stagewright.schedule import Program
-
-    return Program.from_json(path.read_text(encoding="utf-8"))
-
-
-_READERS = {".csv": _from_csv, ".txt": _from_text, ".json": _from_json}
-"""Program files by ending: of torch.distributed.pipelining, and our own text and JSON."""
 
 
 def _check_limit(program: Program, activations: list[int], limit: int) -> None:

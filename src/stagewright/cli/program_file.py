@@ -1,0 +1,57 @@
+"""Programs from files: of torch.distributed.pipelining (CSV), and our own text and JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.schedule import Program
+
+
+def is_program_file(text: str) -> bool:
+    """Whether `text` has the ending of a program file.
+
+    >>> is_program_file("torch.csv"), is_program_file("1f1b")
+    (True, False)
+    """
+    return Path(text).suffix in _READERS
+
+
+def read_program(path: Path) -> Program:
+    """The program in a file.
+
+    Raises:
+        InputError: the file cannot be read or is not a program.
+        ScheduleError: an action or the placement is wrong.
+    """
+    try:
+        return _READERS[path.suffix](path)
+    except OSError as error:
+        raise InputError(f"program '{path}' cannot be read ({error.strerror}): check the path") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not a program: {error}") from None
+
+
+def _from_csv(path: Path) -> Program:
+    from stagewright.schedule.torch_csv import read_torch_csv
+
+    return read_torch_csv(path.read_text(encoding="utf-8"), path.stem)
+
+
+def _from_text(path: Path) -> Program:
+    from stagewright.schedule import Program
+
+    return Program.from_text(path.read_text(encoding="utf-8"))
+
+
+def _from_json(path: Path) -> Program:
+    from stagewright.schedule import Program
+
+    return Program.from_json(path.read_text(encoding="utf-8"))
+
+
+_READERS = {".csv": _from_csv, ".txt": _from_text, ".json": _from_json}
+"""Program files by ending: of torch.distributed.pipelining, and our own text and JSON."""

@@ -1,0 +1,48 @@
+"""`stagewright run` as a user starts it: a process per rank, one JSON document, a record on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32")
+
+
+def stagewright(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stagewright.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+
+
+@pytest.mark.multiprocess
+def test_a_plan_is_trained_and_compared_with_what_was_predicted(tmp_path: Path) -> None:
+    plan, text = tmp_path / "plan.json", tmp_path / "text.txt"
+    text.write_text("Call me Ishmael. " * 50)
+    model = (
+        "tiny-llama",
+        "--set",
+        "num_hidden_layers=1",
+        "--pp",
+        "2",
+        "--microbatch",
+        "2",
+        "--schedule",
+        "1f1b",
+    )
+    planned = stagewright("plan", *model, "--cluster", "2x-rtx3090", *JOB, "-o", plan)
+    assert planned.returncode == 0, planned.stderr
+    done = stagewright(
+        "run", plan, "--data", text, "--steps", "3", "--device", "cpu", "--out", tmp_path / "out", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found["losses"]) == len(found["all_step_seconds"]) == 3
+    assert found["losses"][-1] < found["losses"][0]
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert rank["allocated_peak_bytes"] == pytest.approx(rank["predicted_allocated_peak_bytes"], rel=0.03)
+    assert Path(found["path"]) == tmp_path / "out" / "record.json"
+    assert json.loads(Path(found["path"]).read_text())["losses"] == found["losses"]
