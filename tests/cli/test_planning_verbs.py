@@ -78,6 +78,12 @@ def test_an_estimate_of_a_plan_repeats_its_predictions(planned: dict, folder: Pa
         assert sum(rank["categories"].values()) == rank["allocated_peak_bytes"]
 
 
+def test_an_estimate_of_a_plan_refuses_what_it_would_ignore(planned: dict, folder: Path) -> None:
+    done = call("estimate", folder / "plan.json", "--pp", "4")
+    assert done.exit_code == 2
+    assert "leave out --pp" in done.stderr
+
+
 def test_an_estimate_of_a_model_takes_one_configuration(planned: dict) -> None:
     found = document("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2", "--schedule", "gpipe")
     assert (found["pp"], found["dp"], found["schedule"]) == (2, 1, "gpipe")

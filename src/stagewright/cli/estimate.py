@@ -38,8 +38,8 @@ def estimate(
     memory_limit: MemoryLimit = None,
     pp: PipelineWidth = None,
     dp: DataWidth = None,
-    microbatch: Annotated[int, typer.Option(min=1, help="Samples per microbatch.")] = 1,
-    schedule: Annotated[str, typer.Option(metavar="NAME", help="The schedule.")] = "1f1b",
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
+    schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -53,6 +53,10 @@ def estimate(
 
     with Progress(f"estimating {subject}") as progress:
         if is_plan(subject):
+            _refuse_with_a_plan(
+                job=job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
+                memory_limit=memory_limit, pp=pp, dp=dp, microbatch=microbatch, schedule=schedule, set=settings,
+            )  # fmt: skip
             plan = load_plan(subject)
             found = estimating.estimate(plan, cluster_of(plan, cluster), report=progress)
         else:
@@ -65,8 +69,8 @@ def estimate(
             )
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
-                reference, _cluster(cluster), wanted, dp=dp, pp=pp, microbatch=microbatch, schedule=schedule,
-                report=progress,
+                reference, _cluster(cluster), wanted, dp=dp, pp=pp, microbatch=microbatch or 1,
+                schedule=schedule or "1f1b", report=progress,
             )  # fmt: skip
     from stagewright.report.plans import estimate_document, estimate_heading, memory_table, stage_table
 
@@ -74,6 +78,15 @@ def estimate(
         print_document(estimate_document(found))
     else:
         show(estimate_heading(found), stage_table(found), memory_table(found))
+
+
+def _refuse_with_a_plan(**options: object) -> None:
+    """A plan brings its own job and configuration: what would be ignored is refused."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if given:
+        raise InputError(
+            f"a plan has its own job and configuration: leave out {', '.join(given)}, or estimate the model"
+        )
 
 
 def _cluster(name: str | None) -> Cluster:
