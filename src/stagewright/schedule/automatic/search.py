@@ -83,6 +83,7 @@ def automatic(
     *,
     by_span: bool = False,
     num_moves: int = 4000,
+    num_patterns: int = 400,
     good_enough_s: float = 0.0,
     seed: int = 0,
     name: str = "zb-auto",
@@ -91,10 +92,11 @@ def automatic(
     every rank.
 
     Minimises the makespan, or with `by_span` the longest span of a rank from its first to its last
-    computation (the time of a batch when batches follow each other without a barrier). Starts from greedily
-    built orders and from repeated patterns, times each with weight gradients filled in under 24 rules, and
-    lets the best three make `num_moves` small moves each. The search ends early when it reaches
-    `good_enough_s`. One seed, one result.
+    computation (the time of a batch when batches follow each other without a barrier). Starts from the
+    known schedules, greedily built orders and `num_patterns` repeated patterns, times each with weight
+    gradients filled in under 24 rules, and lets the best four make `num_moves` small moves each. The search
+    ends early when it reaches `good_enough_s`. One seed, one result. Both numbers may be lowered where many
+    schedules are compared.
 
     Source: the aim and the filling of gaps follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
     section 3 (arXiv 2401.10241); the patterns Qi et al. 2024, "Pipeline Parallelism with Controllable
@@ -105,7 +107,7 @@ def automatic(
         ScheduleError: a microbatch does not fit into the memory limit.
     """
     costs = _costs(placement, times, memory_limit)
-    aim = Aim(by_span, num_moves, good_enough_s, seed)
+    aim = Aim(by_span, num_moves, num_patterns, good_enough_s, seed)
     found = _search(placement, num_microbatches, costs, aim)
     if found is None:
         raise ScheduleError(
@@ -121,6 +123,7 @@ class Aim:
 
     by_span: bool
     num_moves: int
+    num_patterns: int
     good_enough_s: float
     seed: int
 
@@ -130,7 +133,7 @@ def _search(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim)
     starts = chain(
         _handmade(placement, num_microbatches),
         _built(costs, num_microbatches),
-        _patterned(costs, num_microbatches, np.random.default_rng(aim.seed)),
+        _patterned(costs, num_microbatches, aim.num_patterns, np.random.default_rng(aim.seed)),
     )
     finalists = _best_starts(starts, costs, num_microbatches, aim)
     if not finalists:
@@ -202,11 +205,12 @@ def _built(costs: Costs, num_microbatches: int) -> Iterator[Order]:
             yield out.passes[:, : out.length.max()].copy(), out.stages[:, : out.length.max()].copy()
 
 
-def _patterned(costs: Costs, num_microbatches: int, rng: np.random.Generator) -> Iterator[Order]:
-    """Random patterns, for equal passes without transfer times and for the passes as they are."""
-    plain = uniform_times(costs)
-    for model, count in ((plain, 200), (costs, 200)):
-        for gaps in islice(gap_choices(model, rng), count):
+def _patterned(
+    costs: Costs, num_microbatches: int, num_patterns: int, rng: np.random.Generator
+) -> Iterator[Order]:
+    """Random patterns, half of them for equal passes without transfer times, half for the passes as they are."""
+    for model in (uniform_times(costs), costs):
+        for gaps in islice(gap_choices(model, rng), num_patterns // 2):
             yield pattern_order(model, num_microbatches, gaps, interval(model))
 
 
