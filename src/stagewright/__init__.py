@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from stagewright.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from stagewright.cluster.load import load_cluster as load_cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stagewright import __version__
+from stagewright.version import __version__
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ClusterSection, ModelSection, Plan, Predictions, cut_names
 from stagewright.schedule.families import build as build_schedule

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stagewright import __version__
+from stagewright.version import __version__
 from stagewright.cli import (
     check,
     clusters,

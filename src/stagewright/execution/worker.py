@@ -99,7 +99,7 @@ def _failure(error: Exception, rank: int, watch: Any) -> RunError:
 
 
 def _record(loaded: Any, torch: Any, target: Any, results: list[Any], metered: int, ranks: list[Any]) -> Any:
-    from stagewright import __version__
+    from stagewright.version import __version__
     from stagewright.execution.record import Record
 
     return Record(

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from stagewright import __version__
+from stagewright.version import __version__
 from stagewright.cluster import Cluster
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stagewright import __version__
+from stagewright.version import __version__
 from stagewright.graph import OperatorGraph
 from stagewright.tracing.models.reference import ModelReference, resolve
 
