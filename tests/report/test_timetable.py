@@ -30,10 +30,11 @@ def test_segments_follow_the_times() -> None:
     assert found == events
 
 
-def test_labels_are_left_out_where_there_is_no_room() -> None:
+def test_colours_make_do_with_less_room() -> None:
     timeline = simulate(build("gpipe", 2, 16), StageCosts.uniform(2))
-    row = picture(timeline, 120, colour=False)[0].plain
-    assert row.startswith("rank 0 F0F1F2F3") and "F9FFFF" in row
+    row = picture(timeline, 120, colour=True)[0].plain
+    assert " ~ " not in row and row.startswith("rank 0 F0F1F2F3")
+    assert " ~ " in picture(timeline, 120, colour=False)[0].plain
 
 
 def test_a_long_batch_is_shown_by_its_ends() -> None:

@@ -89,7 +89,10 @@ def plan(
 
     show(found_heading(found), plans_table(shown), left_out(found))
     if output is not None:
-        show(f"Wrote {', '.join(map(str, paths))}; `stagewright run {output}` trains with the best.")
+        show(
+            f"Wrote {', '.join(map(str, paths))}. `stagewright estimate {output}` shows the stages and the "
+            f"memory of the best, `stagewright run {output}` trains with it."
+        )
 
 
 def _write(plans: Sequence[Plan], output: Path | None) -> list[Path | None]:

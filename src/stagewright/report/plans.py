@@ -8,15 +8,15 @@ from typing import Any
 
 from rich.table import Table
 
-from stagewright.planning.plan import Plan
+from stagewright.planning.plan import Plan, RankPrediction
 from stagewright.planning.search import Found
-from stagewright.report.tables import plural, table
-from stagewright.units import format_bytes, format_seconds
+from stagewright.report.tables import byte_unit, figure, plural, table, time_unit
+from stagewright.units import format_seconds
 
-_HEADINGS = (
-    "", "pp x dp", "stages", "microbatches", "schedule", "step", "tokens/s", "MFU", "bubble",
-    "peak memory per rank",
-)  # fmt: skip
+_HEADINGS = ("pp x\ndp", "stages", "micro-\nbatches", "schedule", "step", "tokens/s", "MFU", "bubble")
+
+_LEAST_SHARE = 0.02
+"""Categories of memory that are never more of a rank's peak than this are shown as one."""
 
 
 def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
@@ -69,10 +69,11 @@ def batch_text(plan: Plan) -> str:
 
 
 def plans_table(plans: Sequence[Plan]) -> Table:
-    """The best plans, one a row."""
+    """The best plans, one a row; narrow enough for a terminal of 80 columns."""
+    peaks = [[rank.reserved_peak_bytes for rank in plan.predictions.ranks] for plan in plans]
+    unit, size = byte_unit(count for counts in peaks for count in counts)
     rows = [
         (
-            number,
             f"{plan.pp} x {plan.dp}",
             plan.num_stages,
             f"{plan.num_microbatches} of {plan.microbatch_size}",
@@ -81,11 +82,11 @@ def plans_table(plans: Sequence[Plan]) -> Table:
             f"{plan.predictions.tokens_per_second:,.0f}",
             f"{plan.predictions.mfu:.1%}",
             f"{plan.predictions.bubble_fraction:.1%}",
-            _range([rank.reserved_peak_bytes for rank in plan.predictions.ranks]),
+            _range(counts, size),
         )
-        for number, plan in enumerate(plans, start=1)
+        for plan, counts in zip(plans, peaks, strict=True)
     ]
-    return table("", _HEADINGS, rows, text=0)
+    return table("", (*_HEADINGS, f"peak {unit}\nper rank"), rows, text=0)
 
 
 def estimate_document(plan: Plan) -> dict[str, Any]:
@@ -120,55 +121,66 @@ def estimate_heading(plan: Plan) -> str:
 
 
 def memory_table(plan: Plan) -> Table:
-    """Each rank's busy time and its bytes by category at the moment of its peak."""
+    """Each rank's bytes by category at the moment of its peak, and its busy time."""
     ranks = plan.predictions.ranks
-    categories = list(dict.fromkeys(name for rank in ranks for name in rank.categories))
+    categories = _large_categories(ranks)
+    unit, size = byte_unit(rank.reserved_peak_bytes for rank in ranks)
     rows = [
         (
             rank.rank,
+            *(figure(rank.categories.get(name, 0), size) for name in categories),
+            figure(sum(count for name, count in rank.categories.items() if name not in categories), size),
+            figure(rank.allocated_peak_bytes, size),
+            figure(rank.reserved_peak_bytes, size),
             format_seconds(rank.busy_seconds),
-            *(_amount(rank.categories.get(name, 0)) for name in categories),
-            format_bytes(rank.allocated_peak_bytes),
-            format_bytes(rank.reserved_peak_bytes),
         )
         for rank in ranks
     ]
-    headings = ("rank", "busy", *(name.replace("_", " ") for name in categories), "allocated", "reserved")
-    return table("Memory at the peak, per pipeline rank", headings, rows)
+    names = (*(name.replace("_", " ") for name in categories), "other")
+    headings = ("rank", *names, "allocated", "reserved", "busy")
+    return table(f"Memory at the peak of each pipeline rank, in {unit}", headings, rows)
+
+
+def _large_categories(ranks: Sequence[RankPrediction]) -> list[str]:
+    """Names of the categories that matter on some rank, in their order."""
+    return list(
+        dict.fromkeys(
+            name
+            for rank in ranks
+            for name, size in rank.categories.items()
+            if size > _LEAST_SHARE * rank.allocated_peak_bytes
+        )
+    )
 
 
 def stage_table(plan: Plan) -> Table:
     """Where the model is cut and what one microbatch takes on each stage."""
-    starts = ["(start)", *plan.cuts]
+    stages = plan.predictions.stages
+    bytes_name, size = byte_unit(max(stage.parameter_bytes, stage.saved_bytes) for stage in stages)
+    time_name, second = time_unit(stage.forward_seconds for stage in stages)
     rows = [
         (
             index,
             plan.placement[index],
-            starts[index],
-            stage.stop - stage.start,
-            format_bytes(stage.parameter_bytes),
-            format_seconds(stage.forward_seconds),
-            format_seconds(stage.input_grad_seconds),
-            format_seconds(stage.weight_grad_seconds),
-            format_bytes(stage.saved_bytes),
-            _amount(stage.boundary_bytes),
+            start,
+            figure(stage.parameter_bytes, size),
+            figure(stage.forward_seconds, second),
+            figure(stage.input_grad_seconds, second),
+            figure(stage.weight_grad_seconds, second),
+            figure(stage.saved_bytes, size),
+            figure(stage.boundary_bytes, size),
         )
-        for index, stage in enumerate(plan.predictions.stages)
+        for index, (start, stage) in enumerate(zip(["(start)", *plan.cuts], stages, strict=True))
     ]
-    headings = ("stage", "rank", "starts at", "operators", "parameters", "F", "I", "W", "saved", "sent")
-    return table("Stages, per microbatch", headings, rows, text=3)
+    headings = ("stage", "rank", "starts at", "parameters", "F", "I", "W", "saved", "sent")
+    title = f"Stages, per microbatch, in {time_name} and {bytes_name}"
+    return table(title, headings, rows, text=3)
 
 
-def _amount(count: int) -> str:
-    return format_bytes(count) if count else ""
-
-
-def _range(counts: Sequence[int]) -> str:
+def _range(counts: Sequence[int], size: float) -> str:
     """
-    >>> _range([3 * 2**30, 4 * 2**30]), _range([2**20, 2**30]), _range([5, 5])
-    ('3.00 to 4.00 GiB', '1.0 MiB to 1.00 GiB', '5 B')
+    >>> _range([3 * 2**30, 4 * 2**30], 2**30), _range([5, 5], 1)
+    ('3.0-4.0', '5.0')
     """
-    low, high = format_bytes(min(counts)), format_bytes(max(counts))
-    if low == high:
-        return low
-    return f"{low.split()[0]} to {high}" if low.split()[1] == high.split()[1] else f"{low} to {high}"
+    low, high = (f"{count / size:.1f}" for count in (min(counts), max(counts)))
+    return low if low == high else f"{low}-{high}"

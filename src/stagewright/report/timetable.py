@@ -31,12 +31,13 @@ class Segment:
 def picture(timeline: Timeline, width: int, colour: bool) -> list[Text]:
     """The rows of all ranks and a time axis, at most `width` columns wide.
 
-    As wide as the label of the shortest computation asks for. Where even two columns for it are too many,
-    only the beginning and the end of the batch are shown, with ``~`` between them.
+    As wide as the label of the shortest computation asks for; with colours to tell computations apart two
+    columns are enough. Where there is no room, only the beginning and the end of the batch are shown, with
+    ``~`` between them.
     """
     margin = len(f"rank {timeline.num_ranks - 1} ")
     room = max(width - margin - 1, 16)
-    scale = _columns_per_second(timeline, room)
+    scale = _columns_per_second(timeline, room, colour)
     windows = _windows(math.ceil(timeline.makespan_s * scale - 1e-9), room)
     rows = []
     for rank in range(timeline.num_ranks):
@@ -71,14 +72,15 @@ def _full(timeline: Timeline) -> bool:
     return placement.num_stages > placement.num_ranks
 
 
-def _columns_per_second(timeline: Timeline, room: int) -> float:
-    """A whole number of columns for the shortest computation: what its label needs, or two at least."""
+def _columns_per_second(timeline: Timeline, room: int, colour: bool) -> float:
+    """A whole number of columns for the shortest computation."""
     shortest = _shortest_seconds(timeline)
     if not shortest:
         return room / timeline.makespan_s if timeline.makespan_s else 0.0
     wanted = len(max(_labels(timeline), key=len)) + 1
     fitting = int(room / (timeline.makespan_s / shortest) + 1e-9)
-    return (min(wanted, fitting) if fitting >= _LEAST_COLUMNS else wanted) / shortest
+    least = _LEAST_COLUMNS if colour else wanted
+    return (min(wanted, fitting) if fitting >= least else wanted) / shortest
 
 
 def _windows(columns: int, room: int) -> list[tuple[int, int]]:
