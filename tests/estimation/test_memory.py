@@ -6,9 +6,13 @@ mailbox.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,20 +20,29 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stagewright.cluster import load_cluster
 from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
+from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import resident_bytes
+from stagewright.estimation.time import Costing
 from stagewright.execution import rank_runner
 from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.rank_runner import BatchResult, RankRunner
+from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.transport import Channel, _pack, _unpack
 from stagewright.execution.weights import Weights
+from stagewright.graph import Origin
 from stagewright.graph.stage import carve
 from stagewright.planning.job import Job
 from stagewright.schedule import Kind, Program, build, insert_communication
-from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.arguments import DTYPES, from_contents
 from stagewright.tracing.models.build import build as build_model
 from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module
+
+sys.path.append(str(Path(__file__).parents[1] / "tracing"))
+
+from nasty import NASTY
 
 CPU = torch.device("cpu")
 
@@ -124,8 +137,9 @@ class Measured:
     after: dict[int, list[int]]
 
 
-def traced(name: str, dtype: str = "float32", **overrides: Any) -> tuple[Any, Any]:
-    built = build_model(resolve(name, overrides or None), 2, 32, dtype, seed=0)
+@cache
+def traced(name: str, dtype: str = "float32") -> tuple[Any, Any]:
+    built = build_model(resolve(name), 2, 32, dtype, seed=0)
     return built, trace_module(built.module, built.inputs, name)
 
 
@@ -146,6 +160,8 @@ def measured(
     lowered = insert_communication(program, stage_edges(stages))
     tensors = dict(built.module.named_parameters(remove_duplicate=False))
     tensors |= dict(built.module.named_buffers(remove_duplicate=False))
+    constants = (value for value in graph.values if value.origin is Origin.CONSTANT)
+    tensors |= {value.name: from_contents(graph.constants[value.name], value.meta) for value in constants}
     LocalTransport.mailbox = Mailbox()
     tracker, runners, optimizers, inputs = Tracker(), [], [], []
     job = Job(global_batch=1, sequence_length=1)
@@ -213,16 +229,20 @@ def local_transport(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_runner, "Transport", LocalTransport)
 
 
-def check(name: str, program: Program, dtype: str = "float32", gradient: torch.dtype | None = None) -> None:
-    built, graph = traced(name, dtype)
-    size, num_stages = len(graph.body), program.num_stages
-    cuts = [size * index // num_stages + index % 3 for index in range(1, num_stages)]
+def compare(built: Any, graph: Any, cuts: list[int], program: Program, gradient: torch.dtype | None) -> None:
     found = measured(built, graph, cuts, program, gradient)
     for memory in predicted(graph, cuts, program):
         assert list(memory.after_action) == found.after[memory.rank], f"after an action of rank {memory.rank}"
         assert memory.peak_bytes == found.peak[memory.rank], f"peak of rank {memory.rank} at {memory.at}"
         assert sum(memory.categories.values()) == memory.peak_bytes
         assert min(memory.categories.values()) >= 0
+
+
+def check(name: str, program: Program, dtype: str = "float32", gradient: torch.dtype | None = None) -> None:
+    built, graph = traced(name, dtype)
+    size, num_stages = len(graph.body), program.num_stages
+    cuts = [size * index // num_stages + index % 3 for index in range(1, num_stages)]
+    compare(built, graph, cuts, program, gradient)
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-t5", "tiny-mixtral"])
@@ -248,3 +268,53 @@ def test_bytes_of_ranks_with_several_stages_are_exact(schedule: str, ranks: int)
 
 def test_bytes_with_master_weights_are_exact() -> None:
     check("tiny-llama", build("1f1b", 2, 3), "bfloat16", torch.float32)
+
+
+class Discards(torch.nn.Module):
+    """Uses one of several results; the others are made and freed at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(16, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        best, order, largest = y.topk(5).indices, y.sort(dim=-1).indices, y.max(dim=-1).values
+        return (y.gather(1, best).sum() + y.gather(1, order[:, :2]).sum() + largest.sum()).tanh()
+
+
+def test_results_that_nobody_uses_are_counted() -> None:
+    torch.manual_seed(0)
+    module, inputs = Discards(), {"x": torch.randn(64, 16)}
+    graph = trace_module(module, inputs)
+    used = {value for node in graph.nodes for value in node.inputs} | {graph.loss}
+    assert any(set(node.outputs) - used for node in graph.nodes if node.op == "aten.sort.default")
+    built = SimpleNamespace(module=module, inputs=inputs)
+    compare(built, graph, [], build("1f1b", 1, 2), None)
+    compare(built, graph, [3], build("gpipe", 2, 2, split_backward=True), None)
+
+
+@pytest.mark.parametrize("name", NASTY)
+@pytest.mark.parametrize("split", [False, True])
+def test_bytes_of_nasty_modules_are_exact(name: str, split: bool) -> None:
+    torch.manual_seed(0)
+    built = SimpleNamespace(module=NASTY[name].model(), inputs=NASTY[name].batch())
+    graph = trace_module(built.module, built.inputs)
+    legal = BodyCosts(graph, Costing(graph, load_cluster("1x-h100").device)).legal_cuts.tolist()
+    cuts = legal[len(legal) // 3 :: max(1, len(legal) // 3)][:2]
+    program = build("1f1b", len(cuts) + 1, 3, split_backward=split)
+    compare(built, graph, cuts, program, None)
+
+
+def test_a_leak_of_one_tensor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaked: list[torch.Tensor] = []
+    forward = StageRunner.forward
+
+    def leaking(runner: StageRunner, microbatch: int, *more: Any) -> Any:
+        result = forward(runner, microbatch, *more)
+        leaked.append(next(iter(runner._held[microbatch].values())))
+        return result
+
+    monkeypatch.setattr(StageRunner, "forward", leaking)
+    with pytest.raises(AssertionError, match="after an action"):
+        check("tiny-llama", build("1f1b", 2, 3))

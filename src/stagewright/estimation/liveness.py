@@ -1,9 +1,7 @@
-"""What is alive while a stage function runs, to the byte: the rules of the generated code, applied to
-layouts.
+"""What is alive while a stage function runs, to the byte: the generated code's rules applied to layouts.
 
 A function frees each value after the statement that uses it last; a storage goes with the last value on it.
-Views take nothing. An output that nobody uses is freed when the next such output takes its place, or at the
-end.
+Views take nothing. A result that nobody uses is made and freed at once.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.graph import Node, Ref, TensorMeta, Value, contiguous
+from stagewright.graph import Node, Value
 from stagewright.graph.stage import Function
 
 Ints = NDArray[np.int64]
@@ -95,14 +93,11 @@ class _Run:
             if number in self.last_use or number in self.returned:
                 self._name(number, number)
         made: list[int] = []
-        discarded = 0
         for index, node in enumerate(self.function.nodes):
             for output in node.outputs:
                 if output is not None:
                     self._make(output, node)
-            unused = _discarded_bytes(node, self.value)
-            made.append(self.live + discarded + unused)
-            discarded = unused if None in node.outputs else discarded
+            made.append(self.live)
             for number in dict.fromkeys((*node.inputs, *node.outputs)):
                 if number is not None and self.last_use.get(number, index) == index:
                     self._drop(number, index)
@@ -142,36 +137,3 @@ class _Run:
             self.live -= self.kept.pop(storage)
         else:
             self.last[storage] = index
-
-
-# Bytes of an output of a node, given its place and what describes the node's arguments and other outputs.
-_UNUSED_LIKE: dict[str, dict[int, Callable[[Node, Lookup], TensorMeta]]] = {}
-
-
-def _discarded_bytes(node: Node, value: Lookup) -> int:
-    """Bytes of the tensors that `node` makes and nobody uses."""
-    if None not in node.outputs:
-        return 0
-    rules = _UNUSED_LIKE.get(node.op, {})
-    unused = (place for place, output in enumerate(node.outputs) if output is None and place in rules)
-    return sum(rules[place](node, value).storage_bytes for place in unused)
-
-
-def _like_other(place: int, dtype: str | None) -> Callable[[Node, Lookup], TensorMeta]:
-    """The shape of another output, with elements of `dtype` or, if None, of the first argument."""
-
-    def meta(node: Node, value: Lookup) -> TensorMeta:
-        other = node.outputs[place]
-        argument = node.args[0]
-        assert isinstance(argument, Ref)
-        if other is None:
-            return contiguous((), "bool")
-        return contiguous(value(other).meta.shape, dtype or value(argument.value).meta.dtype)
-
-    return meta
-
-
-for _op in ("aten.topk.default", "aten.sort.default", "aten.max.dim", "aten.min.dim"):
-    _UNUSED_LIKE[_op] = {0: _like_other(1, None), 1: _like_other(0, "int64")}
-_UNUSED_LIKE["aten.max_pool2d_with_indices.default"] = {1: _like_other(0, "int64")}
-_UNUSED_LIKE["aten.native_dropout.default"] = {1: _like_other(0, "bool")}
