@@ -20,6 +20,7 @@ from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph, Origin
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Stage, Transfer, carve
+from stagewright.graph.verify_stages import verify_stages
 from stagewright.tracing.arguments import from_contents
 
 Batch = Mapping[str, Tensor]
@@ -121,6 +122,7 @@ class Pipeline:
     ) -> None:
         self.graph = graph
         self.stages = carve(graph, cuts)
+        verify_stages(self.stages)
         tensors = {**_named(model.named_parameters), **_named(model.named_buffers), **_constants(graph)}
         device, scale = torch.device("cpu"), 1.0 / num_microbatches
         self.runners = [

@@ -87,7 +87,10 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
                 continue
         output = node.outputs[0] if len(node.outputs) == 1 else None
         if output is not None and values[output].storage != output:
-            found = _same_view(node, layout(values[output]), views, producer)
+            same = (value for value in node.inputs if layout(values[value]) == layout(values[output]))
+            found = next(same, None)
+            if found is None:
+                found = _same_view(node, layout(values[output]), views, producer)
             if found is not None:
                 names[output] = found
                 twins[node.id] = producer.get(found, -1)

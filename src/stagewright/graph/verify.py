@@ -1,11 +1,41 @@
-"""The verifier of the graph contract: run on every trace; nothing downstream repairs a graph."""
+"""The verifier of the graph contract: run on every trace; nothing downstream repairs a graph.
+
+Each check is one invariant of the contract (see the design page); its error names the operator and the module.
+`verify_stages` does the same for what `carve` makes of a graph.
+"""
 
 from __future__ import annotations
 
 from stagewright.errors import ContractError
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part
 
-_RESIDENT = (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT)
+# Operators of which some results are gradients of parameters: a mask says which results to compute. The arguments of the
+# forward operator come in the same order as the results.
+_MASKED = frozenset(
+    [
+        "aten.convolution_backward.default",
+        "aten.native_batch_norm_backward.default",
+        "aten.native_group_norm_backward.default",
+        "aten.native_layer_norm_backward.default",
+    ]
+)
+_RANDOM = frozenset(
+    "aten." + name
+    for name in (
+        *("bernoulli", "exponential", "multinomial", "native_dropout", "normal", "uniform"),
+        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
+    )
+)
+_DEPENDING_ON_DATA = (
+    "aten._local_scalar_dense",
+    "aten._unique",
+    "aten.bincount",
+    "aten.masked_select",
+    "aten.nonzero.",
+    "aten.repeat_interleave.Tensor",
+    "aten.unique",
+)
+_DOING_NOTHING = ("aten.alias", "aten.detach", "aten.lift", "aten._assert", "aten.sym_constrain")
 
 
 def verify_graph(graph: OperatorGraph) -> None:
@@ -15,10 +45,18 @@ def verify_graph(graph: OperatorGraph) -> None:
         ContractError: names the invariant, the operator and its module.
     """
     _check_order(graph)
+    _check_functional(graph)
+    _check_mutations(graph)
     _check_parts(graph)
+    _check_prologue(graph)
     _check_storage(graph)
     _check_backward(graph)
+    _check_masks(graph)
     _check_gradients(graph)
+    _check_random(graph)
+    _check_static_shapes(graph)
+    _check_names(graph)
+    _check_no_ops(graph)
 
 
 def _fail(graph: OperatorGraph, node: Node, rule: str) -> None:
@@ -39,6 +77,30 @@ def _check_order(graph: OperatorGraph) -> None:
                 _fail(graph, node, f"value {value} is made twice")
             if value is not None:
                 made.add(value)
+
+
+def _check_functional(graph: OperatorGraph) -> None:
+    """No operator writes to its arguments: its name does not end in an underscore and it takes no ``out``."""
+    for node in graph.nodes:
+        _, name, overload = node.op.split(".")
+        in_place = name.endswith("_") and not name.endswith("__")
+        if in_place or overload == "out" or overload.endswith("_out"):
+            _fail(graph, node, "an operator writes to its argument")
+
+
+def _check_mutations(graph: OperatorGraph) -> None:
+    """A changed buffer takes one new value, of its own shape and type."""
+    changed = [buffer for buffer, _ in graph.mutations]
+    for buffer, value in graph.mutations:
+        old, new = graph.values[buffer], graph.values[value]
+        if old.origin is not Origin.BUFFER:
+            raise ContractError(f"{old.origin} '{old.name}' changes with every microbatch; only buffers may")
+        if changed.count(buffer) > 1:
+            raise ContractError(f"buffer '{old.name}' takes several values after one forward")
+        if (old.meta.shape, old.meta.dtype) != (new.meta.shape, new.meta.dtype):
+            raise ContractError(
+                f"buffer '{old.name}' ({old.meta}) takes a value of another layout ({new.meta})"
+            )
 
 
 def _check_parts(graph: OperatorGraph) -> None:
@@ -63,14 +125,49 @@ def _check_parts(graph: OperatorGraph) -> None:
                 _fail(graph, node, "the prologue may not depend on a parameter")
 
 
+def _check_prologue(graph: OperatorGraph) -> None:
+    """What depends on no parameter is not part of the body, and only real and complex values pass gradients."""
+    for node in graph.nodes:
+        if (
+            node.part is Part.FORWARD
+            and node.draw < 0
+            and not any(_is_trained(graph, v) for v in node.inputs)
+        ):
+            _fail(graph, node, "a forward operator that depends on no parameter belongs to the prologue")
+        for output in node.outputs:
+            if output is not None and graph.values[output].needs_grad:
+                if not graph.values[output].meta.is_differentiable:
+                    _fail(graph, node, f"a value of type {graph.values[output].meta.dtype} passes a gradient")
+                if node.part in (Part.STATIC, Part.PROLOGUE):
+                    _fail(graph, node, "a value of the prologue passes a gradient")
+
+
+def _is_trained(graph: OperatorGraph, value: int) -> bool:
+    """Whether a value is a parameter or depends on one, or on random numbers."""
+    found = graph.values[value]
+    if found.node < 0:
+        return found.origin is Origin.PARAMETER
+    return graph.nodes[found.node].part in (Part.DERIVED, Part.FORWARD)
+
+
 def _check_storage(graph: OperatorGraph) -> None:
-    """Every value knows the root of its storage, and roots are their own."""
+    """Every value knows the root of its storage; roots are their own, and views are views of an argument."""
     for value in graph.values:
         root = graph.values[value.storage]
         if root.storage != root.id:
             raise ContractError(f"storage roots must be roots: value {value.id} names {root.id}, a view")
         if value.id != root.id and value.origin is not Origin.NODE:
             raise ContractError(f"{value.origin} '{value.name}' must own its storage")
+    for node in graph.nodes:
+        storages = {graph.values[value].storage for value in node.inputs}
+        for output in node.outputs:
+            if output is None:
+                continue
+            value = graph.values[output]
+            if value.storage != output and value.storage not in storages:
+                _fail(graph, node, f"value {output} lies in a storage that none of the arguments has")
+            if value.meta.storage_bytes > graph.storage_bytes[value.storage]:
+                _fail(graph, node, f"value {output} reaches beyond its storage")
 
 
 def _check_backward(graph: OperatorGraph) -> None:
@@ -98,6 +195,33 @@ def _check_backward(graph: OperatorGraph) -> None:
             _fail(graph, node, "only backward operators belong to another operator")
 
 
+def _check_masks(graph: OperatorGraph) -> None:
+    """An operator that could compute input and weight gradients at once computes one sort, and makes what its mask says."""
+    for node in graph.nodes:
+        if node.op not in _MASKED or node.forward < 0:
+            continue
+        mask = next(
+            a for a in reversed(node.args) if isinstance(a, tuple) and all(type(x) is bool for x in a)
+        )
+        arguments = graph.nodes[node.forward].inputs
+        for place, (wanted, output) in enumerate(zip(mask, node.outputs, strict=True)):
+            if output is not None and not wanted:
+                _fail(graph, node, f"result {place} is used, but the mask leaves it out")
+            if wanted and _is_weight(graph, arguments[place]) != (node.part is Part.WEIGHT_GRAD):
+                _fail(
+                    graph,
+                    node,
+                    f"an operator of the {node.part.name} part computes the gradient of argument {place}",
+                )
+
+
+def _is_weight(graph: OperatorGraph, value: int) -> bool:
+    found = graph.values[value]
+    if found.origin is Origin.PARAMETER:
+        return True
+    return found.node >= 0 and graph.nodes[found.node].part is Part.DERIVED
+
+
 def _check_gradients(graph: OperatorGraph) -> None:
     """Every trained parameter that reaches the loss has a gradient of its own layout, in autograd's order of addition."""
     for value, gradient in graph.gradients.items():
@@ -112,3 +236,51 @@ def _check_gradients(graph: OperatorGraph) -> None:
                     graph.nodes[node],
                     f"a gradient of shape {meta.shape} reaches a value of shape {graph.values[value].meta.shape}",
                 )
+
+
+def _check_random(graph: OperatorGraph) -> None:
+    """Operators that draw random numbers are numbered in the order of the model, so that their keys are known."""
+    last = -1
+    for node in graph.nodes:
+        if node.draw < 0:
+            if node.op.rpartition(".")[0] in _RANDOM:
+                _fail(graph, node, "an operator draws random numbers without a key")
+            continue
+        if node.part is not Part.FORWARD or not last < node.draw < graph.num_draws:
+            _fail(graph, node, f"draw {node.draw} is out of order")
+        last = node.draw
+
+
+def _check_static_shapes(graph: OperatorGraph) -> None:
+    """Shapes are numbers, and no operator makes one out of data."""
+    for node in graph.nodes:
+        if node.op.startswith(_DEPENDING_ON_DATA):
+            _fail(graph, node, "the shape of a result depends on data")
+        for output in node.outputs:
+            if output is not None:
+                meta = graph.values[output].meta
+                if not all(
+                    type(size) is int and size >= 0 for size in (*meta.shape, *meta.stride, meta.offset)
+                ):
+                    _fail(graph, node, f"the layout of value {output} is not made of numbers")
+
+
+def _check_names(graph: OperatorGraph) -> None:
+    """Module path and ordinal name one operator, so that a cut is found again in another trace."""
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.part < Part.INPUT_GRAD and node.ordinal >= 0:
+            if node.name in seen:
+                _fail(graph, node, f"two operators are named '{node.name}'")
+            seen.add(node.name)
+
+
+def _check_no_ops(graph: OperatorGraph) -> None:
+    """Nothing is run that changes neither values nor layout."""
+    for node in graph.nodes:
+        if node.op.startswith(_DOING_NOTHING):
+            _fail(graph, node, "an operator does nothing")
+        layouts = {(graph.values[value].storage, graph.values[value].meta) for value in node.inputs}
+        for output in node.outputs:
+            if output is not None and (graph.values[output].storage, graph.values[output].meta) in layouts:
+                _fail(graph, node, "an operator returns its argument")

@@ -11,7 +11,15 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-__all__ = ["FakeTensor", "FakeTensorMode", "is_composite", "is_mutable", "make_fx", "storage_key"]
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "argument_place",
+    "is_composite",
+    "is_mutable",
+    "make_fx",
+    "storage_key",
+]
 
 
 def is_composite(op: torch._ops.OpOverload) -> bool:
@@ -24,6 +32,12 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of the storage behind a (possibly fake) tensor, for as long as the storage is alive."""
     return tensor.untyped_storage()._cdata
+
+
+def argument_place(op: torch._ops.OpOverload, name: str) -> int | None:
+    """The position of an argument in the schema of `op`; None where it has no such argument."""
+    names = [argument.name for argument in op._schema.arguments]
+    return names.index(name) if name in names else None
 
 
 def is_mutable(op: Any) -> bool:

@@ -21,7 +21,14 @@ import torch
 from stagewright.errors import TraceError
 from stagewright.graph import Ref, Symbol, TensorMeta
 from stagewright.tracing.arguments import DTYPES, decode, encode, meta_of, operator, references
-from stagewright.tracing.private import FakeTensorMode, is_composite, is_mutable, make_fx, storage_key
+from stagewright.tracing.private import (
+    FakeTensorMode,
+    argument_place,
+    is_composite,
+    is_mutable,
+    make_fx,
+    storage_key,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +162,15 @@ class Rules:
         with self.mode, torch.enable_grad():
             result = self._apply(call, tensors)
         keys = {storage_key(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
-        outcomes: list[Outcome | None] = []
-        for item in result if isinstance(result, list | tuple) else (result,):
-            if not isinstance(item, torch.Tensor):
-                outcomes.append(None)
-                continue
-            alias = keys.get(storage_key(item), -1)
-            outcomes.append(Outcome(meta_of(item), alias, item.requires_grad))
-        return tuple(outcomes)
+        items = result if isinstance(result, list | tuple) else (result,)
+        place = argument_place(operator(call.op), "output_mask")
+        wanted = [True] * len(items) if place is None else call.args[place]
+        return tuple(
+            Outcome(meta_of(item), keys.get(storage_key(item), -1), item.requires_grad)
+            if isinstance(item, torch.Tensor) and is_wanted
+            else None
+            for item, is_wanted in zip(items, wanted, strict=True)
+        )
 
     def _graph(self, function: Callable[..., Any], tensors: list[torch.Tensor]) -> torch.fx.Graph:
         """Operators that `function` dispatches below autograd, without mutations."""
