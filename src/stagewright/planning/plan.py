@@ -67,7 +67,7 @@ class Predictions(StrictModel):
 
     step_seconds: float
     lower_bound_seconds: float
-    """No schedule of this partition can be faster: the busiest rank alone, optimizer step included."""
+    """No contiguous partition and no schedule is faster at these widths and this microbatch."""
     tokens_per_second: float
     mfu: float
     """FLOP of the model's matrix products (without recomputation) over what the devices' peaks allow."""
