@@ -28,6 +28,8 @@ class Kind(StrEnum):
     FETCH = "FETCH"  # saved values back from host memory
     STEP = "STEP"  # optimizer step of a stage
 
+    __hash__ = str.__hash__  # that of enumerations runs Python code; actions are hashed by the million
+
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})

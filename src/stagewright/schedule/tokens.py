@@ -45,6 +45,8 @@ class What(StrEnum):
     ACCUMULATED = "accumulated gradients"
     REDUCED = "reduced gradients"
 
+    __hash__ = str.__hash__  # that of enumerations runs Python code; tokens are hashed by the million
+
 
 class Token(NamedTuple):
     """A fact about a stage or about the edge from `stage` to `peer`, of one microbatch or of the batch."""

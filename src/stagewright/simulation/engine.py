@@ -61,6 +61,11 @@ class Links(NamedTuple):
     tail: Ints
 
 
+# The helpers own no memory. Counting references to the arrays of `tables` and `links` at each of their calls
+# would take several times as long as the work itself.
+_helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
+
+
 @numba.njit(cache=True, nogil=True)
 def run(pattern, microbatch, offsets, tables, num_tokens, num_links, is_shared):
     """Start and end of every action in seconds, and per rank the index of the first action that cannot
@@ -121,7 +126,7 @@ def run(pattern, microbatch, offsets, tables, num_tokens, num_links, is_shared):
     return start, end, known, reached
 
 
-@numba.njit(cache=True)
+@_helper
 def _ready(p, m, now, tables, known):
     """When pattern `p` of microbatch `m` has all it needs, and a token that is not known yet or -1."""
     for n in range(tables.need_offsets[p], tables.need_offsets[p + 1]):
@@ -134,7 +139,7 @@ def _ready(p, m, now, tables, known):
     return now, -1
 
 
-@numba.njit(cache=True)
+@_helper
 def _carry(slot, depart, tables, links):
     """When what departs at `depart` or as soon as its link is free arrives."""
     link = tables.slot_link[slot]
@@ -144,7 +149,7 @@ def _carry(slot, depart, tables, links):
     return links.free[link]
 
 
-@numba.njit(cache=True)
+@_helper
 def _wake(token, rank, waits_for, ready, num_ready):
     """Make `rank` ready if it waits for `token`; return the number of ready ranks."""
     if waits_for[rank] != token:
@@ -154,7 +159,7 @@ def _wake(token, rank, waits_for, ready, num_ready):
     return num_ready + 1
 
 
-@numba.njit(cache=True)
+@_helper
 def _queue(slot, token, m, sent, tables, links):
     """Put a transfer at the end of its link's queue."""
     link = tables.slot_link[slot]
@@ -167,7 +172,7 @@ def _queue(slot, token, m, sent, tables, links):
     links.tail[link] = place + 1
 
 
-@numba.njit(cache=True)
+@_helper
 def _drain(link, known, tables, links, waits_for, ready, num_ready):
     """Start the transfers at the head of the link's queue whose receives are posted."""
     while links.head[link] < links.tail[link]:
