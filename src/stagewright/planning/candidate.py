@@ -8,7 +8,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from stagewright.version import __version__
 from stagewright.cluster import Cluster
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
@@ -19,6 +18,7 @@ from stagewright.planning.predict import Pipeline, pipeline, predict, rank_memor
 from stagewright.schedule import Kind, Program, build
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
+from stagewright.version import __version__
 
 SLACKS = (0.0, 0.02, 0.1)
 """How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""

@@ -203,8 +203,11 @@ class _Search:
             return False
         least = _least_bytes(body, counts)
         self.roughly_missed.append((least, choice))
-        reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}"
-        self._exclude(choice, reason, max(0, least - limit))
+        if least > limit:
+            reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}"
+            self._exclude(choice, reason, least - limit)
+        else:
+            self._exclude(choice, f"no partition keeps every device within {format_bytes(limit)}")
         return False
 
     def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:

@@ -1,0 +1,69 @@
+"""Seconds of functions: device and host, GPU and CPU; the optimizer step."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.estimation.operators import Kernel, Work, work
+from stagewright.estimation.state import Precision
+from stagewright.estimation.time import VIEW_SHARE, Costing, cost, kernel_seconds, optimizer_seconds
+from stagewright.graph import Part
+from stagewright.tracing.cache import trace
+
+GPU = load_cluster("8x-h100").device
+CPU = GPU.model_copy(update={"kind": "cpu", "launch_overhead_s": 0.0})
+
+
+def test_a_gpu_is_bound_by_its_kernels_or_by_the_host() -> None:
+    graph = trace("tiny-llama", 2, 32, "bfloat16")
+    forward = [node for node in graph.nodes if node.part is Part.FORWARD]
+    views = sum(work(node, graph.values.__getitem__).kernel is Kernel.VIEW for node in forward)
+    issue = GPU.host_overhead_s * (len(forward) - views * (1 - VIEW_SHARE))
+    assert Costing(graph, GPU).seconds(forward) == pytest.approx(issue)  # tiny kernels: the host is slower
+    quick = GPU.model_copy(update={"host_overhead_s": 0.0})
+    kernels = [work(node, graph.values.__getitem__) for node in forward]
+    busy = sum(
+        kernel_seconds(item, GPU) + GPU.launch_overhead_s
+        for item in kernels
+        if item.kernel is not Kernel.VIEW
+    )
+    assert Costing(graph, quick).seconds(forward) == pytest.approx(busy)
+
+
+def test_a_cpu_issues_and_computes_in_turn() -> None:
+    item = Work(Kernel.MEMORY, "float32", bytes_moved=1e6)
+    assert cost(item, CPU).device_s == pytest.approx(CPU.host_overhead_s + kernel_seconds(item, CPU))
+    assert cost(item, CPU).host_s == 0
+
+
+def test_a_product_is_bound_by_arithmetic_or_by_memory() -> None:
+    large = Work(Kernel.MATMUL, "bfloat16", 2e15, 2e15, 1e9)
+    assert kernel_seconds(large, GPU) == pytest.approx(2e15 / (989.4e12 * 0.8), rel=1e-3)
+    thin = Work(Kernel.MATMUL, "bfloat16", 2e6, 2e6, 1e9)
+    assert kernel_seconds(thin, GPU) == GPU.memory_seconds(1e9)
+
+
+def test_attention_with_arithmetic_halved_takes_half_the_time() -> None:
+    full, causal = (Work(Kernel.ATTENTION, "bfloat16", 1e15, share * 1e15, 1.0) for share in (1.0, 0.5))
+    assert kernel_seconds(full, GPU) == pytest.approx(2 * kernel_seconds(causal, GPU))
+
+
+def test_model_flop_leave_out_the_scores_computed_again() -> None:
+    costing = Costing(trace("tiny-llama", 2, 32, "float32"), GPU)
+    graph = costing.graph
+    again = sum(
+        work(n, graph.values.__getitem__).flop for n in graph.nodes if "attention_for_cpu_backward" in n.op
+    )
+    assert costing.flop - costing.model_flop == pytest.approx(again / 5)
+    assert again > 0
+
+
+def test_the_optimizer_streams_its_state() -> None:
+    assert optimizer_seconds(1e9, GPU, has_master=False, clips=False) == GPU.memory_seconds(28e9)
+    assert optimizer_seconds(1e9, GPU, has_master=True, clips=True) == GPU.memory_seconds(46e9)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 18), ("float32", 16), ("float64", 32)])
+def test_bytes_of_training_state(dtype: str, expected: int) -> None:
+    assert Precision.of(dtype).bytes_per_parameter == expected
