@@ -64,6 +64,12 @@ def test_configurations_that_do_not_fit_are_listed_with_the_reason(planned: dict
     assert any("memory" in one["reason"] and one["missing_bytes"] > 0 for one in found["excluded"])
 
 
+def test_without_a_number_only_the_best_plan_is_written(planned: dict, tmp_path: Path) -> None:
+    found = document("plan", *MODEL, *CLUSTER, *JOB, "-o", tmp_path / "best.json")
+    assert [plan["path"] for plan in found["plans"][:2]] == [str(tmp_path / "best.json"), None]
+    assert [file.name for file in tmp_path.iterdir()] == ["best.json"]
+
+
 def test_the_plan_table_has_one_row_per_plan(planned: dict) -> None:
     shown = call("plan", *MODEL, *CLUSTER, *JOB, "--pp", "2", "--microbatch", "1").stdout
     rows = [line.split() for line in shown.splitlines() if " x 1 " in line]

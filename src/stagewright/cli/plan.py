@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
 _SCHEDULES = ("1f1b", "gpipe")
+_SHOWN = 5
 
 
 def plan(
@@ -49,8 +50,11 @@ def plan(
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
-        int, typer.Option(min=1, help="Plans to show; with -o also to write: FILE, FILE-2, FILE-3, ...")
-    ] = 5,
+        int | None,
+        typer.Option(
+            min=1, help="Plans to show (default 5); with -o all of them are written: FILE, FILE-2, ..."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Find the best configurations for a cluster.
@@ -77,8 +81,8 @@ def plan(
             microbatch=microbatch,
         )  # fmt: skip
     warn(found.warnings)
-    shown = found.plans[:top]
-    paths = _write(shown, output)
+    shown = found.plans[: top or _SHOWN]
+    paths = _write(shown, output, num_written=top or 1)
     if as_json:
         from stagewright.report.plans import plan_document
 
@@ -89,20 +93,21 @@ def plan(
 
     show(found_heading(found), plans_table(shown), left_out(found))
     if output is not None:
+        written = ", ".join(str(path) for path in paths if path is not None)
         show(
-            f"Wrote {', '.join(map(str, paths))}. `stagewright estimate {output}` shows the stages and the "
+            f"Wrote {written}. `stagewright estimate {output}` shows the stages and the "
             f"memory of the best, `stagewright run {output}` trains with it."
         )
 
 
-def _write(plans: Sequence[Plan], output: Path | None) -> list[Path | None]:
-    """The files the plans were written to, None where nothing was asked for."""
-    if output is None:
-        return [None] * len(plans)
-    paths = [_numbered(output, number) for number in range(1, len(plans) + 1)]
-    for one, path in zip(plans, paths, strict=True):
-        one.save(path)
-    return list(paths)
+def _write(plans: Sequence[Plan], output: Path | None, num_written: int) -> list[Path | None]:
+    """The file of each plan: the first `num_written` are written, if a file was asked for at all."""
+    paths: list[Path | None] = [None] * len(plans)
+    if output is not None:
+        for index, one in enumerate(plans[:num_written]):
+            paths[index] = path = _numbered(output, index + 1)
+            one.save(path)
+    return paths
 
 
 def _numbered(path: Path, number: int) -> Path:
