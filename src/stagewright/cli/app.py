@@ -8,7 +8,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from stagewright.version import __version__
 from stagewright.cli import (
     check,
     clusters,
@@ -25,6 +24,7 @@ from stagewright.cli import (
 )
 from stagewright.cli.failure import TRACEBACK, fail
 from stagewright.errors import StagewrightError
+from stagewright.version import __version__
 
 
 class Verbs(TyperGroup):
