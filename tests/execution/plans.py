@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stagewright.version import __version__
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ClusterSection, ModelSection, Plan, Predictions, cut_names
 from stagewright.schedule.families import build as build_schedule
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
+from stagewright.version import __version__
 
 
 def make_plan(

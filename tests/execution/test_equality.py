@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
+
 from multiprocess import run_ranks
 
 pytestmark = pytest.mark.multiprocess
@@ -22,39 +24,47 @@ MODELS = {
 }
 
 
+BOTH = [("1f1b", None), ("gpipe", None)]
+EVERY = [
+    ("interleaved-1f1b", 2), ("interleaved-zb", 2), ("breadth-first", 2), ("zb-h1", None), ("zb-h2", None),
+    ("zb-v", None), ("zb-auto", None), ("v-half", None), ("v-min", None), ("dualpipe-v", None), ("hanayo", 2),
+    ("greedy", 2),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
-def test_pipelined_equals_plain(
-    model: str, num_ranks: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-    results = run_ranks(train_both_ways, num_ranks, model, timeout=180)
-    for schedule in ("1f1b", "gpipe"):
-        num_losses = 0
+def test_pipelined_equals_plain(model: str, num_ranks: int) -> None:
+    check_schedules(model, num_ranks, BOTH)
+
+
+def test_every_schedule_equals_plain() -> None:
+    """Any family and placement, split or fused backward: the executor knows no schedule's name."""
+    check_schedules("tiny-llama", 2, EVERY)
+
+
+def check_schedules(model: str, num_ranks: int, schedules: list[tuple[str, int | None]]) -> None:
+    results = run_ranks(train, num_ranks, model, schedules, timeout=180)
+    for schedule, _ in schedules:
         names: set[str] = set()
         for result in results:
-            found = result[schedule]
-            assert found["losses_equal"], f"{model} {schedule}: a loss differs"
-            num_losses += found["num_losses"]
-            for name, (equal, error, tied) in found["gradients"].items():
+            assert result[schedule]["losses_equal"], f"{model} {schedule}: a loss differs"
+            for name, (equal, error, tied) in result[schedule]["gradients"].items():
                 names.add(name)
-                assert equal or (tied and error <= TIED_TOLERANCE), (
-                    f"{model} {schedule}: gradient of {name} is off by {error}"
-                )
-        assert num_losses == NUM_MICROBATCHES
+                close = equal or (tied and error <= TIED_TOLERANCE)
+                assert close, f"{model} {schedule}: gradient of {name} is off by {error}"
+        assert sum(result[schedule]["num_losses"] for result in results) == NUM_MICROBATCHES
         assert names == set(results[0]["trained"])
 
 
-def train_both_ways(rank: int, num_ranks: int, model: str) -> dict[str, Any]:
+def train(rank: int, num_ranks: int, model: str, schedules: list[tuple[str, int | None]]) -> dict[str, Any]:
     """One batch under each schedule on this rank, compared with plain autograd over the same microbatches."""
-    import torch
     import torch.distributed as dist
-
-    from stagewright.execution.rank_runner import RankRunner, stage_edges
-    from stagewright.execution.weights import TiedGroups, Weights
-    from stagewright.graph.stage import carve
-    from stagewright.schedule.families import build as build_schedule
-    from stagewright.schedule.lower import insert_communication
 
     dist.init_process_group("gloo")
     if rank > 0:
@@ -62,48 +72,58 @@ def train_both_ways(rank: int, num_ranks: int, model: str) -> dict[str, Any]:
     graph, module, inputs = _model(model)
     if rank == 0:
         dist.barrier()
-    count = len(graph.body)
-    stages = carve(graph, [count * stage // num_ranks for stage in range(1, num_ranks)])
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     data = _microbatches(inputs)
-    plain, losses = _plain(module, data)
-    holders = [
-        {stage.index for stage in stages for held, _ in stage.gradients if held == value}
-        for value in range(len(graph.values))
-    ]
-    result: dict[str, Any] = {"trained": [name for name in plain]}
-    for schedule in ("1f1b", "gpipe"):
-        program = insert_communication(
-            build_schedule(schedule, num_ranks, NUM_MICROBATCHES), stage_edges(stages)
-        )
-        placed = program.placement.rank_of_stage
-        own = [stage for stage in stages if placed[stage.index] == rank]
-        weights = Weights(own, tensors, torch.device("cpu"))
-        tied = TiedGroups(stages, placed, rank, [list(range(num_ranks))])
-        runner = RankRunner(
-            stages,
-            program,
-            rank,
-            list(range(num_ranks)),
-            weights,
-            torch.device("cpu"),
-            1.0 / NUM_MICROBATCHES,
-        )
-        batch = runner.run_batch(0, data)
-        tied.reduce(weights.gradients)
-        result[schedule] = {
-            "losses_equal": all(torch.equal(loss, losses[index]) for index, loss in batch.losses.items()),
-            "num_losses": len(batch.losses),
-            "gradients": {
-                weights.names[value]: _compared(
-                    gradient, plain[weights.names[value]], len(holders[value]) > 1
-                )
-                for value, gradient in weights.gradients.items()
-            },
-        }
+    plain = _Plain(module, data)
+    result: dict[str, Any] = {"trained": list(plain.gradients(tuple(range(NUM_MICROBATCHES))))}
+    for schedule, num_chunks in schedules:
+        result[schedule] = _train_one(rank, num_ranks, graph, module, plain, schedule, num_chunks)
     dist.barrier()
     dist.destroy_process_group()
     return result
+
+
+def _train_one(
+    rank: int, num_ranks: int, graph: Any, module: Any, plain: _Plain, schedule: str, num_chunks: int | None
+) -> dict[str, Any]:
+    import torch
+
+    from stagewright.execution.rank_runner import RankRunner, stage_edges
+    from stagewright.execution.weights import TiedGroups, Weights
+    from stagewright.graph.stage import carve
+    from stagewright.schedule.families import build as build_schedule
+    from stagewright.schedule.lower import insert_communication
+
+    cpu = torch.device("cpu")
+    program = build_schedule(schedule, num_ranks, NUM_MICROBATCHES, num_chunks)
+    count, num_stages = len(graph.body), program.num_stages
+    stages = carve(graph, [count * stage // num_stages for stage in range(1, num_stages)])
+    program = insert_communication(program, stage_edges(stages))
+    placed = program.placement.rank_of_stage
+    own = [stage for stage in stages if placed[stage.index] == rank]
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    weights = Weights(own, tensors, cpu)
+    tied = TiedGroups(stages, placed, rank, [list(range(num_ranks))])
+    runner = RankRunner(stages, program, rank, list(range(num_ranks)), weights, cpu, 1.0 / NUM_MICROBATCHES)
+    batch = runner.run_batch(0, plain.data)
+    tied.reduce(weights.gradients)
+    holders = Counter(value for stage in stages for value, _ in stage.gradients)
+    compared = {}
+    for stage in own:
+        order = tuple(
+            action.microbatch
+            for action in runner.actions
+            if action.stage == stage.index and action.kind in ("B", "W") and action.microbatch is not None
+        )
+        wanted = plain.gradients(order)
+        for value, _ in stage.gradients:
+            name = weights.names[value]
+            compared[name] = _compared(weights.gradients[value], wanted[name], holders[value] > 1)
+    losses = batch.losses.items()
+    return {
+        "losses_equal": all(torch.equal(loss, plain.losses[index]) for index, loss in losses),
+        "num_losses": len(batch.losses),
+        "gradients": compared,
+    }
 
 
 def _compared(gradient: Any, wanted: Any, tied: bool) -> tuple[bool, float, bool]:
@@ -151,13 +171,22 @@ def _microbatches(inputs: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(module: Any, data: list[dict[str, Any]]) -> tuple[dict[str, Any], list[Any]]:
-    module = copy.deepcopy(module)
-    losses = []
-    for microbatch in data:
-        loss = module(**microbatch)
-        (loss * (1.0 / NUM_MICROBATCHES)).backward()
-        losses.append(loss.detach())
-    return {
-        name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
-    }, losses
+class _Plain:
+    """The unpartitioned model under autograd: losses, and gradients added up in any order of the microbatches."""
+
+    def __init__(self, module: Any, data: list[dict[str, Any]]) -> None:
+        self.module = copy.deepcopy(module)
+        self.data = data
+        self.losses: dict[int, Any] = {}
+        self._known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+    def gradients(self, order: tuple[int, ...]) -> dict[str, Any]:
+        if order not in self._known:
+            self.module.zero_grad(set_to_none=True)
+            for index in order:
+                loss = self.module(**self.data[index])
+                (loss * (1.0 / NUM_MICROBATCHES)).backward()
+                self.losses[index] = loss.detach()
+            named = self.module.named_parameters()
+            self._known[order] = {name: p.grad.clone() for name, p in named if p.grad is not None}
+        return self._known[order]
