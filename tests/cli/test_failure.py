@@ -52,6 +52,22 @@ def test_a_fault_of_ours_is_one_message(
     assert "KeyError: 'oops'" in shown and "--traceback" in shown and "Traceback" not in shown
 
 
+def test_a_signal_that_torch_turned_into_an_error_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class SignalError(Exception):
+        sigval = signal.SIGINT
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise SignalError("Process 1 got signal: 2")
+
+    monkeypatch.setattr("stagewright.cli.app.app", interrupted)
+    with pytest.raises(SystemExit) as left:
+        cli.main()
+    assert left.value.code == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_ctrl_c_is_quiet() -> None:
     code = (
         "import sys, time; import stagewright.cli.app as a, stagewright.cli as c\n"
