@@ -6,12 +6,10 @@ mailbox.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nasty import NASTY
 from stagewright.cluster import load_cluster
 from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
@@ -39,10 +38,6 @@ from stagewright.tracing.arguments import DTYPES, from_contents
 from stagewright.tracing.models.build import build as build_model
 from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module
-
-sys.path.append(str(Path(__file__).parents[1] / "tracing"))
-
-from nasty import NASTY
 
 CPU = torch.device("cpu")
 
