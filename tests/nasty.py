@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -415,10 +416,18 @@ class Stacked(nn.Module):
 
 @nasty(x=(3, 4))
 class EqualBlocks(Stacked):
-    """Blocks that differ in nothing but a number they do not compute with."""
+    """Blocks that differ in nothing but a number they do not compute with, and in who holds an equal function."""
+
+    class Layer(Block):
+        def __init__(self, layer_idx: int) -> None:
+            super().__init__(layer_idx)
+            self.activation = partial(functional.gelu, approximate="tanh")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.activation(super().forward(x))
 
     def __init__(self) -> None:
-        super().__init__([Block(index) for index in range(4)])
+        super().__init__([self.Layer(index) for index in range(4)])
 
 
 @nasty(x=(3, 4))

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nasty import NASTY
 from torch import nn
 
 from in_turn import Batch, Outcome, Pipeline, assert_equal, bytes_kept_by_autograd, run_plain
+from nasty import NASTY
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
 from stagewright.graph.stage import carve
@@ -141,3 +141,20 @@ def test_a_value_used_after_the_next_forward_is_not_overwritten() -> None:
     (stage,) = carve(graph, [])
     changing = {buffer for buffer, _ in graph.mutations}
     assert not changing & {stage.value(value).storage for value in stage.saved}
+
+
+@pytest.mark.parametrize("name", ["EqualBlocks", "BatchNormBlocks", "KeywordBlocks"])
+def test_equal_layers_are_traced_once(name: str) -> None:
+    """The first of the four differs: what it is given needs no gradient."""
+    assert layers_traced(name) == ["tracing blocks.1 (3 layers of its kind)"]
+
+
+@pytest.mark.parametrize("name", ["NumberedBlocks", "OddOneOut", "WritingBlocks"])
+def test_layers_that_differ_in_what_they_do_are_not_shared(name: str) -> None:
+    assert layers_traced(name) == []
+
+
+def layers_traced(name: str) -> list[str]:
+    phases: list[str] = []
+    trace_module(NASTY[name].model(), NASTY[name].batch(), name, report=phases.append)
+    return [phase for phase in phases if phase.startswith("tracing ")]

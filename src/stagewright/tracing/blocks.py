@@ -8,6 +8,7 @@ that does more than return values (writes to its arguments, leaves tensors on mo
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -147,6 +148,8 @@ def _plain(value: Any) -> Any:
         return (type(value), tuple(_plain(item) for item in value))
     if isinstance(value, dict):
         return (dict, tuple((key, _plain(item)) for key, item in value.items()))
+    if isinstance(value, functools.partial):
+        return (functools.partial, value.func, _plain(value.args), _plain(value.keywords))
     if isinstance(value, types.MethodType):
         return (types.MethodType, value.__func__)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType | type):
