@@ -87,8 +87,9 @@ def test_tied_embeddings_are_one_parameter_with_one_gradient() -> None:
     assert len(set(names) & set(plain.gradients)) == 1
 
 
-def test_without_dropout_nothing_draws_but_attention_might() -> None:
+def test_without_dropout_nothing_draws() -> None:
     drawing = {node.op for node in prepared("gpt2")[1] if node.draw >= 0}
-    still = {node.op for node in prepared("gpt2-without-dropout")[1] if node.draw >= 0}
     assert "aten.native_dropout.default" in drawing
-    assert still == {"aten._scaled_dot_product_flash_attention_for_cpu.default"}  # able to, but told not to
+    assert not any(
+        node.draw >= 0 for node in prepared("gpt2-without-dropout")[1]
+    )  # attention could, but does not

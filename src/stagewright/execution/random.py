@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stagewright.tracing.arguments import draws
+
 _MASK = (1 << 63) - 1
 
 
@@ -45,7 +47,7 @@ class _Keyed(TorchDispatchMode):
         self.draws = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs or {}):
             reseed(*self.place, self.draws)
             self.draws += 1
         return func(*args, **(kwargs or {}))

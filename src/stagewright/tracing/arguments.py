@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,14 @@ from stagewright.errors import TraceError
 from stagewright.graph import Ref, Symbol, TensorMeta
 
 DTYPES = {
-    str(getattr(torch, name)).removeprefix("torch."): getattr(torch, name)
-    for name in (
-        "float64 float32 bfloat16 float16 float8_e4m3fn float8_e5m2 complex64 complex128 int64 int32 int16 int8 "
-        "uint8 uint16 uint32 uint64 bool"
-    ).split()
-}
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.complex64, torch.complex128,
+        torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool,
+    )
+}  # fmt: skip
 _LAYOUTS = {"strided": torch.strided}
 _FORMATS = {
     str(item).removeprefix("torch."): item
@@ -107,6 +109,19 @@ def references(argument: Any) -> Iterator[int]:
     elif isinstance(argument, tuple) and not isinstance(argument, Symbol):
         for item in argument:
             yield from references(item)
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws random numbers; attention without dropout is tagged as if it did, but does not."""
+    if not isinstance(op, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = (
+                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
+            )
+            return given != 0.0
+    return True
 
 
 def operator(name: str) -> torch._ops.OpOverload:

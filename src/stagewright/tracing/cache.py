@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stagewright.version import __version__
 from stagewright.graph import OperatorGraph
 from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.version import __version__
 
 _FORMAT = 1
 

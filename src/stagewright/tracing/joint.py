@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from stagewright.errors import ContractError, TraceError
 from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, TensorMeta, Value
 from stagewright.graph.simplify import compact
-from stagewright.tracing.arguments import contents, operator, references
+from stagewright.tracing.arguments import contents, draws, operator, references
 from stagewright.tracing.capture import Captured, CapturedCall
 from stagewright.tracing.model_errors import first_line
 from stagewright.tracing.private import is_mutable
@@ -26,9 +24,11 @@ _VIEW = "aten.view.default"
 _CLONE = "aten.clone.default"
 _CONTIGUOUS = (("memory_format", Symbol("memory_format", "contiguous_format")),)
 _ELEMENTWISE_ON_PARAMETER = frozenset(
-    "aten._to_copy.default aten.add.Tensor aten.sub.Tensor aten.mul.Tensor aten.div.Tensor aten.neg.default "
-    "aten.exp.default aten.clone.default".split()
-)
+    {
+        "aten._to_copy.default", "aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor",
+        "aten.neg.default", "aten.exp.default", "aten.clone.default",
+    }
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -180,15 +180,16 @@ class _Builder:
         detached = captured.no_grad or op == "aten.detach.default"
         needs = tuple(self.values[ref].needs_grad and not detached for ref in refs)
         outcomes = self.rules.evaluate(call, needs)
-        random = torch.Tag.nondeterministic_seeded in operator(op).tags
+        random = draws(operator(op), args, dict(kwargs))
         part, parameter = self._part(op, refs, outcomes, random)
         node = len(self.nodes)
         draw = -1
         if random:
             draw, self.num_draws = self.num_draws, self.num_draws + 1
-        outputs: list[int | None] = []
-        for outcome in outcomes:
-            outputs.append(None if outcome is None else self._add_value(outcome, refs, node, part, parameter))
+        outputs = [
+            None if outcome is None else self._add_value(outcome, refs, node, part, parameter)
+            for outcome in outcomes
+        ]
         self._add_node(
             op, args, kwargs, refs, tuple(outputs), part, node, captured.module, captured.where, draw
         )
