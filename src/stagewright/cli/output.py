@@ -47,8 +47,8 @@ def check_writable(path: Path | None) -> None:
         raise InputError(f"cannot write '{path}': the folder '{path.parent}' is read-only; name another")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes `text` beside `path` and moves it there, so that no reader ever sees half a file.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes `content` beside `path` and moves it there, so that no reader ever sees half a file.
 
     Raises:
         InputError: the file cannot be written.
@@ -56,8 +56,8 @@ def write_whole(path: Path, text: str) -> None:
     check_writable(path)
     handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(scratch, 0o644)
         os.replace(scratch, path)
     except OSError as error:

@@ -11,6 +11,7 @@ import typer
 
 from stagewright.cli.options import Json, parse_settings
 from stagewright.cli.output import print_document, show
+from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
 from stagewright.cli.program_file import is_program_file, read_program
 from stagewright.errors import ScheduleError
 
@@ -50,6 +51,11 @@ def schedule(
     options: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the schedule.")
     ] = None,
+    svg: Svg = None,
+    png: Png = None,
+    html: Html = None,
+    trace: Trace = None,
+    dark: Dark = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a schedule and print its timetable.
@@ -60,6 +66,8 @@ def schedule(
     from stagewright.schedule import verify
     from stagewright.simulation import simulate
 
+    pictures = Pictures(svg, png, html, trace, dark)
+    pictures.check()
     given = parse_settings(options)
     if memory_limit is not None and _limits_itself(name):
         given["memory_limit"] = float(memory_limit)
@@ -68,6 +76,7 @@ def schedule(
     timeline = simulate(program, costs_of(program.num_stages), transfer)
     if memory_limit is not None and "memory_limit" not in given:
         _check_limit(program, peak_activations(program), memory_limit)
+    pictures.write(timeline)
     document = timeline_document(program, timeline)
     if as_json:
         print_document(document)

@@ -8,15 +8,18 @@ from stagewright.simulation.encoding import EncodedProgram, encode
 from stagewright.simulation.simulate import simulate
 from stagewright.simulation.streams import Contention
 from stagewright.simulation.timeline import Timeline
+from stagewright.simulation.transfer_times import TransferTimes, transfer_times
 
 __all__ = [
     "Contention",
     "EncodedProgram",
     "StageCosts",
     "Timeline",
+    "TransferTimes",
     "critical_path",
     "difference",
     "encode",
     "simulate",
     "split_bubbles",
+    "transfer_times",
 ]

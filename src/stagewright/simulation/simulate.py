@@ -65,7 +65,8 @@ def simulate(
         raise ScheduleError(_deadlock(encoded, structure.rules, reached))
     base = np.zeros(placement.num_ranks)
     np.add.at(base, np.array(placement.rank_of_stage), costs.base_bytes)
-    return Timeline(encoded, start, end, PatternBytes.of(structure, costs), base, structure, known)
+    held = PatternBytes.of(structure, costs)
+    return Timeline(encoded, start, end, held, base, structure, known, tables.slot_seconds)
 
 
 def _with_seconds(

@@ -36,7 +36,7 @@ class Timeline:
     """Start and end of every action, all ranks in a row as in `encoded`; seconds from the start of the batch.
 
     `base_bytes[r]` are on rank `r` throughout. `token_s` holds when each token was at hand, as `structure`
-    numbers them.
+    numbers them, and `slot_s` how long each kind of token travels between ranks.
     """
 
     encoded: EncodedProgram
@@ -46,6 +46,7 @@ class Timeline:
     base_bytes: Floats
     structure: Structure
     token_s: Floats
+    slot_s: Floats
 
     @property
     def num_ranks(self) -> int:

@@ -1,0 +1,72 @@
+"""The options that write a timeline as pictures and traces, shared by `schedule` and `simulate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from stagewright.cli.output import check_writable, write_whole
+
+if TYPE_CHECKING:
+    from stagewright.report.pictures import Scene
+    from stagewright.report.pictures.scene import Curve
+    from stagewright.simulation import Timeline
+
+
+def _file(name: str, help: str) -> typer.models.OptionInfo:
+    return typer.Option(name, metavar="FILE", help=help)
+
+
+Svg = Annotated[Path | None, _file("--svg", "Write the timetable as an SVG picture.")]
+Png = Annotated[Path | None, _file("--png", "Write the timetable as a PNG picture.")]
+Html = Annotated[
+    Path | None, _file("--html", "Write an interactive page: zoom, hover, memory; works offline.")
+]
+Trace = Annotated[Path | None, _file("--trace", "Write a trace that opens at ui.perfetto.dev.")]
+Dark = Annotated[bool, typer.Option("--dark", help="Dark ground for --svg and --png.")]
+
+
+class Pictures(NamedTuple):
+    """The files asked for."""
+
+    svg: Path | None
+    png: Path | None
+    html: Path | None
+    trace: Path | None
+    dark: bool
+
+    @property
+    def files(self) -> list[Path]:
+        return [path for path in (self.svg, self.png, self.html, self.trace) if path is not None]
+
+    def check(self) -> None:
+        """Refuse files that cannot be written, before the work that would be lost."""
+        for path in self.files:
+            check_writable(path)
+
+    def write(self, timeline: Timeline, curves: Callable[[], Sequence[Curve] | None] = lambda: None) -> None:
+        """Write every file asked for; `curves` says what the ranks hold, where that is known better."""
+        if not self.files:
+            return
+        from stagewright.report.pictures import chrome_trace, html_page, scene_of
+
+        scene = scene_of(timeline, curves())
+        self._write_images(scene)
+        if self.html is not None:
+            write_whole(self.html, html_page(scene))
+        if self.trace is not None:
+            write_whole(self.trace, chrome_trace(scene))
+
+    def _write_images(self, scene: Scene) -> None:
+        if self.svg is None and self.png is None:
+            return
+        from stagewright.report.pictures import png_image, svg_image
+
+        image = svg_image(scene, theme="dark" if self.dark else "light")
+        if self.svg is not None:
+            write_whole(self.svg, image)
+        if self.png is not None:
+            write_whole(self.png, png_image(image))

@@ -1,0 +1,84 @@
+"""The colours of a timetable: one hue per kind of action in every picture, on light and on dark ground."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagewright.schedule import Kind
+
+NAMES: dict[Kind, str] = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "input gradient",
+    Kind.W: "weight gradient",
+    Kind.R: "recompute",
+    Kind.SEND_F: "send value",
+    Kind.RECV_F: "post receive of value",
+    Kind.SEND_B: "send gradient",
+    Kind.RECV_B: "post receive of gradient",
+    Kind.GATHER: "gather weights",
+    Kind.RELEASE: "release weights",
+    Kind.REDUCE: "reduce gradients",
+    Kind.OFFLOAD: "offload",
+    Kind.FETCH: "fetch",
+    Kind.STEP: "optimizer step",
+}
+
+FILLS: dict[Kind, str] = {
+    Kind.F: "#3a6fd8",
+    Kind.B: "#2f9461",
+    Kind.I: "#1591a3",
+    Kind.W: "#a04fc4",
+    Kind.R: "#c98a12",
+    Kind.SEND_F: "#3a6fd8",
+    Kind.RECV_F: "#3a6fd8",
+    Kind.SEND_B: "#2f9461",
+    Kind.RECV_B: "#2f9461",
+    Kind.GATHER: "#7b8494",
+    Kind.RELEASE: "#7b8494",
+    Kind.REDUCE: "#d0573f",
+    Kind.OFFLOAD: "#8a6d4a",
+    Kind.FETCH: "#b08a55",
+    Kind.STEP: "#5b6472",
+}
+"""Of the first stage of a rank; `shade` lightens those of its further stages."""
+
+_LIGHTEST = 0.46
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """What lies behind and around the actions."""
+
+    ground: str
+    idle: str
+    text: str
+    faint: str
+    grid: str
+    value: str
+    gradient: str
+
+
+LIGHT = Theme("#ffffff", "#f1f3f6", "#1c2430", "#697386", "#dfe3ea", "#3a6fd8", "#2f9461")
+DARK = Theme("#13171d", "#1d232b", "#e6e9ee", "#8f99a8", "#2b333d", "#7fa5f5", "#63c596")
+THEMES = {"light": LIGHT, "dark": DARK}
+
+
+def shade(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """The fill of an action on the `chunk`-th stage of its rank.
+
+    >>> shade(Kind.F, 0, 2), shade(Kind.F, 1, 2)
+    ('#3a6fd8', '#95b1ea')
+    """
+    part = _LIGHTEST * chunk / max(num_chunks - 1, 1)
+    channels = (int(FILLS[kind][index : index + 2], 16) for index in (1, 3, 5))
+    return "#" + "".join(f"{round(channel + (255 - channel) * part):02x}" for channel in channels)
+
+
+def ink(chunk: int, num_chunks: int) -> str:
+    """The colour of text on `shade`.
+
+    >>> ink(0, 1), ink(1, 2)
+    ('#ffffff', '#10151c')
+    """
+    return "#ffffff" if _LIGHTEST * chunk / max(num_chunks - 1, 1) < 0.25 else "#10151c"

@@ -1,0 +1,430 @@
+"use strict";
+const data = JSON.parse(document.getElementById("data").textContent);
+const element = (id) => document.getElementById(id);
+
+function unpack(text, Type) {
+  const raw = atob(text), bytes = new Uint8Array(raw.length);
+  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
+  return new Type(bytes.buffer);
+}
+
+function unpackAll(packed, types) {
+  const arrays = {};
+  for (const name in types) arrays[name] = unpack(packed[name], types[name]);
+  return arrays;
+}
+
+const bars = unpackAll(data.bars, {
+  kind: Int16Array, stage: Int16Array, chunk: Int16Array, microbatch: Int32Array, half: Int16Array,
+  start: Float32Array, seconds: Float32Array, bytes: Float32Array,
+});
+const moves = unpackAll(data.transfers, {
+  source: Int16Array, target: Int16Array, microbatch: Int32Array, start: Float32Array, end: Float32Array,
+});
+const curves = data.curves.map((curve) => ({
+  ...unpackAll(curve, { time: Float32Array, held: Float32Array }), peak: curve.peak,
+}));
+const numRanks = curves.length;
+const peaks = curves.map((curve) => curve.peak);
+const fullest = peaks.indexOf(Math.max(...peaks));
+const hasLanes = data.laneOffsets.some((offset, i) => i % 2 && offset < data.laneOffsets[i + 1]);
+
+// -- units --------------------------------------------------------------------------------------------------
+
+function formatSeconds(seconds, digits = 4) {
+  const size = Math.abs(seconds);
+  if (size === 0) return "0";
+  if (size >= 1) return `${+seconds.toPrecision(digits)} s`;
+  if (size >= 1e-3) return `${+(seconds * 1e3).toPrecision(digits)} ms`;
+  return `${+(seconds * 1e6).toPrecision(digits)} us`;
+}
+
+function formatBytes(count) {
+  for (const [scale, unit] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
+    if (Math.abs(count) >= scale) return `${+(count / scale).toPrecision(4)} ${unit}`;
+  return `${Math.round(count)} B`;
+}
+
+const formatHeld = (held) => (data.curvesAreBytes ? formatBytes(held) : `${held}`);
+
+function byteTicks(most, count) {
+  const step = 2 ** Math.ceil(Math.log2(most / count));
+  return Array.from({ length: Math.floor(most / step) + 1 }, (_, n) => n * step);
+}
+
+function ticks(from, to, most) {
+  const rough = (to - from) / most, power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= rough * (1 - 1e-9));
+  const found = [];
+  for (let n = Math.ceil(from / step - 1e-9); n * step <= to * (1 + 1e-12); n++) found.push(n * step);
+  return found;
+}
+
+// -- layout -------------------------------------------------------------------------------------------------
+
+const view = { from: 0, to: data.makespan || 1 };
+const rowHeight = Math.min(38, Math.max(8, 620 / numRanks - 4));
+const laneHeight = hasLanes ? Math.max(3, rowHeight / 5) : 0;
+const gap = rowHeight > 14 ? 5 : 2;
+const pitch = rowHeight + laneHeight + gap;
+const left = 22 + 7 * `rank ${numRanks - 1}`.length + (data.curvesAreBytes ? 14 : 0), right = 26, head = 4, axis = 26;
+const heights = { rows: head + numRanks * pitch + axis, curves: 150 };
+let hovered = -1, hoveredRank = -1, followed = -1, cursor = null, theme = null;
+
+const plotWidth = () => element("rows").clientWidth - left - right;
+const xOf = (seconds) => left + ((seconds - view.from) / (view.to - view.from)) * plotWidth();
+const secondsAt = (x) => view.from + ((x - left) / plotWidth()) * (view.to - view.from);
+
+function canvas(id) {
+  const target = element(id), ratio = window.devicePixelRatio || 1, width = target.clientWidth;
+  target.style.height = `${heights[id]}px`;
+  if (target.width !== Math.round(width * ratio) || target.height !== Math.round(heights[id] * ratio)) {
+    target.width = Math.round(width * ratio);
+    target.height = Math.round(heights[id] * ratio);
+  }
+  const pen = target.getContext("2d");
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  pen.clearRect(0, 0, width, heights[id]);
+  pen.font = "12px Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
+  return pen;
+}
+
+// -- the timetable ------------------------------------------------------------------------------------------
+
+function firstVisible(begin, end) {
+  // Computations of a rank do not overlap, so their ends are in the order of their starts.
+  while (begin < end) {
+    const middle = (begin + end) >> 1;
+    if (bars.start[middle] + bars.seconds[middle] < view.from) begin = middle + 1;
+    else end = middle;
+  }
+  return begin;
+}
+
+function barBox(i, rank, beside) {
+  const x = xOf(bars.start[i]), width = (bars.seconds[i] / (view.to - view.from)) * plotWidth();
+  let y = head + rank * pitch, height = rowHeight;
+  if (beside) [y, height] = [y + rowHeight + 1, laneHeight - 1];
+  else if (bars.half[i]) [y, height] = [y + ((bars.half[i] - 1) * height) / 2, height / 2];
+  return [x, y, width, height];
+}
+
+function drawLane(pen, rank, beside) {
+  const lane = 2 * rank + (beside ? 1 : 0), end = data.laneOffsets[lane + 1];
+  let i = data.laneOffsets[lane], reached = -1;
+  if (!beside) i = firstVisible(i, end);
+  for (; i < end && bars.start[i] <= view.to; i++) {
+    const [x, y, width, height] = barBox(i, rank, beside);
+    if (x + width < left || (width < 0.7 && x + width < reached)) continue;
+    const from = Math.max(x, left), to = Math.min(x + width, left + plotWidth());
+    pen.globalAlpha = followed < 0 || followed === bars.microbatch[i] ? 1 : 0.22;
+    pen.fillStyle = data.kinds[bars.kind[i]].fills[bars.chunk[i]];
+    pen.fillRect(from, y, Math.max(to - from - (width > 4 ? 0.8 : 0), 0.7), height);
+    reached = x + Math.max(width, 0.7);
+    if (!beside && width > 9 && height > 9) drawLabel(pen, i, from, to, y, height);
+  }
+  pen.globalAlpha = 1;
+}
+
+function barText(i) {
+  const microbatch = bars.microbatch[i] < 0 ? "" : bars.microbatch[i];
+  return `${bars.stage[i]}${data.kinds[bars.kind[i]].text}${microbatch}`;
+}
+
+function drawLabel(pen, i, from, to, y, height) {
+  const text = barText(i), short = text.replace(/^\d+/, "");
+  const wanted = [data.numChunks > 1 ? text : short, `${bars.microbatch[i]}`];
+  const fitting = wanted.find((each) => pen.measureText(each).width < to - from - 3);
+  if (fitting === undefined || bars.microbatch[i] < 0) return;
+  pen.fillStyle = data.inks[bars.chunk[i]];
+  pen.textAlign = "center";
+  pen.textBaseline = "middle";
+  pen.fillText(fitting, (from + to) / 2, y + height / 2 + 0.5);
+}
+
+// Lines across the rows of other ranks are drawn only for a microbatch that is followed.
+function isBetweenNeighbours(i) {
+  return Math.abs(data.rankOfStage[moves.source[i]] - data.rankOfStage[moves.target[i]]) === 1;
+}
+
+function drawTransfers(pen) {
+  const chosen = [];
+  for (let i = 0; i < moves.start.length && moves.start[i] <= view.to && chosen.length <= 1500; i++)
+    if (moves.end[i] >= view.from && (followed < 0 ? isBetweenNeighbours(i) : followed === moves.microbatch[i])) chosen.push(i);
+  if (chosen.length > 1500) return;
+  pen.lineWidth = followed < 0 ? 1 : 2;
+  for (const i of chosen) {
+    const isValue = moves.source[i] < moves.target[i];
+    const [y, to] = [data.rankOfStage[moves.source[i]], data.rankOfStage[moves.target[i]]].map(
+      (rank) => head + rank * pitch + rowHeight / 2,
+    );
+    const edge = (Math.sign(to - y) * rowHeight) / 2;
+    pen.strokeStyle = isValue ? theme.value : theme.gradient;
+    pen.globalAlpha = 0.85;
+    pen.beginPath();
+    pen.moveTo(xOf(moves.start[i]), y + edge);
+    pen.lineTo(xOf(moves.end[i]), to - edge);
+    pen.stroke();
+  }
+  pen.globalAlpha = 1;
+}
+
+function drawAxis(pen, y) {
+  pen.textBaseline = "alphabetic";
+  pen.textAlign = "center";
+  for (const tick of ticks(view.from, view.to, Math.max(2, plotWidth() / 110))) {
+    const x = xOf(tick);
+    pen.fillStyle = theme.faint;
+    pen.fillRect(x, y, 1, 5);
+    pen.fillText(formatSeconds(tick, 6), x, y + 19);
+  }
+}
+
+function drawRows() {
+  const pen = canvas("rows"), every = Math.max(1, Math.ceil(12 / pitch));
+  for (let rank = 0; rank < numRanks; rank++) {
+    pen.fillStyle = theme.idle;
+    pen.fillRect(left, head + rank * pitch, plotWidth(), rowHeight);
+    if (rank % every === 0) {
+      pen.fillStyle = rank === hoveredRank ? theme.text : theme.faint;
+      pen.textAlign = "right";
+      pen.textBaseline = "middle";
+      pen.fillText(`rank ${rank}`, left - 10, head + rank * pitch + rowHeight / 2);
+    }
+    drawLane(pen, rank, false);
+    drawLane(pen, rank, true);
+  }
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, 0, plotWidth(), head + numRanks * pitch);
+  pen.clip();
+  drawTransfers(pen);
+  if (hovered >= 0) {
+    pen.strokeStyle = theme.text;
+    pen.lineWidth = 2;
+    pen.strokeRect(...barBox(hovered, hoveredRank, isBeside(hovered, hoveredRank)));
+  }
+  pen.restore();
+  drawAxis(pen, head + numRanks * pitch);
+  drawCursor(pen, head + numRanks * pitch);
+}
+
+function drawCursor(pen, height) {
+  if (cursor === null || cursor < view.from || cursor > view.to) return;
+  pen.globalAlpha = 0.5;
+  pen.fillStyle = theme.text;
+  pen.fillRect(xOf(cursor), 0, 1, height);
+  pen.globalAlpha = 1;
+}
+
+// -- what every rank holds ----------------------------------------------------------------------------------
+
+function indexAt(curve, seconds) {
+  let begin = 0, end = curve.time.length;
+  while (begin < end) {
+    const middle = (begin + end) >> 1;
+    if (curve.time[middle] <= seconds) begin = middle + 1;
+    else end = middle;
+  }
+  return Math.max(begin - 1, 0);
+}
+
+const heldAt = (rank, seconds) => curves[rank].held[indexAt(curves[rank], seconds)];
+
+function drawCurve(pen, rank, yOf) {
+  // Of all that happens within half a pixel the highest value is drawn; at one instant what goes, goes first.
+  const curve = curves[rank];
+  let i = indexAt(curve, view.from), height = yOf(curve.held[i]);
+  pen.beginPath();
+  pen.moveTo(left, height);
+  for (i++; i < curve.time.length && curve.time[i] <= view.to; ) {
+    const x = xOf(curve.time[i]), column = Math.floor(x * 2);
+    let highest = 0;
+    for (; i < curve.time.length && Math.floor(xOf(curve.time[i]) * 2) === column; i++)
+      highest = Math.max(highest, curve.held[i]);
+    pen.lineTo(x, height);
+    pen.lineTo(x, yOf(highest));
+    height = yOf(curve.held[i - 1]);
+    pen.lineTo(x, height);
+  }
+  pen.lineTo(left + plotWidth(), height);
+  pen.stroke();
+}
+
+function drawCurves() {
+  const pen = canvas("curves"), most = Math.max(...peaks) || 1, height = heights.curves - 10;
+  const yOf = (held) => 5 + height * (1 - held / most);
+  pen.textAlign = "right";
+  pen.textBaseline = "middle";
+  for (const tick of data.curvesAreBytes ? byteTicks(most, 4) : ticks(0, most, 4)) {
+    pen.fillStyle = theme.grid;
+    pen.fillRect(left, yOf(tick), plotWidth(), 1);
+    pen.fillStyle = theme.faint;
+    pen.fillText(formatHeld(tick), left - 8, yOf(tick));
+  }
+  const chosen = hoveredRank < 0 ? fullest : hoveredRank;
+  for (let rank = 0; rank < numRanks; rank++) {
+    if (rank === chosen) continue;
+    pen.strokeStyle = theme.faint;
+    pen.globalAlpha = numRanks > 16 ? 0.25 : 0.5;
+    pen.lineWidth = 1;
+    drawCurve(pen, rank, yOf);
+  }
+  pen.globalAlpha = 1;
+  pen.strokeStyle = theme.value;
+  pen.lineWidth = 2;
+  drawCurve(pen, chosen, yOf);
+  drawCursor(pen, heights.curves);
+  const what = data.curvesAreBytes ? "Memory" : "Stage activations";
+  const which = hoveredRank < 0 ? `most on rank ${chosen}` : `rank ${chosen}`;
+  element("caption").textContent = `${what} on every rank; ${which}: peak ${formatHeld(peaks[chosen])}`;
+}
+
+// -- the page -----------------------------------------------------------------------------------------------
+
+let isPlanned = false;
+function redraw() {
+  if (isPlanned) return;
+  isPlanned = true;
+  requestAnimationFrame(() => {
+    isPlanned = false;
+    drawRows();
+    drawCurves();
+  });
+}
+
+function setTheme(name) {
+  theme = { name, ...data.themes[name] };
+  for (const key of ["ground", "text", "faint", "grid"])
+    document.documentElement.style.setProperty(`--${key}`, theme[key]);
+  drawLegend();
+  redraw();
+}
+
+function drawLegend() {
+  const legend = element("legend");
+  legend.textContent = "";
+  const entry = (text, ...marks) => {
+    const span = document.createElement("span");
+    span.append(...marks, text);
+    legend.append(span);
+    return span;
+  };
+  const mark = (colour, name = "") => {
+    const swatch = document.createElement("i");
+    swatch.style.background = colour;
+    swatch.className = name;
+    return swatch;
+  };
+  for (const index of data.shown) entry(data.kinds[index].name, mark(data.kinds[index].fill));
+  if (data.numChunks > 1) {
+    const fills = data.kinds[data.shown[0]].fills.map((fill) => mark(fill));
+    entry("first to last stage of a rank", ...fills).className = "shades";
+  }
+  if (moves.start.length) {
+    entry("value on its way", mark(theme.value, "line"));
+    entry("gradient on its way", mark(theme.gradient, "line"));
+  }
+}
+
+function isBeside(i, rank) {
+  return i >= data.laneOffsets[2 * rank + 1];
+}
+
+function find(x, y) {
+  const rank = Math.floor((y - head) / pitch), seconds = secondsAt(x);
+  if (x < left || rank < 0 || rank >= numRanks) return [-1, -1];
+  for (let i = data.laneOffsets[2 * rank]; i < data.laneOffsets[2 * rank + 2]; i++) {
+    if (bars.start[i] > seconds || bars.start[i] + bars.seconds[i] < seconds) continue;
+    const [, above, , height] = barBox(i, rank, isBeside(i, rank));
+    if (y >= above && y <= above + height) return [i, rank];
+  }
+  return [-1, rank];
+}
+
+function describe(event) {
+  const tip = element("tip");
+  tip.hidden = hovered < 0;
+  if (hovered < 0) return;
+  const kind = data.kinds[bars.kind[hovered]], start = bars.start[hovered], seconds = bars.seconds[hovered];
+  const microbatch = bars.microbatch[hovered] < 0 ? "" : `, microbatch ${bars.microbatch[hovered]}`;
+  const lines = [
+    `${kind.name} of stage ${bars.stage[hovered]}${microbatch}`,
+    `${formatSeconds(start, 6)} to ${formatSeconds(start + seconds, 6)}, takes ${formatSeconds(seconds)}`,
+  ];
+  const bytes = bars.bytes[hovered];
+  if (bytes) lines.push(`${bytes > 0 ? "keeps" : "frees"} ${formatBytes(Math.abs(bytes))}`);
+  lines.push(`rank ${hoveredRank} holds ${formatHeld(heldAt(hoveredRank, cursor))}` +
+    (data.curvesAreBytes ? "" : " stage activations"));
+  const name = document.createElement("b");
+  name.textContent = barText(hovered);
+  tip.replaceChildren(name, `\n${lines.join("\n")}`);
+  const { width, height } = tip.getBoundingClientRect();
+  tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - width - 8)}px`;
+  tip.style.top = `${Math.min(event.clientY + 16, window.innerHeight - height - 8)}px`;
+}
+
+function show(from, to) {
+  const span = Math.min(Math.max(to - from, data.makespan * 1e-6), data.makespan);
+  view.from = Math.min(Math.max(from, 0), data.makespan - span);
+  view.to = view.from + span;
+  redraw();
+}
+
+function zoom(factor, at = (view.from + view.to) / 2) {
+  show(at - (at - view.from) * factor, at + (view.to - at) * factor);
+}
+
+const move = (part) => show(view.from + part * (view.to - view.from), view.to + part * (view.to - view.from));
+
+let drag = null;
+const rows = element("rows");
+rows.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  const isSideways = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+  if (isSideways) move((event.deltaX || event.deltaY) / plotWidth());
+  else zoom(Math.exp(event.deltaY * 0.0015), secondsAt(event.offsetX));
+}, { passive: false });
+rows.addEventListener("pointerdown", (event) => {
+  drag = { x: event.clientX, from: view.from, to: view.to, moved: false };
+  rows.setPointerCapture(event.pointerId);
+});
+rows.addEventListener("pointermove", (event) => {
+  if (drag) {
+    const by = ((drag.x - event.clientX) / plotWidth()) * (drag.to - drag.from);
+    drag.moved = drag.moved || Math.abs(drag.x - event.clientX) > 3;
+    if (drag.moved) return show(drag.from + by, drag.to + by);
+  }
+  cursor = secondsAt(event.offsetX);
+  [hovered, hoveredRank] = find(event.offsetX, event.offsetY);
+  describe(event);
+  redraw();
+});
+rows.addEventListener("pointerup", () => {
+  if (drag && !drag.moved) followed = hovered < 0 || followed === bars.microbatch[hovered] ? -1 : bars.microbatch[hovered];
+  drag = null;
+  redraw();
+});
+rows.addEventListener("pointerleave", () => {
+  hovered = hoveredRank = -1;
+  cursor = null;
+  element("tip").hidden = true;
+  redraw();
+});
+rows.addEventListener("dblclick", () => show(0, data.makespan));
+element("in").onclick = () => zoom(0.6);
+element("out").onclick = () => zoom(1 / 0.6);
+element("all").onclick = () => show(0, data.makespan);
+element("theme").onclick = () => setTheme(theme.name === "dark" ? "light" : "dark");
+document.addEventListener("keydown", (event) => {
+  const does = {
+    "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), 0: () => show(0, data.makespan),
+    ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), Escape: () => { followed = -1; redraw(); },
+  }[event.key];
+  if (does && !event.ctrlKey && !event.metaKey) does();
+});
+window.addEventListener("resize", redraw);
+
+element("title").textContent = data.title;
+element("subtitle").textContent = data.subtitle;
+setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

@@ -1,0 +1,162 @@
+"""What a picture of a timeline shows: bars, transfers and memory as arrays, and the words around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.schedule import Action, Kind
+from stagewright.schedule.action import COMPUTE
+from stagewright.simulation import Timeline, TransferTimes, transfer_times
+from stagewright.units import format_seconds
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+KINDS = tuple(Kind)
+"""Bars name their kind by its place here."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bars:
+    """Actions that take time, rank by rank in program order; of an overlapped pair both.
+
+    `microbatch` is -1 for actions of a whole stage. `half` is 0 for a bar of full height, 1 and 2 for the
+    upper and lower half of a pair. `beside` marks what runs beside the computations. `num_bytes` appear
+    when the action starts and outlive it (negative: go when it ends).
+    """
+
+    rank: Ints
+    kind: Ints
+    stage: Ints
+    microbatch: Ints
+    half: Ints
+    beside: NDArray[np.bool_]
+    start_s: Floats
+    end_s: Floats
+    num_bytes: Floats
+
+    def __len__(self) -> int:
+        return len(self.rank)
+
+    def text(self, index: int) -> str:
+        """As actions are written, e.g. ``2F0``."""
+        microbatch = "" if self.microbatch[index] < 0 else self.microbatch[index]
+        return f"{self.stage[index]}{KINDS[self.kind[index]].value}{microbatch}"
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """What one rank holds: `held[i]` from `time_s[i]` on, and the peak, which may lie within an action."""
+
+    time_s: Floats
+    held: Floats
+    peak: float
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """A timeline ready to be drawn; `curves` hold bytes, or stage activations where no bytes are known."""
+
+    title: str
+    subtitle: str
+    makespan_s: float
+    rank_of_stage: tuple[int, ...]
+    bars: Bars
+    transfers: TransferTimes
+    curves: tuple[Curve, ...]
+    curves_are_bytes: bool
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.rank_of_stage) + 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Most stages on one rank."""
+        return max(self.chunks) + 1
+
+    @property
+    def chunks(self) -> list[int]:
+        """For every stage, how many lower stages its rank holds."""
+        return [self.rank_of_stage[:stage].count(rank) for stage, rank in enumerate(self.rank_of_stage)]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """Kinds among the bars, in their usual order."""
+        return [KINDS[index] for index in np.unique(self.bars.kind)]
+
+
+def scene_of(timeline: Timeline, curves: Sequence[Curve] | None = None) -> Scene:
+    """The picture of `timeline`; `curves` of bytes where they are known better than from its costs."""
+    encoded = timeline.encoded
+    num_stages, num_ranks = encoded.placement.num_stages, encoded.num_ranks
+    stages = f"{num_stages} stages, " if num_stages > num_ranks else ""
+    bubble = f"bubble {timeline.bubble_fraction:.1%}"
+    has_bytes = curves is not None or bool(timeline.peak_bytes.any())
+    if curves is None:
+        curves = [_curve(timeline, rank, has_bytes) for rank in range(num_ranks)]
+    return Scene(
+        title=f"{encoded.name}: {format_seconds(timeline.makespan_s)}, {bubble}",
+        subtitle=f"{num_ranks} ranks, {stages}{encoded.num_microbatches} microbatches",
+        makespan_s=timeline.makespan_s,
+        rank_of_stage=encoded.placement.rank_of_stage,
+        bars=_bars(timeline),
+        transfers=transfer_times(timeline),
+        curves=tuple(curves),
+        curves_are_bytes=has_bytes,
+    )
+
+
+def _bars(timeline: Timeline) -> Bars:
+    encoded = timeline.encoded
+    lasts = np.flatnonzero(timeline.end_s > timeline.start_s)
+    is_pair = np.array([each.beside is not None for each in encoded.patterns], bool)
+    pairs = lasts[is_pair[encoded.pattern[lasts]]]
+    index = np.concatenate([lasts, pairs])
+    is_second = np.arange(len(index)) >= len(lasts)
+    order = np.lexsort((is_second, index))
+    index, which = index[order], is_second[order].astype(int)
+    pattern = encoded.pattern[index]
+    kind, stage, microbatch = _parts(encoded.patterns)[:, which, pattern]
+    rank = np.repeat(np.arange(encoded.num_ranks), np.diff(encoded.offsets))
+    return Bars(
+        rank=rank[index],
+        kind=kind,
+        stage=stage,
+        microbatch=np.where(microbatch < 0, -1, microbatch + encoded.microbatch[index]),
+        half=np.where(is_pair[pattern], which + 1, 0),
+        beside=~timeline.is_compute[index],
+        start_s=timeline.start_s[index],
+        end_s=timeline.end_s[index],
+        num_bytes=(timeline.pattern_bytes.at_start - timeline.pattern_bytes.at_end)[pattern],
+    )
+
+
+def _parts(patterns: Sequence[Action]) -> Ints:
+    """Kind, stage and microbatch (-1: none) of the first and of the last part of every pattern."""
+    ends = [[each.parts[side] for each in patterns] for side in (0, -1)]
+    kind = [[KINDS.index(part.kind) for part in parts] for parts in ends]
+    stage = [[part.stage for part in parts] for parts in ends]
+    microbatch = [[-1 if part.microbatch is None else part.microbatch for part in parts] for parts in ends]
+    return np.array([kind, stage, microbatch], np.int64)
+
+
+def _curve(timeline: Timeline, rank: int, has_bytes: bool) -> Curve:
+    """What `rank` holds over time: bytes, or forwards whose backward is not yet done."""
+    if has_bytes:
+        curve = timeline.memory_curve(rank)
+        return Curve(curve.time_s, curve.num_bytes, curve.peak_bytes)
+    part = timeline.encoded.rank_slice(rank)
+    pattern = timeline.encoded.pattern[part]
+    patterns = timeline.encoded.patterns
+    appear = np.array([sum(p.kind is Kind.F for p in each.parts) for each in patterns])[pattern]
+    go = np.array([sum(p.kind in (Kind.B, Kind.W) for p in each.parts) for each in patterns])[pattern]
+    computes = np.array([each.kind in COMPUTE for each in patterns])[pattern]
+    time = np.column_stack([timeline.start_s[part], timeline.end_s[part]])[computes].ravel()
+    change = np.column_stack([appear, -go])[computes].ravel()
+    held = np.cumsum(change, dtype=np.float64)
+    return Curve(np.r_[0.0, time], np.r_[0.0, held], float(held.max(initial=0.0)))

@@ -1,0 +1,257 @@
+"""A timeline as a static SVG timetable, with what every rank holds beneath."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+
+from stagewright.report.pictures.axis import byte_ticks, ticks
+from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, Theme, ink, shade
+from stagewright.report.pictures.scene import KINDS, Curve, Scene
+from stagewright.units import format_bytes, format_seconds
+
+_MARGIN = 20.0
+_HEAD = 92.0
+_AXIS = 34.0
+_CURVES = 130.0
+_MOST_TRANSFERS = 600
+"""More lines than these would hide what they cross."""
+_FONT = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where things are, in pixels; a rank's row has a thin lane for what runs beside its computations."""
+
+    scene: Scene
+    theme: Theme
+    width: float
+    row: float
+    gap: float
+    lane: float
+    left: float
+
+    @property
+    def scale(self) -> float:
+        """Pixels per second."""
+        return (self.width - self.left - _MARGIN) / (self.scene.makespan_s or 1.0)
+
+    @property
+    def pitch(self) -> float:
+        return self.row + self.lane + self.gap
+
+    @property
+    def bottom(self) -> float:
+        return _HEAD + self.pitch * self.scene.num_ranks - self.gap
+
+    @property
+    def height(self) -> float:
+        return self.bottom + _AXIS + _CURVES + 2 * _MARGIN + 10
+
+    def x(self, seconds: float) -> float:
+        return self.left + seconds * self.scale
+
+    def y(self, rank: int) -> float:
+        return _HEAD + rank * self.pitch
+
+
+def svg_image(scene: Scene, *, width: int = 1400, theme: str = "light") -> str:
+    """The SVG document of `scene`, `width` pixels wide, on a ``light`` or ``dark`` ground.
+
+    Neighbouring bars of less than a pixel are drawn as one, so the document stays small for any program.
+    """
+    layout = _layout(scene, float(width), THEMES[theme])
+    parts = [*_head(layout), *_rows(layout), *_bars(layout), *_transfers(layout), *_axis(layout)]
+    parts += _curves(layout)
+    size = f'width="{width}" height="{layout.height:.0f}" viewBox="0 0 {width} {layout.height:.0f}"'
+    ground = f'<rect width="100%" height="100%" fill="{layout.theme.ground}"/>'
+    body = "\n".join([ground, *parts])
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}">\n{body}\n</svg>\n'
+
+
+def _layout(scene: Scene, width: float, theme: Theme) -> _Layout:
+    row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
+    lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
+    left = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
+    return _Layout(scene, theme, width, row, 5.0 if row > 12 else 2.0, lane, left)
+
+
+def _head(layout: _Layout) -> Iterator[str]:
+    scene, theme = layout.scene, layout.theme
+    yield _text(_MARGIN, 34, scene.title, theme.text, size=19, weight=600)
+    yield _text(_MARGIN, 56, scene.subtitle, theme.faint, size=13)
+    x = _MARGIN
+    for kind in scene.kinds:
+        yield f'<rect x="{x:.1f}" y="68" width="12" height="12" rx="2" fill="{FILLS[kind]}"/>'
+        yield _text(x + 18, 78.5, NAMES[kind], theme.text, size=12)
+        x += 18 + 7.0 * len(NAMES[kind]) + 18
+    if scene.num_chunks > 1:
+        shades = [shade(scene.kinds[0], chunk, scene.num_chunks) for chunk in range(scene.num_chunks)]
+        for chunk, fill in enumerate(shades):
+            yield f'<rect x="{x + 12 * chunk:.1f}" y="68" width="12" height="12" fill="{fill}"/>'
+        text = "first to last stage of a rank"
+        yield _text(x + 12 * len(shades) + 6, 78.5, text, theme.text, size=12)
+        x += 12 * len(shades) + 6 + 7.0 * len(text) + 18
+    if len(_visible_transfers(scene)):
+        for text, colour in (("value on its way", theme.value), ("gradient on its way", theme.gradient)):
+            yield _rect(x, 73, 16, 2, colour)
+            yield _text(x + 22, 78.5, text, theme.text, size=12)
+            x += 22 + 7.0 * len(text) + 18
+
+
+def _rows(layout: _Layout) -> Iterator[str]:
+    scene = layout.scene
+    every = max(1, int(np.ceil(11 / layout.pitch)))
+    for rank in range(scene.num_ranks):
+        y = layout.y(rank)
+        width = layout.width - layout.left - _MARGIN
+        yield _rect(layout.left, y, width, layout.row, layout.theme.idle)
+        if rank % every == 0:
+            baseline = y + layout.row / 2 + 4
+            yield _text(layout.left - 10, baseline, f"rank {rank}", layout.theme.faint, 12, anchor="end")
+
+
+def _bars(layout: _Layout) -> Iterator[str]:
+    """Rectangles grouped by colour; bars of less than a pixel that touch are merged."""
+    scene, bars = layout.scene, layout.scene.bars
+    chunk = np.array(scene.chunks)[bars.stage]
+    left, right = layout.left + bars.start_s * layout.scale, layout.left + bars.end_s * layout.scale
+    for kind in np.unique(bars.kind):
+        for each in np.unique(chunk[bars.kind == kind]):
+            chosen = np.flatnonzero((bars.kind == kind) & (chunk == each))
+            yield f'<g fill="{shade(KINDS[kind], int(each), scene.num_chunks)}">'
+            for first, last in _merged(chosen, left, right, bars.rank):
+                yield _bar(layout, first, float(left[first]), float(right[last]))
+            yield "</g>"
+    yield from _labels(layout, chunk, left, right)
+
+
+def _bar(layout: _Layout, index: int, left: float, right: float) -> str:
+    bars = layout.scene.bars
+    y, height = layout.y(int(bars.rank[index])), layout.row
+    if bars.beside[index]:
+        y, height = y + layout.row + 1, layout.lane - 1
+    elif bars.half[index]:
+        y, height = y + (bars.half[index] - 1) * height / 2, height / 2
+    width = max(right - left - (0.6 if right - left > 3 else 0.0), 0.3)
+    return f'<path d="M{left:.2f} {y:.1f}h{width:.2f}v{height:.1f}h-{width:.2f}z"/>'
+
+
+def _merged(
+    chosen: np.ndarray, left: np.ndarray, right: np.ndarray, rank: np.ndarray
+) -> Iterator[tuple[int, int]]:
+    """First and last of every run of bars under a pixel wide that lie within a pixel of each other."""
+    if not len(chosen):
+        return
+    narrow = right[chosen] - left[chosen] < 1
+    near = np.diff(left[chosen], prepend=-np.inf) < 1
+    same = np.diff(rank[chosen], prepend=-1) == 0
+    starts = np.flatnonzero(~(narrow & near & same & np.roll(narrow, 1)))
+    for begin, end in zip(starts, [*starts[1:], len(chosen)], strict=True):
+        yield int(chosen[begin]), int(chosen[end - 1])
+
+
+def _labels(layout: _Layout, chunk: np.ndarray, left: np.ndarray, right: np.ndarray) -> Iterator[str]:
+    """The longest of ``2F0``, ``F0`` and ``0`` that fits, where any does."""
+    scene, bars = layout.scene, layout.scene.bars
+    if layout.row < 11:
+        return
+    size = min(12.0, layout.row * 0.45)
+    yield f'<g font-size="{size:.1f}" text-anchor="middle">'
+    for index in np.flatnonzero((right - left > size * 0.75) & ~bars.beside & (bars.half == 0)):
+        room = (right[index] - left[index] - 3) / (size * 0.62)
+        full = bars.text(int(index)) if scene.num_chunks > 1 else bars.text(int(index)).lstrip("0123456789")
+        text = next((each for each in (full, str(bars.microbatch[index])) if len(each) <= room), None)
+        if text is not None and bars.microbatch[index] >= 0:
+            y = layout.y(int(bars.rank[index])) + layout.row / 2 + size * 0.36
+            x = (left[index] + right[index]) / 2
+            colour = ink(int(chunk[index]), scene.num_chunks)
+            yield f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{text}</text>'
+    yield "</g>"
+
+
+def _transfers(layout: _Layout) -> Iterator[str]:
+    moves, placed = layout.scene.transfers, np.array(layout.scene.rank_of_stage)
+    visible = _visible_transfers(layout.scene)
+    for is_value, colour in ((True, layout.theme.value), (False, layout.theme.gradient)):
+        lines = []
+        for index in visible[(moves.source_stage < moves.target_stage)[visible] == is_value]:
+            source, target = placed[moves.source_stage[index]], placed[moves.target_stage[index]]
+            y, to = (layout.y(int(rank)) + layout.row / 2 for rank in (source, target))
+            x, until = layout.x(float(moves.start_s[index])), layout.x(float(moves.end_s[index]))
+            edge = layout.row / 2 * np.sign(to - y)
+            lines.append(f"M{x:.1f} {y + edge:.1f}L{until:.1f} {to - edge:.1f}")
+        if lines:
+            yield f'<path d="{"".join(lines)}" stroke="{colour}" stroke-opacity="0.8" fill="none"/>'
+
+
+def _visible_transfers(scene: Scene) -> np.ndarray:
+    """Transfers between neighbouring ranks that take time; none if there are too many."""
+    moves, placed = scene.transfers, np.array(scene.rank_of_stage)
+    is_near = np.abs(placed[moves.source_stage] - placed[moves.target_stage]) == 1
+    visible = np.flatnonzero((moves.end_s > moves.start_s) & is_near)
+    return visible if len(visible) <= _MOST_TRANSFERS else visible[:0]
+
+
+def _axis(layout: _Layout) -> Iterator[str]:
+    theme, bottom = layout.theme, layout.bottom
+    for tick in ticks(layout.scene.makespan_s, 12):
+        x = layout.x(tick)
+        yield f'<path d="M{x:.1f} {bottom + 4:.1f}v5" stroke="{theme.faint}"/>'
+        label = format_seconds(tick).replace(".0 ", " ") if tick else "0"
+        yield _text(x, bottom + 22, label, theme.faint, 11, anchor="middle")
+
+
+def _curves(layout: _Layout) -> Iterator[str]:
+    scene, theme = layout.scene, layout.theme
+    top = layout.bottom + _AXIS + 22
+    most = max((curve.peak for curve in scene.curves), default=0.0) or 1.0
+    yield _text(layout.left, top - 10, _caption(scene), theme.text, 12, weight=600)
+    for tick in (byte_ticks if scene.curves_are_bytes else ticks)(most, 4):
+        y = top + _CURVES * (1 - tick / most)
+        yield f'<path d="M{layout.left:.1f} {y:.1f}H{layout.width - _MARGIN:.1f}" stroke="{theme.grid}"/>'
+        yield _text(layout.left - 10, y + 4, _amount(scene, tick), theme.faint, 11, anchor="end")
+    fullest = int(np.argmax([curve.peak for curve in scene.curves]))
+    faintness = 0.55 if scene.num_ranks <= 16 else 0.2
+    for rank in sorted(range(scene.num_ranks), key=lambda rank: rank == fullest):
+        look = (theme.value, 1.8, 1.0) if rank == fullest else (theme.faint, 1.0, faintness)
+        path = _steps(layout, scene.curves[rank], top, most)
+        yield '<path d="{}" fill="none" stroke="{}" stroke-width="{}" stroke-opacity="{}"/>'.format(
+            path, *look
+        )
+
+
+def _caption(scene: Scene) -> str:
+    peaks = [curve.peak for curve in scene.curves]
+    what = "Memory" if scene.curves_are_bytes else "Stage activations"
+    fullest = int(np.argmax(peaks))
+    return f"{what} on every rank; most on rank {fullest} (blue): {_amount(scene, peaks[fullest])}"
+
+
+def _amount(scene: Scene, value: float) -> str:
+    return format_bytes(value) if scene.curves_are_bytes else f"{value:g}"
+
+
+def _steps(layout: _Layout, curve: Curve, top: float, most: float) -> str:
+    """The curve as steps, of each column of pixels its highest value only."""
+    x = layout.left + curve.time_s * layout.scale
+    column = np.floor(x * 2).astype(np.int64)
+    starts = np.flatnonzero(np.diff(column, prepend=-1))
+    highest = np.maximum.reduceat(curve.held, starts)
+    y = top + _CURVES * (1 - highest / most)
+    steps = "".join(f"H{at:.1f}V{height:.1f}" for at, height in zip(x[starts], y, strict=True))
+    return f"M{layout.left:.1f} {y[0]:.1f}{steps}H{layout.x(layout.scene.makespan_s):.1f}"
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str) -> str:
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}"/>'
+
+
+def _text(
+    x: float, y: float, text: str, fill: str, size: float, *, weight: int = 400, anchor: str = "start"
+) -> str:
+    look = f'font-size="{size:g}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'
