@@ -1,0 +1,220 @@
+"""Step time of the executor beside PyTorch's own pipeline runtime: same model, stages, schedule, processes and moment.
+
+    python benchmarks/executor.py [--pairs 30] [--hidden 256] [--layers 8] [--sequence-length 128] [--json]
+
+Two local processes hold both runtimes and alternate between them step by step, so that whatever else the machine does
+hits both alike. Prints, per schedule, the median of the paired ratios (ours over PyTorch's) and a 95 % bootstrap
+interval of it; below one is faster than PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from typing import Any
+
+SCHEDULES = {
+    "1f1b": ("Schedule1F1B", 1),
+    "gpipe": ("ScheduleGPipe", 1),
+    "interleaved-1f1b": ("ScheduleInterleaved1F1B", 2),
+    "breadth-first": ("ScheduleLoopedBFS", 2),
+    "interleaved-zb": ("ScheduleInterleavedZeroBubble", 2),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        _work(options)
+        return
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        1, 1, 2, run_id="executor", rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    elastic_launch(config, sys.executable)(__file__, *sys.argv[1:])
+
+
+def _work(options: argparse.Namespace) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    overrides = {
+        "num_hidden_layers": options.layers,
+        "hidden_size": options.hidden,
+        "intermediate_size": 4 * options.hidden,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": options.hidden // 8,
+    }
+    results = {}
+    for schedule in options.schedules:
+        ours = _ours(options, overrides, schedule, rank)
+        theirs = _theirs(options, overrides, schedule, rank)
+        ratios, mine, other = [], [], []
+        for pair in range(options.pairs + 2):
+            first, second = (ours, theirs) if pair % 2 else (theirs, ours)
+            timed = {run: _timed(run) for run in (first, second)}
+            if pair >= 2:
+                mine.append(timed[ours])
+                other.append(timed[theirs])
+                ratios.append(timed[ours] / timed[theirs])
+        results[schedule] = {
+            "ratio": statistics.median(ratios),
+            "interval": _interval(ratios),
+            "ours_seconds": statistics.median(mine),
+            "torch_seconds": statistics.median(other),
+        }
+        if rank == 0 and not options.json:
+            found = results[schedule]
+            low, high = found["interval"]
+            print(
+                f"{schedule:18} ours {found['ours_seconds']:.3f} s  torch {found['torch_seconds']:.3f} s  "
+                f"ratio {found['ratio']:.3f}  95 % [{low:.3f}, {high:.3f}]",
+                flush=True,
+            )
+    if rank == 0 and options.json:
+        machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+        print(json.dumps({"machine": machine, "options": vars(options), "results": results}, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _timed(run: Any) -> float:
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    run()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _interval(ratios: list[float]) -> tuple[float, float]:
+    """95 % percentile bootstrap of the median."""
+    import numpy as np
+
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def _model(options: argparse.Namespace, overrides: dict[str, Any]) -> Any:
+    from stagewright.tracing.models.build import build
+    from stagewright.tracing.models.reference import resolve
+
+    return build(resolve("tiny-llama", overrides), 1, options.sequence_length, "float32", seed=0)
+
+
+def _tokens(options: argparse.Namespace) -> Any:
+    import torch
+
+    torch.manual_seed(1)
+    return torch.randint(0, 256, (options.microbatches, options.sequence_length))
+
+
+def _ours(options: argparse.Namespace, overrides: dict[str, Any], schedule: str, rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from stagewright.execution.rank_runner import RankRunner, stage_edges
+    from stagewright.execution.weights import Weights
+    from stagewright.graph.stage import carve
+    from stagewright.schedule.families import build as build_schedule
+    from stagewright.schedule.lower import insert_communication
+    from stagewright.tracing.cache import trace
+
+    if rank > 0:
+        dist.barrier()
+    graph = trace("tiny-llama", 1, options.sequence_length, "float32", overrides)
+    if rank == 0:
+        dist.barrier()
+    num_chunks = SCHEDULES[schedule][1]
+    program = build_schedule(schedule, 2, options.microbatches, num_chunks if num_chunks > 1 else None)
+    place = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
+    per = options.layers // program.num_stages
+    cuts = [
+        place[f"net.model.layers.{stage * per}.input_layernorm:0"] for stage in range(1, program.num_stages)
+    ]
+    stages = carve(graph, cuts)
+    program = insert_communication(program, stage_edges(stages))
+    own = [stage for stage in stages if program.placement.rank_of_stage[stage.index] == rank]
+    module = _model(options, overrides).module
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    cpu = torch.device("cpu")
+    runner = RankRunner(
+        stages, program, rank, [0, 1], Weights(own, tensors, cpu), cpu, 1.0 / options.microbatches
+    )
+    data = [{"input_ids": row[None]} for row in _tokens(options)]
+    return lambda: runner.run_batch(0, data)
+
+
+def _theirs(options: argparse.Namespace, overrides: dict[str, Any], schedule: str, rank: int) -> Any:
+    import torch
+    import torch.distributed.pipelining as pipelining
+    from torch import nn
+    from torch.distributed.pipelining import PipelineStage
+
+    name, num_chunks = SCHEDULES[schedule]
+    num_stages = 2 * num_chunks
+    net = _model(options, overrides).module.net
+    layers = net.model.layers
+    per = options.layers // num_stages
+
+    class Part(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.embed = net.model.embed_tokens if index == 0 else None
+            self.layers = nn.ModuleList(layers[index * per : (index + 1) * per])
+            self.rotary = net.model.rotary_emb
+            self.norm = net.model.norm if index == num_stages - 1 else None
+            self.head = net.lm_head if index == num_stages - 1 else None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.embed(x) if self.embed is not None else x
+            positions = self.rotary(x, torch.arange(x.shape[1])[None])
+            for layer in self.layers:
+                x = layer(x, position_embeddings=positions, attention_mask=None)
+            return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
+
+    def loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        shifted = nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:]
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten())
+
+    parts = {index: Part(index) for index in range(rank, num_stages, 2)}
+    stages = [PipelineStage(part, index, num_stages, torch.device("cpu")) for index, part in parts.items()]
+    runtime = getattr(pipelining, name)(
+        stages if num_chunks > 1 else stages[0], options.microbatches, loss_fn=loss
+    )
+    tokens = _tokens(options)
+    last = any(stage.is_last for stage in stages)
+
+    def run() -> None:
+        for part in parts.values():
+            part.zero_grad(set_to_none=False)
+        runtime.step(*((tokens,) if rank == 0 else ()), **({"target": tokens, "losses": []} if last else {}))
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
