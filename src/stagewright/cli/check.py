@@ -1,19 +1,20 @@
-"""`stagewright check`: would a plan hang, overflow memory or not fit its model?"""
+"""`stagewright check`: would a plan hang, overflow memory or not fit its model? Would a schedule file run?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagewright.cli.check_program import check_program, holds_program
 from stagewright.cli.failure import exit_code
-from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.options import Json
 from stagewright.cli.output import print_document, show
 from stagewright.cli.planning import PlannedCluster, cluster_of
 from stagewright.cli.progress import Progress
-from stagewright.errors import PlanError, StagewrightError
+from stagewright.errors import InputError, PlanError, StagewrightError
 
 if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
@@ -23,11 +24,34 @@ _TOLERANCE = 0.03
 """Part by which the memory of the model as it is now may differ from what the plan says."""
 
 
-def check(plan: PlanFile, cluster: PlannedCluster = None, as_json: Json = False) -> None:
-    """Check that a plan would run, before any machine is booked.
+def check(
+    plan: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="A plan.json, or a schedule: the CSV of torch.distributed.pipelining, or a program as .txt or .json.",
+        ),
+    ],
+    cluster: PlannedCluster = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a schedule: microbatches it must have; default those it names."),
+    ] = None,
+    max_activations: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of a schedule: most activations (stage and microbatch) on a rank."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Check that a plan or a schedule file would run, before any machine is booked.
 
-    Exit code 0 if it would, 2 with the reason if not.
+    Exit code 0 if it would. If not: 2 with the reason for a plan, 1 with all findings for a schedule.
     """
+    if holds_program(plan):
+        check_program(plan, microbatches, max_activations, as_json)
+        return
+    if microbatches is not None or max_activations is not None:
+        raise InputError(f"--microbatches and --max-activations are for schedule files; {plan} is a plan")
     found: list[dict[str, Any]] = []
     failure: StagewrightError | None = None
     with Progress(f"checking {plan}") as progress:

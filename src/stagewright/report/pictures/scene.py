@@ -19,6 +19,8 @@ Floats = NDArray[np.float64]
 KINDS = tuple(Kind)
 """Bars name their kind by its place here."""
 
+_NONE = np.iinfo(np.int32).min  # the second part of a pair lies any number of microbatches behind the first
+
 
 @dataclass(frozen=True, eq=False)
 class Bars:
@@ -127,7 +129,7 @@ def _bars(timeline: Timeline) -> Bars:
         rank=rank[index],
         kind=kind,
         stage=stage,
-        microbatch=np.where(microbatch < 0, -1, microbatch + encoded.microbatch[index]),
+        microbatch=np.where(microbatch == _NONE, -1, microbatch + encoded.microbatch[index]),
         half=np.where(is_pair[pattern], which + 1, 0),
         beside=~timeline.is_compute[index],
         start_s=timeline.start_s[index],
@@ -137,11 +139,11 @@ def _bars(timeline: Timeline) -> Bars:
 
 
 def _parts(patterns: Sequence[Action]) -> Ints:
-    """Kind, stage and microbatch (-1: none) of the first and of the last part of every pattern."""
+    """Kind, stage and microbatch of the first and of the last part of every pattern."""
     ends = [[each.parts[side] for each in patterns] for side in (0, -1)]
     kind = [[KINDS.index(part.kind) for part in parts] for parts in ends]
     stage = [[part.stage for part in parts] for parts in ends]
-    microbatch = [[-1 if part.microbatch is None else part.microbatch for part in parts] for parts in ends]
+    microbatch = [[_NONE if part.microbatch is None else part.microbatch for part in parts] for parts in ends]
     return np.array([kind, stage, microbatch], np.int64)
 
 

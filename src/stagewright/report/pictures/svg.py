@@ -161,16 +161,23 @@ def _labels(layout: _Layout, chunk: np.ndarray, left: np.ndarray, right: np.ndar
         return
     size = min(12.0, layout.row * 0.45)
     yield f'<g font-size="{size:.1f}" text-anchor="middle">'
-    for index in np.flatnonzero((right - left > size * 0.75) & ~bars.beside & (bars.half == 0)):
-        room = (right[index] - left[index] - 3) / (size * 0.62)
-        full = bars.text(int(index)) if scene.num_chunks > 1 else bars.text(int(index)).lstrip("0123456789")
-        text = next((each for each in (full, str(bars.microbatch[index])) if len(each) <= room), None)
-        if text is not None and bars.microbatch[index] >= 0:
-            y = layout.y(int(bars.rank[index])) + layout.row / 2 + size * 0.36
-            x = (left[index] + right[index]) / 2
+    for index in np.flatnonzero((right - left > size * 0.75) & ~bars.beside & (bars.microbatch >= 0)):
+        full = bars.text(int(index))
+        wanted = (full if scene.num_chunks > 1 else full.lstrip("0123456789"), str(bars.microbatch[index]))
+        room = (right[index] - left[index] - 2) / (size * 0.6)
+        text = next((each for each in wanted if len(each) <= room), None)
+        if text is not None:
+            x, y = (left[index] + right[index]) / 2, _middle(layout, int(index)) + size * 0.36
             colour = ink(int(chunk[index]), scene.num_chunks)
             yield f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{text}</text>'
     yield "</g>"
+
+
+def _middle(layout: _Layout, index: int) -> float:
+    """The height at which a computation's label is centred."""
+    bars = layout.scene.bars
+    part = (0.5, 0.25, 0.75)[bars.half[index]]
+    return layout.y(int(bars.rank[index])) + part * layout.row
 
 
 def _transfers(layout: _Layout) -> Iterator[str]:
