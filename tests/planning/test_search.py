@@ -17,6 +17,7 @@ from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, stage_cuts, stage_program
 from stagewright.planning.predict import shortened
+from stagewright.planning.ranking import AS_FAST
 from stagewright.planning.search import Found, plan, widths_of
 from stagewright.schedule import build, insert_communication
 from stagewright.tracing.cache import trace
@@ -36,7 +37,7 @@ def found() -> Found:
 
 def test_plans_come_best_first_and_use_every_device() -> None:
     steps = [item.predictions.step_seconds for item in found().plans]
-    assert steps == sorted(steps)
+    assert all(step <= (1 + AS_FAST) * min(steps[place:]) for place, step in enumerate(steps))
     assert {(item.dp, item.pp) for item in found().plans} <= {(1, 4), (2, 2), (4, 1)}
     assert len({(i.dp, i.pp, i.microbatch_size, i.schedule) for i in found().plans}) == len(found().plans)
 

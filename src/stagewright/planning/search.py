@@ -27,6 +27,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import Plan
 from stagewright.planning.predict import lower_bound_seconds
+from stagewright.planning.ranking import ranked
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes, format_seconds
@@ -240,8 +241,7 @@ class _Search:
             f"operator {name} has no rule: its time is that of its bytes"
             for name in sorted(self.without_rule)
         ]
-        ranked = sorted(self.plans, key=_rank)
-        return Found(ranked, self.excluded, warnings)
+        return Found(ranked(self.plans), self.excluded, warnings)
 
     def _nothing_fits(self) -> PlanError:
         if not self.misses and self.roughly_missed:
@@ -258,8 +258,3 @@ def _least_bytes(body: BodyCosts, counts: Sequence[float]) -> int:
     """Bytes of the fullest rank if state and saved values could be shared out evenly."""
     saved = float(body.saved_bytes[-1]) * float(np.mean(counts))
     return round((float(body.state_bytes[-1]) + saved) / len(counts))
-
-
-def _rank(found: Plan) -> tuple[float, int]:
-    predictions = found.predictions
-    return predictions.step_seconds, max(rank.reserved_peak_bytes for rank in predictions.ranks)
