@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import uuid
@@ -66,20 +67,39 @@ def _join(arguments: list[str], folder: Path) -> Record | None:
     from stagewright.execution.worker import main
 
     code = main(arguments)
+    if code == 130:
+        raise KeyboardInterrupt
     if code:
         raise RunError(f"rank {os.environ['RANK']} ended with exit code {code}")
     return load_record(folder / "record.json") if os.environ["RANK"] == "0" else None
 
 
 def _start(plan: Plan, arguments: list[str], folder: Path) -> Record:
+    began = time.time()
+    start_ranks(plan.pp * plan.dp, "stagewright.execution.worker", arguments, folder)
+    record = folder / "record.json"
+    if not record.exists() or record.stat().st_mtime < began - 1:
+        raise RunError(f"the run ended without a record in '{folder}'")
+    return load_record(record)
+
+
+def start_ranks(num_processes: int, module: str, arguments: list[str], folder: Path) -> None:
+    """Run ``python -m module *arguments --quiet`` once per rank with torchrun's launcher and wait for all.
+
+    Args:
+        folder: where ranks that fail leave their last words.
+
+    Raises:
+        RunError: a rank failed; says which, and why.
+        KeyboardInterrupt: Ctrl-C; all ranks have been ended.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    num_processes = plan.pp * plan.dp
     for stale in folder.glob(".failure-*"):
         stale.unlink()
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    _silence("torch.distributed.elastic", "torch.distributed.launcher")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -90,16 +110,22 @@ def _start(plan: Plan, arguments: list[str], folder: Path) -> Record:
         max_restarts=0,
         monitor_interval=0.2,
     )
-    began = time.time()
     with _environment(OMP_NUM_THREADS=str(max((os.cpu_count() or 1) // num_processes, 1))):
         try:
-            elastic_launch(config, sys.executable)("-m", "stagewright.execution.worker", *arguments)
+            elastic_launch(config, sys.executable)("-m", module, *arguments, "--quiet")
         except ChildFailedError as error:
             raise RunError(_explain(error, folder)) from None
-    record = folder / "record.json"
-    if not record.exists() or record.stat().st_mtime < began - 1:
-        raise RunError(f"the run ended without a record in '{folder}'")
-    return load_record(record)
+        except SignalException as received:
+            if received.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise
+
+
+def _silence(*prefixes: str) -> None:
+    """No log lines of the launcher; each of its loggers has a level of its own."""
+    for name in [*prefixes, *logging.root.manager.loggerDict]:
+        if name.startswith(prefixes):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 def _explain(error: Any, folder: Path) -> str:
@@ -109,13 +135,15 @@ def _explain(error: Any, folder: Path) -> str:
         with contextlib.suppress(OSError, ValueError):
             messages.append(json.loads(file.read_text()))
         file.unlink(missing_ok=True)
+    messages.sort(key=lambda item: item["time"])
     rank, failure = error.get_first_failure()
-    own = next((item["message"] for item in messages if item["rank"] == rank), None)
-    if own is None and messages:
-        own = f"rank {rank} ended with {_ending(failure)}: " + messages[0]["message"]
-    elif own is None:
-        own = f"rank {rank} ended with {_ending(failure)} (process {failure.pid}); what the other ranks saw is above"
-    return f"the run stopped: {own}"
+    said = any(item["rank"] == rank for item in messages)
+    if said or (messages and failure.exitcode > 0):
+        return f"the run stopped: {messages[0]['message']}"
+    own = f"rank {rank} ended with {_ending(failure)}"
+    if messages:
+        return f"the run stopped: {own}: {messages[0]['message']}"
+    return f"the run stopped: {own} (process {failure.pid}); what the other ranks saw is above"
 
 
 def _ending(failure: Any) -> str:

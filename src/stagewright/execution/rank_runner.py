@@ -6,14 +6,15 @@ ranks was posted by an earlier action; what it makes for other stages of the sam
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.execution.clock import Stopwatch
 from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport, channel
 from stagewright.execution.weights import Weights
@@ -26,7 +27,7 @@ Inputs = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Moment:
-    """When an action ran, in seconds of this rank's monotonic clock."""
+    """When an action ran, in seconds of this rank's monotonic clock; from when what it needs had arrived."""
 
     action: Action
     start: float
@@ -35,10 +36,16 @@ class Moment:
 
 @dataclass
 class BatchResult:
-    """Losses of the microbatches this rank computed, unscaled, and when each action ran."""
+    """Losses of the microbatches this rank computed, unscaled, and marks of when each action started and ended."""
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    moments: list[Moment] = field(default_factory=list)
+    marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
+    stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
+
+    def moments(self) -> list[Moment]:
+        """When each action ran; on a GPU to be asked for once its work is done."""
+        seconds = self.stopwatch.seconds
+        return [Moment(action, seconds(start), seconds(end)) for action, start, end in self.marks]
 
 
 def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
@@ -81,6 +88,8 @@ class RankRunner:
         self.watch = watch
         self.actions = program.actions(rank)
         self.transport = Transport(device)
+        self.stopwatch = Stopwatch(device)
+        self._started: Any = None  # mark of when the present action had what it needs
         placed = program.placement.rank_of_stage
         self.runners = {
             stage.index: StageRunner(stage, weights, device, loss_scale, seed)
@@ -118,20 +127,21 @@ class RankRunner:
         Raises:
             RunError: an action failed; names the action and what it waited for.
         """
-        result = BatchResult()
+        result = BatchResult(stopwatch=self.stopwatch)
+        self.stopwatch.begin()
         self.weights.begin_step()
         for runner in self.runners.values():
             runner.begin_step(step)
         for action in self.actions:
             self.watch(str(action))
-            start = time.perf_counter()
+            self._started = self.stopwatch.mark()
             try:
                 self._act(action, microbatches, result)
             except RunError as error:
                 raise RunError(f"action {action}: {error}") from error
             except (KeyError, RuntimeError) as error:
                 raise RunError(f"action {action} failed: {type(error).__name__}: {error}") from error
-            result.moments.append(Moment(action, start, time.perf_counter()))
+            result.marks.append((action, self._started, self.stopwatch.mark()))
         self.watch("end of batch")
         self.transport.settle_all()
         return result
@@ -182,6 +192,7 @@ class RankRunner:
                 found.update(self._waiting.pop((kind, source, target, microbatch)))
             else:
                 found.update(self.transport.receive(link, microbatch))
+        self._started = self.stopwatch.mark()  # waiting is not part of the action
         return found
 
     def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors) -> None:

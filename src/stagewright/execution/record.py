@@ -16,7 +16,10 @@ from stagewright.errors import InputError
 
 
 class RankRecord(StrictModel):
-    """One global rank: peak bytes of tensors alive in the metered step, and when each action of the last step ran."""
+    """One global rank: peak bytes of tensors alive in the metered step, and when each action of the last step ran.
+
+    An action starts when what it needs has arrived, so waiting shows as the time between actions.
+    """
 
     rank: int
     pipeline_rank: int
@@ -24,9 +27,16 @@ class RankRecord(StrictModel):
     allocated_peak_bytes: int
     reserved_peak_bytes: int | None = None
     busy_seconds: float
+    """Of computations; without waiting, transfers and the optimizer."""
     sent_bytes: int
     actions: tuple[tuple[str, float, float], ...]
-    """Text, start and end in seconds from the beginning of the step."""
+    """Text, start and end in seconds from this rank's beginning of the step."""
+    began_seconds: float = 0.0
+    """This rank's beginning of the step by the clock of the first rank."""
+    clock_error_seconds: float = 0.0
+    """`began_seconds` is wrong by at most this."""
+    optimizer_seconds: float = 0.0
+    """From the end of the batch to the end of the step: sums of gradients, norm and update."""
 
 
 class Record(StrictModel):

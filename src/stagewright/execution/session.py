@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.execution.clock import ClockOffset
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.loading import starting_tensors
 from stagewright.execution.meter import StorageMeter
@@ -20,6 +21,7 @@ from stagewright.execution.record import RankRecord
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph.stage import Stage, carve
 from stagewright.planning.plan import Plan, stage_cuts, stage_program
+from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import BuiltModel, build
@@ -118,6 +120,7 @@ class Session:
         self.optimizer = Optimizer(self.weights, job, tied, forward, replicas)
         self.last: BatchResult | None = None
         self._began = 0.0
+        self._optimizer_seconds = 0.0
         self.peak_bytes = 0
         self.reserved_bytes: int | None = None
         self.watch = watch
@@ -175,12 +178,18 @@ class Session:
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
         start = self._began = time.perf_counter()
         self.last = self.runner.run_batch(step, inputs)
+        self._synchronize()
+        computed = time.perf_counter()
         self.watch("optimizer step")
         norm = self.optimizer.step()
+        self._synchronize()
+        end = time.perf_counter()
+        self._optimizer_seconds = end - computed
+        return StepResult(self._mean_loss(self.last), norm, end - start)
+
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        return StepResult(self._mean_loss(self.last), norm, seconds)
 
     def _metered(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
         if self.device.type == "cuda":
@@ -212,17 +221,21 @@ class Session:
         dist.all_reduce(total)
         return float(total) / (self.plan.num_microbatches * self.plan.dp)
 
-    def rank_record(self) -> RankRecord:
-        moments = self.last.moments if self.last else []
+    def rank_record(self, offset: ClockOffset) -> RankRecord:
+        """What this rank measured, its times by the first rank's clock."""
+        moments = self.last.moments() if self.last else []
         return RankRecord(
             rank=self.mesh.rank,
             pipeline_rank=self.mesh.pipeline_rank,
             replica=self.mesh.replica,
             allocated_peak_bytes=self.peak_bytes,
             reserved_peak_bytes=self.reserved_bytes,
-            busy_seconds=sum(m.end - m.start for m in moments),
+            busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
             sent_bytes=self.runner.transport.num_bytes_sent,
             actions=tuple((str(m.action), m.start - self._began, m.end - self._began) for m in moments),
+            began_seconds=self._began + offset.seconds,
+            clock_error_seconds=offset.error_seconds,
+            optimizer_seconds=self._optimizer_seconds,
         )
 
 

@@ -8,24 +8,29 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import RunError, StagewrightError
+
+if TYPE_CHECKING:
+    from stagewright.execution.watch import Watch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
     options = _parse(arguments)
-    rank = int(os.environ["RANK"])
+    rank, quiet = int(os.environ["RANK"]), options.pop("quiet")
     try:
-        record = work(**options)
+        record = work(**options, quiet=quiet)
     except StagewrightError as error:
-        _report_failure(options["out"], rank, str(error))
+        report_failure(options["out"], rank, str(error), quiet)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -42,6 +47,7 @@ def work(
     device: str,
     random_weights: bool,
     timeout: float,
+    quiet: bool = False,
 ) -> Any:
     """Train the plan on this rank; the record on rank 0, None elsewhere.
 
@@ -49,20 +55,16 @@ def work(
         RunError: the run failed; names the rank, the action and what it waited for.
     """
     import torch
-    import torch.distributed as dist
 
-    from stagewright.execution.session import Session
-    from stagewright.execution.watch import Watch, own_store
     from stagewright.planning.plan import load_plan
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     target = _device(device)
-    watch = Watch(rank, world, own_store(), timeout)
-    watch.listen_for_termination()
     loaded = load_plan(plan)
-    dist.init_process_group("nccl" if target.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
-    watch.start()
-    try:
+    with member(out, target, timeout, quiet) as watch:
+        from stagewright.execution.clock import clock_offset
+        from stagewright.execution.session import Session
+        from stagewright.execution.watch import own_store
+
         session = Session(loaded, target, data, random_weights, watch.at, watch.at)
         results = []
         num_steps = steps or loaded.job.num_steps
@@ -71,17 +73,47 @@ def work(
         for step in range(num_steps):
             result = session.train_step(step, metered=step == metered)
             results.append(result)
-            if rank == 0:
+            if watch.rank == 0:
                 progress(step, result)
-        ranks = _gather(session.rank_record().model_dump_json(), rank, world)
+        watch.at("comparing clocks")
+        offset = clock_offset(own_store(timeout), watch.rank, watch.num_ranks)
+        ranks = gather(session.rank_record(offset).model_dump_json())
+    if watch.rank != 0:
+        return None
+    return _record(loaded, torch, target, results, metered, ranks)
+
+
+@contextmanager
+def member(out: str, target: Any, timeout: float, quiet: bool) -> Iterator[Watch]:
+    """Inside, this process is a rank of the group and watched; an error says which rank failed at what.
+
+    Args:
+        out: folder for what this rank has to say when it fails.
+        target: the `torch.device` of this rank.
+        timeout: seconds a rank may stay at one action.
+        quiet: leave it to the launcher to print what failed.
+    """
+    import torch.distributed as dist
+
+    from stagewright.execution.watch import Watch, own_store
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    def end(message: str) -> None:
+        report_failure(out, rank, message, quiet)
+        os._exit(1)
+
+    watch = Watch(rank, world, own_store(), timeout, on_failure=end)
+    watch.listen_for_termination()
+    dist.init_process_group("nccl" if target.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    watch.start()
+    try:
+        yield watch
     except Exception as error:
         raise _failure(error, rank, watch) from error
     watch.stop()
     dist.barrier()
     dist.destroy_process_group()
-    if rank != 0:
-        return None
-    return _record(loaded, torch, target, results, metered, ranks)
 
 
 def _failure(error: Exception, rank: int, watch: Any) -> RunError:
@@ -99,8 +131,8 @@ def _failure(error: Exception, rank: int, watch: Any) -> RunError:
 
 
 def _record(loaded: Any, torch: Any, target: Any, results: list[Any], metered: int, ranks: list[Any]) -> Any:
-    from stagewright.version import __version__
     from stagewright.execution.record import Record
+    from stagewright.version import __version__
 
     return Record(
         stagewright=__version__,
@@ -126,11 +158,12 @@ def _device(name: str) -> Any:
     return torch.device("cpu")
 
 
-def _gather(document: str, rank: int, world: int) -> list[dict[str, Any]]:
-    """Every rank's JSON document on rank 0, as bytes on the wire."""
+def gather(document: str) -> list[dict[str, Any]]:
+    """Every rank's JSON document on rank 0, as bytes on the wire; nothing elsewhere."""
     import torch
     import torch.distributed as dist
 
+    rank, world = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     own = torch.tensor(list(document.encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
@@ -168,8 +201,10 @@ class _Progress:
         )
 
 
-def _report_failure(out: str, rank: int, message: str) -> None:
-    print(f"stagewright: {message}", file=sys.stderr, flush=True)
+def report_failure(out: str, rank: int, message: str, quiet: bool) -> None:
+    """Leave the message for the launcher; print it too unless `quiet`."""
+    if not quiet:
+        print(f"stagewright: {message}", file=sys.stderr, flush=True)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f".failure-{rank}").write_text(
@@ -186,8 +221,16 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--quiet", action="store_true", help="leave it to the launcher to print what failed")
     return vars(parser.parse_args(arguments))
 
 
+def start_process() -> None:
+    """For a process that is nothing but a rank: Ctrl-C ends it at once, and nothing it prints is on stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also while it is blocked in a transfer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
 if __name__ == "__main__":
+    start_process()
     sys.exit(main())
