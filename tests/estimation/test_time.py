@@ -41,7 +41,22 @@ def test_a_product_is_bound_by_arithmetic_or_by_memory() -> None:
     large = Work(Kernel.MATMUL, "bfloat16", 2e15, 2e15, 1e9)
     assert kernel_seconds(large, GPU) == pytest.approx(2e15 / (989.4e12 * 0.8), rel=1e-3)
     thin = Work(Kernel.MATMUL, "bfloat16", 2e6, 2e6, 1e9)
-    assert kernel_seconds(thin, GPU) == GPU.memory_seconds(1e9)
+    assert kernel_seconds(thin, GPU) == pytest.approx(GPU.memory_seconds(1e9), rel=1e-4)
+    even = Work(
+        Kernel.MATMUL,
+        "bfloat16",
+        1e15,
+        1e15,
+        GPU.memory_seconds(1.0) ** -1 * GPU.matmul_seconds(1e15, "bf16"),
+    )
+    assert 1.0 < kernel_seconds(even, GPU) / GPU.matmul_seconds(1e15, "bf16") < 2.0
+
+
+def test_norms_attain_less_than_streams_where_that_is_known() -> None:
+    item = Work(Kernel.NORM, "bfloat16", bytes_moved=1e9)
+    assert kernel_seconds(item, GPU) == GPU.memory_seconds(1e9)
+    slow = GPU.model_copy(update={"norm_efficiency": GPU.memory_efficiency / 2})
+    assert kernel_seconds(item, slow) == pytest.approx(2 * GPU.memory_seconds(1e9))
 
 
 def test_attention_with_arithmetic_halved_takes_half_the_time() -> None:

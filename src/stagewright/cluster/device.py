@@ -51,6 +51,10 @@ def _parse_rate(value: Any) -> Any:
     return _parse_amount(value.strip().removesuffix("/s"))
 
 
+_CACHE_SPEED_UP = 2.0
+"""Bandwidth of the last-level cache over that of memory, as small elementwise kernels attain it. Fitted on the L4
+operator times published with Mist (EuroSys'25)."""
+
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 ByteCount = Annotated[int, Field(ge=0), BeforeValidator(_parse_amount)]
@@ -100,6 +104,7 @@ class Device(SourcedModel):
     reaches,
       counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again).
     * `memory_efficiency`: fraction of `memory_bandwidth` that a streaming kernel attains.
+    * `norm_efficiency`: the same for layer and group norms; None where it is not known to be less.
     """
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"name", "vendor", "kind"})
@@ -118,6 +123,9 @@ class Device(SourcedModel):
     attention_efficiency: Fraction
     attention_backward_efficiency: Fraction
     memory_efficiency: Fraction
+    norm_efficiency: Fraction | None = None
+    cache_bytes: ByteCount | None = None
+    """Last-level cache of the device; None where its effect is not known."""
     launch_overhead_s: Seconds
     """Gap on the device between two dependent kernels."""
     host_overhead_s: Seconds
@@ -161,5 +169,23 @@ class Device(SourcedModel):
         return (flop + self.matmul_half_flop) / self.matmul_flops(dtype) if flop else 0.0
 
     def memory_seconds(self, num_bytes: float) -> float:
-        """Time of a kernel that streams `num_bytes` of device memory. Ignores: caches, launch."""
-        return num_bytes / (self.memory_bandwidth * self.memory_efficiency)
+        """Time of a kernel that streams `num_bytes` of device memory, or of its cache. Ignores: launch."""
+        return self._traffic(num_bytes) / (self.memory_bandwidth * self.memory_efficiency)
+
+    def norm_seconds(self, num_bytes: float) -> float:
+        """Time of a layer or group norm that streams `num_bytes`. Ignores: lengths of rows, launch."""
+        return self._traffic(num_bytes) / (
+            self.memory_bandwidth * (self.norm_efficiency or self.memory_efficiency)
+        )
+
+    def _traffic(self, num_bytes: float) -> float:
+        """`num_bytes` in bytes of device memory: what the cache serves counts half.
+
+        The cache serves all operands that fill at most half of it and none that fill it, linear between,
+        because replacement is not perfect and what ran before has left something. Ignores: that operands made
+        long ago are not there.
+        """
+        if not self.cache_bytes:
+            return num_bytes
+        served = min(max(2.0 - 2.0 * num_bytes / self.cache_bytes, 0.0), 1.0)
+        return num_bytes * (1.0 - served / _CACHE_SPEED_UP)

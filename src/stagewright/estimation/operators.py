@@ -22,6 +22,7 @@ class Kernel(Enum):
 
     VIEW = "view"  # no kernel runs
     MEMORY = "memory"
+    NORM = "norm"
     MATMUL = "matmul"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention backward"
@@ -61,8 +62,7 @@ _STREAMING = frozenset({
     "logical_or", "lt", "masked_fill", "max", "max_pool2d_with_indices",
     "max_pool2d_with_indices_backward", "maximum", "mean", "min", "minimum", "mish", "mish_backward",
     "mul", "native_batch_norm", "native_batch_norm_backward", "native_dropout",
-    "native_dropout_backward", "native_group_norm", "native_group_norm_backward", "native_layer_norm",
-    "native_layer_norm_backward", "ne", "neg", "new_full", "new_ones", "new_zeros",
+    "native_dropout_backward", "ne", "neg", "new_full", "new_ones", "new_zeros",
     "nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward", "ones",
     "ones_like", "pow", "prod", "reciprocal", "relu", "remainder", "repeat", "roll", "rsqrt", "rsub",
     "scalar_tensor", "scatter", "scatter_add", "select_backward", "select_scatter", "sgn", "sigmoid",
@@ -73,6 +73,12 @@ _STREAMING = frozenset({
     "zeros_like",
 })  # fmt: skip
 """Operators whose time is that of the bytes they read and write once."""
+
+
+_NORMS = frozenset({
+    "native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward",
+})  # fmt: skip
+"""Operators that stream rows or groups, whose statistics they need before they can write the first element."""
 
 
 def work(node: Node, value: Lookup) -> Work:
@@ -92,6 +98,8 @@ def work(node: Node, value: Lookup) -> Work:
     rule = _RULES.get(name) or _RULES.get(KERNELS.get(name, name))
     if rule is not None:
         return rule(_Call(node, value, dtype))
+    if name in _NORMS:
+        return Work(Kernel.NORM, dtype, bytes_moved=_moved(node, value))
     return Work(Kernel.MEMORY, dtype, bytes_moved=_moved(node, value), has_rule=name in _STREAMING)
 
 
