@@ -13,6 +13,7 @@ from stagewright.estimation.memory import StageMemory
 from stagewright.estimation.state import Precision
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph, Origin, Part
+from stagewright.graph.cuts import Cuts, find_cuts
 from stagewright.graph.payload import num_bytes
 
 Floats = NDArray[np.float64]
@@ -118,44 +119,19 @@ class BodyCosts:
         return _prefix(np.array(list(saved.values()), np.int64), bytes_of, self.size)
 
     @cached_property
+    def cuts(self) -> Cuts:
+        """Where the graph may be cut, and what crosses there."""
+        return find_cuts(self.graph)
+
+    @cached_property
     def boundary_bytes(self) -> Floats:
         """Index 0 and the last are no cuts and hold zero."""
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for node, place in zip(self.graph.nodes, self._places.tolist(), strict=True):
-            if place >= 0:
-                for value in node.inputs:
-                    first[value] = min(first.get(value, place), place)
-                    last[value] = max(last.get(value, place), place)
-        change = np.zeros(self.size + 2)
-        for value, low in first.items():
-            maker = self.graph.values[value].node
-            part = self.graph.nodes[maker].part if maker >= 0 else None
-            place = self._places[maker]
-            if part is Part.FORWARD:
-                ends = (place, last[value])
-            elif part is Part.INPUT_GRAD and place >= 0:
-                ends = (low, place)
-            else:
-                continue
-            payload = self.graph.values[value].meta.payload_bytes
-            change[ends[0] + 1] += payload
-            change[ends[1] + 1] -= payload
-        return change.cumsum()[: self.size + 1]
+        return (self.cuts.value_bytes + self.cuts.cotangent_bytes).astype(np.float64)
 
     @cached_property
     def legal_cuts(self) -> NDArray[np.int64]:
-        """Positions where a cut is allowed: no buffer that changes has users on both sides."""
-        legal = np.ones(self.size + 1, np.bool_)
-        legal[[0, -1]] = False
-        for buffer, made in self.graph.mutations:
-            maker = self.graph.position.get(self.graph.values[made].node)
-            if maker is None:
-                continue
-            users = [int(self._places[node]) for node in self.graph.consumers.get(buffer, ())]
-            places = [maker, *(place for place in users if place >= 0)]
-            legal[min(places) + 1 : max(places) + 1] = False
-        return np.flatnonzero(legal)
+        """Positions where a cut is allowed."""
+        return self.cuts.positions
 
     def _first_uses(self) -> dict[int, int]:
         """Parameter -> first position of the body that uses it, directly or through derived values."""
