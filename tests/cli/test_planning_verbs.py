@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from stagewright.cli.app import app
+from stagewright.cluster import load_cluster, save_cluster
 from stagewright.planning.plan import Plan, load_plan
 
 JOB = ("--global-batch", "8", "--sequence-length", "64", "--dtype", "fp32")
@@ -113,6 +114,19 @@ def test_a_good_plan_passes_every_check(planned: dict, folder: Path) -> None:
     found = document("check", folder / "plan.json")
     assert found["passed"]
     assert [one["check"] for one in found["checks"]][-2:] == ["transfers", "memory"]
+
+
+def test_a_plan_for_a_cluster_of_ones_own_needs_no_cluster_file(planned: dict, tmp_path: Path) -> None:
+    cluster = load_cluster("2x-rtx3090", {"name": "attic", "device.memory_bytes": "20GiB"})
+    save_cluster(cluster, tmp_path / "attic.toml", "made up")
+    words = ("--cluster", tmp_path / "attic.toml", *JOB, "--pp", 2, "--microbatch", 4)
+    (best, *_) = document("plan", *MODEL, *words, "-o", tmp_path / "plan.json")["plans"]
+    (tmp_path / "attic.toml").unlink()
+    assert document("check", tmp_path / "plan.json")["passed"]
+    assert document("simulate", tmp_path / "plan.json")["makespan_seconds"] <= best["step_seconds"]
+    assert document("estimate", tmp_path / "plan.json")["step_seconds"] == best["step_seconds"]
+    other = document("estimate", tmp_path / "plan.json", "--cluster", "2x-h100")
+    assert other["step_seconds"] != best["step_seconds"]
 
 
 def changed(folder: Path, name: str, **keys: object) -> Path:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from stagewright.cluster import load_cluster
+from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError
 from stagewright.planning.job import Job, load_job
-from stagewright.planning.plan import Plan, load_plan, stage_program
+from stagewright.planning.plan import ClusterSection, Plan, load_plan, stage_program
 
 DOCUMENT = {
     "version": 1,
@@ -51,6 +51,33 @@ def test_a_plan_survives_the_disk(tmp_path: Path) -> None:
     assert load_plan(tmp_path / "new" / "plan.json") == plan
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["plan.json"]
     assert stage_program(plan).lines() == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+
+
+def test_a_plan_keeps_its_cluster_whatever_becomes_of_the_catalog(tmp_path: Path) -> None:
+    changed = load_cluster("2x4x-a100-40", {"device.memory_bytes": "17GiB", "name": "ours"})
+    plan = Plan.model_validate({**DOCUMENT, "cluster": ClusterSection.of(changed)})
+    plan.save(tmp_path / "plan.json")
+    again = load_plan(tmp_path / "plan.json")
+    assert again == plan
+    kept = again.cluster.load()
+    assert (kept.name, kept.num_devices, kept.device.memory_bytes) == ("ours", 8, 17 * 2**30)
+    assert kept.point_to_point_seconds(1e6, 0, 7) == changed.point_to_point_seconds(1e6, 0, 7)
+    assert "sources" not in (tmp_path / "plan.json").read_text()
+
+
+def test_a_plan_that_describes_no_cluster_goes_by_its_name() -> None:
+    named = ClusterSection(name="8x-h100", num_devices=8, device="H100")
+    assert named.load() == load_cluster("8x-h100")
+    with pytest.raises(InputError, match=r"'local', which it does not describe.*--cluster"):
+        Plan.model_validate(DOCUMENT).cluster.load()
+
+
+def test_measured_links_are_kept(tmp_path: Path) -> None:
+    matrix = [[0.0, 1e9], [2e9, 0.0]]
+    base = load_cluster("2x-h100").model_dump(exclude_none=True)
+    cluster = Cluster.model_validate({**base, "measured": {"between": "ranks", "bandwidth": matrix}})
+    kept = ClusterSection.model_validate_json(ClusterSection.of(cluster).model_dump_json()).load()
+    assert [kept.link_between(*ends).bandwidth for ends in ((0, 1), (1, 0))] == [1e9, 2e9]
 
 
 def test_the_schema_lists_every_field() -> None:

@@ -75,7 +75,7 @@ def check(
 
 def _checks(path: Path, cluster: str | None, report: Progress) -> Iterator[tuple[str, str]]:
     """Name and finding of each check that passes; the first that does not raises."""
-    from stagewright.cli.line import line_of
+    from stagewright.planning.estimate import line_of
     from stagewright.planning.plan import load_plan, stage_program
     from stagewright.report.plans import batch_text
 

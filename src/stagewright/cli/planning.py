@@ -23,7 +23,7 @@ ClusterName = Annotated[
 ]
 PlannedCluster = Annotated[
     str | None,
-    typer.Option("--cluster", "-c", metavar="C", help="The cluster; default the plan's, by name."),
+    typer.Option("--cluster", "-c", metavar="C", help="The cluster; default the one the plan describes."),
 ]
 JobFile = Annotated[
     Path | None, typer.Option("--job", metavar="FILE", help="A job.toml; options override it.")
@@ -55,20 +55,14 @@ def read_job(path: Path | None, **options: Any) -> Job:
 
 
 def cluster_of(plan: Plan, name: str | None) -> Cluster:
-    """The cluster `name`, or the one the plan was made for if the catalog has it.
+    """The cluster `name`, or the one the plan was made for.
 
     Raises:
-        InputError: no such cluster, or a plan for a cluster that came from a file.
+        InputError: no such cluster, or a plan that describes none, for one that is not in the catalog.
     """
     from stagewright.cluster import load_cluster
-    from stagewright.cluster.catalog import is_catalog_name
 
-    if name is None and not is_catalog_name(plan.cluster.name):
-        raise InputError(
-            f"the plan was made for cluster '{plan.cluster.name}', which is no catalog name: "
-            "give its file with --cluster"
-        )
-    return load_cluster(name or plan.cluster.name)
+    return plan.cluster.load() if name is None else load_cluster(name)
 
 
 def is_plan(text: str) -> bool:

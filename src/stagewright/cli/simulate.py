@@ -27,7 +27,7 @@ def simulate(
     as_json: Json = False,
 ) -> None:
     """Simulate a plan and print its timetable."""
-    from stagewright.cli.line import line_of
+    from stagewright.planning.estimate import line_of
     from stagewright.planning.plan import load_plan
     from stagewright.planning.predict import rank_memories, run_timeline
     from stagewright.report.timelines import heading, rank_table, timeline_document

@@ -176,9 +176,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
             name=reference.name,
         ),
         job=line.job,
-        cluster=ClusterSection(
-            name=cluster.name, num_devices=cluster.num_devices, device=cluster.device.name
-        ),
+        cluster=ClusterSection.of(cluster),
         dp=choice.dp,
         pp=choice.pp,
         num_stages=program.num_stages,

@@ -12,7 +12,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ClusterSection, Plan, stage_cuts, stage_program
-from stagewright.planning.predict import pipeline, predict
+from stagewright.planning.predict import Pipeline, pipeline, predict
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -49,8 +49,37 @@ def estimate(
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     choice = _choice(cluster, job, dp, pp, microbatch, schedule)
-    body = _body(reference, choice.microbatch_size, cluster, job, report, trace)
+    body = _costs(_trace(reference, choice.microbatch_size, job, report, trace), cluster)
     return make_plan(make_candidate(body, choice, cluster, job), body, reference)
+
+
+def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cached_trace) -> OperatorGraph:
+    """The graph of the model that `plan` was made for.
+
+    Raises:
+        InputError: the model cannot be resolved.
+        PlanError: the model has changed since.
+        TraceError: the model cannot be traced.
+    """
+    reference = resolve(plan.model.text, plan.model.overrides)
+    if reference.digest != plan.model.digest:
+        raise PlanError(
+            f"model '{plan.model.text}' has changed since the plan was made (digest {reference.digest[:12]}, "
+            f"planned {plan.model.digest[:12]}): plan again"
+        )
+    return _trace(reference, plan.microbatch_size, plan.job, report, trace)
+
+
+def line_of(
+    plan: Plan, cluster: Cluster, report: Report = lambda stage: None, trace: Trace = cached_trace
+) -> Pipeline:
+    """The carved model of `plan` with its program on `cluster`, ready to be simulated and checked.
+
+    Raises:
+        PlanError: the model has changed, or does not have the plan's cuts.
+        ScheduleError: the program does not run.
+    """
+    return _line(plan, _costs(graph_of(plan, report, trace), cluster), cluster)
 
 
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -59,23 +88,20 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
             f"the plan needs {plan.dp * plan.pp} devices (dp {plan.dp} x pp {plan.pp}), but cluster "
             f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
         )
-    reference = resolve(plan.model.text, plan.model.overrides)
-    if reference.digest != plan.model.digest:
-        raise PlanError(
-            f"model '{plan.model.text}' has changed since the plan was made (digest {reference.digest[:12]}, "
-            f"planned {plan.model.digest[:12]}): plan again"
-        )
-    body = _body(reference, plan.microbatch_size, cluster, plan.job, report, trace)
-    cuts = stage_cuts(plan, body.graph)
-    line = pipeline(body, cuts, stage_program(plan), cluster, plan.job, plan.dp)
-    section = ClusterSection(name=cluster.name, num_devices=cluster.num_devices, device=cluster.device.name)
-    return plan.model_copy(update={"predictions": predict(line, body), "cluster": section})
+    body = _costs(graph_of(plan, report, trace), cluster)
+    predictions = predict(_line(plan, body, cluster), body)
+    return plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
 
 
-def _body(
-    reference: ModelReference, size: int, cluster: Cluster, job: Job, report: Report, trace: Trace
-) -> BodyCosts:
-    graph = trace(reference, size, job.sequence_length, job.torch_name, report=report)
+def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
+    return pipeline(body, stage_cuts(plan, body.graph), stage_program(plan), cluster, plan.job, plan.dp)
+
+
+def _trace(reference: ModelReference, size: int, job: Job, report: Report, trace: Trace) -> OperatorGraph:
+    return trace(reference, size, job.sequence_length, job.torch_name, report=report)
+
+
+def _costs(graph: OperatorGraph, cluster: Cluster) -> BodyCosts:
     return BodyCosts(graph, Costing(graph, cluster.device))
 
 

@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_serializer, model_validator
 
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.graph import OperatorGraph
@@ -30,11 +32,58 @@ class ModelSection(StrictModel):
 
 
 class ClusterSection(StrictModel):
-    """Which cluster the predictions are for."""
+    """Which cluster the predictions are for.
+
+    The description is kept, of catalog clusters too: a probed cluster is known by no name, and a catalog that
+    has changed must not change what an old plan means. Plans of other programs may leave it out.
+    """
 
     name: str
     num_devices: int = Field(ge=1)
     device: str
+    description: Cluster | None = None
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> ClusterSection:
+        """The section that describes `cluster`, whose devices are all of one kind."""
+        return cls(
+            name=cluster.name,
+            num_devices=cluster.num_devices,
+            device=cluster.device.name,
+            description=Cluster.model_validate(_compact(cluster)),
+        )
+
+    @field_serializer("description")
+    def _described(self, description: Cluster | None) -> dict[str, Any] | None:
+        return None if description is None else _compact(description)
+
+    def load(self) -> Cluster:
+        """The cluster as described; without a description the one of that name in the catalog.
+
+        Raises:
+            InputError: there is no description, and the catalog does not know the name.
+        """
+        if self.description is not None:
+            return self.description
+        if not is_catalog_name(self.name):
+            raise InputError(
+                f"the plan was made for cluster '{self.name}', which it does not describe and which is no "
+                "catalog name: give its file with --cluster"
+            )
+        return load_cluster(self.name)
+
+
+def _compact(cluster: Cluster) -> dict[str, Any]:
+    """The document of `cluster` without absent figures, and without where the others come from."""
+    return _without_sources(cluster.model_dump(exclude_none=True))
+
+
+def _without_sources(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_sources(item) for key, item in value.items() if key != "sources"}
+    if isinstance(value, list | tuple):
+        return [_without_sources(item) for item in value]
+    return value
 
 
 class RankPrediction(StrictModel):
