@@ -1,0 +1,231 @@
+"""Stacks: whose execution is predicted, and the allocations that its training step makes.
+
+A stack says what the runtime around a model does: when gradients exist, what an optimizer step makes for a moment, what
+the training loop holds on to. Validation selects a stack and computes nothing of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from stagewright.errors import InputError, nearest
+from stagewright.estimation.allocator import Block, CachingAllocator
+from stagewright.graph import Node, OperatorGraph, Origin, Part
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One way of running a training step on a single device.
+
+    * `frees_gradients`: gradients are set to none between steps, so the first backward contribution becomes the gradient.
+    * `step_copies`: how many copies of all gradients' bytes the optimizer step makes, one after the other, and frees at
+      its end.
+    * `num_moments`: tensors of the optimizer's state per parameter, made in the first step.
+    * `adds_in_place`: cotangents of a value with several uses are added into the first of them.
+    """
+
+    name: str
+    frees_gradients: bool
+    step_copies: int
+    num_moments: int
+    adds_in_place: bool
+
+
+STACKS = {
+    stack.name: stack
+    for stack in (
+        # torch.optim.Adam(foreach, weight decay): gradients with decay added, and the roots of the second moments.
+        # Source: torch/optim/adam.py, _multi_tensor_adam; torch/csrc/autograd/input_buffer.cpp.
+        Stack("torch-eager", frees_gradients=True, step_copies=2, num_moments=2, adds_in_place=True),
+    )
+}
+
+
+def find_stack(name: str) -> Stack:
+    """The stack called `name`; raises `InputError` naming the nearest.
+
+    >>> find_stack("torch-eager").num_moments
+    2
+    """
+    if name not in STACKS:
+        raise InputError(f"no stack '{name}'{nearest(name, STACKS)}: use one of {', '.join(STACKS)}")
+    return STACKS[name]
+
+
+class Phase(Enum):
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Peaks of a few steps on one device, in bytes; `at` says during which phase and operator the active peak is."""
+
+    active_peak_bytes: int
+    reserved_peak_bytes: int
+    at: str
+    num_steps: int
+
+
+def step_memory(
+    graph: OperatorGraph,
+    stack: Stack,
+    workspace_bytes: int = 0,
+    num_steps: int = 3,
+    capacity_bytes: int | None = None,
+) -> StepMemory:
+    """Replay `num_steps` training steps of `graph` on one device through the caching allocator.
+
+    `workspace_bytes` is the matrix library's workspace, made in front of the first product and kept.
+    """
+    replay = _Replay(graph, stack, workspace_bytes, CachingAllocator(capacity_bytes))
+    for _ in range(num_steps):
+        replay.step()
+    allocator = replay.allocator
+    return StepMemory(allocator.peak_active_bytes, allocator.peak_reserved_bytes, replay.at, num_steps)
+
+
+class _Replay:
+    def __init__(
+        self, graph: OperatorGraph, stack: Stack, workspace_bytes: int, allocator: CachingAllocator
+    ) -> None:
+        self.graph = graph
+        self.stack = stack
+        self.workspace_bytes = workspace_bytes
+        self.allocator = allocator
+        self.at = ""
+        self.peak = 0
+        self.has_state = False
+        self.order = list(_in_order(graph))
+        self.alias = _in_place(graph, self.order) if stack.adds_in_place else {}
+        self.last_use = self._last_uses()
+        self.gradient_of = self._gradients()
+        self.trainable = [value for value in graph.parameter_values if graph.values[value].needs_grad]
+        self._load()
+
+    def step(self) -> None:
+        """One training step: batch, forward, backward, optimizer, gradients freed."""
+        graph, batch = self.graph, {}
+        for value in graph.inputs.values():
+            batch[value] = self._make(graph.values[value].meta.storage_bytes, "inputs")
+        blocks: dict[int, Block] = {}
+        gradients = self._compute(blocks)
+        self._optimize()
+        for block in (*gradients.values(), *blocks.values(), *batch.values()):
+            self.allocator.free(block)
+
+    def _load(self) -> None:
+        graph = self.graph
+        for value in graph.values:
+            fixed = value.origin in (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT)
+            if fixed and value.storage == value.id:
+                self._make(graph.storage_bytes[value.id], "loading")
+
+    def _make(self, num_bytes: int, where: str) -> Block:
+        block = self.allocator.allocate(num_bytes)
+        if self.allocator.active_bytes > self.peak:
+            self.peak, self.at = self.allocator.active_bytes, where
+        return block
+
+    def _root(self, value: int) -> int:
+        storage = self.graph.values[value].storage
+        while storage in self.alias:
+            storage = self.alias[storage]
+        return storage
+
+    def _last_uses(self) -> dict[int, int]:
+        """Storage -> place in the order of the node that uses it last."""
+        return {
+            self._root(value): place
+            for place, node in enumerate(self.order)
+            for value in (*node.inputs, *(output for output in node.outputs if output is not None))
+        }
+
+    def _gradients(self) -> dict[int, int]:
+        """Storage of the first contribution to a gradient -> the parameter; it is freed after the step only."""
+        found: dict[int, int] = {}
+        for target, gradient in self.graph.gradients.items():
+            contributions = self.graph.contributions.get(gradient, ())
+            if contributions and self.graph.values[target].origin is Origin.PARAMETER:
+                found[self._root(contributions[0][1])] = target
+        return found
+
+    def _compute(self, blocks: dict[int, Block]) -> dict[int, Block]:
+        """Forward and backward; returns the blocks of gradients, and leaves in `blocks` what outlives them."""
+        gradients: dict[int, Block] = {}
+        for place, node in enumerate(self.order):
+            for output in node.outputs:
+                if output is None:
+                    continue
+                root = self._root(output)
+                if root == output and root not in blocks and root not in gradients:
+                    made = self._make(self.graph.storage_bytes[root], f"{node.part.name.lower()} {node.name}")
+                    (gradients if root in self.gradient_of else blocks)[root] = made
+            self._workspace(node)
+            for value in {self._root(v) for v in (*node.inputs, *node.outputs) if v is not None}:
+                if self.last_use[value] == place and value in blocks and not self._is_kept(value):
+                    self.allocator.free(blocks.pop(value))
+        return gradients
+
+    def _is_kept(self, storage: int) -> bool:
+        return storage == self.graph.values[self.graph.loss].storage
+
+    def _workspace(self, node: Node) -> None:
+        if self.workspace_bytes and ".mm." in node.op or ".addmm." in node.op or ".bmm." in node.op:
+            self._make(self.workspace_bytes, "workspace")
+            self.workspace_bytes = 0
+
+    def _optimize(self) -> None:
+        """State on the first step; then copies of everything, list after list, as foreach kernels make them."""
+        sizes = [self.graph.storage_bytes[value] for value in self.trainable]
+        if not self.has_state:
+            for size in sizes:
+                for _ in range(self.stack.num_moments):
+                    self._make(size, "optimizer state")
+            self.has_state = True
+        copies = [self._make(size, "optimizer step") for _ in range(self.stack.step_copies) for size in sizes]
+        for block in copies:
+            self.allocator.free(block)
+
+
+def _in_order(graph: OperatorGraph) -> Iterator[Node]:
+    """The nodes as eager execution meets them: what the graph makes in advance is made in front of its first use."""
+    early = {Part.STATIC, Part.DERIVED}
+    waiting = {
+        output: node
+        for node in graph.nodes
+        if node.part in early
+        for output in node.outputs
+        if output is not None
+    }
+    done: set[int] = set()
+
+    def ready(node: Node) -> Iterator[Node]:
+        for value in node.inputs:
+            maker = waiting.get(value)
+            if maker is not None and maker.id not in done:
+                done.add(maker.id)
+                yield from ready(maker)
+                yield maker
+
+    for node in graph.nodes:
+        if node.part not in early:
+            yield from ready(node)
+            yield node
+
+
+def _in_place(graph: OperatorGraph, order: list[Node]) -> dict[int, int]:
+    """Sum of cotangents -> the first addend, into which autograd adds when nothing else uses it later."""
+    last = {value: place for place, node in enumerate(order) for value in node.inputs}
+    found: dict[int, int] = {}
+    for place, node in enumerate(order):
+        if node.part is not Part.INPUT_GRAD or node.op != "aten.add.Tensor" or len(node.inputs) != 2:
+            continue
+        first, output = node.inputs[0], node.outputs[0]
+        same = output is not None and graph.values[first].meta == graph.values[output].meta
+        if same and output is not None and last[first] == place and graph.values[first].storage == first:
+            found[output] = first
+    return found

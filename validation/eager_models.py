@@ -1,0 +1,155 @@
+"""The four models of the published eager steps, with the losses that their libraries computed at that time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn import functional
+from transformers import (
+    CLIPConfig,
+    CLIPModel,
+    ConvNextV2Config,
+    ConvNextV2ForImageClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.convnextv2 import modeling_convnextv2
+
+Made = tuple[nn.Module, dict[str, Tensor]]
+
+
+class CausalLoss(nn.Module):
+    """Logits in the model's type, shifted by a copy."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.net(input_ids=input_ids, use_cache=False).logits
+        shifted = logits[..., :-1, :].contiguous()
+        return functional.cross_entropy(shifted.flatten(0, 1), labels[..., 1:].contiguous().flatten())
+
+
+class SequenceLoss(nn.Module):
+    """Logits in the model's type against labels of the decoder."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: Tensor, decoder_input_ids: Tensor, labels: Tensor) -> Tensor:
+        found = self.net(input_ids=input_ids, decoder_input_ids=decoder_input_ids, use_cache=False)
+        return functional.cross_entropy(found.logits.flatten(0, 1), labels.flatten())
+
+
+class ClassLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        return functional.cross_entropy(self.net(pixel_values=pixel_values).logits, labels)
+
+
+class ContrastiveLoss(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Tensor:
+        found = self.net(input_ids=input_ids, pixel_values=pixel_values, return_loss=False)
+        per_text = found.logits_per_text
+        targets = torch.arange(per_text.shape[0], device=per_text.device)
+        return (
+            functional.cross_entropy(per_text, targets) + functional.cross_entropy(per_text.t(), targets)
+        ) / 2
+
+
+def gpt2(microbatch_size: int, sequence_length: int) -> Made:
+    """gpt2-large. Attention's dropout is inside the fused kernel and leaves no mask, so it is off here."""
+    config = GPT2Config(n_embd=1280, n_layer=36, n_head=20, attn_pdrop=0.0, attn_implementation="sdpa")
+    tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
+    return CausalLoss(GPT2LMHeadModel(config)), {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def t5(microbatch_size: int, sequence_length: int) -> Made:
+    """t5-large, whose attention has a bias of its own and is computed step by step."""
+    config = T5Config(
+        d_model=1024,
+        d_ff=4096,
+        d_kv=64,
+        num_layers=24,
+        num_heads=16,
+        vocab_size=32128,
+        decoder_start_token_id=0,
+        attn_implementation="eager",
+    )
+    tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
+    inputs = {name: tokens.clone() for name in ("input_ids", "decoder_input_ids", "labels")}
+    return SequenceLoss(T5ForConditionalGeneration(config)), inputs
+
+
+def clip(microbatch_size: int, sequence_length: int, image: int = 336) -> Made:
+    """CLIP ViT-L/14-336."""
+    text = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
+    vision = {
+        "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+        "image_size": 336, "patch_size": 14,
+    }  # fmt: skip
+    config: Any = CLIPConfig(text_config=text, vision_config=vision, projection_dim=768)
+    config._attn_implementation = "sdpa"
+    inputs = {
+        "input_ids": torch.zeros(microbatch_size, sequence_length, dtype=torch.int64),
+        "pixel_values": torch.zeros(microbatch_size, 3, image, image),
+    }
+    return ContrastiveLoss(CLIPModel(config)), inputs
+
+
+def convnext(microbatch_size: int, image: int = 224) -> Made:
+    """ConvNeXtV2-huge with 1,000 classes."""
+    config = ConvNextV2Config(
+        depths=[3, 3, 27, 3], hidden_sizes=[352, 704, 1408, 2816], image_size=image, num_labels=1000
+    )
+    inputs = {
+        "pixel_values": torch.zeros(microbatch_size, 3, image, image),
+        "labels": torch.zeros(microbatch_size, dtype=torch.int64),
+    }
+    with _real_linspace():
+        net = ConvNextV2ForImageClassification(config)
+    for module in net.modules():
+        if type(module) is modeling_convnextv2.ConvNextV2GRN:
+            module.__class__ = ResponseNorm
+    return ClassLoss(net), inputs
+
+
+class ResponseNorm(modeling_convnextv2.ConvNextV2GRN):
+    """Global response normalisation as timm computes it: one fused multiplication and addition."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        norms = hidden_states.norm(p=2, dim=(1, 2), keepdim=True)
+        relative = norms / (norms.mean(dim=-1, keepdim=True) + 1e-6)
+        return hidden_states + torch.addcmul(self.bias, self.weight, hidden_states * relative)
+
+
+@contextlib.contextmanager
+def _real_linspace() -> Iterator[None]:
+    """The model's constructor reads numbers out of a tensor, which a fake one does not have."""
+    original = torch.linspace
+
+    def linspace(*args: Any, **kwargs: Any) -> Tensor:
+        with unset_fake_temporarily():
+            return original(*args, **kwargs)
+
+    torch.linspace = linspace
+    try:
+        yield
+    finally:
+        torch.linspace = original
