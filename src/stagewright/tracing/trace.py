@@ -14,6 +14,7 @@ from stagewright.tracing.joint import build_joint
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
+from stagewright.tracing.quiet import quiet_capture
 from stagewright.tracing.rules import Rules
 
 
@@ -64,7 +65,8 @@ def trace_module(
         for key, tensor in inputs.items()
     }
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    captured = capture(twin, fake_inputs, mode, report)
+    with quiet_capture(device.type):
+        captured = capture(twin, fake_inputs, mode, report)
     report("differentiating operator by operator")
     graph = build_joint(name, captured, Rules(mode, device), facts or {})
     verify_graph(graph)
