@@ -57,7 +57,8 @@ def main() -> None:
 
     rows = []
     for model in options.models or bundled_names():
-        length = min(SHORT.get(model, options.sequence_length), options.sequence_length)
+        longest = 64 if model.startswith("tiny-") else SHORT.get(model, options.sequence_length)
+        length = min(longest, options.sequence_length)
         with tempfile.TemporaryDirectory() as cache:
             cold = measure(model, length, cache)
             warm = measure(model, length, cache)

@@ -30,7 +30,9 @@ def parse_bytes(text: str | int | float) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = match and _BYTE_UNITS.get(match[2].lower())
     if not match or unit is None:
-        raise InputError(f"'{text}' is not an amount of memory: write a number with KiB, MiB, GiB, MB or GB, e.g. 16GiB")
+        raise InputError(
+            f"'{text}' is not an amount of memory: write a number with KiB, MiB, GiB, MB or GB, e.g. 16GiB"
+        )
     return int(float(match[1]) * unit)
 
 
