@@ -21,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.models.convnextv2 import modeling_convnextv2
+from transformers.models.t5 import modeling_t5
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 
@@ -82,6 +83,7 @@ def gpt2(microbatch_size: int, sequence_length: int) -> Made:
 
 def t5(microbatch_size: int, sequence_length: int) -> Made:
     """t5-large, whose attention has a bias of its own and is computed step by step."""
+    modeling_t5.eager_attention_forward = _attention_in_single_precision
     config = T5Config(
         d_model=1024,
         d_ff=4096,
@@ -95,6 +97,26 @@ def t5(microbatch_size: int, sequence_length: int) -> Made:
     tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
     inputs = {name: tokens.clone() for name in ("input_ids", "decoder_input_ids", "labels")}
     return SequenceLoss(T5ForConditionalGeneration(config)), inputs
+
+
+def _attention_in_single_precision(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """T5's attention as transformers computed it until 2025: its softmax in float32, cast back."""
+    scores = torch.matmul(query, key.transpose(3, 2))
+    if position_bias is not None:
+        scores = scores + (position_bias if attention_mask is None else position_bias + attention_mask)
+    weights = functional.softmax(scores.float(), dim=-1).type_as(scores)
+    weights = functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
 def clip(microbatch_size: int, sequence_length: int, image: int = 336) -> Made:

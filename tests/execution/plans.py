@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from stagewright.planning.job import Job
@@ -22,12 +23,13 @@ def make_plan(
     dtype: str = "fp32",
     num_steps: int = 4,
     clip_norm: float | None = 1.0,
-    overrides: dict[str, object] | None = None,
+    overrides: Mapping[str, object] | None = None,
+    microbatch_size: int = 1,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`."""
-    overrides = {"num_hidden_layers": 4} if overrides is None else overrides
+    overrides = {"num_hidden_layers": 4} if overrides is None else dict(overrides)
     job = Job(
-        global_batch=num_microbatches * dp,
+        global_batch=num_microbatches * microbatch_size * dp,
         sequence_length=32,
         dtype=dtype,  # type: ignore[arg-type]
         learning_rate=3e-3,
@@ -35,7 +37,7 @@ def make_plan(
         clip_norm=clip_norm,
     )
     reference = resolve(model, overrides)
-    graph = trace(reference, 1, job.sequence_length, job.torch_name)
+    graph = trace(reference, microbatch_size, job.sequence_length, job.torch_name)
     program = build_schedule(schedule, pp, num_microbatches)
     stages = program.num_stages
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]
@@ -47,7 +49,7 @@ def make_plan(
         dp=dp,
         pp=pp,
         num_stages=stages,
-        microbatch_size=1,
+        microbatch_size=microbatch_size,
         num_microbatches=num_microbatches,
         cuts=cut_names(graph, cuts),
         placement=program.placement.rank_of_stage,

@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from stagewright.cli import (
     check,
     clusters,
+    compare,
     demo,
     estimate,
     models,
@@ -21,6 +22,7 @@ from stagewright.cli import (
     schema,
     simulate,
     trace,
+    verify,
 )
 from stagewright.cli.failure import TRACEBACK, fail
 from stagewright.errors import StagewrightError
@@ -79,7 +81,8 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, estimate.estimate, simulate.simulate, check.check, run.run, trace.trace, schedule.schedule,
+    plan.plan, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
+    verify.verify, trace.trace, schedule.schedule,
     probe.probe, models.models, clusters.clusters, schema.schema, demo.demo,
 )  # fmt: skip
 

@@ -12,6 +12,7 @@ from enum import Enum
 
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.allocator import Block, CachingAllocator
+from stagewright.estimation.operators import short_name
 from stagewright.graph import Node, OperatorGraph, Origin, Part
 
 
@@ -174,7 +175,7 @@ class _Replay:
         return storage == self.graph.values[self.graph.loss].storage
 
     def _workspace(self, node: Node) -> None:
-        if self.workspace_bytes and ".mm." in node.op or ".addmm." in node.op or ".bmm." in node.op:
+        if self.workspace_bytes and short_name(node.op) in ("mm", "addmm", "bmm", "baddbmm"):
             self._make(self.workspace_bytes, "workspace")
             self.workspace_bytes = 0
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from stagewright.errors import RunError
 from stagewright.execution.clock import ClockOffset
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
+from stagewright.execution.evaluation import evaluation_weights, forward_program, forward_stages
 from stagewright.execution.loading import starting_tensors
 from stagewright.execution.meter import StorageMeter
 from stagewright.execution.optimizer import Optimizer
@@ -82,7 +83,7 @@ class Session:
                 f"the plan needs {plan.pp * plan.dp} processes (pp {plan.pp} x dp {plan.dp}), but {dist.get_world_size()} "
                 "were started: start that many, or plan for as many devices as there are"
             )
-        reference = _same_model(plan)
+        reference = self.reference = _same_model(plan)
         job = plan.job
         report("tracing")
         self.graph = trace(
@@ -117,6 +118,7 @@ class Session:
             job.seed, (forward, backward), watch,
         )  # fmt: skip
         self.pipeline = forward
+        self._evaluator: RankRunner | None = None
         self.optimizer = Optimizer(self.weights, job, tied, forward, replicas)
         self.last: BatchResult | None = None
         self._began = 0.0
@@ -175,6 +177,18 @@ class Session:
             return self._metered(step, inputs)
         return self._step(step, inputs)
 
+    def accumulate(self, step: int) -> float:
+        """Gradients of one batch, summed over tied copies and replicas, in `weights`; returns the mean loss.
+
+        Nothing is clipped and no parameter changes.
+        """
+        inputs = self.microbatches(step)
+        dist.barrier(self.pipeline)
+        self.last = self.runner.run_batch(step, inputs)
+        self.watch("summing gradients")
+        self.optimizer.reduce()
+        return self._mean_loss(self.last)
+
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
         start = self._began = time.perf_counter()
         self.last = self.runner.run_batch(step, inputs)
@@ -220,6 +234,46 @@ class Session:
             total += loss.double().reshape(1)
         dist.all_reduce(total)
         return float(total) / (self.plan.num_microbatches * self.plan.dp)
+
+    # -- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> float:
+        """The mean loss of the samples of `step` with the model in evaluation mode; every rank must call this.
+
+        Evaluation has a trace of its own, so that nothing is dropped out and normalisations use their statistics.
+        Only forwards are run, nothing is saved for a backward, and neither parameters nor buffers change.
+
+        Raises:
+            TraceError: the model cannot be traced in evaluation mode.
+            PlanError: a stage has no operator in that mode.
+        """
+        if self._evaluator is None:
+            self._evaluator = self._make_evaluator()
+        inputs = self.microbatches(step)
+        dist.barrier(self.pipeline)
+        return self._mean_loss(self._evaluator.run_batch(step, inputs))
+
+    def _make_evaluator(self) -> RankRunner:
+        plan, job, rank = self.plan, self.plan.job, self.mesh.pipeline_rank
+        self.watch("tracing for evaluation")
+        graph = trace(
+            self.reference,
+            plan.microbatch_size,
+            job.sequence_length,
+            job.torch_name,
+            device=self.device.type,
+            training=False,
+        )
+        stages = forward_stages(graph, self.graph, [stage.start for stage in self.stages[1:]])
+        program = insert_communication(forward_program(stage_program(plan)), stage_edges(stages))
+        own = [stage for stage in stages if plan.placement[stage.index] == rank]
+        weights = evaluation_weights(own, self.weights, self.device)
+        groups = (self.pipeline, self.pipeline)
+        return RankRunner(
+            stages, program, rank, self.replica_ranks, weights, self.device, 1.0, job.seed, groups, self.watch
+        )
+
+    # -- record -----------------------------------------------------------------------------------------------------
 
     def rank_record(self, offset: ClockOffset) -> RankRecord:
         """What this rank measured, its times by the first rank's clock."""

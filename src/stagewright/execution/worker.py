@@ -158,7 +158,7 @@ def _device(name: str) -> Any:
     return torch.device("cpu")
 
 
-def gather(document: str) -> list[dict[str, Any]]:
+def gather(document: str) -> list[Any]:
     """Every rank's JSON document on rank 0, as bytes on the wire; nothing elsewhere."""
     import torch
     import torch.distributed as dist

@@ -28,16 +28,19 @@ class Segment:
     stop: int
 
 
-def picture(timeline: Timeline, width: int, colour: bool) -> list[Text]:
+def picture(timeline: Timeline, width: int, colour: bool, fit_seconds: float | None = None) -> list[Text]:
     """The rows of all ranks and a time axis, at most `width` columns wide.
 
     As wide as the label of the shortest computation asks for; with colours to tell computations apart two
     columns are enough. Where there is no room, only the beginning and the end of the batch are shown, with
     ``~`` between them.
+
+    With `fit_seconds` the scale is the one at which that much time fits, whatever becomes of the labels: so
+    that timelines can be compared line by line.
     """
     margin = len(f"rank {timeline.num_ranks - 1} ")
     room = max(width - margin - 1, 16)
-    scale = _columns_per_second(timeline, room, colour)
+    scale = room / fit_seconds if fit_seconds else _columns_per_second(timeline, room, colour)
     windows = _windows(math.ceil(timeline.makespan_s * scale - 1e-9), room)
     rows = []
     for rank in range(timeline.num_ranks):

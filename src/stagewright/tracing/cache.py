@@ -33,6 +33,7 @@ def trace(
     device: str = "cpu",
     report: Callable[[str], None] = lambda stage: None,
     use_cache: bool = True,
+    training: bool = True,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -44,6 +45,7 @@ def trace(
         overrides: configuration keys to change.
         device: type of device whose kernels are traced.
         report: called with a short text at each phase of a trace that is not in the cache.
+        training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
 
     Raises:
         InputError: the reference cannot be resolved or built.
@@ -57,6 +59,7 @@ def trace(
         "sequence_length": sequence_length,
         "dtype": dtype,
         "device": device,
+        "training": training,
     }
     path = _cache_directory() / f"{_key(facts)}.graph"
     if use_cache and (graph := _load(path)) is not None:

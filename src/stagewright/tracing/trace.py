@@ -34,6 +34,7 @@ def trace_reference(
         with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
             built.module.to(device)
             built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
+    built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
     return trace_module(built.module, built.inputs, reference.name, facts, report)
 

@@ -252,8 +252,8 @@ function drawCurve(pen, rank, yOf) {
 }
 
 function drawCurves() {
-  const pen = canvas("curves"), most = Math.max(...peaks) || 1, height = heights.curves - 10;
-  const yOf = (held) => 5 + height * (1 - held / most);
+  const pen = canvas("curves"), most = Math.max(...peaks) || 1, height = heights.curves - 18;
+  const yOf = (held) => 9 + height * (1 - held / most);
   pen.textAlign = "right";
   pen.textBaseline = "middle";
   for (const tick of data.curvesAreBytes ? byteTicks(most, 4) : ticks(0, most, 4)) {

@@ -1,0 +1,65 @@
+"""`stagewright compare`: what a plan predicted beside what its run measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.output import print_document, show
+from stagewright.cli.planning import PlannedCluster, cluster_of, warn
+from stagewright.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
+    from stagewright.execution.record import Record
+
+
+def compare(
+    plan: PlanFile,
+    record: Annotated[
+        Path, typer.Argument(metavar="RECORD", help="The record.json that `stagewright run` wrote.")
+    ],
+    cluster: PlannedCluster = None,
+    as_json: Json = False,
+) -> None:
+    """Compare a plan's predictions with the record of its run."""
+    from stagewright.cli.line import line_of
+    from stagewright.execution.measured import clock_error_seconds, timeline_of
+    from stagewright.execution.record import load_record
+    from stagewright.planning.plan import load_plan
+    from stagewright.planning.predict import run_timeline
+    from stagewright.report.comparison import both_pictures, comparison_document, comparison_table, in_words
+
+    loaded, ran = load_plan(plan), load_record(record)
+    measured = timeline_of(ran, loaded)
+    with Progress(f"simulating {plan}") as progress:
+        planned = cluster_of(loaded, cluster)
+        predicted = run_timeline(line_of(loaded, planned, progress))
+    document = comparison_document(loaded, ran, predicted, measured, clock_error_seconds(ran))
+    warn(_warnings(ran, planned))
+    if as_json:
+        print_document(document)
+        return
+    from stagewright.report.console import stdout
+
+    console = stdout()
+    pictures = both_pictures(predicted, measured, console.width, console.is_terminal)
+    show(comparison_table(document), *pictures, "", in_words(document))
+
+
+def _warnings(record: Record, planned: Cluster) -> list[str]:
+    """Why the two should not be expected to agree."""
+    found = []
+    if len(record.losses) - 1 in record.metered_steps:
+        found.append(
+            "the record's times are of a step whose memory was counted, which is slow: run 3 steps or more"
+        )
+    if (planned.device.kind == "cpu") != (record.device == "cpu"):
+        found.append(
+            f"the plan is for {planned.device.name}, but was run on {record.device}: to plan for the machine it runs "
+            "on, describe that with `stagewright probe`"
+        )
+    return found

@@ -1,0 +1,86 @@
+"""`stagewright verify`: does a plan train the user's model as plain PyTorch would?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.options import Json, Model
+from stagewright.cli.output import print_document, show
+from stagewright.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from stagewright.execution.verification import Verification
+
+
+def verify(
+    model: Model,
+    plan: Annotated[Path, typer.Option("--plan", metavar="PLAN", help="A plan.json for this model.")],
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Layers of the copy; default one per stage, at least two.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Train one batch of a reduced copy of a model both pipelined and plainly, and compare.
+
+    Exit code 1 if the loss or a gradient differs by more than rounding explains.
+    """
+    from stagewright.planning.plan import load_plan
+
+    loaded = load_plan(plan)
+    with Progress("importing torch") as progress:
+        from stagewright.execution import verification
+
+        found = verification.verify(model, loaded, layers, progress)
+    if as_json:
+        print_document(_document(found))
+    else:
+        show(*_lines(found))
+    if not found.holds:
+        raise typer.Exit(1)
+
+
+def _document(found: Verification) -> dict[str, Any]:
+    return {
+        "equal": found.holds,
+        "model": found.model,
+        "num_layers": found.num_layers,
+        "num_parameters": found.num_parameters,
+        "sequence_length": found.sequence_length,
+        "dtype": found.dtype,
+        "schedule": found.schedule,
+        "num_ranks": found.num_ranks,
+        "num_stages": found.num_stages,
+        "loss": _number(found.loss),
+        "loss_difference": _number(found.loss_difference),
+        "num_gradients": found.num_gradients,
+        "num_equal_gradients": found.num_equal,
+        "gradient_difference": _number(found.worst.relative),
+        "worst_parameter": found.worst.name,
+        "tolerance": found.tolerance,
+    }
+
+
+def _number(value: float) -> float | None:
+    """None for what JSON cannot write: NaN and infinity."""
+    return value if abs(value) < float("inf") else None
+
+
+def _lines(found: Verification) -> list[str]:
+    layers = f"{found.num_layers} layers" if found.num_layers else "as it is"
+    verdict = (
+        "Pipelined equals plain." if found.holds else "Pipelined is NOT equal to plain: the plan cannot be trusted."
+    )  # fmt: skip
+    worst = f", largest difference {found.worst.relative:.1e} in {found.worst.name}"
+    return [
+        f"{found.model}, {layers}, {found.num_parameters:,} parameters, {found.dtype}, "
+        f"{found.sequence_length} tokens a sample: {found.schedule} with {found.num_stages} stages on "
+        f"{found.num_ranks} processes against one process",
+        f"loss {found.loss:.6f}, largest difference {found.loss_difference:.1e}",
+        f"{found.num_gradients} gradients, {found.num_equal} of them equal to the last bit"
+        + (worst if found.num_equal < found.num_gradients else ""),
+        f"(differences relative to the largest element; rounding explains {found.tolerance:.0e})",
+        verdict,
+    ]

@@ -1,0 +1,93 @@
+"""Evaluation: the forward half of a plan on the model in evaluation mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from stagewright.errors import PlanError
+from stagewright.execution.weights import Weights
+from stagewright.graph import OperatorGraph
+from stagewright.graph.stage import Function, Stage, carve
+from stagewright.schedule.action import Kind
+from stagewright.schedule.program import Program
+from stagewright.tracing.arguments import from_contents
+
+_NOTHING = Function((), (), ())
+
+
+def forward_program(program: Program) -> Program:
+    """The forwards of a compute-only program, each rank's in its own order.
+
+    >>> from stagewright.schedule import build
+    >>> [" ".join(map(str, actions)) for actions in forward_program(build("1f1b", 2, 3)).ranks]
+    ['0F0 0F1 0F2', '1F0 1F1 1F2']
+    """
+    plain = program.without_pairs()
+    return plain.with_ranks(
+        (action for action in actions if action.kind is Kind.F) for actions in plain.ranks
+    )
+
+
+def forward_stages(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence[int]) -> list[Stage]:
+    """Stages of `graph` (the model in evaluation mode) that save nothing and update nothing.
+
+    Args:
+        training: the graph of the model in training mode.
+        cuts: positions in the body of `training`.
+
+    Raises:
+        PlanError: a stage has no operator in evaluation mode.
+    """
+    return [_forward_only(stage) for stage in carve(graph, _same_places(graph, training, cuts))]
+
+
+def _same_places(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence[int]) -> list[int]:
+    """`cuts` in the body of `graph`: in front of the same operator, or of the next that evaluation has too."""
+    places = {graph.nodes[node].name: place for place, node in enumerate(graph.body)}
+    names = [training.nodes[node].name for node in training.body]
+    found = [next((places[name] for name in names[cut:] if name in places), None) for cut in cuts]
+    wanted = [place for place in found if place is not None]
+    if len(set(wanted)) < len(cuts):
+        raise PlanError(
+            f"model '{graph.name}' leaves out whole stages of the plan in evaluation mode: plan with fewer stages"
+        )
+    return wanted
+
+
+def _forward_only(stage: Stage) -> Stage:
+    """`stage` without its backward: F leaves what other stages need and the loss, every other value is freed.
+
+    Buffers that evaluation only reads may change between evaluations, so nothing is computed once and for all.
+    """
+    wanted = {value for transfer in stage.sends for value in transfer.values}
+    if stage.computes_loss:
+        wanted.add(stage.graph.loss)
+    outputs = tuple(value for value in stage.forward.outputs if value in wanted)
+    return replace(
+        stage,
+        static=(),
+        derived=(*stage.static, *stage.derived),
+        forward=replace(stage.forward, outputs=outputs),
+        input_grad=_NOTHING,
+        weight_grad=_NOTHING,
+        backward=_NOTHING,
+        grad_receives=(),
+        grad_sends=(),
+        saved=(),
+        relayed=(),
+        gradients=(),
+        mutations=(),
+    )
+
+
+def evaluation_weights(stages: Sequence[Stage], trained: Weights, device: torch.device) -> Weights:
+    """The tensors of a rank's evaluation stages: those that are trained, by name and without copies."""
+    tensors = {trained.names[value]: tensor for value, tensor in trained.tensors.items()}
+    for stage in stages:
+        for value in stage.constants:
+            constant = stage.value(value)
+            tensors[constant.name] = from_contents(stage.graph.constants[constant.name], constant.meta)
+    return Weights(stages, tensors, device)

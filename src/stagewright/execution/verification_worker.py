@@ -1,0 +1,73 @@
+"""One rank of a verification: trains one batch pipelined and compares its gradients with those of the plain run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.errors import StagewrightError
+from stagewright.execution.worker import gather, member, report_failure, start_process
+
+if TYPE_CHECKING:
+    from stagewright.execution.session import Session
+
+_TIMEOUT_S = 1800.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m stagewright.execution.verification_worker", description=__doc__
+    )
+    parser.add_argument("plan")
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--quiet", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        work(Path(options.plan), Path(options.out), options.quiet)
+    except StagewrightError as error:
+        report_failure(options.out, int(os.environ["RANK"]), str(error), options.quiet)
+        return 1
+    return 0
+
+
+def work(plan: Path, folder: Path, quiet: bool) -> None:
+    """Rank 0 leaves the outcome in `folder`: the loss, and name and difference of every gradient of every rank."""
+    import torch
+
+    from stagewright.execution.session import Session
+    from stagewright.execution.verification import OUTCOME, PLAIN
+    from stagewright.planning.plan import load_plan
+
+    cpu = torch.device("cpu")
+    with member(str(folder), cpu, _TIMEOUT_S, quiet) as watch:
+        session = Session(load_plan(plan), cpu, None, True, watch.at, watch.at)
+        loss = session.accumulate(0)
+        watch.at("comparing gradients")
+        ranks = gather(json.dumps(_differences(session, folder / PLAIN)))
+    if watch.rank == 0:
+        differences = [item for rank in ranks for item in rank]
+        (folder / OUTCOME).write_text(json.dumps({"loss": loss, "differences": differences}))
+
+
+def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
+    from safetensors import safe_open
+
+    from stagewright.execution.verification import largest_difference
+
+    weights = session.weights
+    with safe_open(str(plain), framework="pt") as reader:
+        return [
+            (weights.names[value], largest_difference(gradient, reader.get_tensor(weights.names[value])))
+            for value, gradient in weights.gradients.items()
+        ]
+
+
+if __name__ == "__main__":
+    start_process()
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""Predicted against measured: a plan's timeline beside that of its run, and where they disagree most."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from stagewright.planning.plan import Plan
+from stagewright.report.runs import Measured
+from stagewright.report.tables import table
+from stagewright.report.timetable import picture
+from stagewright.schedule.action import COMPUTE
+from stagewright.simulation import Timeline
+from stagewright.units import format_bytes, format_seconds
+
+_NUM_NAMED = 3
+_WORTH_NAMING = 0.05
+"""Disagreements below this share of the step, or of a rank's peak, are not named."""
+
+_NAMES = {
+    "F": "forward (F)",
+    "I": "input gradient (I)",
+    "W": "weight gradient (W)",
+    "B": "backward (B)",
+    "R": "recomputation (R)",
+}
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Something that took longer or more than predicted, or less: `weight` is its share of the whole."""
+
+    text: str
+    weight: float
+
+
+def action_seconds(timeline: Timeline) -> dict[tuple[int, str], tuple[float, int]]:
+    """Per stage and kind of computation: the median seconds over its microbatches, and how many there are.
+
+    >>> from stagewright.schedule import build
+    >>> from stagewright.simulation import StageCosts, simulate
+    >>> found = action_seconds(simulate(build("1f1b", 2, 3), StageCosts.uniform(2, 1.0, 2.0, 1.0)))
+    >>> found[1, "F"], found[1, "B"]
+    ((1.0, 3), (3.0, 3))
+    """
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for rank in range(timeline.num_ranks):
+        for event in timeline.events(rank):
+            if event.action.kind in COMPUTE and not event.action.beside:
+                found[event.action.stage, str(event.action.kind)].append(event.end_s - event.start_s)
+    return {key: (statistics.median(times), len(times)) for key, times in sorted(found.items())}
+
+
+def comparison_document(
+    plan: Plan, record: Measured, predicted: Timeline, measured: Timeline, clock_error_s: float = 0.0
+) -> dict[str, Any]:
+    """Step time, batch, bubble, seconds per stage and action, and peak bytes per rank, each as predicted and measured.
+
+    `predicted` and `measured` are timelines of one batch; the step is longer by the sums of gradients and the update.
+    """
+    return {
+        "model": plan.model.name,
+        "schedule": plan.schedule,
+        "step_seconds": _pair(plan.predictions.step_seconds, record.median_step_seconds),
+        "batch_seconds": _pair(predicted.makespan_s, measured.makespan_s),
+        "bubble_fraction": _pair(predicted.bubble_fraction, measured.bubble_fraction),
+        "clock_error_seconds": clock_error_s,
+        "actions": _actions(predicted, measured),
+        "ranks": [_rank(plan, record, rank, predicted, measured) for rank in range(plan.pp)],
+        "disagreements": [
+            found.text for found in disagreements(predicted, measured, _peaks(plan, record), plan, record)
+        ],
+    }
+
+
+def _pair(predicted: float, measured: float) -> dict[str, float]:
+    return {"predicted": float(predicted), "measured": float(measured)}
+
+
+def _actions(predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
+    expected, found = action_seconds(predicted), action_seconds(measured)
+    return [
+        {
+            "stage": stage,
+            "action": kind,
+            "count": count,
+            "seconds": _pair(expected[stage, kind][0], seconds),
+        }
+        for (stage, kind), (seconds, count) in found.items()
+    ]
+
+
+def _rank(plan: Plan, record: Measured, rank: int, predicted: Timeline, measured: Timeline) -> dict[str, Any]:
+    peaks = dict(enumerate(_peaks(plan, record)))
+    return {
+        "rank": rank,
+        "busy_seconds": _pair(predicted.busy_s[rank], measured.busy_s[rank]),
+        "idle_seconds": _pair(predicted.idle_s[rank], measured.idle_s[rank]),
+        "allocated_peak_bytes": _pair(*peaks[rank]) if rank in peaks else None,
+    }
+
+
+def _peaks(plan: Plan, record: Measured) -> list[tuple[int, int]]:
+    """Per pipeline rank, predicted and measured peak bytes; of its replicas the fullest counts."""
+    return [
+        (
+            prediction.allocated_peak_bytes,
+            max(r.allocated_peak_bytes for r in record.ranks if r.pipeline_rank == prediction.rank),
+        )
+        for prediction in plan.predictions.ranks
+    ]
+
+
+# -- disagreements ------------------------------------------------------------------------------------------------
+
+
+def disagreements(
+    predicted: Timeline,
+    measured: Timeline,
+    peaks: Sequence[tuple[int, int]],
+    plan: Plan,
+    record: Measured,
+) -> list[Disagreement]:
+    """What differs most, in words: seconds as a share of the predicted step, bytes as a share of the peak."""
+    step = plan.predictions.step_seconds
+    found = [
+        *_of_actions(predicted, measured, step),
+        *_of_waiting(predicted, measured, step),
+        *_of_the_rest(predicted, measured, plan, record),
+        *_of_memory(peaks),
+    ]
+    found = [item for item in found if item.weight >= _WORTH_NAMING]
+    return sorted(found, key=lambda item: item.weight, reverse=True)[:_NUM_NAMED]
+
+
+def _of_actions(predicted: Timeline, measured: Timeline, step: float) -> list[Disagreement]:
+    expected = action_seconds(predicted)
+    found = []
+    for (stage, kind), (seconds, count) in action_seconds(measured).items():
+        guess = expected[stage, kind][0]
+        text = (
+            f"stage {stage}'s {_NAMES[kind]} takes {_factor(guess, seconds)}: {format_seconds(seconds)} instead of "
+            f"{format_seconds(guess)}, {count} times a batch"
+        )
+        found.append(Disagreement(text, abs(seconds - guess) * count / step))
+    return found
+
+
+def _of_waiting(predicted: Timeline, measured: Timeline, step: float) -> list[Disagreement]:
+    """Waiting that differs more than the computations explain shows on the rank with the largest difference."""
+    change = measured.idle_s - predicted.idle_s
+    rank = int(abs(change).argmax())
+    was, now = float(predicted.idle_s[rank]), float(measured.idle_s[rank])
+    text = (
+        f"rank {rank} waits {format_seconds(now)} a batch instead of {format_seconds(was)} "
+        f"({_share(now, measured)} of it instead of {_share(was, predicted)})"
+    )
+    return [Disagreement(text, abs(now - was) / step)]
+
+
+def _of_the_rest(predicted: Timeline, measured: Timeline, plan: Plan, record: Measured) -> list[Disagreement]:
+    """Of the step without the batch: sums of gradients, norm and update."""
+    was = plan.predictions.step_seconds - predicted.makespan_s
+    now = record.median_step_seconds - measured.makespan_s
+    if was <= 0 or now <= 0:
+        return []
+    text = (
+        f"the end of the step (sums of gradients, norm and update) takes {_factor(was, now)}: "
+        f"{format_seconds(now)} instead of {format_seconds(was)}"
+    )
+    return [Disagreement(text, abs(now - was) / plan.predictions.step_seconds)]
+
+
+def _of_memory(peaks: Sequence[tuple[int, int]]) -> list[Disagreement]:
+    return [
+        Disagreement(
+            f"rank {rank}'s peak is {_times(now / was)} the predicted one: {format_bytes(now)} instead of "
+            f"{format_bytes(was)}",
+            abs(now - was) / was,
+        )
+        for rank, (was, now) in enumerate(peaks)
+        if was and now
+    ]
+
+
+def _factor(was: float, now: float) -> str:
+    """
+    >>> _factor(2.0, 5.0), _factor(2.0, 1.0), _factor(0.0, 1.0)
+    ('2.5x as long as predicted', '0.5x as long as predicted', 'time that was not predicted')
+    """
+    return f"{_times(now / was)} as long as predicted" if was else "time that was not predicted"
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2g}x" if factor < 10 else f"{factor:.0f}x"
+
+
+def _share(seconds: float, timeline: Timeline) -> str:
+    return f"{seconds / timeline.makespan_s:.0%}" if timeline.makespan_s else "0%"
+
+
+# -- for people ---------------------------------------------------------------------------------------------------
+
+
+def comparison_table(document: dict[str, Any]) -> Table:
+    """The document as rows of predicted, measured and their ratio."""
+    rows = [
+        _row("step", document["step_seconds"]),
+        _row("batch", document["batch_seconds"]),
+        _bubble(document["bubble_fraction"]),
+    ]
+    rows += [
+        _row(f"stage {entry['stage']}: {_NAMES[entry['action']]}", entry["seconds"])
+        for entry in document["actions"]
+    ]
+    for rank in document["ranks"]:
+        rows.append(_row(f"rank {rank['rank']}: busy", rank["busy_seconds"]))
+        rows.append(_row(f"rank {rank['rank']}: idle", rank["idle_seconds"]))
+        if rank["allocated_peak_bytes"]:
+            rows.append(_row(f"rank {rank['rank']}: peak", rank["allocated_peak_bytes"], format_bytes))
+    return table("", ("", "predicted", "measured", "measured / predicted"), rows)
+
+
+def _row(name: str, pair: dict[str, float], written: Any = format_seconds) -> tuple[str, str, str, str]:
+    ratio = f"{pair['measured'] / pair['predicted']:.2f}" if pair["predicted"] else ""
+    return name, written(pair["predicted"]), written(pair["measured"]), ratio
+
+
+def _bubble(pair: dict[str, float]) -> tuple[str, str, str, str]:
+    return "bubble", f"{pair['predicted']:.1%}", f"{pair['measured']:.1%}", ""
+
+
+def in_words(document: dict[str, Any]) -> str:
+    """The largest disagreements, or that there is none."""
+    found = document["disagreements"]
+    if not found:
+        return f"Nothing differs by more than {_WORTH_NAMING:.0%} of the step or of a rank's peak."
+    return "\n".join(["The largest disagreements:", *(f"  {text}" for text in found)])
+
+
+def both_pictures(predicted: Timeline, measured: Timeline, width: int, colour: bool) -> list[Text]:
+    """The predicted timetable above the measured one, on one scale of time."""
+    longest = max(predicted.makespan_s, measured.makespan_s)
+    return [
+        Text("predicted"),
+        *picture(predicted, width, colour, longest),
+        Text("measured"),
+        *picture(measured, width, colour, longest),
+    ]

@@ -1,0 +1,182 @@
+"""What lets a user trust a run: `compare`, `verify`, quiet ends and honest failures, each as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from stagewright.execution import verification
+from stagewright.execution.verification import Difference, Verification
+
+JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32", "--cluster", "2x-rtx3090")
+SHAPE = ("--set", "num_hidden_layers=3", "--pp", "2", "--microbatch", "1")
+
+BROKEN = """
+import os
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+def make():
+    print("words of the user's own code")
+    if os.environ.get("RANK") == "1" and os.environ.get("BREAK_RANK_1"):
+        raise OSError("the dog ate the weights")
+    return Net(), (torch.randn(1, 8),)
+"""
+
+
+def stagewright(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stagewright.cli", *map(str, words)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trust") / "plan.json"
+    done = stagewright("plan", "tiny-llama", *SHAPE, "--schedule", "zb-h1", *JOB, "-o", path)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.mark.multiprocess
+def test_a_run_is_compared_with_its_plan(plan: Path) -> None:
+    done = stagewright("run", plan, "--steps", "3", "--device", "cpu", "--out", plan.parent / "out", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["losses"]
+    record = plan.parent / "out" / "record.json"
+    compared = stagewright("compare", plan, record, "--json")
+    assert compared.returncode == 0, compared.stderr
+    found = json.loads(compared.stdout)
+    kinds = {(entry["stage"], entry["action"]): entry for entry in found["actions"]}
+    assert set(kinds) == {(stage, kind) for stage in (0, 1) for kind in "FIW"}
+    assert all(entry["seconds"]["measured"] > 0 and entry["count"] == 4 for entry in kinds.values())
+    assert found["step_seconds"]["measured"] >= found["batch_seconds"]["measured"] > 0
+    for rank in found["ranks"]:
+        times = rank["busy_seconds"]["measured"] + rank["idle_seconds"]["measured"]
+        assert times == pytest.approx(found["batch_seconds"]["measured"])
+        peak = rank["allocated_peak_bytes"]
+        assert peak["measured"] == pytest.approx(peak["predicted"], rel=0.03)
+    assert found["disagreements"] and "was run on cpu" in compared.stderr
+    shown = stagewright("compare", plan, record).stdout
+    assert "The largest disagreements:" in shown and found["disagreements"][0] in shown
+    assert shown.count("rank 0 ") >= 2 and shown.index("predicted\n") < shown.index("measured\n")
+
+
+@pytest.mark.multiprocess
+def test_a_plan_is_verified_on_a_reduced_copy(plan: Path) -> None:
+    done = stagewright("verify", "tiny-llama", "--plan", plan, "--layers", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["equal"] and found["dtype"] == "float64" and found["num_layers"] == 2
+    assert found["schedule"] == "zb-h1" and found["num_stages"] == 2
+    assert found["num_gradients"] == 21 and found["gradient_difference"] < 1e-12
+
+
+@pytest.mark.multiprocess
+def test_operators_without_float64_are_verified_in_float32(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    done = stagewright("plan", "tiny-mixtral", "--pp", "2", "--microbatch", "1", *JOB, "-o", path)
+    assert done.returncode == 0, done.stderr
+    done = stagewright("verify", "tiny-mixtral", "--plan", path)
+    assert done.returncode == 0, done.stderr
+    assert "float32" in done.stdout and "Pipelined equals plain." in done.stdout
+
+
+def test_another_model_or_too_many_layers_are_refused(plan: Path) -> None:
+    other = stagewright("verify", "tiny-gpt2", "--plan", plan)
+    assert other.returncode == 2 and "the plan was made for model 'tiny-llama'" in other.stderr
+    many = stagewright("verify", "tiny-llama", "--plan", plan, "--layers", "9")
+    assert many.returncode == 2 and "has 3 layers" in many.stderr
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan")])
+def test_a_difference_is_exit_code_1_and_names_the_parameter(
+    wrong: float, plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from typer.testing import CliRunner
+
+    from stagewright.cli.app import app
+
+    found = Verification(
+        "tiny-llama", 2, 100, "float64", 32, 2, 2, "zb-h1", 5.0, 0.0, 3, 2, Difference("head.weight", wrong), 1e-10
+    )  # fmt: skip
+    monkeypatch.setattr(verification, "verify", lambda *_: found)
+    done = CliRunner().invoke(app, ["verify", "tiny-llama", "--plan", str(plan)])
+    assert done.exit_code == 1
+    assert "head.weight" in done.stdout and "NOT equal" in done.stdout
+    document = CliRunner().invoke(app, ["verify", "tiny-llama", "--plan", str(plan), "--json"])
+    assert document.exit_code == 1 and json.loads(document.stdout)["equal"] is False
+
+
+@pytest.mark.multiprocess
+def test_ctrl_c_ends_all_ranks_quickly_and_quietly(plan: Path, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    command = [
+        sys.executable,
+        "-m",
+        "stagewright.cli",
+        "run",
+        str(plan),
+        "--steps",
+        "100000",
+        "--device",
+        "cpu",
+    ]
+    with errors.open("w") as stderr:
+        process = subprocess.Popen(
+            [*command, "--out", str(tmp_path / "out")],
+            stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while "step 1/" not in errors.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, errors.read_text()
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        interrupted = time.monotonic()
+        assert process.wait(timeout=30) == 130
+        assert time.monotonic() - interrupted < 10
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert [line for line in errors.read_text().splitlines() if not line.startswith("step ")] == []
+    assert process.stdout is not None and process.stdout.read() == b""
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)  # no rank is left
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_raises_names_itself_once(tmp_path: Path) -> None:
+    """Also: what a user's code prints in a rank does not reach the document on stdout."""
+    (tmp_path / "broken.py").write_text(BROKEN)
+    path = tmp_path / "plan.json"
+    planned = stagewright(
+        "plan", f"{tmp_path / 'broken.py'}:make", "--pp", "2", "--microbatch", "1", *JOB, "-o", path
+    )
+    assert planned.returncode == 0, planned.stderr
+    words = ("run", path, "--steps", "1", "--device", "cpu", "--out", tmp_path / "out", "--json")
+    done = stagewright(*words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["losses"] and "words of the user's own code" in done.stderr
+    failed = stagewright(*words, BREAK_RANK_1="yes")
+    assert failed.returncode == 1 and failed.stdout == ""
+    lines = [line for line in failed.stderr.splitlines() if "the dog ate the weights" in line]
+    assert len(lines) == 1 and lines[0].startswith("error: the run stopped: rank 1 failed at ")
+    assert "Traceback" not in failed.stderr and "ChildFailed" not in failed.stderr
