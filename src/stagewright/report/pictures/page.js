@@ -134,7 +134,9 @@ function barText(i) {
 function drawLabel(pen, i, from, to, y, height) {
   const text = barText(i), short = text.replace(/^\d+/, "");
   const wanted = [data.numChunks > 1 ? text : short, `${bars.microbatch[i]}`];
-  const fitting = wanted.find((each) => pen.measureText(each).width < to - from - 3);
+  // all kinds as wide as the widest, so that equal bars get labels of one form
+  const widthOf = (each) => pen.measureText(each.replace(/[A-Z]/, "W")).width;
+  const fitting = wanted.find((each) => widthOf(each) < to - from - 3);
   if (fitting === undefined || bars.microbatch[i] < 0) return;
   pen.fillStyle = data.inks[bars.chunk[i]];
   pen.textAlign = "center";
