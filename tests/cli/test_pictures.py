@@ -33,7 +33,7 @@ def test_schedule_writes_every_picture_asked_for(tmp_path: Path) -> None:
 def test_png_without_its_renderer_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
     code, _, err = call("schedule", "1f1b", "--png", tmp_path / "out.png")
-    assert code == 2 and "pip install resvg_py" in err
+    assert code == 2 and "stagewright[pictures]" in err
     assert not (tmp_path / "out.png").exists()
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 _INTERVAL_S = 0.25
 _DEAD_AFTER_S = 10.0
 _SETTLE_S = 1.5
+_BLAME_WITHIN_S = 8.0
 
 
 class Watch:
@@ -93,14 +94,20 @@ class Watch:
         self._publish()
 
     def blame(self) -> str | None:
-        """Which rank is gone and where it stood, found out in at most two seconds; None if all show signs of life."""
-        deadline = time.monotonic() + _SETTLE_S + 2 * _INTERVAL_S
-        problem = None
-        while problem is None and time.monotonic() < deadline:
+        """Which rank is gone and where it stood; None once all others have shown signs of life, in a few seconds."""
+        self._read()
+        before = {rank: beat for rank, (beat, _) in self._seen.items()}
+        deadline = time.monotonic() + _BLAME_WITHIN_S
+        while time.monotonic() < deadline:
             time.sleep(_INTERVAL_S)
             self._read()
             problem = self._problem(_SETTLE_S)
-        return problem
+            if problem:
+                return problem
+            # One later beat may have been on its way when its rank died; a second was sent by a living one.
+            if all(beat >= before.get(rank, beat) + 2 for rank, (beat, _) in self._seen.items()):
+                return None
+        return None
 
     # -- inner ------------------------------------------------------------------------------------------------------
 

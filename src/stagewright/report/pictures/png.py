@@ -1,4 +1,4 @@
-"""SVG timetables as PNG images, where the small renderer `resvg_py` is installed."""
+"""SVG timetables as PNG images, with the small renderer of the extra `pictures`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def png_image(svg: str, *, zoom: float = 2.0) -> bytes:
         import resvg_py
     except ImportError:
         raise InputError(
-            "PNG images are rendered by a package that is not installed: pip install resvg_py (3 MB), "
+            "PNG images are rendered by a package that is not installed: pip install 'stagewright[pictures]' (resvg_py, 3 MB), "
             "or write --svg and convert that file"
         ) from None
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=zoom))
