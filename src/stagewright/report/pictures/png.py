@@ -15,7 +15,7 @@ def png_image(svg: str, *, zoom: float = 2.0) -> bytes:
         import resvg_py
     except ImportError:
         raise InputError(
-            "PNG images are rendered by a package that is not installed: pip install 'stagewright[pictures]' (resvg_py, 3 MB), "
-            "or write --svg and convert that file"
+            "PNG images are rendered by a package that is not installed: pip install 'stagewright[pictures]' "
+            "(resvg_py, 3 MB), or write --svg and convert that file"
         ) from None
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=zoom))
