@@ -70,7 +70,8 @@ def test_a_signal_that_torch_turned_into_an_error_is_quiet(
 
 def test_ctrl_c_is_quiet() -> None:
     code = (
-        "import sys, time; import stagewright.cli.app as a, stagewright.cli as c\n"
+        "import signal, sys, time; import stagewright.cli.app as a, stagewright.cli as c\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background starts deaf to it
         "def slow(**_): print('ready', flush=True); time.sleep(60)\n"
         "a.app.command('slow')(lambda: slow())\n"
         "sys.argv = ['stagewright', 'slow']; c.main()"
