@@ -5,6 +5,8 @@ Tested on torch 2.11, 2.12 and 2.13. `tests/tracing/test_private.py` fails when 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -15,10 +17,13 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "argument_place",
+    "has_autocast_kernel",
     "is_composite",
     "is_mutable",
     "make_fx",
+    "operator_names",
     "storage_key",
+    "without_cpu_autocast",
 ]
 
 
@@ -43,3 +48,20 @@ def argument_place(op: torch._ops.OpOverload, name: str) -> int | None:
 def is_mutable(op: Any) -> bool:
     """Whether an operator writes to one of its arguments."""
     return isinstance(op, torch._ops.OpOverload) and op._schema.is_mutable
+
+
+@functools.cache
+def operator_names() -> tuple[str, ...]:
+    """Every operator of the ``aten`` namespace, with its overload: ``softmax.int``, ``linear``."""
+    names = torch._C._dispatch_get_all_op_names()
+    return tuple(sorted(name.removeprefix("aten::") for name in names if name.startswith("aten::")))
+
+
+def has_autocast_kernel(name: str, device: str) -> bool:
+    """Whether autocast of a device ("CPU", "CUDA") has a rule for an operator."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device}")
+
+
+def without_cpu_autocast() -> contextlib.AbstractContextManager[None]:
+    """Operators called while it is open are not cast by the CPU's autocast."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))

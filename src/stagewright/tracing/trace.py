@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 
 from stagewright.graph import OperatorGraph
 from stagewright.graph.verify import verify_graph
+from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.autocast import autocast_around, autocast_of
 from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.joint import build_joint
 from stagewright.tracing.models.build import build
@@ -23,17 +26,12 @@ def trace_reference(
     microbatch_size: int,
     sequence_length: int,
     dtype: str,
-    device: str,
     facts: dict[str, Any],
     report: Callable[[str], None] = lambda stage: None,
 ) -> OperatorGraph:
     """The operator graph of a model reference; see `stagewright.tracing.cache.trace`."""
     report("building the model without weights")
     built = build(reference, microbatch_size, sequence_length, dtype, fake=True)
-    if device != "cpu":
-        with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
-            built.module.to(device)
-            built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
     built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
     return trace_module(built.module, built.inputs, reference.name, facts, report)
@@ -51,7 +49,9 @@ def trace_module(
     Args:
         model: real or fake; a real model is not changed and its tensors are not copied.
         inputs: tensors of one microbatch by name; only their layouts matter.
-        facts: what the graph should remember about its making (sequence length, precision).
+        facts: what the graph should remember about its making (sequence length, precision). Two of them say how the
+            model is traced: ``target`` is the type of device whose autocast rules hold, and ``autocast`` the element
+            type of an autocast around the whole model.
         report: called with a short text at each phase.
 
     Raises:
@@ -66,9 +66,15 @@ def trace_module(
         for key, tensor in inputs.items()
     }
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with quiet_capture(device.type):
+    facts = facts or {}
+    whole = facts.get("autocast")
+    with (
+        quiet_capture(device.type),
+        autocast_of(facts.get("target", device.type)),
+        autocast_around(twin, DTYPES[whole]) if whole else contextlib.nullcontext(),
+    ):
         captured = capture(twin, fake_inputs, mode, report)
     report("differentiating operator by operator")
-    graph = build_joint(name, captured, Rules(mode, device), facts or {})
+    graph = build_joint(name, captured, Rules(mode, device), facts)
     verify_graph(graph)
     return graph
