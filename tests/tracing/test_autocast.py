@@ -18,10 +18,8 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 
 def test_the_operators_with_rules_are_those_torch_has_rules_for() -> None:
-    names = private.operator_names()
-    ours = {name for name in CUDA_RULES if name in names}
-    theirs = {name for name in names if private.has_autocast_kernel(name, "CUDA")}
-    assert ours == theirs, "torch changed CUDA's autocast rules: update tracing/autocast.py"
+    theirs = {name for name in private.operator_names() if private.has_autocast_kernel(name, "CUDA")}
+    assert theirs <= set(CUDA_RULES), "torch has new rules for CUDA's autocast: update tracing/autocast.py"
 
 
 CALLS = {

@@ -30,7 +30,7 @@ JobFile = Annotated[
 ]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per optimizer step.")]
 JobSequenceLength = Annotated[int | None, typer.Option("--sequence-length", help="Tokens per sample.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp32 or fp64; default bf16.")]
+Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp32, fp64 or autocast; default bf16.")]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
 ]

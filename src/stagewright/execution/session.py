@@ -89,10 +89,9 @@ class Session:
         self.graph = trace(
             reference,
             plan.microbatch_size,
-            job.sequence_length,
-            job.torch_name,
             device=device.type,
             report=report,
+            **job.traced(plan.cluster.kind),
         )
         self.stages = carve(self.graph, stage_cuts(plan, self.graph))
         program = insert_communication(stage_program(plan), stage_edges(self.stages))
@@ -259,10 +258,9 @@ class Session:
         graph = trace(
             self.reference,
             plan.microbatch_size,
-            job.sequence_length,
-            job.torch_name,
             device=self.device.type,
             training=False,
+            **job.traced(plan.cluster.kind),
         )
         stages = forward_stages(graph, self.graph, [stage.start for stage in self.stages[1:]])
         program = insert_communication(forward_program(stage_program(plan)), stage_edges(stages))

@@ -257,8 +257,8 @@ def reduced_plan(
         seed=plan.job.seed,
         num_steps=1,
     )
-    graph = trace(reference, microbatch_size, job.sequence_length, job.torch_name, report=report)
-    if reference == original:
+    graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind))
+    if reference == original and plan.job.autocast is None:  # whose operators have other names
         names = plan.cuts
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have
     else:
@@ -278,9 +278,7 @@ def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[flo
     stages = plan.predictions.stages
     if stages:
         return [stage.start / stages[-1].stop for stage in stages[1:]]
-    graph = trace(
-        original, plan.microbatch_size, plan.job.sequence_length, plan.job.torch_name, report=report
-    )
+    graph = trace(original, plan.microbatch_size, report=report, **plan.job.traced(plan.cluster.kind))
     return [cut / len(graph.body) for cut in stage_cuts(plan, graph)]
 
 

@@ -49,7 +49,7 @@ def estimate(
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     choice = _choice(cluster, job, dp, pp, microbatch, schedule)
-    body = _costs(_trace(reference, choice.microbatch_size, job, report, trace), cluster)
+    body = _costs(_trace(reference, choice.microbatch_size, job, cluster.device.kind, report, trace), cluster)
     return make_plan(make_candidate(body, choice, cluster, job), body, reference)
 
 
@@ -67,7 +67,7 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
             f"model '{plan.model.text}' has changed since the plan was made (digest {reference.digest[:12]}, "
             f"planned {plan.model.digest[:12]}): plan again"
         )
-    return _trace(reference, plan.microbatch_size, plan.job, report, trace)
+    return _trace(reference, plan.microbatch_size, plan.job, plan.cluster.kind, report, trace)
 
 
 def line_of(
@@ -97,8 +97,10 @@ def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
     return pipeline(body, stage_cuts(plan, body.graph), stage_program(plan), cluster, plan.job, plan.dp)
 
 
-def _trace(reference: ModelReference, size: int, job: Job, report: Report, trace: Trace) -> OperatorGraph:
-    return trace(reference, size, job.sequence_length, job.torch_name, report=report)
+def _trace(
+    reference: ModelReference, size: int, job: Job, target: str, report: Report, trace: Trace
+) -> OperatorGraph:
+    return trace(reference, size, report=report, **job.traced(target))
 
 
 def _costs(graph: OperatorGraph, cluster: Cluster) -> BodyCosts:

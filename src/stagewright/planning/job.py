@@ -24,25 +24,29 @@ def _parse_amount(value: Any) -> Any:
         raise ValueError(str(error)) from None  # so that it is reported with its file and key
 
 
-_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "autocast": "float32"}
 
 
 class Job(StrictModel):
     """One training job; sizes in samples and tokens, memory in bytes.
 
     `dtype` is the type of parameters and computation. With ``bf16``, gradients are added up in fp32 and the
-    optimizer keeps fp32 master weights: 18 bytes a parameter in all; with ``fp32`` it is 16 bytes.
+    optimizer keeps fp32 master weights: 18 bytes a parameter in all; with ``fp32`` it is 16 bytes. With ``autocast``
+    parameters are fp32 and the model is computed under bf16 autocast, by the rules of the cluster's devices.
 
     >>> job = Job(global_batch=8, sequence_length=128, dtype="bf16", memory_limit="16GiB")
     >>> job.torch_name, job.memory_limit
     ('bfloat16', 17179869184)
+    >>> mixed = Job(global_batch=8, sequence_length=128, dtype="autocast")
+    >>> mixed.torch_name, mixed.computed_in, mixed.traced("cuda")["target"]
+    ('float32', 'bfloat16', 'cuda')
     """
 
     global_batch: int = Field(ge=1)
     """Samples per optimizer step, over all replicas."""
     sequence_length: int = Field(ge=1)
     """Tokens per sample; models without sequences ignore it."""
-    dtype: Literal["fp32", "bf16", "fp64"] = "bf16"
+    dtype: Literal["fp32", "bf16", "fp64", "autocast"] = "bf16"
     optimizer: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -57,8 +61,27 @@ class Job(StrictModel):
 
     @property
     def torch_name(self) -> str:
-        """The dtype as torch and the operator graph name it."""
+        """The dtype of parameters as torch and the operator graph name it."""
         return _TORCH_NAMES[self.dtype]
+
+    @property
+    def computed_in(self) -> str:
+        """The dtype of matrix products: that of parameters, or the one autocast casts them to."""
+        return self.autocast or self.torch_name
+
+    @property
+    def autocast(self) -> str | None:
+        """What autocast casts to, as torch names it; None without autocast."""
+        return "bfloat16" if self.dtype == "autocast" else None
+
+    def traced(self, target: str) -> dict[str, Any]:
+        """How `stagewright.tracing.cache.trace` is asked for this job's graph, for devices of type `target`."""
+        return {
+            "sequence_length": self.sequence_length,
+            "dtype": self.torch_name,
+            "target": target,
+            "autocast": self.autocast,
+        }
 
     def usable_bytes(self, device: Device) -> int:
         """Bytes the allocator of `device` may reserve: the limit, or the memory less reserve and context."""

@@ -57,6 +57,12 @@ class ClusterSection(StrictModel):
     def _described(self, description: Cluster | None) -> dict[str, Any] | None:
         return None if description is None else _compact(description)
 
+    @property
+    def kind(self) -> str:
+        """Type of the devices, ``cuda`` or ``cpu``; a GPU's where the section does not say."""
+        known = self.description is not None or is_catalog_name(self.name)
+        return self.load().device.kind if known else "cuda"
+
     def load(self) -> Cluster:
         """The cluster as described; without a description the one of that name in the catalog.
 

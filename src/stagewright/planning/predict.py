@@ -101,7 +101,7 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
 
 
 def _peak(line: Pipeline) -> float:
-    device, name = line.cluster.device, line.job.torch_name
+    device, name = line.cluster.device, line.job.computed_in
     peak = device.peak_flops.get(name)
     if peak is None:
         known = ", ".join(device.peak_flops.available())

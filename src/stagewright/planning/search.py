@@ -187,7 +187,7 @@ class _Search:
     def _trace(self, size: int) -> BodyCosts:
         self.report(f"tracing microbatches of {size}")
         job = self.job
-        graph = self.trace(self.reference, size, job.sequence_length, job.torch_name, report=self.report)
+        graph = self.trace(self.reference, size, report=self.report, **job.traced(self.cluster.device.kind))
         return BodyCosts(graph, Costing(graph, self.cluster.device))
 
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:

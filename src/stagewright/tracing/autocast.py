@@ -75,7 +75,7 @@ def autocast_of(target: str) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"(?s).*other operators may also be overridden", UserWarning)
         for name in operator_names():
-            if name in CUDA_RULES:
+            if name in CUDA_RULES and has_autocast_kernel(name, "CUDA"):
                 library.impl(name, _kernel(name, CUDA_RULES[name]), "AutocastCPU", allow_override=True)
             elif has_autocast_kernel(name, "CPU"):  # a rule of the CPU alone
                 library.impl(name, _uncast(name), "AutocastCPU", allow_override=True)
@@ -87,13 +87,13 @@ def autocast_of(target: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def autocast_around(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """While it is open, calling `model` computes it, and the loss in it, under the CPU's autocast."""
+def autocast_around(model: torch.nn.Module, device: str, dtype: torch.dtype) -> Iterator[None]:
+    """While it is open, calling `model` computes it, and the loss in it, under autocast of the device it is on."""
     forward = model.forward
 
     @functools.wraps(forward)
     def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(device, dtype):
             return forward(*args, **kwargs)
 
     model.forward = under_autocast

@@ -30,7 +30,8 @@ def trace(
     sequence_length: int,
     dtype: str = "float32",
     overrides: Mapping[str, Any] | None = None,
-    target: str = "cpu",
+    device: str = "cpu",
+    target: str | None = None,
     autocast: str | None = None,
     report: Callable[[str], None] = lambda stage: None,
     use_cache: bool = True,
@@ -44,7 +45,8 @@ def trace(
         sequence_length: tokens per sample.
         dtype: element type of parameters and activations.
         overrides: configuration keys to change.
-        target: type of device the graph is for, ``cpu`` or ``cuda``: its autocast rules hold.
+        device: type of device whose kernels are traced.
+        target: type of device the graph is for, ``cpu`` or ``cuda``: its autocast rules hold. None: `device`.
         autocast: element type of an autocast around the whole model; None where the model's own code decides.
         report: called with a short text at each phase of a trace that is not in the cache.
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
@@ -60,7 +62,8 @@ def trace(
         "microbatch_size": microbatch_size,
         "sequence_length": sequence_length,
         "dtype": dtype,
-        "target": target,
+        "device": device,
+        "target": target or device,
         "autocast": autocast,
         "training": training,
     }
@@ -70,7 +73,7 @@ def trace(
     report("importing torch")
     from stagewright.tracing.trace import trace_reference
 
-    graph = trace_reference(reference, microbatch_size, sequence_length, dtype, facts, report)
+    graph = trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, report)
     if use_cache:
         _store(path, graph)
     return graph

@@ -26,12 +26,17 @@ def trace_reference(
     microbatch_size: int,
     sequence_length: int,
     dtype: str,
+    device: str,
     facts: dict[str, Any],
     report: Callable[[str], None] = lambda stage: None,
 ) -> OperatorGraph:
     """The operator graph of a model reference; see `stagewright.tracing.cache.trace`."""
     report("building the model without weights")
     built = build(reference, microbatch_size, sequence_length, dtype, fake=True)
+    if device != "cpu":
+        with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
+            built.module.to(device)
+            built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
     built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
     return trace_module(built.module, built.inputs, reference.name, facts, report)
@@ -71,7 +76,7 @@ def trace_module(
     with (
         quiet_capture(device.type),
         autocast_of(facts.get("target", device.type)),
-        autocast_around(twin, DTYPES[whole]) if whole else contextlib.nullcontext(),
+        autocast_around(twin, device.type, DTYPES[whole]) if whole else contextlib.nullcontext(),
     ):
         captured = capture(twin, fake_inputs, mode, report)
     report("differentiating operator by operator")
