@@ -13,7 +13,7 @@ torch's own dispatcher and autograd formulas, so that running them equals eager 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,6 +82,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 # Operators that functionalisation makes and autograd has no derivative for.
 _LOWERINGS: dict[str, Callable[..., torch.Tensor]] = {"aten.copy.default": _copy}
+
+
+# Outputs whose element type is that of the first argument, whatever shape functions of torch 2.11 say of float64.
+_TYPED_AS_INPUT = {("aten._scaled_dot_product_flash_attention_for_cpu.default", 1)}
 
 
 # Views that torch marks with a bit instead of a layout: another layout does not tell them apart, so they are copied.
@@ -166,10 +170,10 @@ class Rules:
         place = argument_place(operator(call.op), "output_mask")
         wanted = [True] * len(items) if place is None else call.args[place]
         return tuple(
-            Outcome(meta_of(item), keys.get(storage_key(item), -1), item.requires_grad)
+            Outcome(_as_run(call, index, meta_of(item)), keys.get(storage_key(item), -1), item.requires_grad)
             if isinstance(item, torch.Tensor) and is_wanted
             else None
-            for item, is_wanted in zip(items, wanted, strict=True)
+            for index, (item, is_wanted) in enumerate(zip(items, wanted, strict=True))
         )
 
     def _graph(self, function: Callable[..., Any], tensors: list[torch.Tensor]) -> torch.fx.Graph:
@@ -229,6 +233,13 @@ class Rules:
         return _split_backward(
             graph, call, len(tensors), len(outcomes), cotangents, activations, weights, self.device
         )
+
+
+def _as_run(call: Call, index: int, meta: TensorMeta) -> TensorMeta:
+    """The layout of an output as its kernel makes it, where the shape function errs."""
+    if (call.op, index) in _TYPED_AS_INPUT:
+        return replace(meta, dtype=call.metas[0].dtype)
+    return meta
 
 
 def _op_name(node: torch.fx.Node) -> str:
