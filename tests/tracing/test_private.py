@@ -18,6 +18,14 @@ USED = [
     ("torch.fx.experimental.proxy_tensor", "make_fx", "private.py", "listing the operators of a derivative"),
     ("torch._C", "_dispatch_has_kernel_for_dispatch_key", "private.py", "recognising composite operators"),
     ("torch._ops", "OpOverload", "private.py", "operators by name"),
+    (
+        "torch.utils._python_dispatch",
+        "_disable_current_modes",
+        "models/deferred.py",
+        "copies of real tensors",
+    ),
+    ("torch._C", "_ExcludeDispatchKeyGuard", "private.py", "calling an operator without autocast"),
+    ("torch._C", "_dispatch_get_all_op_names", "private.py", "which operators autocast has rules for"),
     ("torch.utils", "_pytree", "blocks.py", "arguments and results of blocks, flat"),
     ("torch.utils._python_dispatch", "TorchDispatchMode", "execution/random.py", "keyed random numbers"),
     (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,31 +13,29 @@ from safetensors import safe_open
 from stagewright.errors import InputError, RunError
 from stagewright.graph.stage import Stage
 from stagewright.tracing.arguments import from_contents
-from stagewright.tracing.models.build import BuiltModel
+from stagewright.tracing.models.build import DeferredModel
 
 
 def starting_tensors(
-    built: BuiltModel, stages: Iterable[Stage], weights: Path | None = None
+    model: DeferredModel, stages: Sequence[Stage], weights: Path | None = None
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of `stages` by name, out of a built model; from files where `weights` names a directory.
+    """Parameters and buffers of `stages` by name; parameters from files where `weights` names a directory.
+
+    Nothing else of the model is made.
 
     Raises:
         RunError: a parameter is in none of the files.
     """
-    named = {**dict(built.module.named_parameters()), **dict(built.module.named_buffers())}
-    wanted: dict[str, torch.Tensor] = {}
-    for stage in stages:
-        for value in (*stage.parameters, *stage.buffers):
-            name = stage.value(value).name
-            wanted[name] = named[name].detach()
-    wanted.update(_constants(built, stages))
-    if weights is not None:
-        parameters = [stage.value(value).name for stage in stages for value in stage.parameters]
-        _read_weights(weights, dict.fromkeys(parameters), wanted)
-    return wanted
+    parameters = {stage.value(value).name: None for stage in stages for value in stage.parameters}
+    buffers = {stage.value(value).name: None for stage in stages for value in stage.buffers}
+    if weights is None:
+        return {**model.tensors((*parameters, *buffers)), **_constants(stages)}
+    layouts = dict(model.module.named_parameters())
+    read = _read_weights(weights, {name: layouts[name] for name in parameters})
+    return {**read, **model.tensors(buffers), **_constants(stages)}
 
 
-def _constants(built: BuiltModel, stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
+def _constants(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
     found = {}
     for stage in stages:
         for value in stage.constants:
@@ -49,11 +47,12 @@ def _constants(built: BuiltModel, stages: Iterable[Stage]) -> dict[str, torch.Te
     return found
 
 
-def _read_weights(folder: Path, names: Mapping[str, None], into: dict[str, torch.Tensor]) -> None:
-    where = _index(folder)
+def _read_weights(folder: Path, layouts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of the shapes and types of `layouts`, by name."""
+    where, found = _index(folder), {}
     with contextlib.ExitStack() as stack:
         opened: dict[str, safe_open] = {}
-        for name in names:
+        for name, layout in layouts.items():
             key = name.removeprefix("net.")
             file = where.get(key)
             if file is None:
@@ -64,11 +63,12 @@ def _read_weights(folder: Path, names: Mapping[str, None], into: dict[str, torch
             if file not in opened:
                 opened[file] = stack.enter_context(safe_open(str(folder / file), framework="pt"))
             tensor = opened[file].get_tensor(key)
-            if tensor.shape != into[name].shape:
+            if tensor.shape != layout.shape:
                 raise RunError(
-                    f"tensor '{key}' in '{file}' has shape {list(tensor.shape)}, expected {list(into[name].shape)}"
+                    f"tensor '{key}' in '{file}' has shape {list(tensor.shape)}, expected {list(layout.shape)}"
                 )
-            into[name] = tensor.to(into[name].dtype)
+            found[name] = tensor.to(layout.dtype)
+    return found
 
 
 def _index(folder: Path) -> dict[str, str]:

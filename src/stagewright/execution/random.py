@@ -10,22 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.tracing.arguments import draws
-
-_MASK = (1 << 63) - 1
-
-
-def key(seed: int, step: int, microbatch: int, draw: int) -> int:
-    """A well-mixed 63-bit seed for one random operator of one microbatch.
-
-    Source: the splitmix64 finaliser (Steele, Lea and Flood 2014) applied to each coordinate in turn.
-    """
-    state = 0
-    for coordinate in (seed, step, microbatch, draw):
-        state = (state + coordinate + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state & _MASK
+from stagewright.tracing.keys import key
 
 
 def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:

@@ -25,7 +25,7 @@ from stagewright.planning.plan import Plan, stage_cuts, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.cache import trace
-from stagewright.tracing.models.build import BuiltModel, build
+from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 
@@ -96,11 +96,13 @@ class Session:
         self.stages = carve(self.graph, stage_cuts(plan, self.graph))
         program = insert_communication(stage_program(plan), stage_edges(self.stages))
         report("building the weights of this rank")
-        built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
-        self.batches = self._batches(built, reference, data)
+        model = DeferredModel(
+            reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed
+        )
+        self.batches = self._batches(model, reference, data)
         own = [stage for stage in self.stages if plan.placement[stage.index] == self.mesh.pipeline_rank]
-        self.weights = self._weights(built, reference, own, random_weights)
-        del built
+        self.weights = self._weights(model, reference, own, random_weights)
+        del model
         watch("making process groups")
         self.replica_ranks = self.mesh.ranks_of_replica(self.mesh.replica)
         forward, backward = self._pipeline_groups(), self._pipeline_groups()
@@ -128,17 +130,17 @@ class Session:
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
-    def _batches(self, built: BuiltModel, reference: ModelReference, data: str | Path | None) -> Batches:
+    def _batches(self, model: DeferredModel, reference: ModelReference, data: str | Path | None) -> Batches:
         if data is None:
-            return SyntheticBatches(built.inputs, self.plan.job.seed)
+            return SyntheticBatches(model.inputs, self.plan.job.seed)
         vocabulary = (reference.config or {}).get("vocab_size")
         return TextBatches(data, self.plan.job.sequence_length, self.plan.job.seed, vocabulary)
 
     def _weights(
-        self, built: BuiltModel, reference: ModelReference, own: list[Stage], random_weights: bool
+        self, model: DeferredModel, reference: ModelReference, own: list[Stage], random_weights: bool
     ) -> Weights:
         folder = None if random_weights else reference.weights
-        tensors = starting_tensors(built, own, folder)
+        tensors = starting_tensors(model, own, folder)
         accumulate = torch.float32 if self.plan.job.dtype == "bf16" else None
         return Weights(own, tensors, self.device, accumulate)
 

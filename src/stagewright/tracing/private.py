@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FakeTensor",
@@ -24,6 +25,7 @@ __all__ = [
     "operator_names",
     "storage_key",
     "without_cpu_autocast",
+    "without_modes",
 ]
 
 
@@ -65,3 +67,8 @@ def has_autocast_kernel(name: str, device: str) -> bool:
 def without_cpu_autocast() -> contextlib.AbstractContextManager[None]:
     """Operators called while it is open are not cast by the CPU's autocast."""
     return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU))
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Operators called while it is open see no dispatch mode: neither fake tensors nor a tape."""
+    return _disable_current_modes()

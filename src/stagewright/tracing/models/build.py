@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagewright.errors import InputError, nearest
+from stagewright.tracing.keys import key
 from stagewright.tracing.models import grouped_mm
+from stagewright.tracing.models.deferred import DrawingByPlace, NotOnTape, Tape
 from stagewright.tracing.models.reference import ModelReference
 
 _DTYPES = {
@@ -68,15 +73,75 @@ def build(
 ) -> BuiltModel:
     """The model of `reference` on the CPU, in training mode, with `dtype` parameters drawn from `seed`.
 
+    What a random operator draws depends on `seed` and on how many were run before it, so that `DeferredModel` can
+    make single tensors alike.
+
     With `fake` (or a `fake_mode` to use) nothing is allocated or initialised: parameters and inputs are fake
     tensors. Raises `InputError` for what the model class or factory refuses.
     """
     job = Job(microbatch_size, sequence_length, dtype)
-    grouped_mm.allow_tracing()
     if fake and fake_mode is None:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with torch.random.fork_rng(devices=[]), fake_mode or contextlib.nullcontext():
-        torch.manual_seed(seed)
+    mode = DrawingByPlace(_reseeding(seed)) if fake_mode is None else fake_mode
+    return _build(reference, job, mode, initialise=fake_mode is None)
+
+
+class DeferredModel:
+    """A model of which only the tensors asked for are made: those that `build` with the same seed would make.
+
+    `module` is fake: it has the names and layouts, and no contents.
+    """
+
+    def __init__(
+        self,
+        reference: ModelReference,
+        microbatch_size: int,
+        sequence_length: int,
+        dtype: str = "float32",
+        seed: int = 0,
+    ) -> None:
+        self._job = Job(microbatch_size, sequence_length, dtype)
+        self._whole = functools.cache(lambda: build(reference, microbatch_size, sequence_length, dtype, seed))
+        self._tape: Tape | None = Tape(_reseeding(seed))
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                built = _build(reference, self._job, self._tape, initialise=True)
+        except Exception:  # such as initialisation that looks at values; a faulty model fails again, unfaked
+            self._tape, built = None, self._whole()
+        self.module = built.module
+        self.inputs = self._made(built.inputs, lambda whole: whole.inputs)
+
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Parameters and buffers by name."""
+        wanted, named = dict.fromkeys(names), _named(self.module)
+        return self._made({name: named[name] for name in wanted}, lambda whole: _named(whole.module))
+
+    def _made(
+        self, wanted: Mapping[str, Tensor], of_whole: Callable[[BuiltModel], Mapping[str, Tensor]]
+    ) -> dict[str, Tensor]:
+        if self._tape is not None:
+            with contextlib.suppress(NotOnTape):
+                return self._tape.tensors(wanted)
+        tensors = of_whole(self._whole())
+        return {name: tensors[name].detach() for name in wanted}
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _reseeding(seed: int) -> Callable[[int], None]:
+    return lambda place: torch.manual_seed(key(seed, place)) and None
+
+
+def _build(
+    reference: ModelReference, job: Job, mode: contextlib.AbstractContextManager[Any], initialise: bool
+) -> BuiltModel:
+    grouped_mm.allow_tracing()
+    with torch.random.fork_rng(devices=[]), mode:
         if reference.kind == "factory":
             from stagewright.tracing.models.factories import build_from_factory
 
@@ -84,5 +149,5 @@ def build(
         else:
             from stagewright.tracing.models.from_config import build_from_config
 
-            module, inputs, num_tokens = build_from_config(reference, job, initialise=fake_mode is None)
+            module, inputs, num_tokens = build_from_config(reference, job, initialise)
     return BuiltModel(module.train(), inputs, num_tokens)

@@ -1,0 +1,88 @@
+"""Tensors made one by one are those of the model built whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagewright.tracing.models.build import DeferredModel, build
+from stagewright.tracing.models.reference import bundled_names, resolve
+
+TINY = [name for name in bundled_names() if name.startswith("tiny")]
+
+
+def named(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_tensor_equals_that_of_the_whole_model(name: str) -> None:
+    reference = resolve(name)
+    whole = build(reference, 1, 32, seed=3)
+    model = DeferredModel(reference, 1, 32, seed=3)
+    expected = named(whole.module)
+    for one in reversed(expected):  # in another order than they were built, each on its own
+        (made,) = model.tensors([one]).values()
+        assert (made.dtype, made.stride()) == (expected[one].dtype, expected[one].stride())
+        assert torch.equal(made, expected[one]), one
+    assert all(torch.equal(model.inputs[one], tensor) for one, tensor in whole.inputs.items())
+
+
+def test_another_seed_makes_other_tensors() -> None:
+    first, second = (DeferredModel(resolve("tiny-llama"), 1, 32, seed=seed) for seed in (0, 1))
+    name = "net.lm_head.weight"
+    assert not torch.equal(first.tensors([name])[name], second.tensors([name])[name])
+
+
+def test_only_what_a_tensor_depends_on_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DeferredModel(resolve("tiny-llama"), 1, 32)
+    drawn: list[int] = []
+    monkeypatch.setattr(model._tape, "reseed", drawn.append)
+    model.tensors(["net.lm_head.weight"])
+    assert len(drawn) <= 2 < model._tape.num_draws
+
+
+FACTORY = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        with torch.no_grad():
+            self.first.bias.copy_(weight)
+            self.second.bias[1:] = 7.0
+        self.register_buffer("table", torch.arange(4.0).exp().flip(0)[1:])
+
+    def forward(self, x):
+        return self.second(self.first(x)).sum()
+
+def make():
+    return Model(torch.load({path!r})), {{"x": torch.randn(2, 4)}}
+"""
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_shared_written_and_loaded_tensors(
+    from_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "bias.pt"
+    torch.save(torch.tensor([1.0, 2.0, 3.0, 4.0]), path)
+    code = FACTORY.format(path=str(path))
+    if not from_file:
+        code = code.replace(f"torch.load({str(path)!r})", "torch.full((4,), 2.5)")
+    module = f"deferred_{'file' if from_file else 'plain'}"
+    (tmp_path / f"{module}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    reference = resolve(f"{module}:make")
+    whole, model = build(reference, 2, 1), DeferredModel(reference, 2, 1)
+    expected = named(whole.module)
+    made = model.tensors(expected)
+    assert all(torch.equal(made[name], expected[name]) for name in expected)
+    shared = model.tensors(["net.first.weight", "net.second.weight"])
+    assert shared["net.first.weight"].data_ptr() == shared["net.second.weight"].data_ptr()
+    assert made["net.first.bias"].tolist() == ([1.0, 2.0, 3.0, 4.0] if from_file else [2.5] * 4)
