@@ -86,23 +86,6 @@ def autocast_of(target: str) -> Iterator[None]:
         library._destroy()
 
 
-@contextlib.contextmanager
-def autocast_around(model: torch.nn.Module, device: str, dtype: torch.dtype) -> Iterator[None]:
-    """While it is open, calling `model` computes it, and the loss in it, under autocast of the device it is on."""
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def under_autocast(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype):
-            return forward(*args, **kwargs)
-
-    model.forward = under_autocast
-    try:
-        yield
-    finally:
-        del model.forward
-
-
 def _operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")

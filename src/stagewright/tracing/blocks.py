@@ -12,7 +12,7 @@ import functools
 import re
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -295,6 +295,16 @@ def _autocast(leaves: list[Any]) -> tuple[str, torch.dtype] | None:
     return (device, torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
 
 
+def _autocast_as(
+    wanted: tuple[str, torch.dtype] | None, tensors: list[torch.Tensor]
+) -> AbstractContextManager[Any]:
+    """Enters the autocast a block was called under; nothing where it holds already."""
+    around = _autocast(tensors)
+    if wanted == around:
+        return nullcontext()
+    return torch.autocast(around[0], enabled=False) if wanted is None and around else torch.autocast(*wanted)  # type: ignore[misc]
+
+
 def _record(key: str, leaves: list[Any], spec: Any, result: Any) -> Kind:
     output_leaves, output_spec = pytree.tree_flatten(result)
     tensors = tuple(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -343,7 +353,7 @@ class BlockBody(torch.nn.Module):
         for index, tensor in zip(self._kind.tensors, tensors, strict=True):
             leaves[index] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self._kind.spec)
-        with torch.autocast(*self._kind.autocast) if self._kind.autocast else nullcontext():
+        with _autocast_as(self._kind.autocast, tensors):
             result, _ = pytree.tree_flatten(self.block(*args, **kwargs))
         return [result[index] for index in self._kind.output_tensors]
 

@@ -27,6 +27,7 @@ from stagewright.tracing.private import FakeTensor, FakeTensorMode
 _GETITEM = "<built-in function getitem>"
 _BLOCK = "stagewright.block.default"
 _CAST = "aten._to_copy.default"
+_CASTING_METHODS = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
 _CHECKS = ("_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range")
 
 
@@ -192,6 +193,8 @@ class _Flattener:
         self.written: dict[str, None] = {}  # names of changed buffers, in order
         self.parameter_numbers: set[int] = set()
         self.casts: dict[Any, int] = {}  # what autocast made of parameters: once per region
+        device = next((parameter.device.type for parameter in self.parameters.values()), "cpu")
+        self.around = "model" if torch.is_autocast_enabled(device) else ""
 
     def run(self, outer: ExportedProgram) -> Captured:
         (loss,) = self._program(outer, _Place())
@@ -286,7 +289,7 @@ class _Flattener:
         if name == _GETITEM or any(check in name for check in _CHECKS):
             return
         no_grad = place.no_grad or "set_grad_enabled" in _entered(node)
-        region = place.region or _autocast_region(node)
+        region = place.region or _autocast_region(node) or self.around
         if name == _BLOCK:
             self._block(node, env, no_grad, region)
             return
@@ -351,5 +354,7 @@ def _autocast_region(node: torch.fx.Node) -> str:
 
 def _is_implicit(node: torch.fx.Node) -> bool:
     """Whether autocast itself, not the model's code, asked for this cast."""
+    if _entered(node).rpartition("_")[0] in _CASTING_METHODS:
+        return False
     last = (node.meta.get("stack_trace") or "").strip().splitlines()[-1:]
     return not any("aten.to." in line or "aten._to_copy." in line for line in last)

@@ -84,8 +84,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 _LOWERINGS: dict[str, Callable[..., torch.Tensor]] = {"aten.copy.default": _copy}
 
 
-# Outputs whose element type is that of the first argument, whatever shape functions of torch 2.11 say of float64.
-_TYPED_AS_INPUT = {("aten._scaled_dot_product_flash_attention_for_cpu.default", 1)}
+# Outputs that are float64 where the first argument is; the shape function of torch 2.11 says float32.
+_AS_WIDE_AS_INPUT = {("aten._scaled_dot_product_flash_attention_for_cpu.default", 1)}
 
 
 # Views that torch marks with a bit instead of a layout: another layout does not tell them apart, so they are copied.
@@ -237,8 +237,8 @@ class Rules:
 
 def _as_run(call: Call, index: int, meta: TensorMeta) -> TensorMeta:
     """The layout of an output as its kernel makes it, where the shape function errs."""
-    if (call.op, index) in _TYPED_AS_INPUT:
-        return replace(meta, dtype=call.metas[0].dtype)
+    if (call.op, index) in _AS_WIDE_AS_INPUT and call.metas[0].dtype == "float64":
+        return replace(meta, dtype="float64")
     return meta
 
 

@@ -11,7 +11,7 @@ import torch
 from stagewright.graph import OperatorGraph
 from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
-from stagewright.tracing.autocast import autocast_around, autocast_of
+from stagewright.tracing.autocast import autocast_of
 from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.joint import build_joint
 from stagewright.tracing.models.build import build
@@ -76,7 +76,7 @@ def trace_module(
     with (
         quiet_capture(device.type),
         autocast_of(facts.get("target", device.type)),
-        autocast_around(twin, device.type, DTYPES[whole]) if whole else contextlib.nullcontext(),
+        torch.autocast(device.type, DTYPES[whole]) if whole else contextlib.nullcontext(),
     ):
         captured = capture(twin, fake_inputs, mode, report)
     report("differentiating operator by operator")
