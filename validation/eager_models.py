@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import (
     CLIPConfig,
@@ -20,8 +23,12 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.initialization import no_init_weights
 from transformers.models.convnextv2 import modeling_convnextv2
 from transformers.models.t5 import modeling_t5
+
+from stagewright.graph import OperatorGraph
+from stagewright.tracing.arguments import DTYPES
 
 Made = tuple[nn.Module, dict[str, Tensor]]
 
@@ -161,17 +168,70 @@ class ResponseNorm(modeling_convnextv2.ConvNextV2GRN):
         return hidden_states + torch.addcmul(self.bias, self.weight, hidden_states * relative)
 
 
+class _Numbers(list[float]):
+    """What ConvNeXt's constructor needs of a one-dimensional tensor."""
+
+    def split(self, sizes: list[int]) -> list[_Numbers]:
+        ends = list(itertools.accumulate(sizes))
+        return [_Numbers(self[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+    def tolist(self) -> list[float]:
+        return list(self)
+
+
 @contextlib.contextmanager
 def _real_linspace() -> Iterator[None]:
     """The model's constructor reads numbers out of a tensor, which a fake one does not have."""
     original = torch.linspace
-
-    def linspace(*args: Any, **kwargs: Any) -> Tensor:
-        with unset_fake_temporarily():
-            return original(*args, **kwargs)
-
-    torch.linspace = linspace
+    torch.linspace = lambda start, end, steps, **_: _Numbers(
+        start + (end - start) * step / max(steps - 1, 1) for step in range(steps)
+    )
     try:
         yield
     finally:
         torch.linspace = original
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a measured model is built, from its batch and then its sequence length or image size (or both), and the paths
+    of the modules that its runs with activation checkpointing computed twice."""
+
+    build: Callable[..., Made]
+    layer: str
+
+
+MODELS = {
+    "hf_GPT2": Family(gpt2, r"net\.transformer\.h\.\d+"),
+    "hf_T5": Family(t5, r"net\.(encoder|decoder)\.block\.\d+"),
+    "hf_clip": Family(clip, r"net\.(text|vision)_model\.encoder\.layers\.\d+"),
+    "timm_convnext_v2": Family(convnext, r"net\.convnextv2\.encoder\.stages\.\d+"),
+}
+
+
+def make(name: str, batch: int, sequence_length: int | None, image: int | None, dtype: str) -> Made:
+    """The model of a measured row and its inputs, on fake tensors, with parameters and images of `dtype`.
+
+    Raises:
+        SystemExit: a name that is not among `MODELS`.
+    """
+    if name not in MODELS:
+        raise SystemExit(f"no model '{name}': one of {', '.join(MODELS)}")
+    sizes = [size for size in (sequence_length, image) if size is not None]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(DTYPES[dtype])
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
+            module, inputs = MODELS[name].build(batch, *sizes)
+            if hasattr(module.net, "tie_weights"):
+                module.net.tie_weights()  # left out together with the initialisation
+    finally:
+        torch.set_default_dtype(before)
+    return module.train(), inputs
+
+
+def layers(name: str, graph: OperatorGraph) -> tuple[str, ...]:
+    """Paths of the modules that the runs with activation checkpointing computed twice."""
+    pattern = re.compile(MODELS[name].layer)
+    found = (pattern.match(node.module) for node in graph.nodes)
+    return tuple(dict.fromkeys(match[0] for match in found if match))

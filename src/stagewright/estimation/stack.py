@@ -6,7 +6,7 @@ the training loop holds on to. Validation selects a stack and computes nothing o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -55,6 +55,9 @@ def find_stack(name: str) -> Stack:
     return STACKS[name]
 
 
+_FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
+
+
 class Phase(Enum):
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -71,27 +74,48 @@ class StepMemory:
     num_steps: int
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One operator as it is run: `again` where it is the repetition of a checkpointed forward."""
+
+    node: Node
+    again: bool = False
+
+
 def step_memory(
     graph: OperatorGraph,
     stack: Stack,
     workspace_bytes: int = 0,
+    checkpointed: Sequence[str] = (),
     num_steps: int = 3,
     capacity_bytes: int | None = None,
 ) -> StepMemory:
     """Replay `num_steps` training steps of `graph` on one device through the caching allocator.
 
-    `workspace_bytes` is the matrix library's workspace, made in front of the first product and kept.
+    Args:
+        workspace_bytes: the matrix library's workspace, made in front of the first product and kept.
+        checkpointed: paths of modules that keep only their inputs and compute the rest again in the backward.
+        capacity_bytes: what the driver can give; None: no limit.
     """
-    replay = _Replay(graph, stack, workspace_bytes, CachingAllocator(capacity_bytes))
+    replay = _Replay(graph, stack, workspace_bytes, checkpointed, CachingAllocator(capacity_bytes))
     for _ in range(num_steps):
         replay.step()
     allocator = replay.allocator
     return StepMemory(allocator.peak_active_bytes, allocator.peak_reserved_bytes, replay.at, num_steps)
 
 
+Held = tuple[int, bool]
+"""A storage of the graph, and whether it is the one made when a checkpointed forward is repeated."""
+
+
 class _Replay:
     def __init__(
-        self, graph: OperatorGraph, stack: Stack, workspace_bytes: int, allocator: CachingAllocator
+        self,
+        graph: OperatorGraph,
+        stack: Stack,
+        workspace_bytes: int,
+        checkpointed: Sequence[str],
+        allocator: CachingAllocator,
     ) -> None:
         self.graph = graph
         self.stack = stack
@@ -100,8 +124,10 @@ class _Replay:
         self.at = ""
         self.peak = 0
         self.has_state = False
-        self.order = list(_in_order(graph))
-        self.alias = _in_place(graph, self.order) if stack.adds_in_place else {}
+        order = list(_in_order(graph))
+        self.alias = _in_place(graph, order) if stack.adds_in_place else {}
+        self.segment = _segments(graph, checkpointed)
+        self.calls = list(_with_repeats(order, self.segment))
         self.last_use = self._last_uses()
         self.gradient_of = self._gradients()
         self.trainable = [value for value in graph.parameter_values if graph.values[value].needs_grad]
@@ -112,7 +138,7 @@ class _Replay:
         graph, batch = self.graph, {}
         for value in graph.inputs.values():
             batch[value] = self._make(graph.values[value].meta.storage_bytes, "inputs")
-        blocks: dict[int, Block] = {}
+        blocks: dict[Held, Block] = {}
         gradients = self._compute(blocks)
         self._optimize()
         for block in (*gradients.values(), *blocks.values(), *batch.values()):
@@ -137,12 +163,23 @@ class _Replay:
             storage = self.alias[storage]
         return storage
 
-    def _last_uses(self) -> dict[int, int]:
-        """Storage -> place in the order of the node that uses it last."""
+    def _held(self, value: int, call: _Call) -> Held:
+        """The storage that `call` means by `value`: inside a checkpointed module backwards and repeats use the repeat's."""
+        root = self._root(value)
+        maker = self.graph.values[root].node
+        inside = self.segment.get(maker, -1)
+        if inside < 0:
+            return root, False
+        node = call.node
+        own = self.segment.get(node.id if node.part is Part.FORWARD else node.forward, -1)
+        return root, own == inside and (call.again or node.part not in _FORWARD)
+
+    def _last_uses(self) -> dict[Held, int]:
+        """Storage -> place in the order of the call that uses it last."""
         return {
-            self._root(value): place
-            for place, node in enumerate(self.order)
-            for value in (*node.inputs, *(output for output in node.outputs if output is not None))
+            self._held(value, call): place
+            for place, call in enumerate(self.calls)
+            for value in (*call.node.inputs, *(output for output in call.node.outputs if output is not None))
         }
 
     def _gradients(self) -> dict[int, int]:
@@ -154,21 +191,25 @@ class _Replay:
                 found[self._root(contributions[0][1])] = target
         return found
 
-    def _compute(self, blocks: dict[int, Block]) -> dict[int, Block]:
+    def _compute(self, blocks: dict[Held, Block]) -> dict[int, Block]:
         """Forward and backward; returns the blocks of gradients, and leaves in `blocks` what outlives them."""
         gradients: dict[int, Block] = {}
-        for place, node in enumerate(self.order):
+        for place, call in enumerate(self.calls):
+            node = call.node
             for output in node.outputs:
                 if output is None:
                     continue
-                root = self._root(output)
-                if root == output and root not in blocks and root not in gradients:
+                held = root, _ = self._held(output, call)
+                if root == output and held not in blocks and root not in gradients:
                     made = self._make(self.graph.storage_bytes[root], f"{node.part.name.lower()} {node.name}")
-                    (gradients if root in self.gradient_of else blocks)[root] = made
+                    if root in self.gradient_of:
+                        gradients[root] = made
+                    else:
+                        blocks[held] = made
             self._workspace(node)
-            for value in {self._root(v) for v in (*node.inputs, *node.outputs) if v is not None}:
-                if self.last_use[value] == place and value in blocks and not self._is_kept(value):
-                    self.allocator.free(blocks.pop(value))
+            for held in {self._held(v, call) for v in (*node.inputs, *node.outputs) if v is not None}:
+                if self.last_use[held] == place and held in blocks and not self._is_kept(held[0]):
+                    self.allocator.free(blocks.pop(held))
         return gradients
 
     def _is_kept(self, storage: int) -> bool:
@@ -190,6 +231,31 @@ class _Replay:
         copies = [self._make(size, "optimizer step") for _ in range(self.stack.step_copies) for size in sizes]
         for block in copies:
             self.allocator.free(block)
+
+
+def _segments(graph: OperatorGraph, checkpointed: Sequence[str]) -> dict[int, int]:
+    """Forward node -> which of the checkpointed modules it belongs to."""
+    found: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.part is Part.FORWARD:
+            for index, path in enumerate(checkpointed):
+                if node.module == path or node.module.startswith(f"{path}."):
+                    found[node.id] = index
+    return found
+
+
+def _with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator[_Call]:
+    """The order in which operators run, with each checkpointed forward once more in front of its backward."""
+    forwards: dict[int, list[Node]] = {}
+    repeated: set[int] = set()
+    for node in order:
+        if node.part is Part.FORWARD and node.id in segment:
+            forwards.setdefault(segment[node.id], []).append(node)
+        index = -1 if node.part in _FORWARD else segment.get(node.forward, -1)
+        if index >= 0 and index not in repeated:
+            repeated.add(index)
+            yield from (_Call(again, True) for again in forwards[index])
+        yield _Call(node)
 
 
 def _in_order(graph: OperatorGraph) -> Iterator[Node]:

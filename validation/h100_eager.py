@@ -1,0 +1,119 @@
+"""Judge memory and time of eager training steps on one H100 against published measurements.
+
+Each row is a model of `eager_models`, traced on fake tensors in the row's precision for CUDA's autocast rules. The stack
+`torch-eager` of the product says the rest.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import pickle
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from eager_models import layers, make
+from verdict import Row, arguments, show, summary
+
+from stagewright.cluster import load_cluster
+from stagewright.estimation.stack import find_stack, step_memory
+from stagewright.graph import OperatorGraph
+
+DATA = Path(__file__).parent / "data" / "h100_eager"
+CONVOLUTIONAL = {"timm_convnext_v2"}
+BARS = {
+    "active": 0.005,
+    "reserved": 0.03,
+    "time": 0.10,
+}
+_DTYPES = {"FP": "float32", "MP": "float32", "HP": "float16"}
+_WORKSPACE_BYTES = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured configuration; `image` and `sequence_length` are None where they do not apply."""
+
+    model: str
+    batch: int
+    sequence_length: int | None
+    image: int | None
+    precision: str
+    checkpointed: bool
+    seconds: float
+    active_bytes: float
+    reserved_bytes: float
+
+    @classmethod
+    def of(cls, record: dict[str, str]) -> Case:
+        def size(key: str) -> int | None:
+            return int(record[key]) if int(record[key]) > 0 else None
+
+        return cls(
+            record["model"],
+            int(record["batch"]),
+            size("seq_len"),
+            size("image"),
+            record["precision"],
+            record["activation_checkpointing"] == "True",
+            float(record["iteration_ms"]) / 1e3,
+            float(record["active_peak_bytes"]),
+            float(record["reserved_peak_bytes"]),
+        )
+
+    @property
+    def label(self) -> str:
+        sizes = "x".join(str(size) for size in (self.batch, self.sequence_length, self.image) if size)
+        return f"{self.model} {sizes} {self.precision}{' AC' if self.checkpointed else ''}"
+
+    @property
+    def group(self) -> str:
+        return "convolutional" if self.model in CONVOLUTIONAL else "transformer"
+
+
+def read(folder: Path) -> list[Case]:
+    with (folder / "eager_h100_single_gpu.csv").open(newline="") as file:
+        return [Case.of(record) for record in csv.DictReader(file)]
+
+
+def graph_of(case: Case) -> OperatorGraph:
+    from stagewright.tracing.trace import trace_module
+
+    module, inputs = make(case.model, case.batch, case.sequence_length, case.image, _DTYPES[case.precision])
+    facts = {"target": "cuda", "autocast": "float16" if case.precision == "MP" else None}
+    return trace_module(module, inputs, case.model, facts)
+
+
+def judge(cases: Iterable[Case]) -> dict[str, list[Row]]:
+    """Rows of predicted and measured active bytes, reserved bytes and seconds."""
+    device, stack = load_cluster("1x-h100").device, find_stack("torch-eager")
+    found: dict[str, list[Row]] = {kind: [] for kind in BARS}
+    for case in cases:
+        print(f"\r{case.label:<60}", end="", file=sys.stderr, flush=True)
+        graph = graph_of(case)
+        paths = layers(case.model, graph) if case.checkpointed else ()
+        memory = step_memory(graph, stack, device.workspace_bytes, paths)
+        seconds = case.seconds
+        for kind, predicted, measured in (
+            ("active", memory.active_peak_bytes, case.active_bytes),
+            ("reserved", memory.reserved_peak_bytes, case.reserved_bytes),
+            ("time", seconds, case.seconds),
+        ):
+            found[kind].append(Row(case.label, case.group, predicted, measured))
+    print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__, DATA)
+    options = parser.parse_args()
+    for kind, rows in judge(read(options.data)).items():
+        if not options.json:
+            print(f"== {kind}")
+        show(rows, BARS[kind], "s" if kind == "time" else "bytes", options.json)
+
+
+if __name__ == "__main__":
+    main()
