@@ -78,7 +78,7 @@ def autocast_of(target: str) -> Iterator[None]:
             if name in CUDA_RULES and has_autocast_kernel(name, "CUDA"):
                 library.impl(name, _kernel(name, CUDA_RULES[name]), "AutocastCPU", allow_override=True)
             elif has_autocast_kernel(name, "CPU"):  # a rule of the CPU alone
-                library.impl(name, _uncast(name), "AutocastCPU", allow_override=True)
+                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
     try:
         with _entered_on_cpu(target):
             yield
@@ -89,16 +89,6 @@ def autocast_of(target: str) -> Iterator[None]:
 def _operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
-
-
-def _uncast(name: str) -> Callable[..., Any]:
-    operator = _operator(name)
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with without_cpu_autocast():
-            return operator(*args, **kwargs)
-
-    return kernel
 
 
 def _kernel(name: str, policy: Policy) -> Callable[..., Any]:
