@@ -149,5 +149,32 @@ def test_autocast_around_a_whole_model_is_that_of_the_target() -> None:
     assert [node.op for node in around.nodes] == [node.op for node in inside.nodes]
 
 
+@pytest.mark.parametrize("call", ["cross_entropy", "square", "norm", "instance_norm", "conv"])
+def test_operators_made_of_others_are_cast_as_in_eager_execution(call: str) -> None:
+    """Export takes such operators apart below autocast; the graph must hold the casts all the same."""
+    calls = {
+        "cross_entropy": lambda x: nn.functional.cross_entropy(x.half(), x.argmax(-1)).float(),
+        "square": lambda x: x.bfloat16().square().sum(),
+        "norm": lambda x: torch.linalg.norm(x.bfloat16()),
+        "instance_norm": lambda x: nn.functional.instance_norm(x[None].bfloat16()).sum(),
+        "conv": lambda x: nn.functional.conv1d(x[None], x[None], padding="same").sum(),
+    }
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return calls[call](x * self.weight).float()
+
+    torch.manual_seed(0)
+    model, batches = Model(), [{"x": torch.randn(8, 8)}]
+    graph = trace_module(model, batches[0], facts={"target": "cuda", "autocast": "bfloat16"})
+    with autocast_of("cuda"), torch.autocast("cpu", BFLOAT16):
+        plain = run_plain(copy.deepcopy(model), batches)
+    assert_equal(plain, Pipeline(graph, model, [], 1).step(batches, False), 1e-6)
+
+
 def test_every_policy_is_used() -> None:
     assert set(CUDA_RULES.values()) == set(Policy)

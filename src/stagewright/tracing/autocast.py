@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from stagewright.tracing.private import has_autocast_kernel, operator_names, without_cpu_autocast
+from stagewright.tracing.private import has_autocast_kernel, operator_names, run_parts, without_cpu_autocast
 
 
 class Policy(Enum):
@@ -54,6 +54,16 @@ prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm 
 linalg_matrix_norm.str_ord sum sum.dim_IntList
 """
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
+_MADE_OF_SUCH = """
+cross_entropy_loss nll_loss_nd square float_power.Tensor_Scalar float_power.Tensor_Tensor float_power.Scalar linalg_norm
+linalg_norm.ord_str pairwise_distance conv1d.padding conv2d.padding conv3d.padding thnn_conv2d _convolution_mode inner
+linalg_matmul matrix_power linalg_matrix_power kron cov corrcoef special_softmax special_log_softmax special_logsumexp
+special_log1p special_expm1 special_erfinv special_exp2 arccos arcsin arctan2 arcsinh arccosh arctanh nanmean
+rnn_tanh.input rnn_relu.input lstm.input gru.input upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec
+_upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec upsample_linear1d.vec
+upsample_bilinear2d.vec _upsample_bilinear2d_aa.vec upsample_trilinear3d.vec upsample_bicubic2d.vec
+_upsample_bicubic2d_aa.vec
+"""
 
 CUDA_RULES: dict[str, Policy] = {
     **dict.fromkeys(_LOWER.split(), Policy.LOWER),
@@ -77,6 +87,8 @@ def autocast_of(target: str) -> Iterator[None]:
         for name in operator_names():
             if name in CUDA_RULES and has_autocast_kernel(name, "CUDA"):
                 library.impl(name, _kernel(name, CUDA_RULES[name]), "AutocastCPU", allow_override=True)
+            elif name in _MADE_OF_SUCH.split():
+                library.impl(name, _in_parts(name), "AutocastCPU", allow_override=True)
             elif has_autocast_kernel(name, "CPU"):  # a rule of the CPU alone
                 library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
     try:
@@ -89,6 +101,19 @@ def autocast_of(target: str) -> Iterator[None]:
 def _operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def _in_parts(name: str) -> Callable[..., Any]:
+    """Calls what an operator without a rule is made of, so that autocast sees the parts.
+
+    In eager execution it does so by itself; an exporter takes such operators apart where autocast no longer looks.
+    """
+    operator = _operator(name)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return run_parts(operator, *args, **kwargs)
+
+    return kernel
 
 
 def _kernel(name: str, policy: Policy) -> Callable[..., Any]:

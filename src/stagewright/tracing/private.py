@@ -23,6 +23,7 @@ __all__ = [
     "is_mutable",
     "make_fx",
     "operator_names",
+    "run_parts",
     "storage_key",
     "without_cpu_autocast",
     "without_modes",
@@ -62,6 +63,11 @@ def operator_names() -> tuple[str, ...]:
 def has_autocast_kernel(name: str, device: str) -> bool:
     """Whether autocast of a device ("CPU", "CUDA") has a rule for an operator."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", f"Autocast{device}")
+
+
+def run_parts(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Call what a composite operator is defined by, also where an exporter wants to keep it whole."""
+    return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def without_cpu_autocast() -> contextlib.AbstractContextManager[None]:
