@@ -203,9 +203,9 @@ class Family:
 
 MODELS = {
     "hf_GPT2": Family(gpt2, r"net\.transformer\.h\.\d+"),
-    "hf_T5": Family(t5, r"net\.(encoder|decoder)\.block\.\d+"),
+    "hf_T5": Family(t5, r"net\..*(encoder\.block\.\d+\.layer\.1|decoder\.block\.\d+\.layer\.2|layer_norm)$"),
     "hf_clip": Family(clip, r"net\.(text|vision)_model\.encoder\.layers\.\d+"),
-    "timm_convnext_v2": Family(convnext, r"net\.convnextv2\.encoder\.stages\.\d+"),
+    "timm_convnext_v2": Family(convnext, r"net\.convnextv2\.encoder\.stages\.\d+\.layers\.\d+"),
 }
 
 

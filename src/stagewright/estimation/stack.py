@@ -175,12 +175,24 @@ class _Replay:
         return root, own == inside and (call.again or node.part not in _FORWARD)
 
     def _last_uses(self) -> dict[Held, int]:
-        """Storage -> place in the order of the call that uses it last."""
-        return {
-            self._held(value, call): place
-            for place, call in enumerate(self.calls)
-            for value in (*call.node.inputs, *(output for output in call.node.outputs if output is not None))
-        }
+        """Storage -> place in the order of the call that frees it.
+
+        Autograd differentiates an operator in one go: what it saved and the gradients that came in are freed when all
+        gradients that go out are there.
+        """
+        found: dict[Held, int] = {}
+        ends = _ends(self.calls)
+        made: dict[Held, int] = {}
+        for place, call in enumerate(self.calls):
+            for output in call.node.outputs:
+                if output is not None:
+                    made.setdefault(self._held(output, call), place)
+            for value in (*call.node.inputs, *(output for output in call.node.outputs if output is not None)):
+                held = self._held(value, call)
+                first, end = ends[place]
+                inside = made.get(held, -1) >= first
+                found[held] = max(found.get(held, -1), place if inside else end)
+        return found
 
     def _gradients(self) -> dict[int, int]:
         """Storage of the first contribution to a gradient -> the parameter; it is freed after the step only."""
@@ -188,12 +200,21 @@ class _Replay:
         for target, gradient in self.graph.gradients.items():
             contributions = self.graph.contributions.get(gradient, ())
             if contributions and self.graph.values[target].origin is Origin.PARAMETER:
-                found[self._root(contributions[0][1])] = target
+                found[self._first_share(contributions[0][1])] = target
         return found
+
+    def _first_share(self, value: int) -> int:
+        """The storage a gradient is collected in; that of a derived value is the first share of its own gradient."""
+        root = self._root(value)
+        shares = self.graph.contributions.get(root, ())
+        return self._first_share(shares[0][1]) if shares else root
 
     def _compute(self, blocks: dict[Held, Block]) -> dict[int, Block]:
         """Forward and backward; returns the blocks of gradients, and leaves in `blocks` what outlives them."""
         gradients: dict[int, Block] = {}
+        freed: dict[int, list[Held]] = {}
+        for held, place in self.last_use.items():
+            freed.setdefault(place, []).append(held)
         for place, call in enumerate(self.calls):
             node = call.node
             for output in node.outputs:
@@ -207,8 +228,8 @@ class _Replay:
                     else:
                         blocks[held] = made
             self._workspace(node)
-            for held in {self._held(v, call) for v in (*node.inputs, *node.outputs) if v is not None}:
-                if self.last_use[held] == place and held in blocks and not self._is_kept(held[0]):
+            for held in freed.get(place, ()):
+                if held in blocks and not self._is_kept(held[0]):
                     self.allocator.free(blocks.pop(held))
         return gradients
 
@@ -231,6 +252,24 @@ class _Replay:
         copies = [self._make(size, "optimizer step") for _ in range(self.stack.step_copies) for size in sizes]
         for block in copies:
             self.allocator.free(block)
+
+
+def _ends(calls: Sequence[_Call]) -> list[tuple[int, int]]:
+    """For each call the first and the last place of the backward it is part of; its own place in the forward."""
+    found: list[tuple[int, int]] = []
+    begin = 0
+    while begin < len(calls):
+        node, end = calls[begin].node, begin
+        while (
+            node.part not in _FORWARD
+            and end + 1 < len(calls)
+            and calls[end + 1].node.part not in _FORWARD
+            and calls[end + 1].node.forward == node.forward
+        ):
+            end += 1
+        found += [(begin, end)] * (end + 1 - begin)
+        begin = end + 1
+    return found
 
 
 def _segments(graph: OperatorGraph, checkpointed: Sequence[str]) -> dict[int, int]:
