@@ -40,7 +40,7 @@ def _random_order(
                 (rank, action)
                 for rank, actions in enumerate(todo)
                 for action in actions
-                if all(token in replay.held for token in rules.needs(action))
+                if replay.held.issuperset(replay.codes.effects(action).needs)
             ]
         )
         replay.perform(action)

@@ -50,19 +50,26 @@ def insert_communication(program: Program, edges: Iterable[Edge] | None = None, 
             f"ahead={ahead}: receives can be posted 0 or more compute actions ahead of their use"
         )
     rules = Rules.of(program, edges).lowered()
-    sends = [[_sends_after(action, rules) for action in actions] for actions in program.ranks]
+    known: dict[tuple[Kind, int], list[tuple[Kind, int | None]]] = {}
+    sends = [[_sends_after(action, rules, known) for action in actions] for actions in program.ranks]
     receives = _receives_before(program, sends, rules, ahead)
     lowered = program.with_ranks(map(_merged, program.ranks, receives, sends))
     return _unblock_sends(lowered, rules.edges)
 
 
-def _sends_after(action: Action, lowered: Rules) -> list[Action]:
-    """The sends of what `action` makes for other ranks."""
-    return [
-        transfer(_SEND_OF[token.what], token.stage, token.microbatch or 0, token.peer)
-        for token in lowered.makes(action)
-        if token.what in _SEND_OF
-    ]
+def _sends_after(
+    action: Action, lowered: Rules, known: dict[tuple[Kind, int], list[tuple[Kind, int | None]]]
+) -> list[Action]:
+    """The sends of what `action` makes for other ranks; `known` keeps what each stage sends."""
+    found: list[Action] = []
+    for part in action.parts if action.beside is not None else (action,):
+        key = part.kind, part.stage
+        if key not in known:
+            known[key] = [
+                (_SEND_OF[token.what], token.peer) for token in lowered.makes(part) if token.what in _SEND_OF
+            ]
+        found += [Action(kind, part.stage, part.microbatch, peer) for kind, peer in known[key]]
+    return found
 
 
 def _receives_before(
@@ -86,15 +93,26 @@ def _receives_before(
 
 def _index_of_users(program: Program, rules: Rules) -> dict[Action, int]:
     """For each receive the index, on its rank, of the action that uses what is received."""
-    users = {}
+    users: dict[Action, int] = {}
+    known: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
     for actions in program.ranks:
         for index, action in enumerate(actions):
-            for token in rules.needs(action):
-                if token.what in _RECEIVE_THAT_POSTS:
-                    assert token.peer is not None
-                    kind = _RECEIVE_THAT_POSTS[token.what]
-                    users[Action(kind, token.peer, token.microbatch, token.stage)] = index
+            for part in action.parts if action.beside is not None else (action,):
+                key = part.kind, part.stage
+                if key not in known:
+                    known[key] = _received(rules, part)
+                for kind, sender in known[key]:
+                    users[Action(kind, part.stage, part.microbatch, sender)] = index
     return users
+
+
+def _received(rules: Rules, action: Action) -> list[tuple[Kind, int]]:
+    """Kinds and senders of the receives that `action` needs."""
+    return [
+        (_RECEIVE_THAT_POSTS[token.what], token.stage)
+        for token in rules.needs(action)
+        if token.what in _RECEIVE_THAT_POSTS
+    ]
 
 
 def _step_back(actions: Sequence[Action], index: int, ahead: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from stagewright.schedule.action import Action
+from stagewright.schedule.encoded import Effects, EncodedRules
 from stagewright.schedule.program import Program
 from stagewright.schedule.tokens import Rules, Token
 
@@ -25,7 +26,7 @@ class Blocked:
 
 @dataclass
 class Replay:
-    """The state of a replay: the first `next_index[r]` of `ranks[r]` are done and the tokens in `held` hold.
+    """The state of a replay: the first `next_index[r]` of `ranks[r]` are done and the tokens numbered in `held` hold.
 
     What is still to come in `ranks` may be changed between runs.
     """
@@ -34,12 +35,14 @@ class Replay:
     rules: Rules
     ranks: list[list[Action]] = field(init=False)
     next_index: list[int] = field(init=False)
-    held: set[Token] = field(init=False, default_factory=set)
-    waiting: dict[Token, set[int]] = field(init=False, default_factory=dict)
+    codes: EncodedRules = field(init=False)
+    held: set[int] = field(init=False, default_factory=set)
+    waiting: dict[int, set[int]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ranks = [list(actions) for actions in self.program.ranks]
         self.next_index = [0] * self.program.num_ranks
+        self.codes = EncodedRules(self.rules, self.program.num_microbatches)
 
     def run(self) -> list[Blocked]:
         """Perform all that can be; return the ranks that are then blocked, none when all is done."""
@@ -54,26 +57,35 @@ class Replay:
         index, actions = self.next_index[rank], self.ranks[rank]
         if index == len(actions):
             return None
-        missing = tuple(token for token in self.rules.needs(actions[index]) if token not in self.held)
+        missing = tuple(
+            self.codes.token(code)
+            for code in self.codes.effects(actions[index]).needs
+            if code not in self.held
+        )
         return Blocked(rank, index, actions[index], missing) if missing else None
 
     def perform(self, action: Action) -> list[int]:
         """Let `action` happen, whether or not the program has it; return the ranks that waited for what it makes."""
-        made = self.rules.makes(action)
-        self.held.update(made)
-        self.held.difference_update(self.rules.drops(action))
-        return [rank for token in made for rank in self.waiting.pop(token, ())]
+        return self._make(self.codes.effects(action))
+
+    def _make(self, effects: Effects) -> list[int]:
+        self.held.update(effects.makes)
+        if effects.drops:
+            self.held.difference_update(effects.drops)
+        waiting = self.waiting
+        return [rank for code in effects.makes if code in waiting for rank in waiting.pop(code)]
 
     def _advance(self, rank: int) -> list[int]:
         """Run `rank` as far as it goes; return the ranks that waited for something it made."""
-        actions, index, needs = self.ranks[rank], self.next_index[rank], self.rules.needs
+        actions, index, held = self.ranks[rank], self.next_index[rank], self.held
         woken: list[int] = []
         while index < len(actions):
-            missing = next((token for token in needs(actions[index]) if token not in self.held), None)
-            if missing is not None:
+            effects = self.codes.effects(actions[index])
+            if not held.issuperset(effects.needs):
+                missing = next(code for code in effects.needs if code not in held)
                 self.waiting.setdefault(missing, set()).add(rank)
                 break
-            woken += self.perform(actions[index])
+            woken += self._make(effects)
             index += 1
         self.next_index[rank] = index
         return woken

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import COMPUTE, RECEIVES, SENDS, Action, Kind
+from stagewright.schedule.action import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind
+from stagewright.schedule.encoded import EncodedRules
 from stagewright.schedule.program import Program
 from stagewright.schedule.replay import Replay
-from stagewright.schedule.tokens import Edge, Rules, Token
+from stagewright.schedule.tokens import Edge, Rules
 
 RankPair = tuple[int, int]
 
@@ -83,19 +84,20 @@ def check_complete(program: Program) -> None:
 
 def check_ordered(program: Program, edges: Iterable[Edge] | None = None) -> None:
     """Every action comes after those of its own rank that make what it needs, before those that drop it."""
-    rules = Rules.of(program, edges)
+    codes = EncodedRules(Rules.of(program, edges), program.num_microbatches)
     for rank, actions in enumerate(program.ranks):
-        made_here = {token for action in actions for token in rules.makes(action)}
-        held: set[Token] = set()
-        for action in actions:
-            for token in rules.needs(action):
-                if token in made_here and token not in held:
+        effects = [codes.effects(action) for action in actions]
+        made_here = {code for effect in effects for code in effect.makes}
+        held: set[int] = set()
+        for action, (needs, makes, drops) in zip(actions, effects, strict=True):
+            for code in needs:
+                if code not in held and code in made_here:
                     raise ScheduleError(
-                        f"rank {rank}: {action} needs the {token}, which does not hold there; "
+                        f"rank {rank}: {action} needs the {codes.token(code)}, which does not hold there; "
                         "it is made later on this rank or was dropped before"
                     )
-            held.update(rules.makes(action))
-            held.difference_update(rules.drops(action))
+            held.update(makes)
+            held.difference_update(drops)
 
 
 def check_reduced(program: Program) -> None:
@@ -131,7 +133,9 @@ def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = Non
             Action(Kind.RECV_B, a, microbatch, c),
         )
     )
-    found = Counter(action for action in program if action.kind in SENDS | RECEIVES)
+    found = Counter(action for action in program if action.kind in TRANSFERS)
+    if found == expected:
+        return
     for action, count in (expected - found).items():
         raise ScheduleError(
             f"{action} is missing {count} time(s): add it, or lower the compute-only program again"

@@ -1,0 +1,84 @@
+"""The rules of a program as integers: needs, makes and drops without a token object per microbatch.
+
+A token of a microbatch differs from that of another in nothing but the microbatch, so `Rules` is asked once for
+each kind, stage and peer.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import NamedTuple
+
+from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.tokens import Rules, Token, What
+
+Codes = tuple[int, ...]
+_Template = tuple[tuple[int, int], ...]
+"""(Code for microbatch 0, what each further microbatch adds) of each token."""
+
+
+class Effects(NamedTuple):
+    """Numbers of the tokens that an action needs, makes and drops."""
+
+    needs: Codes
+    makes: Codes
+    drops: Codes
+
+
+class EncodedRules:
+    """`rules` with every token as a number; actions name microbatches below `num_microbatches`.
+
+    >>> from stagewright.schedule.families import build
+    >>> program = build("1f1b", 2, 4)
+    >>> codes = EncodedRules(Rules.of(program), program.num_microbatches)
+    >>> made, needed = codes.effects(Action.parse("0F3")).makes, codes.effects(Action.parse("1F3")).needs
+    >>> made[0] == needed[0], str(codes.token(needed[0]))
+    (True, 'value of stage 0 for stage 1 of microbatch 3')
+    """
+
+    def __init__(self, rules: Rules, num_microbatches: int) -> None:
+        self.rules = rules
+        self.stride = num_microbatches + 1
+        self._bases: dict[tuple[What, int, int | None], int] = {}
+        self._templates: dict[tuple[Kind, int, int | None], tuple[_Template, _Template, _Template]] = {}
+
+    def effects(self, action: Action) -> Effects:
+        """What `Rules` says of `action`."""
+        if action.beside is not None:
+            parts = [self.effects(part) for part in action.parts]
+            return Effects(*(tuple(chain.from_iterable(codes)) for codes in zip(*parts, strict=True)))
+        key = (action.kind, action.stage, action.peer)
+        needs, makes, drops = self._templates.get(key) or self._looked_up(key, action)
+        microbatch = action.microbatch or 0
+        return Effects(
+            tuple([first + step * microbatch for first, step in needs]),
+            tuple([first + step * microbatch for first, step in makes]),
+            tuple([first + step * microbatch for first, step in drops]),
+        )
+
+    def token(self, code: int) -> Token:
+        """The token with this number."""
+        base, microbatch = divmod(code, self.stride)
+        what, stage, peer = next(key for key, number in self._bases.items() if number == base)
+        return Token(what, stage, microbatch - 1 if microbatch else None, peer)
+
+    def _looked_up(
+        self, key: tuple[Kind, int, int | None], action: Action
+    ) -> tuple[_Template, _Template, _Template]:
+        rules = self.rules
+        self._templates[key] = found = (
+            self._template(rules.needs(action)),
+            self._template(rules.makes(action)),
+            self._template(rules.drops(action)),
+        )
+        return found
+
+    def _template(self, tokens: tuple[Token, ...]) -> _Template:
+        found: list[tuple[int, int]] = []
+        for token in tokens:
+            step = 0 if token.microbatch is None else 1
+            found.append((self._base(token) * self.stride + step, step))
+        return tuple(found)
+
+    def _base(self, token: Token) -> int:
+        return self._bases.setdefault((token.what, token.stage, token.peer), len(self._bases))
