@@ -1,30 +1,30 @@
-"""The four models of the published eager steps, with the losses that their libraries computed at that time."""
+"""The models of the published eager steps, with the losses that their libraries computed at that time."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from eager_vision import ConvNeXtV2, VisionTransformer
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import (
     CLIPConfig,
     CLIPModel,
-    ConvNextV2Config,
-    ConvNextV2ForImageClassification,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 from transformers.initialization import no_init_weights
-from transformers.models.convnextv2 import modeling_convnextv2
 from transformers.models.t5 import modeling_t5
 
 from stagewright.graph import OperatorGraph
@@ -34,14 +34,16 @@ Made = tuple[nn.Module, dict[str, Tensor]]
 
 
 class CausalLoss(nn.Module):
-    """Logits in the model's type, shifted by a copy."""
+    """Logits in the model's type or, with `upcast`, in float32, shifted by a copy."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, upcast: bool = False) -> None:
         super().__init__()
         self.net = net
+        self.upcast = upcast
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         logits = self.net(input_ids=input_ids, use_cache=False).logits
+        logits = logits.float() if self.upcast else logits
         shifted = logits[..., :-1, :].contiguous()
         return functional.cross_entropy(shifted.flatten(0, 1), labels[..., 1:].contiguous().flatten())
 
@@ -64,7 +66,7 @@ class ClassLoss(nn.Module):
         self.net = net
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
-        return functional.cross_entropy(self.net(pixel_values=pixel_values).logits, labels)
+        return functional.cross_entropy(self.net(pixel_values), labels)
 
 
 class ContrastiveLoss(nn.Module):
@@ -90,7 +92,7 @@ def gpt2(microbatch_size: int, sequence_length: int) -> Made:
 
 def t5(microbatch_size: int, sequence_length: int) -> Made:
     """t5-large, whose attention has a bias of its own and is computed step by step."""
-    modeling_t5.eager_attention_forward = _attention_in_single_precision
+    modeling_t5.eager_attention_forward = _attention_with_bias
     config = T5Config(
         d_model=1024,
         d_ff=4096,
@@ -103,10 +105,25 @@ def t5(microbatch_size: int, sequence_length: int) -> Made:
     )
     tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
     inputs = {name: tokens.clone() for name in ("input_ids", "decoder_input_ids", "labels")}
-    return SequenceLoss(T5ForConditionalGeneration(config)), inputs
+    net = T5ForConditionalGeneration(config)
+    for module in net.modules():
+        if type(module) is modeling_t5.T5Attention and module.has_relative_attention_bias:
+            module.__class__ = MaskedBias
+            module.mask_shape = (microbatch_size, 1, 1, sequence_length)
+    return SequenceLoss(net), inputs
 
 
-def _attention_in_single_precision(
+class MaskedBias(modeling_t5.T5Attention):
+    """Positions' bias with the mask added once for all layers, which makes it as large as the scores."""
+
+    mask_shape: tuple[int, ...]
+
+    def compute_bias(self, *args: Any, **kwargs: Any) -> Tensor:
+        bias = super().compute_bias(*args, **kwargs)
+        return bias + torch.zeros(self.mask_shape, dtype=bias.dtype, device=bias.device)
+
+
+def _attention_with_bias(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -117,10 +134,10 @@ def _attention_in_single_precision(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """T5's attention as transformers computed it until 2025: its softmax in float32, cast back."""
+    """T5's attention as transformers computed it until 2025: its softmax in float32, cast back; the mask is in the bias."""
     scores = torch.matmul(query, key.transpose(3, 2))
     if position_bias is not None:
-        scores = scores + (position_bias if attention_mask is None else position_bias + attention_mask)
+        scores += position_bias
     weights = functional.softmax(scores.float(), dim=-1).type_as(scores)
     weights = functional.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
@@ -142,70 +159,86 @@ def clip(microbatch_size: int, sequence_length: int, image: int = 336) -> Made:
     return ContrastiveLoss(CLIPModel(config)), inputs
 
 
+def llama(microbatch_size: int, sequence_length: int) -> Made:
+    """Llama-3.2-1B."""
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return _causal(LlamaForCausalLM(config), microbatch_size, sequence_length, upcast=True)
+
+
+def gemma(microbatch_size: int, sequence_length: int) -> Made:
+    """Gemma-2B."""
+    config = GemmaConfig(
+        vocab_size=256000,
+        hidden_size=2048,
+        intermediate_size=16384,
+        num_hidden_layers=18,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=256,
+        attn_implementation="sdpa",
+    )
+    return _causal(GemmaForCausalLM(config), microbatch_size, sequence_length, upcast=True)
+
+
+def _causal(net: nn.Module, microbatch_size: int, sequence_length: int, upcast: bool) -> Made:
+    tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
+    return CausalLoss(net, upcast), {"input_ids": tokens, "labels": tokens.clone()}
+
+
 def convnext(microbatch_size: int, image: int = 224) -> Made:
     """ConvNeXtV2-huge with 1,000 classes."""
-    config = ConvNextV2Config(
-        depths=[3, 3, 27, 3], hidden_sizes=[352, 704, 1408, 2816], image_size=image, num_labels=1000
-    )
+    net = ConvNeXtV2(depths=(3, 3, 27, 3), widths=(352, 704, 1408, 2816), num_classes=1000)
+    return _classes(net, microbatch_size, image)
+
+
+def vit(microbatch_size: int, image: int = 224) -> Made:
+    """ViT-huge/14 in the layout of CLIP's image tower, with 1,000 classes."""
+    net = VisionTransformer(image, patch=14, width=1280, depth=32, heads=16, num_classes=1000)
+    return _classes(net, microbatch_size, image)
+
+
+def _classes(net: nn.Module, microbatch_size: int, image: int) -> Made:
     inputs = {
         "pixel_values": torch.zeros(microbatch_size, 3, image, image),
         "labels": torch.zeros(microbatch_size, dtype=torch.int64),
     }
-    with _real_linspace():
-        net = ConvNextV2ForImageClassification(config)
-    for module in net.modules():
-        if type(module) is modeling_convnextv2.ConvNextV2GRN:
-            module.__class__ = ResponseNorm
     return ClassLoss(net), inputs
 
 
-class ResponseNorm(modeling_convnextv2.ConvNextV2GRN):
-    """Global response normalisation as timm computes it: one fused multiplication and addition."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        norms = hidden_states.norm(p=2, dim=(1, 2), keepdim=True)
-        relative = norms / (norms.mean(dim=-1, keepdim=True) + 1e-6)
-        return hidden_states + torch.addcmul(self.bias, self.weight, hidden_states * relative)
-
-
-class _Numbers(list[float]):
-    """What ConvNeXt's constructor needs of a one-dimensional tensor."""
-
-    def split(self, sizes: list[int]) -> list[_Numbers]:
-        ends = list(itertools.accumulate(sizes))
-        return [_Numbers(self[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-
-    def tolist(self) -> list[float]:
-        return list(self)
-
-
-@contextlib.contextmanager
-def _real_linspace() -> Iterator[None]:
-    """The model's constructor reads numbers out of a tensor, which a fake one does not have."""
-    original = torch.linspace
-    torch.linspace = lambda start, end, steps, **_: _Numbers(
-        start + (end - start) * step / max(steps - 1, 1) for step in range(steps)
-    )
-    try:
-        yield
-    finally:
-        torch.linspace = original
+_T5_FEED_FORWARD = r"encoder\.block\.\d+\.layer\.1|decoder\.block\.\d+\.layer\.2"
 
 
 @dataclass(frozen=True)
 class Family:
     """How a measured model is built, from its batch and then its sequence length or image size (or both), and the paths
-    of the modules that its runs with activation checkpointing computed twice."""
+    of the modules that its runs with activation checkpointing computed twice. Weight decay was 1e-4, and timm's own
+    default of none for its models."""
 
     build: Callable[..., Made]
     layer: str
+    decays_weights: bool = True
 
 
 MODELS = {
     "hf_GPT2": Family(gpt2, r"net\.transformer\.h\.\d+"),
-    "hf_T5": Family(t5, r"net\..*(encoder\.block\.\d+\.layer\.1|decoder\.block\.\d+\.layer\.2|layer_norm)$"),
+    "hf_T5": Family(t5, rf"net\..*({_T5_FEED_FORWARD}|layer_norm)$"),
     "hf_clip": Family(clip, r"net\.(text|vision)_model\.encoder\.layers\.\d+"),
-    "timm_convnext_v2": Family(convnext, r"net\.convnextv2\.encoder\.stages\.\d+\.layers\.\d+"),
+    "llama_v3_1b": Family(llama, r"net\..*(\.mlp|norm)(?=\.|$)"),
+    "gemma_2b": Family(gemma, r"net\..*(\.mlp|norm)(?=\.|$)"),
+    "timm_vit": Family(vit, r"net\.blocks\.\d+", decays_weights=False),
+    "timm_convnext_v2": Family(convnext, r"net\.stages\.\d+\.\d+\.mlp", decays_weights=False),
 }
 
 
@@ -231,7 +264,7 @@ def make(name: str, batch: int, sequence_length: int | None, image: int | None, 
 
 
 def layers(name: str, graph: OperatorGraph) -> tuple[str, ...]:
-    """Paths of the modules that the runs with activation checkpointing computed twice."""
+    """Paths of the modules that the runs with activation checkpointing computed twice, outer ones in front."""
     pattern = re.compile(MODELS[name].layer)
     found = (pattern.match(node.module) for node in graph.nodes)
-    return tuple(dict.fromkeys(match[0] for match in found if match))
+    return tuple(sorted({match[0] for match in found if match}, key=len))

@@ -7,15 +7,13 @@ Each row is a model of `eager_models`, traced on fake tensors in the row's preci
 from __future__ import annotations
 
 import csv
-import os
-import pickle
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from eager_models import layers, make
-from verdict import Row, arguments, show, summary
+from verdict import Row, arguments, show
 
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stack import find_stack, step_memory

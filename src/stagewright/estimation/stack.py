@@ -93,7 +93,7 @@ def step_memory(
     """Replay `num_steps` training steps of `graph` on one device through the caching allocator.
 
     Args:
-        workspace_bytes: the matrix library's workspace, made in front of the first product and kept.
+        workspace_bytes: the matrix library's workspace, one per thread, made in front of its first product and kept.
         checkpointed: paths of modules that keep only their inputs and compute the rest again in the backward.
         capacity_bytes: what the driver can give; None: no limit.
     """
@@ -120,6 +120,7 @@ class _Replay:
         self.graph = graph
         self.stack = stack
         self.workspace_bytes = workspace_bytes
+        self.workspaces: set[bool] = set()
         self.allocator = allocator
         self.at = ""
         self.peak = 0
@@ -237,9 +238,11 @@ class _Replay:
         return storage == self.graph.values[self.graph.loss].storage
 
     def _workspace(self, node: Node) -> None:
-        if self.workspace_bytes and short_name(node.op) in ("mm", "addmm", "bmm", "baddbmm"):
+        """A workspace for each thread that multiplies: the one that runs the forward, and autograd's."""
+        thread = node.part in _FORWARD
+        if thread not in self.workspaces and short_name(node.op) in ("mm", "addmm", "bmm", "baddbmm"):
+            self.workspaces.add(thread)
             self._make(self.workspace_bytes, "workspace")
-            self.workspace_bytes = 0
 
     def _optimize(self) -> None:
         """State on the first step; then copies of everything, list after list, as foreach kernels make them."""
