@@ -22,6 +22,7 @@ from stagewright.cli.planning import (
     read_job,
 )
 from stagewright.cli.progress import Progress
+from stagewright.cli.quick import without_collection
 from stagewright.errors import InputError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def estimate(
     from stagewright.planning.plan import load_plan
     from stagewright.tracing.models.reference import resolve
 
-    with Progress(f"estimating {subject}") as progress:
+    with without_collection(), Progress(f"estimating {subject}") as progress:
         if is_plan(subject):
             _refuse_with_a_plan(
                 job=job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
@@ -14,8 +13,8 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import ClusterSection, ModelSection, Plan, cut_names
-from stagewright.planning.predict import Pipeline, pipeline, predict, rank_memories, reserved_bytes
-from stagewright.schedule import Kind, Program, build
+from stagewright.planning.predict import Pipeline, built, pipeline, predict, rank_memories, reserved_bytes
+from stagewright.schedule import Kind, Program
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.version import __version__
@@ -52,16 +51,15 @@ class Candidate:
     excess_bytes: int
 
 
-@lru_cache(maxsize=64)
 def make_program(choice: Choice) -> Program:
     """The computations of every rank, in order."""
-    return build(choice.schedule, choice.pp, choice.num_microbatches)
+    return built(choice.schedule, choice.pp, choice.num_microbatches)
 
 
 def in_flight(program: Program) -> list[int]:
     """The most microbatches whose saved values each stage holds at once.
 
-    >>> in_flight(build("1f1b", 4, 8))
+    >>> in_flight(built("1f1b", 4, 8))
     [4, 3, 2, 1]
     """
     now, most = [0] * program.num_stages, [0] * program.num_stages

@@ -231,9 +231,15 @@ def shortened(program: Program) -> Program:
     enough = program.num_ranks + 4
     if program.name != "1f1b" or program.num_microbatches <= enough:
         return program
-    if build(program.name, program.num_ranks, program.num_microbatches) != program:
+    if built(program.name, program.num_ranks, program.num_microbatches) != program:
         return program
-    return build(program.name, program.num_ranks, enough)
+    return built(program.name, program.num_ranks, enough)
+
+
+@lru_cache(maxsize=64)
+def built(name: str, num_ranks: int, num_microbatches: int) -> Program:
+    """The computations of every rank, in order; kept, because all partitions of a search have the same."""
+    return build(name, num_ranks, num_microbatches)
 
 
 def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:
