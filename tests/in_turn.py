@@ -19,6 +19,7 @@ from stagewright.execution.transport import _pack, _unpack
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph, Origin
 from stagewright.graph.payload import Message, messages
+from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage, Transfer, carve
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.tracing.arguments import from_contents
@@ -118,10 +119,15 @@ class Pipeline:
     """
 
     def __init__(
-        self, graph: OperatorGraph, model: nn.Module, cuts: Sequence[int], num_microbatches: int
+        self,
+        graph: OperatorGraph,
+        model: nn.Module,
+        cuts: Sequence[int],
+        num_microbatches: int,
+        policies: Sequence[Policy] = (),
     ) -> None:
         self.graph = graph
-        self.stages = carve(graph, cuts)
+        self.stages = carve(graph, cuts, policies)
         verify_stages(self.stages)
         tensors = {**_named(model.named_parameters), **_named(model.named_buffers), **_constants(graph)}
         device, scale = torch.device("cpu"), 1.0 / num_microbatches
@@ -163,6 +169,8 @@ class Pipeline:
         for stage, runner in reversed(list(zip(self.stages, self.runners, strict=True))):
             with self.meter.scope((stage.index, microbatch)):
                 arrived = _received(stage, travelling)
+                if stage.rebuild.nodes:
+                    runner.recompute(microbatch)
                 sent = (runner.input_grad if split else runner.backward)(microbatch, arrived)
             travelling += _sent(stage, stage.grad_sends, sent)
             del sent

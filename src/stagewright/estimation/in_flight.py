@@ -42,6 +42,10 @@ class StageMemory:
     def backward(self) -> FunctionMemory:
         return self._of(self.stage.backward)
 
+    @cached_property
+    def rebuild(self) -> FunctionMemory:
+        return self._of(self.stage.rebuild)
+
     def _of(self, function: Function) -> FunctionMemory:
         return function_memory(function, self.stage.resident, self.stage.value)
 
@@ -208,6 +212,8 @@ class _Change:
                 self._hand_over(Kind.SEND_B, stage, self._call(memory.backward, given))
             case Kind.I:
                 self._input_grad(memory)
+            case Kind.R:
+                self._rebuild(memory)
             case Kind.W:
                 self.state.release(self._call(memory.weight_grad, self.state.held.pop(stage)).values())
             case Kind.RECV_F | Kind.RECV_B:
@@ -232,6 +238,16 @@ class _Change:
         if stage.computes_loss:
             state.take([made[stage.graph.loss]])  # for the batch
         self._hand_over(Kind.SEND_F, stage.index, made)
+
+    def _rebuild(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        held = state.held.pop(stage.index)
+        kept = {value: key for value, key in held.items() if value in stage.backward.inputs}
+        given = {value: held[value] for value in stage.rebuild.inputs}
+        state.take((*kept.values(), *given.values()))
+        state.release(held.values())
+        state.held[stage.index] = kept
+        state.held[stage.index] = kept | self._call(memory.rebuild, given)
 
     def _input_grad(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage

@@ -153,7 +153,9 @@ def _listen(
 
 def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> None:
     try:
-        watch = Stopwatch(_prepare(rank, request, store_path), request.seconds_per_figure)
+        device = _prepare(rank, request, store_path)
+        meet = dist.barrier if request.processes == request.world else _alone
+        watch = Stopwatch(device, request.seconds_per_figure, meet)
         found = Measurements()
         for name, measure in COMPUTE_PHASES.items():
             dist.barrier()
@@ -170,6 +172,10 @@ def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> 
         pipe.send(("error", traceback.format_exc(limit=-3)))
     finally:
         pipe.close()
+
+
+def _alone() -> None:
+    """Whoever measures alone has nobody to wait for."""
 
 
 def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:

@@ -69,16 +69,25 @@ def linear_fit(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[floa
 
 
 class Stopwatch:
-    """Times calls on one device, each for about `time_box_s`: host clock on a CPU, events on a GPU."""
+    """Times calls on one device, each for about `time_box_s`: host clock on a CPU, events on a GPU.
 
-    def __init__(self, device: torch.device, time_box_s: float) -> None:
+    `meet` is called in front of every figure, so that all processes take it at the same time.
+    """
+
+    def __init__(
+        self, device: torch.device, time_box_s: float, meet: Callable[[], object] = lambda: None
+    ) -> None:
         self.device = device
         self.time_box_s = time_box_s
+        self.meet = meet
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Median time of one `call`, warmed up, from samples long enough for the clock, in a fixed time
-        box.
+        """Time of one `call`, warmed up, from samples long enough for the clock, in a fixed time box.
+
+        On a GPU the median. On a CPU the mean: processes take cores, caches and memory from each other in turns
+        longer than one call, and a step, which is thousands of calls, meets the slow turns as well as the fast.
         """
+        self.meet()
         for _ in range(2):
             call()
         once = max(self._sample(call, 1), 1e-9)
@@ -87,7 +96,7 @@ class Stopwatch:
         end = time.perf_counter() + self.time_box_s
         while len(samples) < _MIN_SAMPLES or time.perf_counter() < end:
             samples.append(self._sample(call, repeats) / repeats)
-        return statistics.median(samples)
+        return (statistics.fmean if self.device.type == "cpu" else statistics.median)(samples)
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
         if self.device.type == "cpu":
@@ -128,6 +137,9 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
     """Per-operator cost: of issuing on the host, and on a GPU of the gap between kernels inside a graph."""
     device = watch.device
     x = torch.ones(1, device=device)
+    if device.type == "cpu":
+        found.host_overhead_s = _operator_overhead(watch)
+        return
     samples = []
     for _ in range(50):
         start = time.perf_counter()
@@ -136,12 +148,28 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
         samples.append((time.perf_counter() - start) / 200)
         _synchronize(device)
     found.host_overhead_s = statistics.median(samples)
-    if device.type == "cuda":
-        graph, count = torch.cuda.CUDAGraph(), 200
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(count):
-                x.add_(1)
-        found.launch_overhead_s = watch.seconds(graph.replay) / count
+    graph, count = torch.cuda.CUDAGraph(), 200
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(count):
+            x.add_(1)
+    found.launch_overhead_s = watch.seconds(graph.replay) / count
+
+
+def _operator_overhead(watch: Stopwatch) -> float:
+    """Of one operator among others that work on caches' worth of memory, as in a run: code and data are cold."""
+    small = [torch.ones(8, 8) for _ in range(64)]
+    wide = torch.ones(MIB // 4)
+    calls = (torch.add, torch.mul, torch.sub, torch.maximum, torch.mm, torch.div, torch.minimum, torch.eq)
+
+    def sweep() -> None:
+        torch.neg(wide, out=wide)
+
+    def mixed() -> None:
+        sweep()
+        for call, x in zip(calls, small, strict=False):
+            call(x, x)
+
+    return max(watch.seconds(mixed) - watch.seconds(sweep), 0.0) / len(calls)
 
 
 def measure_matmul(watch: Stopwatch, found: Measurements) -> None:
@@ -183,7 +211,7 @@ def measure_streams(watch: Stopwatch, found: Measurements) -> None:
 
 
 def measure_attention(watch: Stopwatch, found: Measurements) -> None:
-    """FLOP/s of fused attention without a mask, forward and backward."""
+    """FLOP/s of fused attention without a mask, forward and backward; of all that is computed."""
     device = watch.device
     batch, heads, length, width = ATTENTION_SHAPE[device.type]
     dtype = supported_precisions(device)[reference_precision(device.type, supported_precisions(device))]

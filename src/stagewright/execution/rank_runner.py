@@ -19,7 +19,7 @@ from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport, channel
 from stagewright.execution.weights import Weights
 from stagewright.graph.stage import Stage
-from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.action import COMPUTE, Action, Kind
 from stagewright.schedule.program import Program
 
 Inputs = Mapping[str, torch.Tensor]
@@ -148,7 +148,7 @@ class RankRunner:
 
     def _act(self, action: Action, microbatches: Sequence[Inputs], result: BatchResult) -> None:
         stage, microbatch = action.stage, action.microbatch
-        assert microbatch is not None or action.kind not in (Kind.F, Kind.B, Kind.I, Kind.W)
+        assert microbatch is not None or action.kind not in COMPUTE
         index = microbatch if microbatch is not None else -1
         match action.kind:
             case Kind.F:
@@ -161,6 +161,8 @@ class RankRunner:
                 self._hand_over("backward", stage, index, self.runners[stage].input_grad(index, cotangents))
             case Kind.W:
                 self.runners[stage].weight_grad(index)
+            case Kind.R:
+                self.runners[stage].recompute(index)
             case Kind.SEND_F:
                 self._send("forward", self._forward, (stage, _peer(action)), index)
             case Kind.SEND_B:

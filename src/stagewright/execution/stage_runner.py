@@ -49,7 +49,13 @@ class StageRunner:
         derived = {output for node in stage.derived for output in node.outputs if output is not None}
         used = {
             value
-            for function in (stage.forward, stage.input_grad, stage.weight_grad, stage.backward)
+            for function in (
+                stage.forward,
+                stage.rebuild,
+                stage.input_grad,
+                stage.weight_grad,
+                stage.backward,
+            )
             for value in (*(v for node in function.nodes for v in node.inputs), *function.outputs)
         }
         sources = set(self.resident)
@@ -63,6 +69,8 @@ class StageRunner:
         self._input_grad = self._runnable(stage.input_grad, resident, "input_grad")
         self._weight_grad = self._runnable(stage.weight_grad, resident, "weight_grad")
         self._backward = self._runnable(stage.backward, resident, "backward")
+        self._rebuild = self._runnable(stage.rebuild, resident, "rebuild")
+        self._for_backward = {*stage.backward.inputs}
 
     def _runnable(self, function: Function, resident: set[int], name: str) -> Runnable:
         return compile_function(function, resident, self.device, f"stage{self.stage.index}_{name}")
@@ -92,6 +100,14 @@ class StageRunner:
         if stage.computes_loss:
             sent[stage.graph.loss] = outputs[stage.graph.loss]
         return sent
+
+    def recompute(self, microbatch: int) -> None:
+        """R. Makes again what F did not keep for the backward; what was kept for R alone goes."""
+        held = self._held[microbatch]
+        given = {value: held[value] for value in self._rebuild.inputs}
+        self._held[microbatch] = kept = {v: tensor for v, tensor in held.items() if v in self._for_backward}
+        held.clear()
+        kept.update(self._call(self._rebuild, microbatch, given))
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """I. Takes cotangents from later stages; returns cotangents for earlier ones."""

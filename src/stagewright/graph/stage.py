@@ -4,7 +4,9 @@ Nothing is traced again. A stage's functions are
 
 * `static`, once per run: values that depend on constants only (positions, masks, rotary tables);
 * `derived`, once per step: views and casts of parameters;
-* `forward` (F), `input_grad` (I), `weight_grad` (W), and `backward` (B: I and W interleaved), once per microbatch.
+* `forward` (F), `input_grad` (I), `weight_grad` (W), and `backward` (B: I and W interleaved), once per microbatch;
+* `rebuild` (R), which makes again what a policy did not let F keep, from what it kept: the operators of F a second time,
+  on the same inputs and with the same random numbers, so that I and W cannot tell the difference.
 
 A value that several stages need travels along the chain of its consumers; its cotangent travels back along the same
 chain, so that every stage adds its contributions to the relayed cotangent in the order in which autograd would. The
@@ -16,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from stagewright.errors import PlanError
 from stagewright.graph.added import ACCUMULATE, copy, renamed
 from stagewright.graph.cutting import Cutting, Routes
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
 from stagewright.graph.locate import Located
+from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
 __all__ = ["ACCUMULATE", "Function", "Stage", "Transfer", "carve"]
@@ -61,11 +65,13 @@ class Stage:
     input_grad: Function
     weight_grad: Function
     backward: Function
+    rebuild: Function
     receives: tuple[Transfer, ...]
     sends: tuple[Transfer, ...]
     grad_receives: tuple[Transfer, ...]
     grad_sends: tuple[Transfer, ...]
-    saved: tuple[int, ...]  # what F leaves for I and W
+    saved: tuple[int, ...]  # what F leaves for R, I and W
+    offloaded: tuple[int, ...]  # those of `saved` that spend the time until the backward on the host
     relayed: tuple[int, ...]  # what I leaves for W, kept values of F included
     gradients: tuple[tuple[int, int], ...]  # parameter -> its gradient for one microbatch
     mutations: tuple[tuple[int, int], ...]
@@ -95,14 +101,19 @@ class Stage:
         )
 
 
-def carve(graph: OperatorGraph, cuts: Sequence[int]) -> list[Stage]:
+def carve(graph: OperatorGraph, cuts: Sequence[int], policies: Sequence[Policy] = ()) -> list[Stage]:
     """Cut the body at `cuts` (strictly increasing positions between 1 and ``len(body) - 1``).
+
+    `policies` has one entry per stage; none means that every stage keeps what it saves.
 
     Raises:
         PlanError: a cut is out of range, repeated, or separates an operator from the buffer it updates.
     """
     cutting = Cutting(graph, cuts)
-    carvers = [_StageCarver(cutting, index) for index in range(cutting.num_stages)]
+    if policies and len(policies) != cutting.num_stages:
+        raise PlanError(f"{len(policies)} memory policies for {cutting.num_stages} stages: give one for each")
+    chosen = policies or [KEEP] * cutting.num_stages
+    carvers = [_StageCarver(cutting, index, policy) for index, policy in enumerate(chosen)]
     return _located([carver.carve() for carver in carvers], [carver.located() for carver in carvers])
 
 
@@ -145,8 +156,9 @@ class _Nodes:
 
 
 class _StageCarver:
-    def __init__(self, cutting: Cutting, index: int) -> None:
+    def __init__(self, cutting: Cutting, index: int, policy: Policy) -> None:
         self.cutting = cutting
+        self.policy = policy
         self.graph = cutting.graph
         self.index = index
         self.added: dict[int, Value] = {}
@@ -178,7 +190,9 @@ class _StageCarver:
         both = sorted((*nodes.input_grad, *nodes.weight_grad), key=lambda node: node.id)
         backward = with_finishing(both, nodes.finishing)
         by_input_grad = {*cotangents, *_outputs(nodes.input_grad)}
-        saved = _used(backward, at_hand)
+        needed = _used(backward, at_hand)
+        rebuild = self._rebuild(nodes.forward, needed, resident)
+        saved = _distinct((*(value for value in needed if value not in rebuild.outputs), *rebuild.inputs))
         relayed = _used(weight_grad, at_hand | by_input_grad)
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
         loss = [self.graph.loss] if self.computes_loss else []
@@ -201,12 +215,14 @@ class _StageCarver:
                 _distinct((*grad_sent, *(value for value in relayed if value in by_input_grad))),
             ),
             weight_grad=Function(tuple(weight_grad), relayed, ()),
-            backward=Function(tuple(backward), _distinct((*saved, *cotangents)), tuple(grad_sent)),
+            backward=Function(tuple(backward), _distinct((*needed, *cotangents)), tuple(grad_sent)),
+            rebuild=rebuild,
             receives=self.receives,
             sends=self.sends,
             grad_receives=self.grad_receives,
             grad_sends=self.grad_sends,
             saved=saved,
+            offloaded=self._of_storages(saved, self.policy.offload),
             relayed=relayed,
             gradients=self.weights.gradients,
             mutations=self.mutations,
@@ -234,9 +250,45 @@ class _StageCarver:
             finishing=self.weights.finishing,
         )
 
+    def _rebuild(self, forward: Sequence[Node], needed: Sequence[int], resident: set[int]) -> Function:
+        """R: the nodes of F that make the values of `needed` the policy does not keep; its inputs must be saved."""
+        makers = {output: node for node in forward for output in node.outputs if output is not None}
+        fixed = set(self.copies.values())  # of buffers that have changed since
+        wanted = needed if self.policy.everything else self._of_storages(needed, self.policy.recompute)
+        made_here = [value for value in wanted if self._storage(value) in makers]
+        outputs = [value for value in made_here if self._storage(value) not in fixed]
+        kept = set(needed) - set(outputs)
+        chosen: set[int] = set()
+        inputs: dict[int, None] = {}
+        stack = list(outputs)
+        while stack:
+            value = stack.pop()
+            if value in resident:
+                continue
+            node = makers.get(value)
+            if node is None or value in kept or value in fixed:
+                inputs[value] = None
+            elif node.id not in chosen:
+                chosen.add(node.id)
+                stack.extend(node.inputs)
+        return Function(tuple(n for n in forward if n.id in chosen), tuple(sorted(inputs)), tuple(outputs))
+
+    def _storage(self, value: int) -> int:
+        return (self.added[value] if value in self.added else self.graph.values[value]).storage
+
+    def _of_storages(self, values: Iterable[int], chosen: Iterable[int]) -> tuple[int, ...]:
+        """Those of `values` that lie in a storage of one of `chosen`."""
+        storages = {self._storage(value) for value in chosen if value < len(self.graph.values)}
+        return tuple(value for value in values if self._storage(value) in storages)
+
     def _with_copies(self, nodes: _Nodes) -> _Nodes:
         """F first copies every changing buffer whose value, or a view of it, must outlast F: the next F changes it."""
-        later = {value for node in (*nodes.input_grad, *nodes.weight_grad) for value in node.inputs}
+        after = (
+            *nodes.input_grad,
+            *nodes.weight_grad,
+            *(nodes.forward if self.policy.recomputes else ()),
+        )
+        later = {value for node in after for value in node.inputs}
         lasting = (value for value in (*later, *_values(self.sends)) if value < len(self.graph.values))
         for buffer in sorted({self.graph.values[value].storage for value in lasting} & self.cutting.changing):
             self.copies[buffer] = self._fresh(replace(self.graph.values[buffer], origin=Origin.NODE))

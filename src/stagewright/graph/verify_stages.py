@@ -55,6 +55,7 @@ def _describe(stage: Stage, value: int) -> str:
 def _check_functions(stage: Stage) -> None:
     """Every function finds what it uses: given, resident or made before; and makes what it returns."""
     functions = {"F": stage.forward, "I": stage.input_grad, "W": stage.weight_grad, "B": stage.backward}
+    functions["R"] = stage.rebuild
     for name, function in functions.items():
         missing = _missing(function, stage.resident)
         if missing is not None:
@@ -64,10 +65,15 @@ def _check_functions(stage: Stage) -> None:
     for name, given in (("I", stage.input_grad.inputs), ("B", stage.backward.inputs)):
         arriving = {value for transfer in stage.grad_receives for value in transfer.values}
         for value in given:
-            if value not in arriving and value not in stage.saved:
+            if value not in arriving and value not in stage.saved and value not in stage.rebuild.outputs:
                 raise ContractError(
-                    f"stage {stage.index}: {name} takes {_describe(stage, value)}, which F did not save"
+                    f"stage {stage.index}: {name} takes {_describe(stage, value)}, which F did not save and R not rebuild"
                 )
+    for value in stage.rebuild.inputs:
+        if value not in stage.saved:
+            raise ContractError(
+                f"stage {stage.index}: R takes {_describe(stage, value)}, which F did not save"
+            )
 
 
 def _missing(function: Function, resident: Iterable[int]) -> int | None:

@@ -1,0 +1,62 @@
+"""Stages that recompute: values, gradients, buffers and live bytes are those of a plain run, whatever is recomputed."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+
+import pytest
+import test_nasty
+from torch import nn
+
+from in_turn import Batch, Outcome, Pipeline, assert_equal
+from nasty import NASTY
+from stagewright.graph import OperatorGraph
+from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.graph.stage import carve
+
+
+@functools.cache
+def prepared(name: str) -> tuple[nn.Module, OperatorGraph, list[Batch], Outcome, list[int]]:
+    model, graph, batches, plain = test_nasty.prepared(name)
+    legal = test_nasty.legal_cuts(graph)
+    return model, graph, batches, plain, legal[len(legal) // 2 :][:1]
+
+
+def check(name: str, policies: list[Policy], split: bool) -> Pipeline:
+    model, graph, batches, plain, cuts = prepared(name)
+    pipeline = Pipeline(graph, copy.deepcopy(model), cuts, len(batches), policies)
+    try:
+        outcome = pipeline.step(batches, split)
+        assert_equal(plain, outcome, test_nasty.SHARED_TOLERANCE[NASTY[name].dtype])
+    except AssertionError as error:
+        raise AssertionError(f"{name} cut at {cuts}, {policies}: {error}") from None
+    return pipeline
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("name", NASTY)
+def test_recomputing_everything_equals_plain_autograd(name: str, split: bool) -> None:
+    check(name, [RECOMPUTE_ALL] * (len(prepared(name)[-1]) + 1), split)
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_recomputing_some_values_equals_plain_autograd(name: str) -> None:
+    _, graph, _, _, cuts = prepared(name)
+    draw = random.Random(name)
+    for split in (False, True):
+        policies = [
+            Policy(recompute=frozenset(value for value in stage.saved if draw.random() < 0.5))
+            for stage in carve(graph, cuts)
+        ]
+        check(name, policies, split)
+
+
+def test_what_is_rebuilt_is_not_kept() -> None:
+    _, graph, *_ = prepared("Convolution")
+    (plain,), (stage,) = carve(graph, []), carve(graph, [], [RECOMPUTE_ALL])
+    assert stage.rebuild.nodes and set(stage.saved) <= set(stage.inputs)
+    assert set(stage.rebuild.outputs) <= set(plain.saved)
+    (kept,) = carve(graph, [], [KEEP])
+    assert kept.rebuild.nodes == () and kept.saved == plain.saved
