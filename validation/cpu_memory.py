@@ -22,7 +22,7 @@ from typing import Any
 
 from verdict import Row, arguments, show
 
-from stagewright.errors import StagewrightError
+from stagewright.errors import InputError, StagewrightError
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -60,7 +60,10 @@ def plans(models: Iterable[str], schedules: Iterable[str], num_ranks: int) -> It
                 if label != model and model != MODELS[0]:
                     continue
                 try:
-                    yield f"{label} {schedule}", plan(model, schedule, num_ranks, *sizes)
+                    wanted = plan(model, schedule, num_ranks, *sizes)
+                    if any("STEP" in text for actions in wanted.program for text in actions):
+                        raise InputError("it steps within a batch, which the executor does not")
+                    yield f"{label} {schedule}", wanted
                 except StagewrightError as error:
                     print(f"left out: {label} {schedule}: {error}", file=sys.stderr)
 

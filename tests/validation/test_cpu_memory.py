@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from cpu_memory import BAR, Measured, measure, plan
+from cpu_memory import BAR, Measured, measure, plan  # pyright: ignore[reportMissingImports]
 
 from multiprocess import run_ranks
 from stagewright.planning.plan import Plan
