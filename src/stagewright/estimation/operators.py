@@ -38,6 +38,8 @@ class Work:
     arithmetic: float = 0.0
     bytes_moved: float = 0.0
     has_rule: bool = True
+    in_blocks: float | None = None
+    """Arithmetic of an attention kernel for CPUs, which leaves out whole blocks of masked scores only."""
 
 
 KERNELS: dict[str, str] = {
@@ -49,6 +51,9 @@ KERNELS: dict[str, str] = {
 """Kernels of a CPU trace and what runs in their place on a GPU."""
 
 _FREE = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+
+CPU_BLOCK = 512
+"""Keys that PyTorch's attention for CPUs takes at once. Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp."""
 
 _STREAMING = frozenset({
     "_log_softmax", "_log_softmax_backward_data", "_native_batch_norm_legit",
@@ -233,8 +238,8 @@ def _attention(causal: int) -> Callable[[_Call], Work]:
 
     def rule(call: _Call) -> Work:
         flop = _attention_flop(call, 0, products=(1, 1))
-        share = _unmasked(call, 0, causal)
-        return Work(Kernel.ATTENTION, call.dtype, flop, flop * share, call.moved)
+        share, in_blocks = _unmasked(call, 0, causal), _unskipped(call, 0, causal)
+        return Work(Kernel.ATTENTION, call.dtype, flop, flop * share, call.moved, in_blocks=flop * in_blocks)
 
     return rule
 
@@ -244,8 +249,10 @@ def _attention_backward(causal: int) -> Callable[[_Call], Work]:
 
     def rule(call: _Call) -> Work:
         flop = _attention_flop(call, 1, products=(3, 2))
-        share = _unmasked(call, 1, causal)
-        return Work(Kernel.ATTENTION_BACKWARD, call.dtype, flop, flop * share, call.moved)
+        share, in_blocks = _unmasked(call, 1, causal), _unskipped(call, 1, causal)
+        return Work(
+            Kernel.ATTENTION_BACKWARD, call.dtype, flop, flop * share, call.moved, in_blocks=flop * in_blocks
+        )
 
     return rule
 
@@ -264,6 +271,16 @@ def _unmasked(call: _Call, query: int, causal: int) -> float:
     num_queries, num_keys = call.shape(query)[-2], call.shape(query + 1)[-2]
     full = max(0, num_queries - num_keys)
     seen = (num_queries - full) * (num_queries - full + 1) / 2 + full * num_keys
+    return seen / (num_queries * num_keys)
+
+
+def _unskipped(call: _Call, query: int, causal: int) -> float:
+    """The share of scores in blocks of `CPU_BLOCK` keys of which a causal mask leaves some."""
+    if call.argument(causal, "is_causal", False) is not True:
+        return 1.0
+    num_queries, num_keys = call.shape(query)[-2], call.shape(query + 1)[-2]
+    starts = range(0, num_queries, CPU_BLOCK)
+    seen = sum(min(start + CPU_BLOCK, num_keys) * min(CPU_BLOCK, num_queries - start) for start in starts)
     return seen / (num_queries * num_keys)
 
 

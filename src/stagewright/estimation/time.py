@@ -56,7 +56,9 @@ def kernel_seconds(found: Work, device: Device) -> float:
         forward = found.kernel is Kernel.ATTENTION
         share = device.attention_efficiency if forward else device.attention_backward_efficiency
         peak = device.peak_flops.get(_precision(found, device)) or 0.0
-        return _overlapped(found.arithmetic / (peak * share), memory)
+        on_cpu = device.kind == "cpu" and found.in_blocks is not None
+        arithmetic = found.in_blocks if on_cpu else found.arithmetic
+        return _overlapped((arithmetic or 0.0) / (peak * share), memory)
     return memory
 
 

@@ -1,0 +1,89 @@
+"""Judge predicted step times on this machine's CPU: probe it, predict, train, and compare.
+
+    python validation/cpu_time.py [--models NAME ...] [--processes 1 2] [--steps 8] [--rounds 2] [--json]
+
+Whatever else a shared machine does changes its speed within minutes, so each run lies between two probes, whose
+predictions are averaged, and the verdict is the median over models of the ratio of prediction and measurement.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from verdict import Row, arguments, show
+
+from stagewright.cluster import Cluster
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+
+BAR = 0.10
+MODELS = ("tiny-llama", "tiny-gpt2", "tiny-mixtral", "tiny-gemma", "tiny-vit", "tiny-t5")
+JOB = Job(global_batch=8, sequence_length=128, dtype="fp32")
+_WARM_UP = 2
+"""Steps in front of the timed ones: the first allocates, the second counts memory."""
+
+
+def rows(models: Sequence[str], processes: int, num_steps: int, num_rounds: int) -> Iterator[Row]:
+    """One row per model: the median over rounds of each side."""
+    from stagewright.execution.probe import probe
+
+    cores = len(os.sched_getaffinity(0))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+    pairs: dict[str, list[tuple[float, float]]] = {model: [] for model in models}
+    before = probe("cpu", processes, seconds_per_figure=0.1)
+    for _ in range(num_rounds):
+        for model in models:
+            measured = step_seconds(planned(model, before, processes), num_steps)
+            after = probe("cpu", processes, seconds_per_figure=0.1)
+            predicted = statistics.fmean(
+                planned(model, cluster, processes).predictions.step_seconds for cluster in (before, after)
+            )
+            pairs[model].append((predicted, measured))
+            print(f"{model} x {processes}: {predicted:.3f} s, measured {measured:.3f} s", file=sys.stderr)
+            before = after
+    for model, found in pairs.items():
+        ratio = statistics.median(predicted / measured for predicted, measured in found)
+        measured = statistics.median(measured for _, measured in found)
+        yield Row(f"{model} on {processes}", f"{processes} processes", ratio * measured, measured)
+
+
+def planned(model: str, cluster: Cluster, processes: int) -> Plan:
+    """A pipeline over all processes."""
+    return estimate(model, cluster, JOB, pp=processes, schedule="1f1b")
+
+
+def step_seconds(plan: Plan, num_steps: int) -> float:
+    """The mean time of a step of `plan`, trained here by processes of its own."""
+    from stagewright.execution.launch import run
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        plan.save(path)
+        record = run(path, steps=num_steps + _WARM_UP, out=Path(folder) / "run", device="cpu")
+    assert record is not None, "no launcher is around this script"
+    return statistics.fmean(record.step_seconds[_WARM_UP:])
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--processes", nargs="*", type=int, default=[1, 2])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    found = [
+        row
+        for processes in options.processes
+        for row in rows(options.models, processes, options.steps, options.rounds)
+    ]
+    show(found, BAR, "s", options.json)
+
+
+if __name__ == "__main__":
+    main()
