@@ -222,21 +222,26 @@ _T5_FEED_FORWARD = r"encoder\.block\.\d+\.layer\.1|decoder\.block\.\d+\.layer\.2
 
 @dataclass(frozen=True)
 class Family:
-    """How a measured model is built, from its batch and then its sequence length or image size (or both), and the paths
-    of the modules that its runs with activation checkpointing computed twice. Weight decay was 1e-4, and timm's own
-    default of none for its models."""
+    """How a measured model is built, from its batch and then its sequence length or image size (or both).
+
+    * `layer`: paths of the modules that its runs with activation checkpointing computed twice.
+    * `returned`: linear layers whose results the model returns beside the loss: logits, and what makes the keys and
+      values of the cache, which language models return even when they train.
+    * `decays_weights`: weight decay was 1e-4, and timm's own default of none for its models.
+    """
 
     build: Callable[..., Made]
     layer: str
+    returned: str = ""
     decays_weights: bool = True
 
 
 MODELS = {
-    "hf_GPT2": Family(gpt2, r"net\.transformer\.h\.\d+"),
-    "hf_T5": Family(t5, rf"net\..*({_T5_FEED_FORWARD}|layer_norm)$"),
+    "hf_GPT2": Family(gpt2, r"net\.transformer\.h\.\d+", r"net\.lm_head|.*attn\.c_attn"),
+    "hf_T5": Family(t5, rf"net\..*({_T5_FEED_FORWARD}|layer_norm)$", r"net\.lm_head|net\.decoder\..*\.[kv]"),
     "hf_clip": Family(clip, r"net\.(text|vision)_model\.encoder\.layers\.\d+"),
-    "llama_v3_1b": Family(llama, r"net\..*(\.mlp|norm)(?=\.|$)"),
-    "gemma_2b": Family(gemma, r"net\..*(\.mlp|norm)(?=\.|$)"),
+    "llama_v3_1b": Family(llama, r"net\..*(\.mlp|norm)(?=\.|$)", r"net\.lm_head|.*\.[kv]_proj"),
+    "gemma_2b": Family(gemma, r"net\..*(\.mlp|norm)(?=\.|$)", r"net\.lm_head|.*\.[kv]_proj"),
     "timm_vit": Family(vit, r"net\.blocks\.\d+", decays_weights=False),
     "timm_convnext_v2": Family(convnext, r"net\.stages\.\d+\.\d+\.mlp", decays_weights=False),
 }
@@ -268,3 +273,9 @@ def layers(name: str, graph: OperatorGraph) -> tuple[str, ...]:
     pattern = re.compile(MODELS[name].layer)
     found = (pattern.match(node.module) for node in graph.nodes)
     return tuple(sorted({match[0] for match in found if match}, key=len))
+
+
+def returned(name: str, graph: OperatorGraph) -> tuple[str, ...]:
+    """Paths of the modules whose results the model returns beside the loss."""
+    pattern = re.compile(MODELS[name].returned)
+    return tuple(dict.fromkeys(node.module for node in graph.nodes if pattern.fullmatch(node.module)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
 
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.allocator import Block, CachingAllocator
@@ -55,6 +56,7 @@ def find_stack(name: str) -> Stack:
     return STACKS[name]
 
 
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 _FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
 
 
@@ -87,6 +89,7 @@ def step_memory(
     stack: Stack,
     workspace_bytes: int = 0,
     checkpointed: Sequence[str] = (),
+    returned: Sequence[str] = (),
     num_steps: int = 3,
     capacity_bytes: int | None = None,
 ) -> StepMemory:
@@ -94,10 +97,15 @@ def step_memory(
 
     Args:
         workspace_bytes: the matrix library's workspace, one per thread, made in front of its first product and kept.
-        checkpointed: paths of modules that keep only their inputs and compute the rest again in the backward.
+        checkpointed: paths of modules that keep only their inputs and compute the rest again in the backward; a module
+            inside another of them belongs to the outer one, which comes first.
+        returned: paths of linear layers whose results the model returns beside the loss (logits, keys and values of a
+            cache), so that they stay until the forward is over.
         capacity_bytes: what the driver can give; None: no limit.
     """
-    replay = _Replay(graph, stack, workspace_bytes, checkpointed, CachingAllocator(capacity_bytes))
+    replay = _Replay(
+        graph, stack, workspace_bytes, checkpointed, CachingAllocator(capacity_bytes), frozenset(returned)
+    )
     for _ in range(num_steps):
         replay.step()
     allocator = replay.allocator
@@ -116,8 +124,10 @@ class _Replay:
         workspace_bytes: int,
         checkpointed: Sequence[str],
         allocator: CachingAllocator,
+        returned: frozenset[str] = frozenset(),
     ) -> None:
         self.graph = graph
+        self.returned = returned
         self.stack = stack
         self.workspace_bytes = workspace_bytes
         self.workspaces: set[bool] = set()
@@ -172,7 +182,7 @@ class _Replay:
         if inside < 0:
             return root, False
         node = call.node
-        own = self.segment.get(node.id if node.part is Part.FORWARD else node.forward, -1)
+        own = self.segment.get(node.id if node.part in _FORWARD else node.forward, -1)
         return root, own == inside and (call.again or node.part not in _FORWARD)
 
     def _last_uses(self) -> dict[Held, int]:
@@ -193,7 +203,26 @@ class _Replay:
                 first, end = ends[place]
                 inside = made.get(held, -1) >= first
                 found[held] = max(found.get(held, -1), place if inside else end)
+        forward_end = next(
+            (place for place, call in enumerate(self.calls) if call.node.part not in _FORWARD),
+            len(self.calls),
+        )
+        for held in self._until_forward_ends():
+            found[held] = max(found[held], forward_end - 1)
         return found
+
+    def _until_forward_ends(self) -> Iterator[Held]:
+        """What the model returns, and the casts of parameters that autocast keeps until its context is left.
+
+        Source: aten/src/ATen/autocast_mode.cpp, cached_cast.
+        """
+        for call in self.calls:
+            node = call.node
+            if call.again or node.part not in _FORWARD:
+                continue
+            is_result = node.module in self.returned and short_name(node.op) in _PRODUCTS
+            if is_result or _casts_parameter(self.graph, node):
+                yield from (self._held(output, call) for output in node.outputs if output is not None)
 
     def _gradients(self) -> dict[int, int]:
         """Storage of the first contribution to a gradient -> the parameter; it is freed after the step only."""
@@ -240,7 +269,7 @@ class _Replay:
     def _workspace(self, node: Node) -> None:
         """A workspace for each thread that multiplies: the one that runs the forward, and autograd's."""
         thread = node.part in _FORWARD
-        if thread not in self.workspaces and short_name(node.op) in ("mm", "addmm", "bmm", "baddbmm"):
+        if thread not in self.workspaces and short_name(node.op) in _PRODUCTS:
             self.workspaces.add(thread)
             self._make(self.workspace_bytes, "workspace")
 
@@ -276,14 +305,25 @@ def _ends(calls: Sequence[_Call]) -> list[tuple[int, int]]:
 
 
 def _segments(graph: OperatorGraph, checkpointed: Sequence[str]) -> dict[int, int]:
-    """Forward node -> which of the checkpointed modules it belongs to."""
+    """Forward node -> which of the checkpointed modules it belongs to; casts of its parameters do as well."""
+    places = {path: index for index, path in enumerate(checkpointed)}
     found: dict[int, int] = {}
     for node in graph.nodes:
-        if node.part is Part.FORWARD:
-            for index, path in enumerate(checkpointed):
-                if node.module == path or node.module.startswith(f"{path}."):
-                    found[node.id] = index
+        if node.part is Part.FORWARD or _casts_parameter(graph, node):
+            parts = node.module.split(".")
+            prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
+            outer = next((places[prefix] for prefix in prefixes if prefix in places), None)
+            if outer is not None:
+                found[node.id] = outer
     return found
+
+
+def _casts_parameter(graph: OperatorGraph, node: Node) -> bool:
+    return (
+        node.part in _FORWARD
+        and short_name(node.op) == "_to_copy"
+        and graph.values[node.inputs[0]].origin is Origin.PARAMETER
+    )
 
 
 def _with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator[_Call]:
@@ -291,7 +331,7 @@ def _with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator
     forwards: dict[int, list[Node]] = {}
     repeated: set[int] = set()
     for node in order:
-        if node.part is Part.FORWARD and node.id in segment:
+        if node.part in _FORWARD and node.id in segment:
             forwards.setdefault(segment[node.id], []).append(node)
         index = -1 if node.part in _FORWARD else segment.get(node.forward, -1)
         if index >= 0 and index not in repeated:
@@ -301,8 +341,13 @@ def _with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator
 
 
 def _in_order(graph: OperatorGraph) -> Iterator[Node]:
-    """The nodes as eager execution meets them: what the graph makes in advance is made in front of its first use."""
+    """The nodes as eager execution meets them.
+
+    What the graph makes in advance is made in front of its first use, and the gradient through it as soon as all parts of
+    it are there.
+    """
     early = {Part.STATIC, Part.DERIVED}
+    is_early = {node.id for node in graph.nodes if node.part in early}
     waiting = {
         output: node
         for node in graph.nodes
@@ -310,6 +355,8 @@ def _in_order(graph: OperatorGraph) -> Iterator[Node]:
         for output in node.outputs
         if output is not None
     }
+    late = [node for node in graph.nodes if node.part not in _FORWARD and node.forward in is_early]
+    is_late = {node.id for node in late}
     done: set[int] = set()
 
     def ready(node: Node) -> Iterator[Node]:
@@ -320,10 +367,65 @@ def _in_order(graph: OperatorGraph) -> Iterator[Node]:
                 yield from ready(maker)
                 yield maker
 
-    for node in graph.nodes:
-        if node.part not in early:
+    followers = _Followers(graph, late)
+    for group in _groups(node for node in graph.nodes if node.part not in early and node.id not in is_late):
+        for node in _by_operand(graph, group, is_early):
             yield from ready(node)
             yield node
+        for node in followers.after(group):
+            yield from ready(node)
+            yield node
+
+
+def _groups(nodes: Iterable[Node]) -> Iterator[list[Node]]:
+    """Nodes one by one, but those of one operator's backward together."""
+    for _, group in groupby(
+        nodes, lambda node: (node.part in _FORWARD, node.id if node.part in _FORWARD else node.forward)
+    ):
+        yield list(group)
+
+
+class _Followers:
+    """Nodes that run as soon as all their inputs are there."""
+
+    def __init__(self, graph: OperatorGraph, nodes: Sequence[Node]) -> None:
+        makers = {output for node in graph.nodes if node.part not in _FORWARD for output in node.outputs}
+        self.missing = {node.id: len(set(node.inputs) & makers) for node in nodes}
+        self.users: dict[int, list[Node]] = {}
+        for node in nodes:
+            for value in set(node.inputs) & makers:
+                if value is not None:
+                    self.users.setdefault(value, []).append(node)
+
+    def after(self, group: Iterable[Node]) -> Iterator[Node]:
+        for node in group:
+            for output in node.outputs:
+                ready = self.users.get(output, ()) if output is not None else ()
+                for user in ready:
+                    self.missing[user.id] -= 1
+                    if not self.missing[user.id]:
+                        yield user
+                        yield from self.after([user])
+
+
+def _by_operand(graph: OperatorGraph, group: list[Node], is_early: set[int]) -> list[Node]:
+    """One operator's backward in the order of its operands: gradients of parameters come first where they do.
+
+    Source: torch/csrc/autograd/Functions.cpp, whose generated functions compute gradients operand after operand.
+    """
+    if len(group) < 2 or group[0].part in _FORWARD:
+        return group
+    forward = graph.nodes[group[0].forward]
+    is_parameter = [
+        graph.values[value].origin is Origin.PARAMETER or graph.values[value].node in is_early
+        for value in forward.inputs
+    ]
+    if is_parameter != sorted(is_parameter, reverse=True) or all(is_parameter) or not any(is_parameter):
+        return group
+    weights = [node for node in group if node.part is Part.WEIGHT_GRAD]
+    others = [node for node in group if node.part is not Part.WEIGHT_GRAD]
+    made = {output for node in others for output in node.outputs}
+    return group if any(made & set(node.inputs) for node in weights) else weights + others
 
 
 def _in_place(graph: OperatorGraph, order: list[Node]) -> dict[int, int]:
