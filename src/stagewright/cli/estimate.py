@@ -41,6 +41,12 @@ def estimate(
     dp: DataWidth = None,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
+    stack: Annotated[
+        str, typer.Option(metavar="NAME", help="Whose execution: stagewright, or torch-eager on one device.")
+    ] = "stagewright",
+    by: Annotated[
+        str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
+    ] = None,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -59,7 +65,8 @@ def estimate(
                 memory_limit=memory_limit, pp=pp, dp=dp, microbatch=microbatch, schedule=schedule, set=settings,
             )  # fmt: skip
             plan = load_plan(subject)
-            found = estimating.estimate(plan, cluster_of(plan, cluster), report=progress)
+            on = cluster_of(plan, cluster)
+            found = estimating.estimate(plan, on, stack=stack, report=progress)
         else:
             wanted = read_job(
                 job,
@@ -68,17 +75,21 @@ def estimate(
                 dtype=dtype,
                 memory_limit=memory_limit,
             )
+            on = _cluster(cluster)
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
-                reference, _cluster(cluster), wanted, dp=dp, pp=pp, microbatch=microbatch or 1,
-                schedule=schedule or "1f1b", report=progress,
+                reference, on, wanted, dp=dp, pp=pp, microbatch=microbatch or 1,
+                schedule=schedule or "1f1b", stack=stack, report=progress,
             )  # fmt: skip
+        shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
+    from stagewright.report.breakdown import breakdown_document, breakdown_table
     from stagewright.report.plans import estimate_document, estimate_heading, memory_table, stage_table
 
     if as_json:
-        print_document(estimate_document(found))
+        print_document(estimate_document(found) | ({"breakdown": breakdown_document(shares)} if by else {}))
     else:
         show(estimate_heading(found), stage_table(found), memory_table(found))
+        show(*((breakdown_table(shares, by),) if by else ()))
 
 
 def _refuse_with_a_plan(**options: object) -> None:

@@ -6,18 +6,23 @@ from collections.abc import Callable
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
+from stagewright.estimation.breakdown import Share, breakdown
+from stagewright.estimation.stack import find_stack, step_memory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.job import Job
-from stagewright.planning.plan import ClusterSection, Plan, stage_cuts, stage_program
+from stagewright.planning.plan import ClusterSection, Plan, stage_cuts, stage_policies, stage_program
 from stagewright.planning.predict import Pipeline, pipeline, predict
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 Trace = Callable[..., OperatorGraph]
 Report = Callable[[str], None]
+
+OWN_STACK = "stagewright"
+"""The stack that `stagewright run` is."""
 
 
 def estimate(
@@ -29,6 +34,7 @@ def estimate(
     pp: int | None = None,
     microbatch: int = 1,
     schedule: str = "1f1b",
+    stack: str = OWN_STACK,
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
 ) -> Plan:
@@ -36,21 +42,41 @@ def estimate(
 
     A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
     follows from the number of devices (by default one replica), and the partition is the one a search would
-    take.
+    take. `stack` names whose execution is predicted, by default Stagewright's own.
 
     Raises:
-        InputError: widths that do not fit the cluster or the batch, or a model without a job.
+        InputError: widths that do not fit the cluster or the batch, a model without a job, a stack that is not
+            known or does not run such a configuration.
         PlanError: a plan made for another model, or more stages than legal cuts.
         TraceError: the model cannot be traced.
     """
+    if stack != OWN_STACK:
+        find_stack(stack)  # before the work that would be lost
     if isinstance(subject, Plan):
-        return _of_plan(subject, cluster, report, trace)
+        return _run_by(stack, _of_plan(subject, cluster, report, trace), cluster, report, trace)
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     choice = _choice(cluster, job, dp, pp, microbatch, schedule)
     body = _costs(_trace(reference, choice.microbatch_size, job, cluster.device.kind, report, trace), cluster)
-    return make_plan(make_candidate(body, choice, cluster, job), body, reference)
+    plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
+    return _run_by(stack, plan, cluster, report, trace)
+
+
+def estimate_breakdown(
+    plan: Plan,
+    cluster: Cluster,
+    by: str,
+    report: Report = lambda stage: None,
+    trace: Trace = cached_trace,
+) -> tuple[Share, ...]:
+    """Where the time of one microbatch of `plan` goes on `cluster`: by ``operator``, ``layer`` or ``category``.
+
+    Raises:
+        InputError: another breakdown.
+        PlanError: the model has changed since.
+    """
+    return breakdown(_costs(graph_of(plan, report, trace), cluster).costing, by)
 
 
 def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cached_trace) -> OperatorGraph:
@@ -93,8 +119,41 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
     return plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
 
 
+def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
+    """`plan` with the memory that another stack takes for it.
+
+    Ignores: that its time may differ.
+    """
+    if stack == OWN_STACK:
+        return plan
+    if (plan.pp, plan.dp, plan.num_microbatches) != (1, 1, 1):
+        raise InputError(
+            f"stack '{stack}' runs whole batches on one device, not {plan.num_microbatches} microbatches on pp "
+            f"{plan.pp} x dp {plan.dp}: give --pp 1, --dp 1 and a --microbatch of the global batch, or leave out "
+            "--stack"
+        )
+    device = cluster.device
+    workspace = 0 if device.kind == "cpu" else device.workspace_bytes
+    memory = step_memory(graph_of(plan, report, trace), find_stack(stack), workspace)
+    rank = plan.predictions.ranks[0]
+    parameters = rank.categories["parameters"]
+    changed = rank.model_copy(
+        update={
+            "allocated_peak_bytes": memory.active_peak_bytes,
+            "reserved_peak_bytes": memory.reserved_peak_bytes,
+            "categories": {"parameters": parameters, "rest": memory.active_peak_bytes - parameters},
+            "peak_at": memory.at,
+            "saved": (),
+        }
+    )
+    predictions = plan.predictions.model_copy(update={"ranks": (changed,)})
+    return plan.model_copy(update={"predictions": predictions})
+
+
 def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
-    return pipeline(body, stage_cuts(plan, body.graph), stage_program(plan), cluster, plan.job, plan.dp)
+    policies = stage_policies(plan, body.graph)
+    cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
+    return pipeline(body, cuts, program, cluster, plan.job, plan.dp, policies)
 
 
 def _trace(

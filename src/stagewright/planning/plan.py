@@ -14,10 +14,11 @@ from pydantic import Field, field_serializer, model_validator
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
-from stagewright.errors import InputError, PlanError, nearest
+from stagewright.errors import InputError, PlanError, ScheduleError, nearest
 from stagewright.graph import OperatorGraph
+from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
-from stagewright.schedule import Action, Placement, Program, verify
+from stagewright.schedule import Action, Kind, Placement, Program, verify
 
 VERSION = 1
 
@@ -92,6 +93,21 @@ def _without_sources(value: Any) -> Any:
     return value
 
 
+class StagePolicy(StrictModel):
+    """What one stage does with values it would save, by the names ``module:ordinal`` of the operators that make them."""
+
+    recompute: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+
+class SavedPrediction(StrictModel):
+    """What one stage has saved when its rank's memory is fullest: bytes over all its microbatches."""
+
+    stage: int = Field(ge=0)
+    num_microbatches: int
+    num_bytes: int
+
+
 class RankPrediction(StrictModel):
     """One pipeline rank (all its replicas are alike): seconds of computation and bytes at the peak."""
 
@@ -101,6 +117,10 @@ class RankPrediction(StrictModel):
     reserved_peak_bytes: int
     categories: dict[str, int]
     """Bytes alive at the moment of the peak, by category; they add up to `allocated_peak_bytes`."""
+    peak_at: str = ""
+    """Text of the action during which the peak is reached."""
+    saved: tuple[SavedPrediction, ...] = ()
+    """Activations saved in front of that action."""
 
 
 class StagePrediction(StrictModel):
@@ -153,9 +173,9 @@ class Plan(StrictModel):
     """Pipeline rank of every stage."""
     schedule: str
     program: tuple[tuple[str, ...], ...]
-    """Texts of the computations of every pipeline rank, in order; without transfers."""
-    memory_policy: tuple[Literal["keep"], ...]
-    """Per stage: what happens to saved values."""
+    """Texts of the computations of every pipeline rank, in order, recomputations included; without transfers."""
+    memory_policy: tuple[Literal["keep", "recompute"] | StagePolicy, ...]
+    """Per stage: keep saved values, recompute all of them before the backward, or treat some of them so."""
     predictions: Predictions
 
     @model_validator(mode="after")
@@ -247,11 +267,50 @@ def stage_cuts(plan: Plan, graph: OperatorGraph) -> list[int]:
     return found
 
 
+def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
+    """The memory policy of every stage of `plan`, in values of `graph`.
+
+    Raises:
+        PlanError: a policy names an operator that the graph does not have.
+    """
+    made = {graph.nodes[node].name: graph.nodes[node].outputs for node in graph.body}
+
+    def values(names: tuple[str, ...]) -> frozenset[int]:
+        for name in names:
+            if name not in made:
+                raise PlanError(
+                    f"a memory policy of the plan names operator '{name}', which the traced model "
+                    f"'{graph.name}' does not have{nearest(name, made)}: plan again for this model"
+                )
+        return frozenset(value for name in names for value in made[name] if value is not None)
+
+    def policy(text: str | StagePolicy) -> Policy:
+        if isinstance(text, StagePolicy):
+            return Policy(values(text.recompute), values(text.offload))
+        return RECOMPUTE_ALL if text == "recompute" else KEEP
+
+    return [policy(text) for text in plan.memory_policy]
+
+
 def stage_program(plan: Plan) -> Program:
     """The computations of one batch.
 
     Raises:
-        ScheduleError: the program does not fit the placement, is incomplete or would deadlock.
+        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not recompute
+            the stages that the memory policy says.
     """
     ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
+    wanted = {
+        stage
+        for stage, policy in enumerate(plan.memory_policy)
+        if policy == "recompute" or (isinstance(policy, StagePolicy) and policy.recompute)
+    }
+    found = {
+        part.stage for actions in ranks for action in actions for part in action.parts if part.kind is Kind.R
+    }
+    if wanted != found:
+        raise ScheduleError(
+            f"the program recomputes stages {sorted(found)} and the memory policy says {sorted(wanted)}: both must "
+            "name the same stages"
+        )
     return verify(Program(plan.schedule, Placement(plan.placement), plan.num_microbatches, ranks))

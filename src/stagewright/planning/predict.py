@@ -13,10 +13,11 @@ from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, 
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import Precision, resident_bytes
 from stagewright.estimation.time import optimizer_seconds
+from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Predictions, RankPrediction, StagePrediction
+from stagewright.planning.plan import Predictions, RankPrediction, SavedPrediction, StagePrediction
 from stagewright.schedule import Program, build, insert_communication
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline, simulate
@@ -52,10 +53,16 @@ class Pipeline:
 
 
 def pipeline(
-    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, dp: int
+    body: BodyCosts,
+    cuts: Sequence[int],
+    program: Program,
+    cluster: Cluster,
+    job: Job,
+    dp: int,
+    policies: Sequence[Policy] = (),
 ) -> Pipeline:
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
-    memories = tuple(StageMemory(stage) for stage in carve(body.graph, cuts))
+    memories = tuple(StageMemory(stage) for stage in carve(body.graph, cuts, policies))
     summaries = tuple(summarise(memory, body.costing) for memory in memories)
     return Pipeline(memories, summaries, program, cluster, job, dp)
 
@@ -80,10 +87,22 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
                 allocated_peak_bytes=memory.peak_bytes,
                 reserved_peak_bytes=reserved_bytes(memory, line.cluster),
                 categories=memory.categories,
+                peak_at=memory.at,
+                saved=_saved(memory),
             )
             for memory in memories
         ),
         stages=tuple(_stage_prediction(summary) for summary in line.summaries),
+    )
+
+
+def _saved(memory: RankMemory) -> tuple[SavedPrediction, ...]:
+    stages: dict[int, list[int]] = {}
+    for alive in memory.alive:
+        stages.setdefault(alive.stage, []).append(alive.num_bytes)
+    return tuple(
+        SavedPrediction(stage=stage, num_microbatches=len(sizes), num_bytes=sum(sizes))
+        for stage, sizes in sorted(stages.items())
     )
 
 
@@ -122,6 +141,7 @@ def run_timeline(line: Pipeline) -> Timeline:
         [summary.input_grad_s for summary in line.summaries],
         [summary.weight_grad_s for summary in line.summaries],
         backward_s=[summary.backward_s for summary in line.summaries],
+        recompute_s=[summary.rebuild_s for summary in line.summaries],
     )
     edges = stage_edges(line.stages)
     return simulate(line.program, costs, _transfers(line, edges), edges=edges)

@@ -132,12 +132,13 @@ def memory_table(plan: Plan) -> Table:
             figure(sum(count for name, count in rank.categories.items() if name not in categories), size),
             figure(rank.allocated_peak_bytes, size),
             figure(rank.reserved_peak_bytes, size),
+            rank.peak_at,
             format_seconds(rank.busy_seconds),
         )
         for rank in ranks
     ]
     names = (*(name.replace("_", " ") for name in categories), "other")
-    headings = ("rank", *names, "allocated", "reserved", "busy")
+    headings = ("rank", *names, "allocated", "reserved", "at", "busy")
     return table(f"Memory at the peak of each pipeline rank, in {unit}", headings, rows)
 
 

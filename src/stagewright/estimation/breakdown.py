@@ -1,0 +1,98 @@
+"""Where the time of one microbatch goes: by operator, by layer, or by category of kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from stagewright.errors import InputError, nearest
+from stagewright.estimation.operators import short_name, work
+from stagewright.estimation.time import Costing
+from stagewright.graph import Node, Part
+
+WAYS = ("operator", "layer", "category")
+
+_FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
+
+
+@dataclass(frozen=True)
+class Share:
+    """Operators of one name, for one microbatch through the whole model: seconds, FLOP, bytes read and written."""
+
+    name: str
+    num_calls: int
+    forward_s: float
+    backward_s: float
+    flop: float
+    bytes_moved: float
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
+    """The shares of the graph of `costing`, the largest first; layers in the order of the model.
+
+    Seconds are those of the device and, where operators are shorter than their launch, of the host: what a
+    run is bound by as a whole. Ignores: transfers and the optimizer step.
+
+    Raises:
+        InputError: `by` is none of `WAYS`.
+    """
+    if by not in WAYS:
+        raise InputError(f"no breakdown by '{by}'{nearest(by, WAYS)}: use one of {', '.join(WAYS)}")
+    graph, name = costing.graph, _naming(costing, by)
+    device_s, host_s, flop, _ = costing.arrays
+    seconds = device_s if device_s.sum() >= host_s.sum() else host_s
+    moved = _bytes_moved(costing)
+    found: dict[str, list[float]] = {name(graph.nodes[number]): [0.0] * 5 for number in graph.body}
+    for index, node in enumerate(graph.nodes):
+        sums = found.setdefault(name(node), [0.0] * 5)
+        sums[0] += 1
+        sums[1 if node.part in _FORWARD else 2] += float(seconds[index])
+        sums[3] += float(flop[index])
+        sums[4] += moved(node)
+    shares = [Share(key, int(calls), *sums) for key, (calls, *sums) in found.items()]
+    return tuple(shares if by == "layer" else sorted(shares, key=lambda share: -share.seconds))
+
+
+def layer_of(module: str) -> str:
+    """The layer that a module belongs to: its path up to the first number, or the first name.
+
+    >>> layer_of("model.layers.3.mlp.up_proj"), layer_of("model.embed_tokens"), layer_of("")
+    ('model.layers.3', 'model.embed_tokens', '(model)')
+    """
+    parts = module.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:2]) or "(model)"
+
+
+def _naming(costing: Costing, by: str) -> Callable[[Node], str]:
+    if by == "operator":
+        return lambda node: short_name(node.op)
+    if by == "layer":
+        return lambda node: layer_of(node.module)
+    values = costing.graph.values.__getitem__
+    known: dict[int, str] = {}
+
+    def category(node: Node) -> str:
+        if node.signature not in known or node.signature < 0:
+            known[node.signature] = work(node, values).kernel.value
+        return known[node.signature]
+
+    return category
+
+
+def _bytes_moved(costing: Costing) -> Callable[[Node], float]:
+    values = costing.graph.values.__getitem__
+    known: dict[int, float] = {}
+
+    def moved(node: Node) -> float:
+        if node.signature not in known or node.signature < 0:
+            known[node.signature] = work(node, values).bytes_moved
+        return known[node.signature]
+
+    return moved
