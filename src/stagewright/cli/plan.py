@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -24,6 +24,7 @@ from stagewright.cli.planning import (
     warn,
 )
 from stagewright.cli.progress import Progress
+from stagewright.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
@@ -47,6 +48,10 @@ def plan(
         list[str] | None,
         typer.Option(metavar="NAME", help="Schedules to try; repeatable; default 1f1b, gpipe."),
     ] = None,
+    recompute: Annotated[
+        str,
+        typer.Option(metavar="HOW", help="none, full, or auto: stages recompute where nothing else fits."),
+    ] = "auto",
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
@@ -66,6 +71,10 @@ def plan(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
+    if recompute not in search.RECOMPUTE:
+        raise InputError(
+            f"--recompute {recompute}{nearest(recompute, search.RECOMPUTE)}: give none, full or auto"
+        )
     target = load_cluster(cluster)
     wanted = read_job(
         job,
@@ -78,7 +87,7 @@ def plan(
     with Progress(f"planning {model}") as progress:
         found = search.plan(
             reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
-            microbatch=microbatch,
+            microbatch=microbatch, recompute=cast("search.Recompute", recompute),
         )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]

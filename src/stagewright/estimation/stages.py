@@ -29,6 +29,7 @@ class StageSummary:
     input_grad_s: float
     weight_grad_s: float
     backward_s: float
+    rebuild_s: float
     parameter_bytes: int
     num_parameters: int
     saved_bytes: int
@@ -41,7 +42,7 @@ class StageSummary:
 def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     """What the functions of a carved stage take."""
     stage = memory.stage
-    functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward)
+    functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild)
     seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
     metas = [stage.value(value).meta for value in stage.parameters]
     return StageSummary(

@@ -21,7 +21,8 @@ from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edg
 from stagewright.execution.record import RankRecord
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph.stage import Stage, carve
-from stagewright.planning.plan import Plan, stage_cuts, stage_program
+from stagewright.graph.verify_stages import verify_stages
+from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.cache import trace
@@ -93,7 +94,8 @@ class Session:
             report=report,
             **job.traced(plan.cluster.kind),
         )
-        self.stages = carve(self.graph, stage_cuts(plan, self.graph))
+        self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
+        verify_stages(self.stages)
         program = insert_communication(stage_program(plan), stage_edges(self.stages))
         report("building the weights of this rank")
         model = DeferredModel(

@@ -263,6 +263,7 @@ def reduced_plan(
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have
     else:
         names = cut_names(graph, scaled_cuts(_fractions(plan, original, report), graph))
+        plan = _without_names(plan)
     section = ModelSection(
         text=reference.text,
         overrides=dict(reference.overrides),
@@ -271,6 +272,15 @@ def reduced_plan(
     )
     changes = {"model": section, "job": job, "dp": 1, "microbatch_size": microbatch_size, "cuts": names}
     return plan.model_copy(update=changes), graph
+
+
+def _without_names(plan: Plan) -> Plan:
+    """`plan` with policies that name no operators: a stage that recomputes some values recomputes all."""
+    policies = [
+        policy if isinstance(policy, str) else "recompute" if policy.recompute else "keep"
+        for policy in plan.memory_policy
+    ]
+    return plan.model_copy(update={"memory_policy": tuple(policies)})
 
 
 def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[float]:

@@ -10,11 +10,13 @@ import numpy as np
 from stagewright.cluster import Cluster
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
+from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import ClusterSection, ModelSection, Plan, cut_names
 from stagewright.planning.predict import Pipeline, built, pipeline, predict, rank_memories, reserved_bytes
 from stagewright.schedule import Kind, Program
+from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.version import __version__
@@ -35,9 +37,12 @@ class Choice:
     microbatch_size: int
     num_microbatches: int
     schedule: str
+    recompute: bool = False
+    """Whether every stage with several microbatches in flight recomputes what it saves."""
 
     def __str__(self) -> str:
-        return f"dp {self.dp} x pp {self.pp}, microbatch {self.microbatch_size}, {self.schedule}"
+        how = f"{self.schedule}, recomputed" if self.recompute else self.schedule
+        return f"dp {self.dp} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,29 @@ class Candidate:
 
 def make_program(choice: Choice) -> Program:
     """The computations of every rank, in order."""
-    return built(choice.schedule, choice.pp, choice.num_microbatches)
+    program = built(choice.schedule, choice.pp, choice.num_microbatches)
+    return insert_recomputation(program, recomputed_stages(program)) if choice.recompute else program
+
+
+def recomputed_stages(program: Program) -> list[int]:
+    """The stages that recomputing saves memory on: those with more than one microbatch in flight.
+
+    >>> recomputed_stages(built("1f1b", 4, 8))
+    [0, 1, 2]
+    """
+    return [stage for stage, count in enumerate(in_flight(program)) if count > 1]
+
+
+def policies(program: Program) -> list[Policy]:
+    """The memory policy of every stage that `program` says: recompute everything, or keep it."""
+    recomputed = {action.stage for action in program if action.kind is Kind.R}
+    return [RECOMPUTE_ALL if stage in recomputed else KEEP for stage in range(program.num_stages)]
+
+
+def saved_counts(program: Program) -> list[int]:
+    """The most microbatches of which each stage holds all that its backward needs."""
+    recomputed = {action.stage for action in program if action.kind is Kind.R}
+    return [1 if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
 
 
 def in_flight(program: Program) -> list[int]:
@@ -139,7 +166,8 @@ def make_candidate(
 
 def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
     """`choice` with the given partition."""
-    line = pipeline(body, cuts, make_program(choice), cluster, job, choice.dp)
+    program = make_program(choice)
+    line = pipeline(body, cuts, program, cluster, job, choice.dp, policies(program))
     memories = tuple(rank_memories(line))
     fullest = max(reserved_bytes(memory, cluster) for memory in memories)
     return Candidate(choice, line, tuple(cuts), memories, fullest - job.usable_bytes(cluster.device))
@@ -148,7 +176,7 @@ def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Clu
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
     program, cluster = tried.line.program, tried.line.cluster
-    counts = in_flight(program)
+    counts = saved_counts(program)
     ends = np.array([0, *tried.cuts, body.size])
     known = np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
     limit = job.usable_bytes(cluster.device)
@@ -184,6 +212,6 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         placement=program.placement.rank_of_stage,
         schedule=choice.schedule,
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
-        memory_policy=("keep",) * program.num_stages,
+        memory_policy=tuple("recompute" if p.recomputes else "keep" for p in policies(program)),
         predictions=predict(line, body, candidate.memories),
     )

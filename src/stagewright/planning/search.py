@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -18,10 +19,10 @@ from stagewright.planning.candidate import (
     Candidate,
     Choice,
     fastest_partition,
-    in_flight,
     make_candidate,
     make_plan,
     make_program,
+    saved_counts,
 )
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
@@ -33,6 +34,8 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes, format_seconds
 
 Trace = Callable[..., OperatorGraph]
+Recompute = Literal["auto", "none", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 _HOPELESS = 1.5
 """A configuration this many times slower than the best step found is not worked out."""
@@ -69,6 +72,7 @@ def plan(
     pp: int | None = None,
     dp: int | None = None,
     microbatch: int | None = None,
+    recompute: Recompute = "auto",
     trace: Trace = cached_trace,
 ) -> Found:
     """The best plans of `model` for `cluster` and `job`.
@@ -77,6 +81,7 @@ def plan(
         report: told what the search is doing.
         schedules: names of schedule families to try.
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
+        recompute: whether stages recompute what they save: ``none``, ``full``, or ``auto``, where nothing else fits.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
 
     Raises:
@@ -85,7 +90,7 @@ def plan(
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
-    search = _Search(reference, cluster, job, report, tuple(schedules), trace)
+    search = _Search(reference, cluster, job, report, tuple(schedules), trace, recompute)
     widths = widths_of(cluster, job, pp, dp)
     for size in _microbatch_sizes(widths, job, microbatch):
         choices = [choice for width in widths for choice in search.choices(size, width)]
@@ -144,7 +149,9 @@ class _Search:
         report: Callable[[str], None],
         schedules: tuple[str, ...],
         trace: Trace,
+        recompute: Recompute,
     ) -> None:
+        self.recompute = recompute
         self.reference = reference
         self.cluster = cluster
         self.job = job
@@ -166,20 +173,22 @@ class _Search:
         if rest:
             return
         for schedule in self.schedules if pp > 1 else self.schedules[:1]:
-            yield Choice(dp, pp, size, count, schedule)
+            yield Choice(dp, pp, size, count, schedule, self.recompute == "full" and pp > 1)
 
     def work_out(self, size: int, choices: list[Choice]) -> bool:
         """Every choice with microbatches of `size` samples; false if none of them came near fitting."""
         if self.latest is not None:
             known, body = self.latest
-            choices = [choice for choice in choices if self._may_fit(choice, body, size / known)]
+            choices = self._fitting(choices, body, size / known)
         if not choices:
             return False
         body = self._trace(size)
-        choices = [choice for choice in choices if self._may_fit(choice, body, 1.0)]
+        choices = self._fitting(choices, body, 1.0)
         for choice in choices:
             self.report(str(choice))
-            self._work_out_one(choice, body)
+            if not self._work_out_one(choice, body):
+                for other in self._fitting(self._recomputed(choice), body, 1.0):
+                    self._work_out_one(other, body)
         self.without_rule |= body.costing.without_rule
         self.latest = size, body
         return bool(choices)
@@ -190,9 +199,26 @@ class _Search:
         graph = self.trace(self.reference, size, report=self.report, **job.traced(self.cluster.device.kind))
         return BodyCosts(graph, Costing(graph, self.cluster.device))
 
+    def _fitting(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> list[Choice]:
+        """The choices that may fit, recomputed where only that may."""
+        found: list[Choice] = []
+        for choice in choices:
+            if self._may_fit(choice, body, scale):
+                found.append(choice)
+            else:
+                found += [other for other in self._recomputed(choice) if self._may_fit(other, body, scale)]
+        return found
+
+    def _recomputed(self, choice: Choice) -> list[Choice]:
+        """The same choice with recomputation, if that is allowed, new and of use."""
+        if self.recompute != "auto" or choice.recompute or choice.pp == 1:
+            return []
+        other = replace(choice, recompute=True)
+        return [other] if make_program(other) != make_program(choice) else []
+
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
         """Whether state and saved values alone, the latter `scale` times those of `body`, fit in some partition."""
-        counts = [count * scale for count in in_flight(make_program(choice))]
+        counts = [count * scale for count in saved_counts(make_program(choice))]
         limit = self.job.usable_bytes(self.cluster.device)
         budget = MemoryBudget([float(limit)] * len(counts), counts)
         try:
@@ -211,23 +237,25 @@ class _Search:
             self._exclude(choice, f"no partition keeps every device within {format_bytes(limit)}")
         return False
 
-    def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:
+    def _work_out_one(self, choice: Choice, body: BodyCosts) -> bool:
+        """Adds the plan of `choice`, or why there is none; false if it lacks memory."""
         bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job)
         best = min((found.predictions.step_seconds for found in self.plans), default=math.inf)
         if bound > _HOPELESS * best:
             self._exclude(choice, f"takes at least {format_seconds(bound)} a step")
-            return
+            return True
         start, seconds = fastest_partition(body, choice, self.cluster)
         if seconds > _HOPELESS * best:
             self._exclude(choice, f"takes about {format_seconds(seconds)} a step")
-            return
+            return True
         candidate = make_candidate(body, choice, self.cluster, self.job, start)
         if candidate.excess_bytes > 0:
             self.misses.append(candidate)
             missing = candidate.excess_bytes
             self._exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
-            return
+            return False
         self.plans.append(make_plan(candidate, body, self.reference))
+        return True
 
     def _exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:
         self.excluded.append(

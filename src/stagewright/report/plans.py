@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from stagewright.planning.plan import Plan, RankPrediction
+from stagewright.planning.plan import Plan, RankPrediction, StagePolicy
 from stagewright.planning.search import Found
 from stagewright.report.tables import byte_unit, figure, plural, table, time_unit
 from stagewright.units import format_seconds
@@ -17,6 +17,12 @@ _HEADINGS = ("pp x\ndp", "stages", "micro-\nbatches", "schedule", "step", "token
 
 _LEAST_SHARE = 0.02
 """Categories of memory that are never more of a rank's peak than this are shown as one."""
+
+
+def described_schedule(plan: Plan) -> str:
+    """The schedule, and whether stages make room by recomputing or offloading."""
+    recomputes = any(policy not in ("keep", StagePolicy()) for policy in plan.memory_policy)
+    return f"{plan.schedule} +R" if recomputes else plan.schedule
 
 
 def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
@@ -34,6 +40,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "pp": plan.pp,
         "num_stages": plan.num_stages,
         "schedule": plan.schedule,
+        "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
         "microbatch_size": plan.microbatch_size,
         "num_microbatches": plan.num_microbatches,
         "allocated_peak_bytes": max(rank.allocated_peak_bytes for rank in predictions.ranks),
@@ -77,7 +84,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
             f"{plan.pp} x {plan.dp}",
             plan.num_stages,
             f"{plan.num_microbatches} of {plan.microbatch_size}",
-            plan.schedule,
+            described_schedule(plan),
             format_seconds(plan.predictions.step_seconds),
             f"{plan.predictions.tokens_per_second:,.0f}",
             f"{plan.predictions.mfu:.1%}",
@@ -112,7 +119,7 @@ def estimate_heading(plan: Plan) -> str:
     """The configuration and its time in one line."""
     predictions = plan.predictions
     return (
-        f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}, {plan.schedule}, "
+        f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}, {described_schedule(plan)}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}\n"
         f"step {format_seconds(predictions.step_seconds)}, "
         f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "
