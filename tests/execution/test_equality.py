@@ -48,6 +48,12 @@ def test_every_schedule_equals_plain() -> None:
     check_schedules("tiny-llama", 2, EVERY)
 
 
+@pytest.mark.parametrize("model", ["tiny-llama", "skip-net", "tiny-t5"])
+def test_recomputation_equals_plain(model: str) -> None:
+    """Stages that recompute everything ("+R") or some of what they save ("+r") learn the same."""
+    check_schedules(model, 2, [("1f1b+R", None), ("zb-h1+r", None), ("interleaved-zb+R", 2)])
+
+
 def check_schedules(model: str, num_ranks: int, schedules: list[tuple[str, int | None]]) -> None:
     results = run_ranks(train, num_ranks, model, schedules, timeout=180)
     for schedule, _ in schedules:
@@ -89,14 +95,22 @@ def _train_one(
 
     from stagewright.execution.rank_runner import RankRunner, stage_edges
     from stagewright.execution.weights import TiedGroups, Weights
+    from stagewright.graph.policy import RECOMPUTE_ALL, Policy
     from stagewright.graph.stage import carve
     from stagewright.schedule.families import build as build_schedule
     from stagewright.schedule.lower import insert_communication
+    from stagewright.schedule.saving import insert_recomputation
 
     cpu = torch.device("cpu")
-    program = build_schedule(schedule, num_ranks, NUM_MICROBATCHES, num_chunks)
+    family, _, recomputed = schedule.partition("+")
+    program = build_schedule(family, num_ranks, NUM_MICROBATCHES, num_chunks)
     count, num_stages = len(graph.body), program.num_stages
-    stages = carve(graph, [count * stage // num_stages for stage in range(1, num_stages)])
+    cuts = [count * stage // num_stages for stage in range(1, num_stages)]
+    stages = carve(graph, cuts)
+    if recomputed:
+        program = insert_recomputation(program, range(num_stages))
+        some = [Policy(recompute=frozenset(stage.saved[::2])) for stage in stages]
+        stages = carve(graph, cuts, [RECOMPUTE_ALL] * num_stages if recomputed == "R" else some)
     program = insert_communication(program, stage_edges(stages))
     placed = program.placement.rank_of_stage
     own = [stage for stage in stages if placed[stage.index] == rank]
