@@ -7,16 +7,17 @@ Each row is a model of `eager_models`, traced on fake tensors in the row's preci
 from __future__ import annotations
 
 import csv
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eager_models import layers, make
-from verdict import Row, arguments, show
+from eager_models import MODELS, layers, make, returned
+from verdict import Row, arguments, document, show
 
 from stagewright.cluster import load_cluster
-from stagewright.estimation.stack import find_stack, step_memory
+from stagewright.estimation.stack import find_stack, step_memory, step_seconds
 from stagewright.graph import OperatorGraph
 
 DATA = Path(__file__).parent / "data" / "h100_eager"
@@ -27,7 +28,6 @@ BARS = {
     "time": 0.10,
 }
 _DTYPES = {"FP": "float32", "MP": "float32", "HP": "float16"}
-_WORKSPACE_BYTES = 0
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,13 @@ def judge(cases: Iterable[Case]) -> dict[str, list[Row]]:
         print(f"\r{case.label:<60}", end="", file=sys.stderr, flush=True)
         graph = graph_of(case)
         paths = layers(case.model, graph) if case.checkpointed else ()
-        memory = step_memory(graph, stack, device.workspace_bytes, paths)
-        seconds = case.seconds
+        decays = MODELS[case.model].decays_weights
+        results = returned(case.model, graph)
+        memory = step_memory(graph, stack, device.workspace_bytes, paths, results, decays)
         for kind, predicted, measured in (
             ("active", memory.active_peak_bytes, case.active_bytes),
             ("reserved", memory.reserved_peak_bytes, case.reserved_bytes),
-            ("time", seconds, case.seconds),
+            ("time", step_seconds(graph, stack, device, paths, decays), case.seconds),
         ):
             found[kind].append(Row(case.label, case.group, predicted, measured))
     print("\r" + " " * 60 + "\r", end="", file=sys.stderr)
@@ -107,10 +108,14 @@ def judge(cases: Iterable[Case]) -> dict[str, list[Row]]:
 def main() -> None:
     parser = arguments(__doc__, DATA)
     options = parser.parse_args()
-    for kind, rows in judge(read(options.data)).items():
-        if not options.json:
-            print(f"== {kind}")
-        show(rows, BARS[kind], "s" if kind == "time" else "bytes", options.json)
+    found = judge(read(options.data))
+    if options.json:
+        json.dump({kind: document(rows, BARS[kind]) for kind, rows in found.items()}, sys.stdout, indent=1)
+        print()
+        return
+    for kind, rows in found.items():
+        print(f"== {kind}")
+        show(rows, BARS[kind], "s" if kind == "time" else "bytes", as_json=False)
 
 
 if __name__ == "__main__":

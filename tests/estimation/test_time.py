@@ -7,7 +7,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.state import Precision
-from stagewright.estimation.time import VIEW_SHARE, Costing, cost, kernel_seconds, optimizer_seconds
+from stagewright.estimation.time import ACCESS_S, VIEW_SHARE, Costing, cost, kernel_seconds, optimizer_seconds
 from stagewright.graph import Part
 from stagewright.tracing.cache import trace
 
@@ -47,14 +47,15 @@ def test_a_product_is_bound_by_arithmetic_or_by_memory() -> None:
         "bfloat16",
         1e15,
         1e15,
-        GPU.memory_seconds(1.0) ** -1 * GPU.matmul_seconds(1e15, "bf16"),
+        1e12 / GPU.memory_seconds(1e12) * GPU.matmul_seconds(1e15, "bf16"),
     )
     assert 1.0 < kernel_seconds(even, GPU) / GPU.matmul_seconds(1e15, "bf16") < 2.0
 
 
 def test_norms_attain_less_than_streams_where_that_is_known() -> None:
     item = Work(Kernel.NORM, "bfloat16", bytes_moved=1e9)
-    assert kernel_seconds(item, GPU) == GPU.memory_seconds(1e9)
+    plain = GPU.model_copy(update={"norm_efficiency": None})
+    assert kernel_seconds(item, plain) == GPU.memory_seconds(1e9)
     slow = GPU.model_copy(update={"norm_efficiency": GPU.memory_efficiency / 2})
     assert kernel_seconds(item, slow) == pytest.approx(2 * GPU.memory_seconds(1e9))
 
@@ -82,3 +83,20 @@ def test_the_optimizer_streams_its_state() -> None:
 @pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 18), ("float32", 16), ("float64", 32)])
 def test_bytes_of_training_state(dtype: str, expected: int) -> None:
     assert Precision.of(dtype).bytes_per_parameter == expected
+
+
+def test_ramping_up_a_product_takes_as_long_in_every_precision() -> None:
+    ramp_s = GPU.matmul_half_flop / GPU.matmul_flops("bf16")
+    for dtype in ("fp32", "bf16"):
+        assert GPU.matmul_seconds(1e12, dtype) - 1e12 / GPU.matmul_flops(dtype) == pytest.approx(ramp_s)
+
+
+def test_serial_accesses_wait_for_memory() -> None:
+    quick = Work(Kernel.MEMORY, "float32", bytes_moved=1e6)
+    slow = Work(Kernel.MEMORY, "float32", bytes_moved=1e6, serial_accesses=1000)
+    assert kernel_seconds(slow, GPU) - kernel_seconds(quick, GPU) == pytest.approx(1000 * ACCESS_S)
+
+
+def test_a_depthwise_convolution_gains_nothing_from_matrix_units() -> None:
+    half, single = (Work(Kernel.DEPTHWISE, dtype, 1e12, 1e12) for dtype in ("float16", "float32"))
+    assert kernel_seconds(half, GPU) == kernel_seconds(single, GPU) > 1e12 / GPU.matmul_flops("fp32")

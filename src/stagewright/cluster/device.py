@@ -98,7 +98,7 @@ class Device(SourcedModel):
     The efficiencies are the few constants that turn peaks into times, each with a physical meaning:
 
     * `matmul_efficiency`: fraction of the peak that a matrix product reaches when it is large.
-    * `matmul_half_flop`: size (FLOP) of a product that runs at half of that rate; below it the device is not
+    * `matmul_half_flop`: size (FLOP) of a product in bf16 that runs at half of that rate; below it the device is not
       filled. It stands for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
     * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak that fused attention
     reaches,
@@ -124,6 +124,10 @@ class Device(SourcedModel):
     attention_backward_efficiency: Fraction
     memory_efficiency: Fraction
     norm_efficiency: Fraction | None = None
+    function_rate: float | None = Field(default=None, gt=0)
+    """Exponentials, hyperbolic tangents and the like per second, beside memory traffic; None: never the bound."""
+    random_rate: float | None = Field(default=None, gt=0)
+    """Random numbers per second, beside memory traffic; None: never the bound."""
     cache_bytes: ByteCount | None = None
     """Last-level cache of the device; None where its effect is not known."""
     launch_overhead_s: Seconds
@@ -161,12 +165,22 @@ class Device(SourcedModel):
         return peak * efficiency
 
     def matmul_seconds(self, flop: float, dtype: str) -> float:
-        """Arithmetic time of one matrix product of `flop` FLOP: `(flop + matmul_half_flop) / matmul_flops`.
+        """Arithmetic time of one matrix product: that of `flop` FLOP at the full rate, and of ramping up.
+
+        Ramping up takes as long in every precision; `matmul_half_flop` states it at the rate of bf16 (or fp16, or, where
+        the device has neither, of `dtype`).
 
         Source: the saturation curve rate(x) = r x / (x + x_half) (Hockney and Jesshope, "Parallel Computers
         2", 1988: r_infinity and n_half). Ignores: the shape beyond its FLOP, memory traffic, launch.
         """
-        return (flop + self.matmul_half_flop) / self.matmul_flops(dtype) if flop else 0.0
+        if not flop:
+            return 0.0
+        known = (
+            name
+            for name in ("bf16", "fp16")
+            if self.peak_flops.get(name) and self.matmul_efficiency.get(name)
+        )
+        return flop / self.matmul_flops(dtype) + self.matmul_half_flop / self.matmul_flops(next(known, dtype))
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of a kernel that streams `num_bytes` of device memory, or of its cache. Ignores: launch."""
@@ -177,6 +191,11 @@ class Device(SourcedModel):
         return self._traffic(num_bytes) / (
             self.memory_bandwidth * (self.norm_efficiency or self.memory_efficiency)
         )
+
+    def evaluation_seconds(self, num_functions: float, num_random: float) -> float:
+        """Time to evaluate transcendental functions and draw random numbers; none where that is hidden."""
+        functions = num_functions / self.function_rate if self.function_rate else 0.0
+        return functions + (num_random / self.random_rate if self.random_rate else 0.0)
 
     def _traffic(self, num_bytes: float) -> float:
         """`num_bytes` in bytes of device memory: what the cache serves counts half.

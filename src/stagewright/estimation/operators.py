@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -26,6 +26,7 @@ class Kernel(Enum):
     MATMUL = "matmul"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention backward"
+    DEPTHWISE = "depthwise convolution"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,11 @@ class Work:
     arithmetic: float = 0.0
     bytes_moved: float = 0.0
     has_rule: bool = True
+    serial_accesses: float = 0.0
+    """Accesses to memory that one thread makes one after the other while the device waits for it."""
+    num_functions: float = 0.0
+    """Transcendental functions to evaluate; `num_random`: random numbers to draw."""
+    num_random: float = 0.0
     in_blocks: float | None = None
     """Arithmetic of an attention kernel for CPUs, which leaves out whole blocks of masked scores only."""
 
@@ -56,15 +62,16 @@ CPU_BLOCK = 512
 """Keys that PyTorch's attention for CPUs takes at once. Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp."""
 
 _STREAMING = frozenset({
-    "_log_softmax", "_log_softmax_backward_data", "_native_batch_norm_legit",
+    "_native_batch_norm_legit",
     "_native_batch_norm_legit_functional", "_safe_softmax", "_softmax", "_softmax_backward_data",
-    "_to_copy", "abs", "add", "all", "amax", "amin", "any", "arange", "argmax", "avg_pool2d",
+    "_log_softmax", "_log_softmax_backward_data",
+    "_to_copy", "abs", "add", "addcmul", "all", "amax", "amin", "any", "arange", "argmax", "avg_pool2d",
     "avg_pool2d_backward", "bernoulli", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "ceil",
     "clamp", "clamp_min", "clone", "constant_pad_nd", "copy", "cos", "cumsum", "div", "elu",
     "elu_backward", "eq", "erf", "exp", "expm1", "fill", "flip", "floor", "floor_divide", "full",
     "full_like", "gather", "ge", "gelu", "gelu_backward", "gt", "hardswish", "hardswish_backward",
-    "histc", "le", "leaky_relu", "leaky_relu_backward", "log", "log1p", "logical_and", "logical_not",
-    "logical_or", "lt", "masked_fill", "max", "max_pool2d_with_indices",
+    "histc", "isinf", "le", "leaky_relu", "leaky_relu_backward", "linalg_vector_norm", "log", "log1p", "logical_and",
+    "logical_not",    "logical_or", "lt", "masked_fill", "max", "max_pool2d_with_indices",
     "max_pool2d_with_indices_backward", "maximum", "mean", "min", "minimum", "mish", "mish_backward",
     "mul", "native_batch_norm", "native_batch_norm_backward", "native_dropout",
     "native_dropout_backward", "ne", "neg", "new_full", "new_ones", "new_zeros",
@@ -79,6 +86,13 @@ _STREAMING = frozenset({
 })  # fmt: skip
 """Operators whose time is that of the bytes they read and write once."""
 
+
+_FUNCTIONS = frozenset({
+    "_log_softmax", "_safe_softmax", "_softmax", "cos", "elu", "erf", "exp", "expm1", "gelu", "gelu_backward", "log",
+    "log1p", "mish", "sigmoid", "silu", "silu_backward", "sin", "softplus", "softplus_backward", "tan", "tanh",
+})  # fmt: skip
+_RANDOM = frozenset({"bernoulli", "native_dropout"})
+"""What evaluates a transcendental function, or draws a random number, for every element of its first result."""
 
 _NORMS = frozenset({
     "native_group_norm", "native_group_norm_backward", "native_layer_norm", "native_layer_norm_backward",
@@ -105,7 +119,15 @@ def work(node: Node, value: Lookup) -> Work:
         return rule(_Call(node, value, dtype))
     if name in _NORMS:
         return Work(Kernel.NORM, dtype, bytes_moved=_moved(node, value))
-    return Work(Kernel.MEMORY, dtype, bytes_moved=_moved(node, value), has_rule=name in _STREAMING)
+    elements = float(outputs[0].meta.num_elements) if outputs else 0.0
+    return Work(
+        Kernel.MEMORY,
+        dtype,
+        bytes_moved=_moved(node, value),
+        has_rule=name in _STREAMING,
+        num_functions=elements if name in _FUNCTIONS else 0.0,
+        num_random=elements if name in _RANDOM else 0.0,
+    )
 
 
 def short_name(op: str) -> str:
@@ -201,7 +223,12 @@ def _convolution(call: _Call) -> Work:
     flop = _convolution_flop(
         call.shape(0), call.shape(1), result.shape, bool(call.argument(6, "transposed", False))
     )
-    return call.matmul(flop)
+    return _of_channels(call.matmul(flop), call.shape(1), int(call.argument(8, "groups", 1)))
+
+
+def _of_channels(found: Work, weight: Sequence[int], groups: int) -> Work:
+    """A filter of its own for each channel makes no matrix product: matrix units stay idle."""
+    return replace(found, kernel=Kernel.DEPTHWISE) if groups > 1 and weight[1] == 1 else found
 
 
 def _convolution_backward(call: _Call) -> Work:
@@ -220,7 +247,7 @@ def _convolution_backward(call: _Call) -> Work:
         arithmetic += counted / groups  # the counter takes every channel with every other
     if not flop:
         return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
-    return call.matmul(flop, arithmetic)
+    return _of_channels(call.matmul(flop, arithmetic), weight, groups)
 
 
 def _convolution_flop(
@@ -300,6 +327,23 @@ def _scattered(call: _Call) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved + 2.0 * call.meta(0).payload_bytes)
 
 
+_LONG_TABLE_INDEX = 1000
+_ROWS_PER_THREAD = 10
+
+
+def _embedding_backward(call: _Call) -> Work:
+    """Arguments: cotangent, indices, number of rows. Rows of a short table are summed up by few threads.
+
+    Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: partial sums of ten indices each, then one thread per
+    row and column adds those of its row one after the other. Where indices are more than a thousand times the rows
+    (buckets of relative positions, of which all far ones share one) half of them are taken to mean the same row.
+    """
+    indices, rows = call.meta(1).num_elements, int(call.argument(2))
+    skewed = indices > _LONG_TABLE_INDEX * rows
+    run = indices * (0.5 if skewed else 1.0 / rows) / _ROWS_PER_THREAD
+    return replace(_scattered(call), serial_accesses=run)
+
+
 def _sorted(call: _Call) -> Work:
     """A radix sort: one pass over keys and indices per byte of the key."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
@@ -324,7 +368,7 @@ _RULES: dict[str, Callable[[_Call], Work]] = {
     "embedding": _gathered,
     "index": _gathered,
     "index_select": _gathered,
-    "embedding_dense_backward": _scattered,
+    "embedding_dense_backward": _embedding_backward,
     "index_put": _scattered,
     "index_add": _scattered,
     "sort": _sorted,

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby
 
+from stagewright.cluster import Device
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.allocator import Block, CachingAllocator
 from stagewright.estimation.operators import short_name
+from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin, Part
 
 
@@ -21,26 +23,30 @@ from stagewright.graph import Node, OperatorGraph, Origin, Part
 class Stack:
     """One way of running a training step on a single device.
 
-    * `frees_gradients`: gradients are set to none between steps, so the first backward contribution becomes the gradient.
-    * `step_copies`: how many copies of all gradients' bytes the optimizer step makes, one after the other, and frees at
-      its end.
+    * `step_copies`: copies of all gradients' bytes that are there at the height of the optimizer step, one made after the
+      other and freed at its end; weight decay makes one more.
+    * `step_passes`: times that the optimizer step reads or writes as many elements as there are parameters; weight decay
+      makes three more.
     * `num_moments`: tensors of the optimizer's state per parameter, made in the first step.
     * `adds_in_place`: cotangents of a value with several uses are added into the first of them.
     """
 
     name: str
-    frees_gradients: bool
     step_copies: int
+    step_passes: int
     num_moments: int
     adds_in_place: bool
 
 
+_DECAY_COPIES, _DECAY_PASSES = 1, 3
+
 STACKS = {
     stack.name: stack
     for stack in (
-        # torch.optim.Adam(foreach, weight decay): gradients with decay added, and the roots of the second moments.
+        # torch.optim.Adam(foreach): the roots of the second moments are a copy. It passes over elements in lerp (3), mul
+        # (2), addcmul (3), sqrt (2), div (2), add (2) and addcdiv (4); decay makes one more list.
         # Source: torch/optim/adam.py, _multi_tensor_adam; torch/csrc/autograd/input_buffer.cpp.
-        Stack("torch-eager", frees_gradients=True, step_copies=2, num_moments=2, adds_in_place=True),
+        Stack("torch-eager", step_copies=1, step_passes=18, num_moments=2, adds_in_place=True),
     )
 }
 
@@ -90,6 +96,7 @@ def step_memory(
     workspace_bytes: int = 0,
     checkpointed: Sequence[str] = (),
     returned: Sequence[str] = (),
+    decays_weights: bool = True,
     num_steps: int = 3,
     capacity_bytes: int | None = None,
 ) -> StepMemory:
@@ -101,15 +108,34 @@ def step_memory(
             inside another of them belongs to the outer one, which comes first.
         returned: paths of linear layers whose results the model returns beside the loss (logits, keys and values of a
             cache), so that they stay until the forward is over.
+        decays_weights: whether the optimizer decays weights by adding them to copies of the gradients.
         capacity_bytes: what the driver can give; None: no limit.
     """
-    replay = _Replay(
-        graph, stack, workspace_bytes, checkpointed, CachingAllocator(capacity_bytes), frozenset(returned)
-    )
+    allocator = CachingAllocator(capacity_bytes)
+    num_copies = stack.step_copies + decays_weights * _DECAY_COPIES
+    replay = _Replay(graph, stack, workspace_bytes, checkpointed, allocator, frozenset(returned), num_copies)
     for _ in range(num_steps):
         replay.step()
-    allocator = replay.allocator
     return StepMemory(allocator.peak_active_bytes, allocator.peak_reserved_bytes, replay.at, num_steps)
+
+
+def step_seconds(
+    graph: OperatorGraph,
+    stack: Stack,
+    device: Device,
+    checkpointed: Sequence[str] = (),
+    decays_weights: bool = True,
+) -> float:
+    """Time of one training step of `graph` on `device`: the device's work or the host's, whichever takes longer.
+
+    Ignores: fetching the batch; that the device waits where the host falls behind for a while only.
+    """
+    segments = _segments(graph, checkpointed)
+    nodes = [call.node for call in _with_repeats(_in_order(graph), segments)]
+    parameters = [graph.values[value] for value in graph.parameter_values]
+    num_bytes = sum(value.meta.payload_bytes for value in parameters if value.needs_grad)
+    passes = stack.step_passes + decays_weights * _DECAY_PASSES
+    return Costing(graph, device).seconds(nodes) + device.memory_seconds(passes * num_bytes)
 
 
 Held = tuple[int, bool]
@@ -125,7 +151,9 @@ class _Replay:
         checkpointed: Sequence[str],
         allocator: CachingAllocator,
         returned: frozenset[str] = frozenset(),
+        num_copies: int = 2,
     ) -> None:
+        self.num_copies = num_copies
         self.graph = graph
         self.returned = returned
         self.stack = stack
@@ -281,7 +309,7 @@ class _Replay:
                 for _ in range(self.stack.num_moments):
                     self._make(size, "optimizer state")
             self.has_state = True
-        copies = [self._make(size, "optimizer step") for _ in range(self.stack.step_copies) for size in sizes]
+        copies = [self._make(size, "optimizer step") for _ in range(self.num_copies) for size in sizes]
         for block in copies:
             self.allocator.free(block)
 

@@ -24,6 +24,14 @@ OVERLAP = 2.5
 (p = 1) and the larger (p infinite). Tiles of a product first load, then compute, then store; a device that runs few
 waves of them overlaps little. Fitted on batched products of the operator times published with Mist (EuroSys'25)."""
 
+ACCESS_S = 0.35e-6
+"""Of one access to device memory that the next one waits for. Source: pointer chasing on NVIDIA data-center GPUs finds 450
+to 800 cycles (Jia et al., arXiv 1804.06826; Luo et al., arXiv 2402.13499)."""
+
+DEPTHWISE_EFFICIENCY = 0.15
+"""Part of the float32 peak that a depthwise convolution attains: every multiply-add needs an element from the first-level
+cache, which serves a quarter of the multiply-adds, and neighbouring filters share little. A guess within that limit."""
+
 _NOT_RECOMPUTED = 4 / 5
 """Of the five products of fused attention's backward, one computes the scores again."""
 
@@ -50,7 +58,10 @@ def kernel_seconds(found: Work, device: Device) -> float:
     if found.kernel is Kernel.NORM:
         return device.norm_seconds(found.bytes_moved)
     memory = device.memory_seconds(found.bytes_moved)
-    if found.kernel is Kernel.MATMUL:
+    if found.kernel is Kernel.DEPTHWISE and device.kind == "cuda":
+        peak = device.peak_flops.get("float32") or 0.0
+        return _overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
+    if found.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
         return _overlapped(device.matmul_seconds(found.arithmetic, _precision(found, device)), memory)
     if found.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
         forward = found.kernel is Kernel.ATTENTION
@@ -59,7 +70,8 @@ def kernel_seconds(found: Work, device: Device) -> float:
         on_cpu = device.kind == "cpu" and found.in_blocks is not None
         arithmetic = found.in_blocks if on_cpu else found.arithmetic
         return _overlapped((arithmetic or 0.0) / (peak * share), memory)
-    return memory
+    evaluated = device.evaluation_seconds(found.num_functions, found.num_random)
+    return memory + evaluated + (found.serial_accesses * ACCESS_S if device.kind == "cuda" else 0.0)
 
 
 def _overlapped(arithmetic: float, memory: float) -> float:

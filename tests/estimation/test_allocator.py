@@ -1,0 +1,68 @@
+"""The model of PyTorch's caching allocator, against sequences worked out by hand from its rules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stagewright.errors import InputError
+from stagewright.estimation.allocator import CachingAllocator, rounded
+
+MIB = 2**20
+
+
+def test_a_freed_block_is_split_for_a_smaller_request() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(64 * MIB))
+    first, second = allocator.allocate(40 * MIB), allocator.allocate(24 * MIB)
+    assert (first.size, second.size, allocator.reserved_bytes) == (40 * MIB, 24 * MIB, 64 * MIB)
+
+
+def test_a_rest_of_at_most_one_mebibyte_stays_with_its_block() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(64 * MIB))
+    assert allocator.allocate(63 * MIB).size == 64 * MIB
+
+
+def test_the_best_fit_is_taken() -> None:
+    allocator = CachingAllocator()
+    large, small = allocator.allocate(100 * MIB), allocator.allocate(60 * MIB)
+    allocator.free(large)
+    allocator.free(small)
+    assert allocator.allocate(60 * MIB).address == small.address
+
+
+def test_blocks_that_grow_reserve_anew() -> None:
+    allocator = CachingAllocator()
+    for size in (20, 30, 40):
+        allocator.free(allocator.allocate(size * MIB))
+    assert allocator.peak_active_bytes == 40 * MIB
+    assert allocator.peak_reserved_bytes == 90 * MIB
+
+
+def test_cached_segments_return_to_the_driver_before_it_runs_out() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    allocator.free(allocator.allocate(60 * MIB))
+    block = allocator.allocate(80 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    with pytest.raises(InputError, match="does not fit"):
+        allocator.allocate(40 * MIB)
+    allocator.free(block)
+
+
+@given(st.lists(st.tuples(st.integers(1, 60 * MIB), st.booleans()), max_size=60))
+def test_bytes_add_up_whatever_is_allocated(requests: list[tuple[int, bool]]) -> None:
+    allocator = CachingAllocator()
+    live = []
+    for size, frees in requests:
+        live.append(allocator.allocate(size))
+        if frees:
+            allocator.free(live.pop(0))
+        assert allocator.active_bytes == sum(block.size for block in live) >= 0
+        assert allocator.reserved_bytes >= allocator.active_bytes
+        assert live == [] or live[-1].size >= rounded(size)
+    for block in live:
+        allocator.free(block)
+    allocator.release_cached()
+    assert (allocator.active_bytes, allocator.reserved_bytes) == (0, 0)
