@@ -210,6 +210,9 @@ def describe(found: list[Measurements], device_type: str, threads: int) -> Clust
         "launch_overhead_s": _median(found, "launch_overhead_s"),
         "host_overhead_s": _median(found, "host_overhead_s"),
     }
+    for name in ("function_rate", "random_rate"):
+        if all(getattr(one, name) is not None for one in found):
+            figures[name] = _median(found, name)
     guess = "guess: room for fragmentation and communication buffers"
     device = Device(
         name="local",

@@ -44,6 +44,8 @@ class Measurements:
     launch_overhead_s: float = 0.0
     attention_flops: float = 0.0
     attention_backward_flops: float = 0.0
+    function_rate: float | None = None
+    random_rate: float | None = None
     host_link_bandwidth: float = 0.0
     context_bytes: int = 0
     workspace_bytes: int = 0
@@ -210,6 +212,18 @@ def measure_streams(watch: Stopwatch, found: Measurements) -> None:
         found.host_link_bandwidth = size / max(down, up)
 
 
+def measure_evaluation(watch: Stopwatch, found: Measurements) -> None:
+    """Functions evaluated and random numbers drawn per second by a CPU, in tensors that fit its caches."""
+    if watch.device.type != "cpu":
+        return
+    x = torch.rand(2**16)
+    out = torch.empty_like(x)
+    seconds = [
+        watch.seconds(call) for call in (lambda: torch.tanh(x, out=out), lambda: torch.bernoulli(x, out=out))
+    ]
+    found.function_rate, found.random_rate = (x.numel() / one for one in seconds)
+
+
 def measure_attention(watch: Stopwatch, found: Measurements) -> None:
     """FLOP/s of fused attention, forward and backward, of all that is computed; causal on a CPU."""
     device = watch.device
@@ -321,6 +335,7 @@ COMPUTE_PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {
     "operator overhead": measure_host,
     "matrix products": measure_matmul,
     "memory bandwidth": measure_streams,
+    "functions and random numbers": measure_evaluation,
     "attention": measure_attention,
 }
 MESSAGE_PHASE = "messages"
