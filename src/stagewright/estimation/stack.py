@@ -6,17 +6,25 @@ the training loop holds on to. Validation selects a stack and computes nothing o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from itertools import groupby
 
 from stagewright.cluster import Device
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.allocator import Block, CachingAllocator
+from stagewright.estimation.eager_order import (
+    FORWARD,
+    Call,
+    added_in_place,
+    casts_parameter,
+    checkpoint_segments,
+    ends_of_backwards,
+    in_order,
+    with_repeats,
+)
 from stagewright.estimation.operators import short_name
 from stagewright.estimation.time import Costing
-from stagewright.graph import Node, OperatorGraph, Origin, Part
+from stagewright.graph import Node, OperatorGraph, Origin
 
 
 @dataclass(frozen=True)
@@ -62,16 +70,6 @@ def find_stack(name: str) -> Stack:
     return STACKS[name]
 
 
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-_FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
-
-
-class Phase(Enum):
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
-
-
 @dataclass(frozen=True)
 class StepMemory:
     """Peaks of a few steps on one device, in bytes; `at` says during which phase and operator the active peak is."""
@@ -80,14 +78,6 @@ class StepMemory:
     reserved_peak_bytes: int
     at: str
     num_steps: int
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One operator as it is run: `again` where it is the repetition of a checkpointed forward."""
-
-    node: Node
-    again: bool = False
 
 
 def step_memory(
@@ -130,13 +120,15 @@ def step_seconds(
 
     Ignores: fetching the batch; that the device waits where the host falls behind for a while only.
     """
-    segments = _segments(graph, checkpointed)
-    nodes = [call.node for call in _with_repeats(_in_order(graph), segments)]
+    segments = checkpoint_segments(graph, checkpointed)
+    nodes = [call.node for call in with_repeats(in_order(graph), segments)]
     parameters = [graph.values[value] for value in graph.parameter_values]
     num_bytes = sum(value.meta.payload_bytes for value in parameters if value.needs_grad)
     passes = stack.step_passes + decays_weights * _DECAY_PASSES
     return Costing(graph, device).seconds(nodes) + device.memory_seconds(passes * num_bytes)
 
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
 
 Held = tuple[int, bool]
 """A storage of the graph, and whether it is the one made when a checkpointed forward is repeated."""
@@ -163,10 +155,10 @@ class _Replay:
         self.at = ""
         self.peak = 0
         self.has_state = False
-        order = list(_in_order(graph))
-        self.alias = _in_place(graph, order) if stack.adds_in_place else {}
-        self.segment = _segments(graph, checkpointed)
-        self.calls = list(_with_repeats(order, self.segment))
+        order = list(in_order(graph))
+        self.alias = added_in_place(graph, order) if stack.adds_in_place else {}
+        self.segment = checkpoint_segments(graph, checkpointed)
+        self.calls = list(with_repeats(order, self.segment))
         self.last_use = self._last_uses()
         self.gradient_of = self._gradients()
         self.trainable = [value for value in graph.parameter_values if graph.values[value].needs_grad]
@@ -202,7 +194,7 @@ class _Replay:
             storage = self.alias[storage]
         return storage
 
-    def _held(self, value: int, call: _Call) -> Held:
+    def _held(self, value: int, call: Call) -> Held:
         """The storage that `call` means by `value`: inside a checkpointed module backwards and repeats use the repeat's."""
         root = self._root(value)
         maker = self.graph.values[root].node
@@ -210,8 +202,8 @@ class _Replay:
         if inside < 0:
             return root, False
         node = call.node
-        own = self.segment.get(node.id if node.part in _FORWARD else node.forward, -1)
-        return root, own == inside and (call.again or node.part not in _FORWARD)
+        own = self.segment.get(node.id if node.part in FORWARD else node.forward, -1)
+        return root, own == inside and (call.again or node.part not in FORWARD)
 
     def _last_uses(self) -> dict[Held, int]:
         """Storage -> place in the order of the call that frees it.
@@ -220,7 +212,7 @@ class _Replay:
         gradients that go out are there.
         """
         found: dict[Held, int] = {}
-        ends = _ends(self.calls)
+        ends = ends_of_backwards(self.calls)
         made: dict[Held, int] = {}
         for place, call in enumerate(self.calls):
             for output in call.node.outputs:
@@ -232,7 +224,7 @@ class _Replay:
                 inside = made.get(held, -1) >= first
                 found[held] = max(found.get(held, -1), place if inside else end)
         forward_end = next(
-            (place for place, call in enumerate(self.calls) if call.node.part not in _FORWARD),
+            (place for place, call in enumerate(self.calls) if call.node.part not in FORWARD),
             len(self.calls),
         )
         for held in self._until_forward_ends():
@@ -246,10 +238,10 @@ class _Replay:
         """
         for call in self.calls:
             node = call.node
-            if call.again or node.part not in _FORWARD:
+            if call.again or node.part not in FORWARD:
                 continue
             is_result = node.module in self.returned and short_name(node.op) in _PRODUCTS
-            if is_result or _casts_parameter(self.graph, node):
+            if is_result or casts_parameter(self.graph, node):
                 yield from (self._held(output, call) for output in node.outputs if output is not None)
 
     def _gradients(self) -> dict[int, int]:
@@ -296,7 +288,7 @@ class _Replay:
 
     def _workspace(self, node: Node) -> None:
         """A workspace for each thread that multiplies: the one that runs the forward, and autograd's."""
-        thread = node.part in _FORWARD
+        thread = node.part in FORWARD
         if thread not in self.workspaces and short_name(node.op) in _PRODUCTS:
             self.workspaces.add(thread)
             self._make(self.workspace_bytes, "workspace")
@@ -312,159 +304,3 @@ class _Replay:
         copies = [self._make(size, "optimizer step") for _ in range(self.num_copies) for size in sizes]
         for block in copies:
             self.allocator.free(block)
-
-
-def _ends(calls: Sequence[_Call]) -> list[tuple[int, int]]:
-    """For each call the first and the last place of the backward it is part of; its own place in the forward."""
-    found: list[tuple[int, int]] = []
-    begin = 0
-    while begin < len(calls):
-        node, end = calls[begin].node, begin
-        while (
-            node.part not in _FORWARD
-            and end + 1 < len(calls)
-            and calls[end + 1].node.part not in _FORWARD
-            and calls[end + 1].node.forward == node.forward
-        ):
-            end += 1
-        found += [(begin, end)] * (end + 1 - begin)
-        begin = end + 1
-    return found
-
-
-def _segments(graph: OperatorGraph, checkpointed: Sequence[str]) -> dict[int, int]:
-    """Forward node -> which of the checkpointed modules it belongs to; casts of its parameters do as well."""
-    places = {path: index for index, path in enumerate(checkpointed)}
-    found: dict[int, int] = {}
-    for node in graph.nodes:
-        if node.part is Part.FORWARD or _casts_parameter(graph, node):
-            parts = node.module.split(".")
-            prefixes = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-            outer = next((places[prefix] for prefix in prefixes if prefix in places), None)
-            if outer is not None:
-                found[node.id] = outer
-    return found
-
-
-def _casts_parameter(graph: OperatorGraph, node: Node) -> bool:
-    return (
-        node.part in _FORWARD
-        and short_name(node.op) == "_to_copy"
-        and graph.values[node.inputs[0]].origin is Origin.PARAMETER
-    )
-
-
-def _with_repeats(order: Iterable[Node], segment: Mapping[int, int]) -> Iterator[_Call]:
-    """The order in which operators run, with each checkpointed forward once more in front of its backward."""
-    forwards: dict[int, list[Node]] = {}
-    repeated: set[int] = set()
-    for node in order:
-        if node.part in _FORWARD and node.id in segment:
-            forwards.setdefault(segment[node.id], []).append(node)
-        index = -1 if node.part in _FORWARD else segment.get(node.forward, -1)
-        if index >= 0 and index not in repeated:
-            repeated.add(index)
-            yield from (_Call(again, True) for again in forwards[index])
-        yield _Call(node)
-
-
-def _in_order(graph: OperatorGraph) -> Iterator[Node]:
-    """The nodes as eager execution meets them.
-
-    What the graph makes in advance is made in front of its first use, and the gradient through it as soon as all parts of
-    it are there.
-    """
-    early = {Part.STATIC, Part.DERIVED}
-    is_early = {node.id for node in graph.nodes if node.part in early}
-    waiting = {
-        output: node
-        for node in graph.nodes
-        if node.part in early
-        for output in node.outputs
-        if output is not None
-    }
-    late = [node for node in graph.nodes if node.part not in _FORWARD and node.forward in is_early]
-    is_late = {node.id for node in late}
-    done: set[int] = set()
-
-    def ready(node: Node) -> Iterator[Node]:
-        for value in node.inputs:
-            maker = waiting.get(value)
-            if maker is not None and maker.id not in done:
-                done.add(maker.id)
-                yield from ready(maker)
-                yield maker
-
-    followers = _Followers(graph, late)
-    for group in _groups(node for node in graph.nodes if node.part not in early and node.id not in is_late):
-        for node in _by_operand(graph, group, is_early):
-            yield from ready(node)
-            yield node
-        for node in followers.after(group):
-            yield from ready(node)
-            yield node
-
-
-def _groups(nodes: Iterable[Node]) -> Iterator[list[Node]]:
-    """Nodes one by one, but those of one operator's backward together."""
-    for _, group in groupby(
-        nodes, lambda node: (node.part in _FORWARD, node.id if node.part in _FORWARD else node.forward)
-    ):
-        yield list(group)
-
-
-class _Followers:
-    """Nodes that run as soon as all their inputs are there."""
-
-    def __init__(self, graph: OperatorGraph, nodes: Sequence[Node]) -> None:
-        makers = {output for node in graph.nodes if node.part not in _FORWARD for output in node.outputs}
-        self.missing = {node.id: len(set(node.inputs) & makers) for node in nodes}
-        self.users: dict[int, list[Node]] = {}
-        for node in nodes:
-            for value in set(node.inputs) & makers:
-                if value is not None:
-                    self.users.setdefault(value, []).append(node)
-
-    def after(self, group: Iterable[Node]) -> Iterator[Node]:
-        for node in group:
-            for output in node.outputs:
-                ready = self.users.get(output, ()) if output is not None else ()
-                for user in ready:
-                    self.missing[user.id] -= 1
-                    if not self.missing[user.id]:
-                        yield user
-                        yield from self.after([user])
-
-
-def _by_operand(graph: OperatorGraph, group: list[Node], is_early: set[int]) -> list[Node]:
-    """One operator's backward in the order of its operands: gradients of parameters come first where they do.
-
-    Source: torch/csrc/autograd/Functions.cpp, whose generated functions compute gradients operand after operand.
-    """
-    if len(group) < 2 or group[0].part in _FORWARD:
-        return group
-    forward = graph.nodes[group[0].forward]
-    is_parameter = [
-        graph.values[value].origin is Origin.PARAMETER or graph.values[value].node in is_early
-        for value in forward.inputs
-    ]
-    if is_parameter != sorted(is_parameter, reverse=True) or all(is_parameter) or not any(is_parameter):
-        return group
-    weights = [node for node in group if node.part is Part.WEIGHT_GRAD]
-    others = [node for node in group if node.part is not Part.WEIGHT_GRAD]
-    made = {output for node in others for output in node.outputs}
-    return group if any(made & set(node.inputs) for node in weights) else weights + others
-
-
-def _in_place(graph: OperatorGraph, order: list[Node]) -> dict[int, int]:
-    """Sum of cotangents -> the first addend, into which autograd adds when nothing else uses it later."""
-    last = {value: place for place, node in enumerate(order) for value in node.inputs}
-    found: dict[int, int] = {}
-    for place, node in enumerate(order):
-        if node.part is not Part.INPUT_GRAD or node.op != "aten.add.Tensor" or len(node.inputs) != 2:
-            continue
-        first, output = node.inputs[0], node.outputs[0]
-        same = output is not None and graph.values[first].meta == graph.values[output].meta
-        if same and output is not None and last[first] == place and graph.values[first].storage == first:
-            found[output] = first
-    return found
