@@ -15,7 +15,10 @@ from stagewright.tracing.keys import key
 
 def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:
     """Ready the random state of every device for one operator."""
-    torch.manual_seed(key(seed, step, microbatch, draw))
+    number = key(seed, step, microbatch, draw)
+    torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes a hundred times as long
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 @contextmanager
