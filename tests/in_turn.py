@@ -163,12 +163,20 @@ class Pipeline:
             travelling += _sent(stage, stage.sends, sent)
             del inputs, sent
             self._check(stage, microbatch, "F", stage.held_bytes(stage.saved))
+            if stage.offloaded:
+                with self.meter.scope((stage.index, microbatch)):
+                    runner.offload(microbatch)
+                away = set(stage.offloaded)
+                kept = stage.held_bytes(value for value in stage.saved if value not in away)
+                self._check(stage, microbatch, "OFFLOAD", kept)
 
     def backward(self, microbatch: int, split: bool) -> None:
         travelling: list[Parcel] = []
         for stage, runner in reversed(list(zip(self.stages, self.runners, strict=True))):
             with self.meter.scope((stage.index, microbatch)):
                 arrived = _received(stage, travelling)
+                if stage.offloaded:
+                    runner.fetch(microbatch)
                 if stage.rebuild.nodes:
                     runner.recompute(microbatch)
                 sent = (runner.input_grad if split else runner.backward)(microbatch, arrived)

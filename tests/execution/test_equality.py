@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -50,11 +51,13 @@ def test_every_schedule_equals_plain() -> None:
 
 @pytest.mark.parametrize("model", ["tiny-llama", "skip-net", "tiny-t5"])
 def test_recomputation_equals_plain(model: str) -> None:
-    """Stages that recompute everything ("+R") or some of what they save ("+r") learn the same."""
-    check_schedules(model, 2, [("1f1b+R", None), ("zb-h1+r", None), ("interleaved-zb+R", 2)])
+    """Stages that recompute everything ("+R"), or some of what they save ("+r"), or offload it ("+o") learn the same."""
+    check_schedules(
+        model, 2, [("1f1b+R", None), ("zb-h1+r", None), ("interleaved-zb+R", 2), ("gpipe+o", None)]
+    )
 
 
-def check_schedules(model: str, num_ranks: int, schedules: list[tuple[str, int | None]]) -> None:
+def check_schedules(model: str, num_ranks: int, schedules: Sequence[tuple[str, int | None]]) -> None:
     results = run_ranks(train, num_ranks, model, schedules, timeout=180)
     for schedule, _ in schedules:
         names: set[str] = set()
@@ -68,7 +71,9 @@ def check_schedules(model: str, num_ranks: int, schedules: list[tuple[str, int |
         assert names == set(results[0]["trained"])
 
 
-def train(rank: int, num_ranks: int, model: str, schedules: list[tuple[str, int | None]]) -> dict[str, Any]:
+def train(
+    rank: int, num_ranks: int, model: str, schedules: Sequence[tuple[str, int | None]]
+) -> dict[str, Any]:
     """One batch under each schedule on this rank, compared with plain autograd over the same microbatches."""
     import torch.distributed as dist
 
@@ -99,18 +104,21 @@ def _train_one(
     from stagewright.graph.stage import carve
     from stagewright.schedule.families import build as build_schedule
     from stagewright.schedule.lower import insert_communication
-    from stagewright.schedule.saving import insert_recomputation
+    from stagewright.schedule.saving import insert_offloading, insert_recomputation
 
     cpu = torch.device("cpu")
-    family, _, recomputed = schedule.partition("+")
+    family, _, policy = schedule.partition("+")
     program = build_schedule(family, num_ranks, NUM_MICROBATCHES, num_chunks)
     count, num_stages = len(graph.body), program.num_stages
     cuts = [count * stage // num_stages for stage in range(1, num_stages)]
     stages = carve(graph, cuts)
-    if recomputed:
+    if policy == "o":
+        program = insert_offloading(program, range(num_stages))
+        stages = carve(graph, cuts, [Policy(offload=frozenset(stage.saved)) for stage in stages])
+    elif policy:
         program = insert_recomputation(program, range(num_stages))
         some = [Policy(recompute=frozenset(stage.saved[::2])) for stage in stages]
-        stages = carve(graph, cuts, [RECOMPUTE_ALL] * num_stages if recomputed == "R" else some)
+        stages = carve(graph, cuts, some if policy == "r" else [RECOMPUTE_ALL] * num_stages)
     program = insert_communication(program, stage_edges(stages))
     placed = program.placement.rank_of_stage
     own = [stage for stage in stages if placed[stage.index] == rank]

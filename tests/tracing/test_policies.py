@@ -53,6 +53,17 @@ def test_recomputing_some_values_equals_plain_autograd(name: str) -> None:
         check(name, policies, split)
 
 
+@pytest.mark.parametrize("name", NASTY)
+def test_offloading_and_recomputing_equal_plain_autograd(name: str) -> None:
+    """A third of the values stays, a third is recomputed, a third goes to the host; also all of them to the host."""
+    _, graph, _, _, cuts = prepared(name)
+    stages = carve(graph, cuts)
+    for split in (False, True):
+        mixed = [Policy(frozenset(stage.saved[::3]), frozenset(stage.saved[1::3])) for stage in stages]
+        check(name, mixed, split)
+    check(name, [Policy(offload=frozenset(stage.saved)) for stage in stages], split=False)
+
+
 def test_what_is_rebuilt_is_not_kept() -> None:
     _, graph, *_ = prepared("Convolution")
     (plain,), (stage,) = carve(graph, []), carve(graph, [], [RECOMPUTE_ALL])

@@ -93,13 +93,15 @@ class _State:
     waiting: dict[Channel, dict[int, Key]] = field(default_factory=dict)
     posted: dict[Channel, list[tuple[Message, Key]]] = field(default_factory=dict)
     sending: dict[Channel, list[Key]] = field(default_factory=dict)
+    away: dict[int, tuple[dict[int, int], tuple[int, ...]]] = field(default_factory=dict)
+    """Stage -> the storage that each value on the host lies in, and the bytes of those storages."""
     live: int = 0
     next_key: int = 0
 
     def copied(self) -> _State:
         """What is inside the inner collections is never changed, only replaced."""
         other = copy(self)
-        for name in ("size", "references", "held", "waiting", "posted", "sending"):
+        for name in ("size", "references", "held", "waiting", "posted", "sending", "away"):
             setattr(other, name, dict(getattr(self, name)))
         return other
 
@@ -214,6 +216,10 @@ class _Change:
                 self._input_grad(memory)
             case Kind.R:
                 self._rebuild(memory)
+            case Kind.OFFLOAD:
+                self._offload(memory)
+            case Kind.FETCH:
+                self._fetch(memory)
             case Kind.W:
                 self.state.release(self._call(memory.weight_grad, self.state.held.pop(stage)).values())
             case Kind.RECV_F | Kind.RECV_B:
@@ -238,6 +244,25 @@ class _Change:
         if stage.computes_loss:
             state.take([made[stage.graph.loss]])  # for the batch
         self._hand_over(Kind.SEND_F, stage.index, made)
+
+    def _offload(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        held = state.held[stage.index]
+        moved = {value: held[value] for value in stage.offloaded if value in held}
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(moved.values()))}
+        sizes = tuple(state.size[key] for key in numbers)
+        state.away[stage.index] = {value: numbers[key] for value, key in moved.items()}, sizes
+        state.held[stage.index] = {value: key for value, key in held.items() if value not in moved}
+        state.release(moved.values())
+
+    def _fetch(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        places, sizes = state.away.pop(stage.index)
+        keys = [state.new(size) for size in sizes]
+        back = {value: keys[place] for value, place in places.items()}
+        state.take(back.values())
+        state.held[stage.index] = state.held[stage.index] | back
+        self._observe()
 
     def _rebuild(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from stagewright.execution.host import HostStore
 from stagewright.execution.random import reseed
 from stagewright.execution.weights import Weights
 from stagewright.graph.stage import Function, Stage
@@ -41,6 +42,7 @@ class StageRunner:
         self.resident[stage.graph.seed] = cotangent
         self._held: dict[int, Tensors] = {}
         self._microbatch = 0
+        self.host = HostStore(device)
         self._compile()
 
     def _compile(self) -> None:
@@ -101,8 +103,18 @@ class StageRunner:
             sent[stage.graph.loss] = outputs[stage.graph.loss]
         return sent
 
+    def offload(self, microbatch: int) -> None:
+        """OFFLOAD. Moves what the policy says of the saved values to the host."""
+        held = self._held[microbatch]
+        self.host.put(microbatch, {value: held.pop(value) for value in self.stage.offloaded if value in held})
+
+    def fetch(self, microbatch: int) -> None:
+        """FETCH. Starts to bring back what OFFLOAD moved."""
+        self._held[microbatch].update(self.host.get(microbatch))
+
     def recompute(self, microbatch: int) -> None:
         """R. Makes again what F did not keep for the backward; what was kept for R alone goes."""
+        self.host.settle(microbatch)
         held = self._held[microbatch]
         given = {value: held[value] for value in self._rebuild.inputs}
         self._held[microbatch] = kept = {v: tensor for v, tensor in held.items() if v in self._for_backward}
@@ -111,6 +123,7 @@ class StageRunner:
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """I. Takes cotangents from later stages; returns cotangents for earlier ones."""
+        self.host.settle(microbatch)
         available = self._held.pop(microbatch)
         available.update(cotangents)
         cotangents.clear()
@@ -128,6 +141,7 @@ class StageRunner:
 
     def backward(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """B: I and W in one, freeing saved values as it goes."""
+        self.host.settle(microbatch)
         inputs = self._held.pop(microbatch)
         inputs.update(cotangents)
         cotangents.clear()

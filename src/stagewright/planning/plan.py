@@ -308,6 +308,23 @@ def stage_program(plan: Plan) -> Program:
     found = {
         part.stage for actions in ranks for action in actions for part in action.parts if part.kind is Kind.R
     }
+    offloaded = {
+        stage
+        for stage, policy in enumerate(plan.memory_policy)
+        if isinstance(policy, StagePolicy) and policy.offload
+    }
+    moved = {
+        part.stage
+        for actions in ranks
+        for action in actions
+        for part in action.parts
+        if part.kind is Kind.OFFLOAD
+    }
+    if not moved <= offloaded:
+        raise ScheduleError(
+            f"the program offloads stages {sorted(moved)} and the memory policy says {sorted(offloaded)}: name what they "
+            "offload"
+        )
     if wanted != found:
         raise ScheduleError(
             f"the program recomputes stages {sorted(found)} and the memory policy says {sorted(wanted)}: both must "

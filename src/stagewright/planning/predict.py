@@ -136,12 +136,16 @@ def _peak(line: Pipeline) -> float:
 
 def run_timeline(line: Pipeline) -> Timeline:
     """When the computations of one batch run."""
+    link = line.cluster.device.host_link_bandwidth
+    moved = [summary.offloaded_bytes / link for summary in line.summaries]
     costs = StageCosts.of(
         [summary.forward_s for summary in line.summaries],
         [summary.input_grad_s for summary in line.summaries],
         [summary.weight_grad_s for summary in line.summaries],
         backward_s=[summary.backward_s for summary in line.summaries],
         recompute_s=[summary.rebuild_s for summary in line.summaries],
+        offload_s=moved,
+        fetch_s=moved,
     )
     edges = stage_edges(line.stages)
     return simulate(line.program, costs, _transfers(line, edges), edges=edges)

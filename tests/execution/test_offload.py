@@ -1,0 +1,43 @@
+"""A plan that offloads trains as predicted, to the byte."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+
+from stagewright.cluster import load_cluster
+from stagewright.execution.launch import run
+from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.plan import StagePolicy, load_plan
+from stagewright.planning.predict import rank_memories
+from stagewright.schedule.saving import insert_offloading
+
+
+@pytest.mark.multiprocess
+def test_an_offloading_plan_uses_the_memory_that_was_predicted(tmp_path: Path) -> None:
+    kept = make_plan(tmp_path / "kept.json", schedule="gpipe", num_steps=2, num_microbatches=6)
+    cluster = load_cluster("2x-h100")
+    line = line_of(kept, cluster)
+    names = tuple(
+        line.stages[0].graph.nodes[node].name
+        for node in line.stages[0].graph.body[line.stages[0].start : line.stages[0].stop]
+    )
+    program = insert_offloading(line.program, [0])
+    plan = kept.model_copy(
+        update={
+            "memory_policy": (StagePolicy(offload=names), "keep"),
+            "program": tuple(tuple(map(str, actions)) for actions in program.ranks),
+        }
+    )
+    plan = estimate(plan, cluster)
+    plan.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    before, after = (rank_memories(line_of(one, cluster))[0].peak_bytes for one in (kept, plan))
+    assert after < before
+    record = run(tmp_path / "plan.json", steps=2, out=tmp_path / "run")
+    assert record is not None
+    measured = [rank.allocated_peak_bytes for rank in record.ranks]
+    predicted = [rank.allocated_peak_bytes for rank in plan.predictions.ranks]
+    assert measured == pytest.approx(predicted, rel=1e-3)
