@@ -21,7 +21,9 @@ from stagewright.graph.stage import Stage
 from stagewright.schedule import Action, Kind, Program
 
 _SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-_MOVES = frozenset({Kind.OFFLOAD, Kind.FETCH, Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *_SENDS})
+_MOVES = frozenset(
+    {Kind.OFFLOAD, Kind.FETCH, Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *_SENDS}
+)
 
 
 @dataclass(frozen=True, slots=True)
