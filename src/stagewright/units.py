@@ -53,12 +53,14 @@ def format_bytes(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """
-    >>> format_seconds(12.345), format_seconds(20.0), format_seconds(0.01234), format_seconds(4.2e-5)
+    >>> format_seconds(12.345), format_seconds(20.01), format_seconds(0.01234), format_seconds(4.2e-5)
     ('12.3 s', '20.0 s', '12.3 ms', '42.0 us')
+    >>> format_seconds(9.0)  # a whole number, as of schedules in units of time
+    '9 s'
     """
     magnitude = abs(seconds)
     if magnitude >= 1:
-        digits = 2 if magnitude < 9.995 else 1 if magnitude < 99.95 else 0
+        digits = 0 if seconds == round(seconds) or magnitude >= 99.95 else 1 if magnitude >= 9.995 else 2
         return f"{seconds:.{digits}f} s"
     if magnitude >= MILLI:
         return f"{seconds / MILLI:.1f} ms"

@@ -67,7 +67,7 @@ def test_an_svg_draws_and_labels_every_computation(theme: str) -> None:
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert [texts.count(f"F{m}") for m in range(8)] == [4] * 8
     assert [texts.count(f"B{m}") for m in range(8)] == [4] * 8
-    assert f"1f1b: 37.0 s, bubble {timeline.bubble_fraction:.1%}" in texts
+    assert f"1f1b: 37 s, bubble {timeline.bubble_fraction:.1%}" in texts
     filled = [path for group in root.iter(f"{SVG}g") if group.get("fill") for path in group]
     assert len(filled) == 64
 
