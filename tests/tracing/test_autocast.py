@@ -19,6 +19,10 @@ BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 
 def test_the_operators_with_rules_are_those_torch_has_rules_for() -> None:
     theirs = {name for name in private.operator_names() if private.has_autocast_kernel(name, "CUDA")}
+    theirs -= {"_cudnn_rnn"}  # of builds with CUDA alone; a trace on the CPU never meets it
+    theirs -= {
+        name for name in theirs if "imname" in name or ".names_" in name
+    }  # named tensors, until torch 2.12
     assert theirs <= set(CUDA_RULES), "torch has new rules for CUDA's autocast: update tracing/autocast.py"
 
 
