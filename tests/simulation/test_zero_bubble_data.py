@@ -59,7 +59,7 @@ def test_automatic_schedules_have_no_larger_bubbles_than_published(row, factor):
     p, m = int(row["p"]), int(row["m"])
     *times, transfer = numbers(row, "T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms")
     published = float(row[f"bubble_ZB_{factor}p"])
-    good_enough = m * sum(times) / (1 - published)
+    good_enough = m * sum(times) / (1 - published - 4e-5)  # published with four digits
     held = next(
         float(r["mem_W_fraction"]) for r in REFERENCE if int(r["p"]) == p and r["case"].startswith("paper")
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, product
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.automatic.kernels import (
+    TINY,
     Costs,
     FillRule,
     Floats,
@@ -20,6 +21,7 @@ from stagewright.schedule.automatic.kernels import (
     improve,
     time_order,
 )
+from stagewright.schedule.automatic.limits import one_microbatch, shortest_possible, smaller_limits
 from stagewright.schedule.automatic.patterns import (
     Order,
     gap_choices,
@@ -98,6 +100,9 @@ def automatic(
     ends early when it reaches `good_enough_s`. One seed, one result. Both numbers may be lowered where many
     schedules are compared.
 
+    More memory never makes the result longer: what a search finds under a smaller limit, in steps of half
+    of what a microbatch needs, is kept where it is shorter. (Limits between two steps may differ.)
+
     Source: the aim and the filling of gaps follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
     section 3 (arXiv 2401.10241); the patterns Qi et al. 2024, "Pipeline Parallelism with Controllable
     Memory" (arXiv 2405.15362).
@@ -108,11 +113,11 @@ def automatic(
     """
     costs = _costs(placement, times, memory_limit)
     aim = Aim(by_span, num_moves, num_patterns, good_enough_s, seed)
-    found = _search(placement, num_microbatches, costs, aim)
+    found = _best_within(placement, num_microbatches, costs, aim)
     if found is None:
         raise ScheduleError(
             f"{name}: no order of {num_microbatches} microbatches fits a memory limit of {memory_limit}; "
-            f"one microbatch alone needs {_one_microbatch(costs)}"
+            f"one microbatch alone needs {one_microbatch(costs)}"
         )
     return _program(name, placement, num_microbatches, found)
 
@@ -128,8 +133,26 @@ class Aim:
     seed: int
 
 
-def _search(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim) -> Out | None:
-    """The best complete order found, or ``None`` when none fits the memory."""
+def _best_within(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim) -> Out | None:
+    """The best complete order of a search under the limit and under smaller ones.
+
+    A search does not find the best, and may find less with more memory.
+    """
+    best_s, best = np.inf, None
+    for limit in chain([costs.limit], smaller_limits(costs, num_microbatches)):
+        limited = costs._replace(limit=limit)
+        least_s = shortest_possible(limited, num_microbatches, aim.by_span)
+        if best_s <= max(aim.good_enough_s, least_s + TINY):
+            break
+        enough = replace(aim, good_enough_s=max(aim.good_enough_s, least_s))
+        found_s, found = _search(placement, num_microbatches, limited, enough)
+        if found_s < best_s - TINY:
+            best_s, best = found_s, found
+    return best
+
+
+def _search(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim) -> tuple[float, Out | None]:
+    """The seconds of the best complete order found and the order, ``None`` when none fits the memory."""
     starts = chain(
         _handmade(placement, num_microbatches),
         _built(costs, num_microbatches),
@@ -137,7 +160,7 @@ def _search(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim)
     )
     finalists = _best_starts(starts, costs, num_microbatches, aim)
     if not finalists:
-        return None
+        return np.inf, None
     best_s, _, order, rule = finalists[0]
     for place, (_, _, (passes, stages), start_rule) in enumerate(finalists):
         if best_s <= aim.good_enough_s:
@@ -155,7 +178,7 @@ def _search(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim)
         )
         if reached < best_s:
             best_s, order, rule = reached, moved, start_rule
-    return time_order(*order, num_microbatches, costs, rule)[2]
+    return best_s, time_order(*order, num_microbatches, costs, rule)[2]
 
 
 def _best_starts(
@@ -230,12 +253,6 @@ def _costs(placement: Placement, times: StageTimes, memory_limit: float | Floats
         held=np.asarray(times.held, np.float64),
         limit=np.broadcast_to(np.asarray(memory_limit, np.float64), placement.num_ranks).copy(),
     )
-
-
-def _one_microbatch(costs: Costs) -> float:
-    memory = np.zeros(len(costs.limit))
-    np.add.at(memory, costs.rank, costs.saved)
-    return float(memory.max())
 
 
 def _program(name: str, placement: Placement, num_microbatches: int, out: Out) -> Program:
