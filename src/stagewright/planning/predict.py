@@ -232,16 +232,16 @@ def lower_bound_seconds(body: BodyCosts, num_microbatches: int, pp: int, job: Jo
 def rank_memories(line: Pipeline) -> list[RankMemory]:
     """The memory of every pipeline rank over one batch, by replay of the lowered program."""
     program = shortened(line.program)
-    lowered = _lowered(program, stage_edges(line.stages))
+    with_transfers = lowered(program, stage_edges(line.stages))
     left_out = line.program.num_microbatches - program.num_microbatches
     return [
-        replay_rank(line.memories, lowered, rank, resident_bytes(line.stages_of(rank)), left_out)
+        replay_rank(line.memories, with_transfers, rank, resident_bytes(line.stages_of(rank)), left_out)
         for rank in range(line.pp)
     ]
 
 
 @lru_cache(maxsize=8)
-def _lowered(program: Program, edges: tuple[Edge, ...]) -> Program:
+def lowered(program: Program, edges: tuple[Edge, ...]) -> Program:
     """With transfers; kept, because every partition of a search has the same few programs."""
     return insert_communication(program, edges)
 

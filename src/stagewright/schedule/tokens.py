@@ -146,7 +146,7 @@ class Rules:
                 posted = (Token(_POSTED[kind], stage, microbatch, peer),) if self.sends_block else ()
                 return (Token(_OUT[kind], stage, microbatch, peer), *posted)
             case Kind.OFFLOAD:
-                return (Token(What.ACTIVATIONS, stage, microbatch),)
+                return (Token(self._saved(stage), stage, microbatch),)
             case Kind.FETCH:
                 return (Token(What.OFFLOADED, stage, microbatch),)
             case Kind.RELEASE:
@@ -168,10 +168,11 @@ class Rules:
         kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
         match kind:
             case Kind.F:
-                saved = What.CHECKPOINT if stage in self.recomputed else What.ACTIVATIONS
                 values = (self._made(Kind.F, stage, c, microbatch) for c in self.consumers[stage])
-                return (*values, Token(saved, stage, microbatch))
-            case Kind.R | Kind.FETCH:
+                return (*values, Token(self._saved(stage), stage, microbatch))
+            case Kind.FETCH:
+                return (Token(self._saved(stage), stage, microbatch),)
+            case Kind.R:
                 return (Token(What.ACTIVATIONS, stage, microbatch),)
             case Kind.I | Kind.B:
                 gradients = (self._made(Kind.B, stage, a, microbatch) for a in self.producers[stage])
@@ -202,7 +203,7 @@ class Rules:
         return _flat(self._drops(part) for part in action.parts)
 
     def _drops(self, action: Action) -> tuple[Token, ...]:
-        dropped = _DROPS.get(action.kind)
+        dropped = self._saved(action.stage) if action.kind is Kind.OFFLOAD else _DROPS.get(action.kind)
         if dropped is None:
             return ()
         return (
@@ -230,6 +231,10 @@ class Rules:
         return tuple(
             tuple(c for a, c in self.edges if a == stage) for stage in range(len(self.rank_of_stage))
         )
+
+    def _saved(self, stage: int) -> What:
+        """What a forward leaves: all that the backward uses, or what that is recomputed from."""
+        return What.CHECKPOINT if stage in self.recomputed else What.ACTIVATIONS
 
     def _weights(self, stage: int) -> tuple[Token, ...]:
         return (Token(What.WEIGHTS, stage),) if stage in self.sharded else ()
@@ -265,7 +270,6 @@ _DROPS = {
     Kind.B: What.ACTIVATIONS,
     Kind.W: What.HELD,
     Kind.R: What.CHECKPOINT,
-    Kind.OFFLOAD: What.ACTIVATIONS,
     Kind.FETCH: What.OFFLOADED,
     Kind.RELEASE: What.WEIGHTS,
     Kind.REDUCE: What.ACCUMULATED,

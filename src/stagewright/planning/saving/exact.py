@@ -1,0 +1,115 @@
+"""The best choice by an integer program: an option for small stages, and what the greedy choice is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from stagewright.errors import PlanError
+from stagewright.planning.saving.problem import Choice, Problem
+
+MAX_UNITS = 600
+"""More units than this take the solver long."""
+
+
+def choose_exactly(problem: Problem, *, time_limit_s: float = 20.0) -> Choice | None:
+    """The choice of least added time, or None if none saves enough.
+
+    One binary variable per unit and way, one continuous variable per group of operators that the same units need, which is
+    at least as large as each of them; solved by HiGHS.
+
+    Raises:
+        PlanError: more than `MAX_UNITS` units, or no proven optimum within `time_limit_s`.
+    """
+    if problem.needed <= 0:
+        return Choice()
+    if len(problem.units) > MAX_UNITS:
+        raise PlanError(
+            f"an exact choice among {len(problem.units)} saved values takes too long: use the greedy one, or a "
+            f"stage of at most {MAX_UNITS}"
+        )
+    return _Program(problem).solved(time_limit_s)
+
+
+class _Program:
+    """Columns: recompute per unit, offload per unit, group of operators, overhead of the link."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.groups = _groups(problem)
+        self.count = len(problem.units)
+        self.size = 2 * self.count + len(self.groups) + 1
+        self.rows: list[tuple[list[int], list[float], float, float]] = []
+
+    def solved(self, time_limit_s: float) -> Choice | None:
+        from scipy.optimize import Bounds, LinearConstraint, milp
+
+        self._constrain()
+        binary = np.zeros(self.size)
+        binary[: 2 * self.count] = 1
+        matrix, low, high = self._matrix()
+        result = milp(
+            self._costs(),
+            constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
+            integrality=binary,
+            bounds=Bounds(np.zeros(self.size), self._upper()),  # pyright: ignore[reportArgumentType]
+            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
+        )
+        if result.status == 2:
+            return None
+        if result.status != 0 or result.x is None:
+            raise PlanError(f"the integer program was not solved ({result.message}): use the greedy choice")
+        chosen = np.flatnonzero(result.x[: 2 * self.count] > 0.5).tolist()
+        recomputed = frozenset(index for index in chosen if index < self.count)
+        return Choice(recomputed, frozenset(index - self.count for index in chosen if index >= self.count))
+
+    def _constrain(self) -> None:
+        problem, count = self.problem, self.count
+        saved = [*map(problem.saves, range(count)), *map(problem.parks, range(count))]
+        scale = max(1.0, problem.needed)
+        self._row(list(range(2 * count)), [num_bytes / scale for num_bytes in saved], problem.needed / scale)
+        for unit in range(count):
+            self._row([unit, count + unit], [-1.0, -1.0], -1.0)
+        for group, (users, _) in enumerate(self.groups):
+            for unit in users:
+                self._row([2 * count + group, unit], [1.0, -1.0], 0.0)
+        if problem.may_offload:
+            moved = [-unit.num_bytes * problem.link_s_per_byte * 1e3 for unit in problem.units]
+            columns = [self.size - 1, *range(count, 2 * count)]
+            self._row(columns, [1.0, *moved], -problem.free_s * 1e3)
+
+    def _row(self, columns: list[int], factors: Sequence[float], at_least: float) -> None:
+        self.rows.append((columns, list(factors), at_least, np.inf))
+
+    def _matrix(self) -> tuple[Any, list[float], list[float]]:
+        from scipy.sparse import csr_array
+
+        lengths = np.cumsum([0, *(len(columns) for columns, *_ in self.rows)])
+        columns = np.concatenate([row[0] for row in self.rows])
+        factors = np.concatenate([row[1] for row in self.rows])
+        matrix = csr_array((factors, columns, lengths), shape=(len(self.rows), self.size))
+        return matrix, [row[2] for row in self.rows], [row[3] for row in self.rows]
+
+    def _costs(self) -> list[float]:
+        """Milliseconds, so that the solver's tolerances are far below them."""
+        return [0.0] * (2 * self.count) + [seconds * 1e3 for _, seconds in self.groups] + [1.0]
+
+    def _upper(self) -> list[float]:
+        recompute = [float(unit.recomputable) for unit in self.problem.units]
+        offload = [float(self.problem.may_offload)] * self.count
+        return [*recompute, *offload, *([1.0] * len(self.groups)), np.inf]
+
+
+def _groups(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
+    """Operators by the units whose chains they are in, and their seconds together."""
+    users: dict[int, list[int]] = {}
+    for index, unit in enumerate(problem.units):
+        for node in unit.chain:
+            users.setdefault(node, []).append(index)
+    groups: dict[tuple[int, ...], float] = {}
+    for node, indices in users.items():
+        key = tuple(indices)
+        groups[key] = groups.get(key, 0.0) + problem.seconds[node]
+    return list(groups.items())

@@ -1,0 +1,195 @@
+"""A partition made to fit its memory limit: what each rank recomputes and offloads, proved by replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.state import resident_bytes
+from stagewright.planning.predict import Pipeline, lowered, pipeline, rank_memories, reserved_bytes, shortened
+from stagewright.planning.saving.exact import MAX_UNITS, choose_exactly
+from stagewright.planning.saving.greedy import choose
+from stagewright.planning.saving.problem import (
+    Choice,
+    Problem,
+    Unit,
+    chain_seconds,
+    policies,
+    stage_units,
+)
+from stagewright.schedule import Action, Kind, Program
+from stagewright.schedule.saving import insert_offloading, insert_recomputation
+
+_ROUNDS = 12
+"""Choices tried for a rank; each is replayed."""
+
+_CLOSE = 0.01
+"""Choices for needs that differ by less than this are as good as each other."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A pipeline whose ranks are within the limit, with the units of all stages and what became of them."""
+
+    line: Pipeline
+    memories: tuple[RankMemory, ...]
+    units: tuple[Unit, ...]
+    choice: Choice
+
+
+def fit(line: Pipeline, body: BodyCosts, *, offload: bool = True, exact: bool = False) -> Fitted | None:
+    """`line`, which keeps everything, with as much recomputed and offloaded as its limit asks for; None if no choice
+    found stays within the limit when replayed.
+
+    `exact` takes the integer program in place of the greedy choice, for ranks of few enough saved values.
+    """
+    memories = rank_memories(line)
+    units = tuple(unit for stage in line.stages for unit in stage_units(stage))
+    searches = [_RankSearch(line, body, memory, units, offload, exact) for memory in memories]
+    active = [search for search in searches if search.excess > 0]
+    for _ in range(_ROUNDS):
+        active = [search for search in active if search.propose()]
+        if not active:
+            break
+        _replay(line, body, units, active)
+    if any(search.best is None for search in searches):
+        return None
+    found = _joined(search.best.choice for search in searches if search.best is not None)
+    chosen = with_choice(line, body, units, found)
+    best = tuple(search.best.memory for search in searches if search.best is not None)
+    return Fitted(chosen, best, units, found)
+
+
+def with_choice(line: Pipeline, body: BodyCosts, units: Sequence[Unit], choice: Choice) -> Pipeline:
+    """`line`, which keeps everything, with the policies of a choice and the program that carries them out."""
+    cuts = [stage.start for stage in line.stages[1:]]
+    found = policies(units, choice, len(line.stages))
+    program = saving_program(line.program, units, choice)
+    return pipeline(body, cuts, program, line.cluster, line.job, line.dp, found)
+
+
+def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
+    """`program` with the actions that a choice needs."""
+    moved = insert_offloading(program, {units[index].stage for index in choice.offloaded})
+    return insert_recomputation(moved, {units[index].stage for index in choice.recomputed})
+
+
+def _joined(choices: Iterable[Choice]) -> Choice:
+    found = list(choices)
+    return Choice(
+        frozenset[int]().union(*(choice.recomputed for choice in found)),
+        frozenset[int]().union(*(choice.offloaded for choice in found)),
+    )
+
+
+def _replay(line: Pipeline, body: BodyCosts, units: Sequence[Unit], searches: Sequence[_RankSearch]) -> None:
+    """Tells every search what its latest choice takes."""
+    joint = _joined(search.latest for search in searches)
+    short = replace(line, program=shortened(line.program))
+    tried = with_choice(short, body, units, joint)
+    program = lowered(tried.program, stage_edges(tried.stages))
+    left_out = line.program.num_microbatches - program.num_microbatches
+    for search in searches:
+        resident = resident_bytes(tried.stages_of(search.rank))
+        search.learn(replay_rank(tried.memories, program, search.rank, resident, left_out))
+
+
+@dataclass(frozen=True)
+class _Proved:
+    choice: Choice
+    memory: RankMemory
+
+
+class _RankSearch:
+    """Raises what a rank must save until a choice fits, then lowers it as long as one does."""
+
+    def __init__(
+        self,
+        line: Pipeline,
+        body: BodyCosts,
+        kept: RankMemory,
+        units: Sequence[Unit],
+        offload: bool,
+        exact: bool,
+    ) -> None:
+        self.line = line
+        self.rank = kept.rank
+        self.limit = line.job.usable_bytes(line.cluster.device)
+        self.excess = reserved_bytes(kept, line.cluster) - self.limit
+        self.best = _Proved(Choice(), kept) if self.excess <= 0 else None
+        self.latest = Choice()
+        if self.excess <= 0:
+            return
+        self.stages = line.program.placement.stages_of(self.rank)
+        self.numbers = [number for number, unit in enumerate(units) if unit.stage in self.stages]
+        self.problem = self._problem([units[number] for number in self.numbers], kept, body, offload)
+        few = len(self.numbers) <= MAX_UNITS
+        self.choose: Callable[[Problem], Choice | None] = choose_exactly if exact and few else choose
+        self.low, self.high, self.need = 0.0, float("inf"), float(self.excess)
+        self.seconds = float("inf")
+        self.tried: set[Choice] = set()
+        self.took_everything = False
+
+    def _problem(self, units: list[Unit], kept: RankMemory, body: BodyCosts, offload: bool) -> Problem:
+        stages = {stage: self.line.stages[stage] for stage in self.stages}
+        seconds: dict[int, float] = {}
+        for number, stage in stages.items():
+            own = [unit for unit in units if unit.stage == number]
+            seconds |= chain_seconds(stage, own, body.costing)
+        alive = {stage: sum(one.stage == stage for one in kept.alive) for stage in self.stages}
+        used = _used_stages(kept.at)
+        copies = {stage: float(count - (stage in used)) for stage, count in alive.items()}
+        device = self.line.cluster.device
+        link = 1 / device.host_link_bandwidth if offload and device.kind != "cpu" else float("inf")
+        free = min(self.line.summaries[stage].forward_s for stage in self.stages)
+        parked = {stage: max(0.0, count - 1.0) for stage, count in copies.items()}
+        return Problem(tuple(units), seconds, 0.0, copies, parked, link, free / len(self.stages))
+
+    def propose(self) -> bool:
+        """Sets the next choice to replay; false when the search is over."""
+        if self.best is not None and self.high - self.low <= _CLOSE * self.high:
+            return False
+        found = self.choose(replace(self.problem, needed=self.need))
+        if found is None:
+            if self.took_everything or self.best is not None:
+                return False
+            self.took_everything = True
+            found = self._everything()
+        self.latest = Choice(
+            frozenset(self.numbers[index] for index in found.recomputed),
+            frozenset(self.numbers[index] for index in found.offloaded),
+        )
+        self.local = found
+        return True
+
+    def _everything(self) -> Choice:
+        units = self.problem.units
+        return Choice(frozenset(index for index, unit in enumerate(units) if unit.recomputable))
+
+    def learn(self, memory: RankMemory) -> None:
+        excess = reserved_bytes(memory, self.line.cluster) - self.limit
+        if excess <= 0:
+            seconds = self.local.seconds(self.problem)
+            if seconds < self.seconds:
+                self.best, self.seconds = _Proved(self.latest, memory), seconds
+            self.high = min(self.high, self.need)
+            self.need = (self.low + self.high) / 2
+            return
+        self.low = max(self.low, self.need)
+        if self.best is None:
+            self.need += max(excess, _CLOSE * self.need)
+        else:
+            self.need = (self.low + self.high) / 2
+
+
+def _used_stages(action: str) -> set[int]:
+    """Stages of which the action of the peak uses one of the sets that are alive: not those of a forward.
+
+    >>> _used_stages("2B0"), _used_stages("2F0"), _used_stages("optimizer step")
+    ({2}, set(), set())
+    """
+    if not action[:1].isdigit():
+        return set()
+    return {part.stage for part in Action.parse(action).parts if part.kind is not Kind.F}

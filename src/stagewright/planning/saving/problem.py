@@ -1,0 +1,174 @@
+"""The values that the stages of a rank save, and what it costs and saves not to keep each of them.
+
+A stage that recomputes runs everything it needs once, in one go, right before its backward (`Stage.rebuild`). So
+an operator that several recomputed values need runs once, and a recomputed value is at hand for those computed from
+it: what a value costs is the chain of operators back to the next values that the backward needs anyway, each of which
+is either kept or recomputed for its own sake. The time of a choice is that of the union of its chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stagewright.estimation.time import Costing
+from stagewright.graph import Node, Part
+from stagewright.graph.policy import Policy
+from stagewright.graph.stage import Stage
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Saved values that share their fate, because one operator made their storages.
+
+    `values` are values of the graph, `num_bytes` their storages' for one microbatch. `chain` are the operators (ids) that
+    make them again; empty with ``recomputable=False``, for values that arrived from another stage.
+    """
+
+    stage: int
+    operator: str
+    values: tuple[int, ...]
+    num_bytes: int
+    chain: frozenset[int] = frozenset()
+    recomputable: bool = True
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Which units of a rank not to keep, at the least added time per microbatch.
+
+    * `seconds`: of every operator of a chain;
+    * `needed`: bytes that must be saved;
+    * `copies`: per stage, sets of saved values alive at the peak beside the one that is being used: how often
+      the bytes of a recomputed unit count;
+    * `parked_copies`: the same for an offloaded unit, of which a set on its way back is alive as well;
+    * `link_s_per_byte`: time to move a byte to the host, infinite for no offloading;
+    * `free_s`: link time per microbatch that costs nothing.
+
+    Ignores: what recomputing keeps in addition (values received for the forward only), and the peak's moving elsewhere.
+    The replay that follows every choice counts both.
+    """
+
+    units: tuple[Unit, ...]
+    seconds: Mapping[int, float]
+    needed: float
+    copies: Mapping[int, float]
+    parked_copies: Mapping[int, float] = field(default_factory=dict)
+    link_s_per_byte: float = float("inf")
+    free_s: float = 0.0
+
+    def saves(self, unit: int) -> float:
+        """Bytes that recomputing a unit saves."""
+        return self.units[unit].num_bytes * self.copies.get(self.units[unit].stage, 0.0)
+
+    def parks(self, unit: int) -> float:
+        """Bytes that offloading a unit saves."""
+        return self.units[unit].num_bytes * self.parked_copies.get(self.units[unit].stage, 0.0)
+
+    @property
+    def may_offload(self) -> bool:
+        return self.link_s_per_byte != float("inf")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Indices of the units of a problem that are recomputed and offloaded."""
+
+    recomputed: frozenset[int] = field(default_factory=frozenset)
+    offloaded: frozenset[int] = field(default_factory=frozenset)
+
+    def saved_bytes(self, problem: Problem) -> float:
+        return sum(map(problem.saves, self.recomputed)) + sum(map(problem.parks, self.offloaded))
+
+    def seconds(self, problem: Problem) -> float:
+        """Time this choice adds to every microbatch."""
+        return recompute_seconds(problem, self.recomputed) + offload_seconds(problem, self.offloaded)
+
+
+def recompute_seconds(problem: Problem, units: Iterable[int]) -> float:
+    """Time to recompute `units`: every operator of any chain once."""
+    nodes = frozenset[int]().union(*(problem.units[unit].chain for unit in units))
+    return sum(problem.seconds[node] for node in nodes)
+
+
+def offload_seconds(problem: Problem, units: Iterable[int]) -> float:
+    """Time by which moving `units` to the host and back is longer than what is free."""
+    moved = sum(problem.units[unit].num_bytes for unit in units)
+    return max(0.0, moved * problem.link_s_per_byte - problem.free_s) if moved else 0.0
+
+
+def policies(units: Sequence[Unit], choice: Choice, num_stages: int) -> list[Policy]:
+    """The policy of every stage under a choice among `units`."""
+    chosen: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(num_stages)]
+    for which, indices in enumerate((choice.recomputed, choice.offloaded)):
+        for index in indices:
+            chosen[units[index].stage][which].update(units[index].values)
+    return [Policy(frozenset(recompute), frozenset(offload)) for recompute, offload in chosen]
+
+
+def stage_units(stage: Stage) -> list[Unit]:
+    """The units of a stage that was carved to keep everything.
+
+    Only operators of the model's body are named by plans, so what depends on inputs alone (masks, positions) is kept.
+    """
+    return _Units(stage).found()
+
+
+def chain_seconds(stage: Stage, units: Iterable[Unit], costing: Costing) -> dict[int, float]:
+    """Seconds of every operator in the chains of `units` of `stage`; of the device, or of the host where that is busier
+    with the whole forward."""
+    nodes = {node.id: node for node in stage.forward.nodes}
+    costs = {number: costing.of(node, stage.value) for number, node in nodes.items()}
+    by_device = sum(c.device_s for c in costs.values()) >= sum(c.host_s for c in costs.values())
+    wanted = frozenset[int]().union(*(unit.chain for unit in units))
+    return {number: costs[number].device_s if by_device else costs[number].host_s for number in wanted}
+
+
+class _Units:
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.graph = stage.graph
+        self.maker: dict[int, Node] = {
+            output: node for node in stage.forward.nodes for output in node.outputs if output is not None
+        }
+        self.needed = frozenset(stage.saved)
+        self.resident = stage.resident
+        self.inputs = frozenset(stage.inputs)
+
+    def found(self) -> list[Unit]:
+        values: dict[int, list[int]] = {}
+        for value in self.stage.saved:
+            values.setdefault(self.stage.value(value).storage, []).append(value)
+        made: dict[int, list[int]] = {}
+        for root in values:
+            if root < len(self.graph.values) and root not in self.inputs and self._operator(root) is not None:
+                made.setdefault(self.graph.values[root].node, []).append(root)
+        return [
+            self._unit(self.graph.nodes[node], roots, [v for root in roots for v in values[root]])
+            for node, roots in sorted(made.items())
+        ]
+
+    def _operator(self, root: int) -> Node | None:
+        """The body's operator that made a storage, on whatever stage."""
+        number = self.graph.values[root].node
+        node = self.graph.nodes[number] if number >= 0 else None
+        return node if node is not None and node.part is Part.FORWARD else None
+
+    def _unit(self, node: Node, roots: Sequence[int], values: Sequence[int]) -> Unit:
+        num_bytes = sum(self.stage.value(root).meta.storage_bytes for root in roots)
+        here = all(value in self.maker for value in values)
+        chain = self._chain(values) if here else frozenset[int]()
+        return Unit(self.stage.index, node.name, tuple(roots), num_bytes, chain, here)
+
+    def _chain(self, values: Sequence[int]) -> frozenset[int]:
+        """Operators that make `values` again from what the backward needs, is resident or arrived."""
+        found: set[int] = set()
+        stack = [self.maker[value] for value in values]
+        while stack:
+            node = stack.pop()
+            if node.id in found:
+                continue
+            found.add(node.id)
+            again = (v for v in node.inputs if v not in self.resident and v not in self.needed)
+            stack.extend(self.maker[value] for value in again if value in self.maker)
+        return frozenset(found)

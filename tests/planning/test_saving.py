@@ -1,0 +1,92 @@
+"""What ranks recompute and offload: within the limit when replayed, near the optimum, named so that it can be run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.time import Costing
+from stagewright.graph.policy import RECOMPUTE_ALL
+from stagewright.planning.candidate import Choice, make_program
+from stagewright.planning.job import Job
+from stagewright.planning.predict import Pipeline, pipeline, rank_memories, reserved_bytes
+from stagewright.planning.saving.exact import choose_exactly
+from stagewright.planning.saving.fit import fit
+from stagewright.planning.saving.greedy import choose
+from stagewright.planning.saving.problem import Problem, chain_seconds, stage_units
+from stagewright.schedule.saving import insert_recomputation
+from stagewright.tracing.cache import trace
+
+CLUSTER = load_cluster("2x-h100")
+
+
+@cache
+def body(model: str = "tiny-llama") -> BodyCosts:
+    graph = trace(model, 2, 32, "float32")
+    return BodyCosts(graph, Costing(graph, CLUSTER.device))
+
+
+def line_of(schedule: str, limit: int | None = None) -> Pipeline:
+    job = Job(global_batch=16, sequence_length=32, dtype="fp32", memory_limit=limit)
+    program = make_program(Choice(1, 2, 2, 8, schedule))
+    cuts = [body().size * stage // program.num_stages for stage in range(1, program.num_stages)]
+    return pipeline(body(), cuts, program, CLUSTER, job, 1)
+
+
+def fullest(line: Pipeline) -> int:
+    return max(reserved_bytes(memory, CLUSTER) for memory in rank_memories(line))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "breadth-first", "interleaved-1f1b"])
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_fitted_line_is_within_its_limit_when_replayed(schedule: str, offload: bool) -> None:
+    plain = line_of(schedule)
+    stages = range(plain.program.num_stages)
+    least = pipeline(
+        body(), [stage.start for stage in plain.stages[1:]], insert_recomputation(plain.program, stages),
+        CLUSTER, plain.job, 1, [RECOMPUTE_ALL] * len(stages),
+    )  # fmt: skip
+    limit = (fullest(plain) + fullest(least)) // 2
+    assert limit < fullest(plain)
+    found = fit(line_of(schedule, limit), body(), offload=offload)
+    assert found is not None
+    replayed = rank_memories(found.line)
+    assert [memory.peak_bytes for memory in replayed] == [memory.peak_bytes for memory in found.memories]
+    assert fullest(found.line) <= limit
+    assert found.choice.recomputed or found.choice.offloaded
+    assert offload or not found.choice.offloaded
+
+
+def test_nothing_is_given_up_where_everything_fits() -> None:
+    found = fit(line_of("1f1b"), body())
+    assert found is not None and not found.choice.recomputed and not found.choice.offloaded
+
+
+def test_a_limit_below_what_lasts_cannot_be_met() -> None:
+    assert fit(line_of("1f1b", 20 * 2**20), body()) is None
+
+
+def problem(share: float, link_s_per_byte: float = float("inf")) -> Problem:
+    line = line_of("1f1b")
+    units = tuple(stage_units(line.stages[0]))
+    seconds = chain_seconds(line.stages[0], units, body().costing)
+    whole = sum(unit.num_bytes for unit in units if unit.recomputable) * 3.0
+    free = 0.2 * sum(unit.num_bytes for unit in units) * link_s_per_byte if link_s_per_byte < 1 else 0.0
+    return Problem(units, seconds, share * whole, {0: 3.0}, {0: 2.0}, link_s_per_byte, free)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("link", [float("inf"), 1e-9])
+def test_the_greedy_choice_is_near_the_best(share: float, link: float) -> None:
+    asked = problem(share, link)
+    near, best = choose(asked), choose_exactly(asked)
+    assert near is not None and best is not None
+    assert near.saved_bytes(asked) >= asked.needed <= best.saved_bytes(asked) * (1 + 1e-9)
+    assert best.seconds(asked) * (1 - 1e-6) <= near.seconds(asked) <= 1.1 * best.seconds(asked)
+
+
+def test_both_say_when_nothing_saves_enough() -> None:
+    assert choose(problem(1.01)) is None and choose_exactly(problem(1.01)) is None
