@@ -60,6 +60,7 @@ def test_overlapped_pairs_round_trip():
         (("breadth-first", 2, 2, 0), {}, "at least one rank and one chunk"),
         (("gpipe", 2, 2), {"split_backwards": True}, "did you mean 'split_backward'"),
         (("hanayo", 2, 2, 3), {}, "must be even"),
+        (("interleaved-1f1b", 4, 8), {"round_size": 3}, "set round_size to 4 or more"),
         (("breadth-first", 2, 5), {"num_groups": 2}, "do not divide"),
         (("zb-auto", 4, 4), {"memory_limit": 0.5}, "fits a memory limit of 0.5"),
     ],

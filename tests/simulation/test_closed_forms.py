@@ -33,6 +33,20 @@ def test_looped_stages_for_any_number_of_microbatches(name):
         assert got == pytest.approx(((v - 1) * max(m, p) + m + p - 1) * (f + b), rel=1e-9)
 
 
+def test_longer_rounds_take_no_longer_and_hide_the_transfers_around_the_ranks():
+    for (p, m, v), (f, b) in zip(SIZES, TIMES, strict=True):
+        costs = StageCosts.uniform(p * v, f, b, 0.0)
+        ideal = ((v - 1) * max(m, p) + m + p - 1) * (f + b)
+        assert makespan("interleaved-1f1b", p, m, v, costs, round_size=p + 2) == pytest.approx(ideal)
+    costs = StageCosts.uniform(24, saved_bytes=1)
+    default, longer = (
+        simulate(build("interleaved-1f1b", 8, 64, 3, round_size=size), costs, 0.1) for size in (None, 9)
+    )
+    assert default.makespan_s == pytest.approx((3 * 64 + 7) * 3 + (6 * 8 - 2) * 0.1)
+    assert longer.makespan_s == pytest.approx((3 * 64 + 7) * 3 + (2 * 8 - 2) * 0.1)
+    assert longer.peak_bytes.max() == default.peak_bytes.max() + 4  # 64 microbatches make rounds of 10 and 9
+
+
 def test_listed_breadth_first_makespans():
     listed = {
         (4, 8, 1): 33, (4, 8, 2): 57, (4, 8, 4): 105, (4, 16, 4): 201, (8, 32, 8): 789,
