@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.saving.problem import Choice, Problem
+from stagewright.planning.saving.problem import Choice, Problem, groups
 
 MAX_UNITS = 600
 """More units than this take the solver long."""
@@ -38,7 +38,7 @@ class _Program:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.groups = _groups(problem)
+        self.groups = groups(problem)
         self.count = len(problem.units)
         self.size = 2 * self.count + len(self.groups) + 1
         self.rows: list[tuple[list[int], list[float], float, float]] = []
@@ -100,16 +100,3 @@ class _Program:
         recompute = [float(unit.recomputable) for unit in self.problem.units]
         offload = [float(self.problem.may_offload)] * self.count
         return [*recompute, *offload, *([1.0] * len(self.groups)), np.inf]
-
-
-def _groups(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
-    """Operators by the units whose chains they are in, and their seconds together."""
-    users: dict[int, list[int]] = {}
-    for index, unit in enumerate(problem.units):
-        for node in unit.chain:
-            users.setdefault(node, []).append(index)
-    groups: dict[tuple[int, ...], float] = {}
-    for node, indices in users.items():
-        key = tuple(indices)
-        groups[key] = groups.get(key, 0.0) + problem.seconds[node]
-    return list(groups.items())

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
+
+import numpy as np
 
 from stagewright.planning.saving.problem import Choice, Problem
-from stagewright.planning.saving.ways import Move, Way, Ways
+from stagewright.planning.saving.ways import KEEP, OFFLOAD, RECOMPUTE, Ways
 
 _NOTHING = 1e-12
-"""Seconds below which a unit counts as free; the larger of two free ones goes first."""
+"""Seconds below which a move counts as free; the larger of two free ones goes first."""
 
 _MAX_EXCHANGES = 60
-_NEIGHBOURS = 24
-"""How many moves, by cost per byte, may be paired in an exchange."""
+_LEAVING = 14
+"""How many moves, by seconds saved per byte, are tried in pairs before others make up for them."""
+_ENTERING = 40
+"""How many moves, by seconds per byte, may make up for them in pairs."""
 
 
 def choose(problem: Problem) -> Choice | None:
@@ -25,53 +27,57 @@ def choose(problem: Problem) -> Choice | None:
     """
     if problem.needed <= 0:
         return Choice()
-    found = [ways.choice for ways in _attempts(problem) if _completed(ways)]
-    return min(found, key=lambda choice: choice.seconds(problem), default=None)
+    ways = Ways(problem)
+    best, best_seconds = None, np.inf
+    for begin in _beginnings(problem):
+        ways.restore(np.zeros(ways.size, np.int64))
+        begin(ways)
+        if _completed(ways) and ways.total_seconds < best_seconds:
+            best, best_seconds = ways.choice, ways.total_seconds
+    return best
 
 
-def _attempts(problem: Problem) -> Iterator[Ways]:
-    yield Ways(problem)
+def _beginnings(problem: Problem) -> Iterator[Callable[[Ways], object]]:
+    yield _fill
     if problem.may_offload:
-        for shared in (False, True):
-            yield Ways(problem, _free_to_offload(problem, shared))
-        yield Ways(problem, _largest(problem))
+        yield _offload_freely
+        yield _convert
+        yield _offload_largest
 
 
-def _free_to_offload(problem: Problem, shared: bool) -> list[int]:
-    """Units whose transfers fit the free time: those whose recomputation costs most per byte first."""
-    room = problem.free_s / problem.link_s_per_byte
-    users = Counter(node for unit in problem.units for node in unit.chain)
-
-    def cost_per_byte(index: int) -> float:
-        unit = problem.units[index]
-        if not unit.recomputable:
-            return math.inf
-        own = sum(problem.seconds[n] / (users[n] if shared else 1) for n in unit.chain)
-        return own / max(unit.num_bytes, 1)
-
-    chosen: list[int] = []
-    saved = 0.0
-    for index in sorted(range(len(problem.units)), key=cost_per_byte, reverse=True):
-        if saved >= problem.needed:
+def _offload_freely(ways: Ways) -> None:
+    """Offloads units as long as it hides: those whose recomputation costs most per byte first."""
+    shares = np.maximum(ways.chains.sum(axis=0), 1.0)
+    cost = np.where(ways.allowed[RECOMPUTE], ways.chains @ (ways.seconds / shares), np.inf)
+    room = ways.problem.free_s / ways.problem.link_s_per_byte
+    for unit in np.argsort(-cost / np.maximum(ways.bytes, 1.0)).tolist():
+        if ways.missing <= 0:
             break
-        size = problem.units[index].num_bytes
-        if size <= room and problem.parks(index) > 0:
-            chosen.append(index)
-            room -= size
-            saved += problem.parks(index)
-    return chosen
+        if ways.allowed[OFFLOAD, unit] and ways.moved + ways.bytes[unit] <= room:
+            ways.do(OFFLOAD * ways.size + unit)
 
 
-def _largest(problem: Problem) -> list[int]:
-    """As few units as save enough by being offloaded, whatever the link needs for it."""
-    chosen: list[int] = []
-    saved = 0.0
-    for index in sorted(range(len(problem.units)), key=problem.parks, reverse=True):
-        if saved >= problem.needed or problem.parks(index) <= 0:
+def _convert(ways: Ways) -> None:
+    """Recomputes enough, then offloads instead where that saves most time per byte moved, and so on."""
+    if not _fill(ways):
+        return
+    for _ in range(ways.size):
+        gains = -ways.costs()[OFFLOAD * ways.size :] * (ways.way == RECOMPUTE) * ways.allowed[OFFLOAD]
+        rate = gains / np.maximum(ways.bytes, 1.0)
+        best = int(np.argmax(rate))
+        if gains[best] <= _NOTHING:
+            return
+        ways.do(OFFLOAD * ways.size + best)
+        if not _fill(ways):
+            return
+
+
+def _offload_largest(ways: Ways) -> None:
+    """Offloads as few units as save enough, whatever the link needs for it."""
+    for unit in np.argsort(-ways.saved[OFFLOAD]).tolist():
+        if ways.missing <= 0 or not ways.allowed[OFFLOAD, unit]:
             break
-        chosen.append(index)
-        saved += problem.parks(index)
-    return chosen
+        ways.do(OFFLOAD * ways.size + unit)
 
 
 def _completed(ways: Ways) -> bool:
@@ -87,98 +93,81 @@ def _completed(ways: Ways) -> bool:
 
 
 def _fill(ways: Ways) -> bool:
-    """Recomputes units, the most useful bytes per second first, until nothing is missing."""
-    problem = ways.problem
-    moves = {unit: Move(unit, Way.RECOMPUTE) for unit in ways.recomputable if problem.saves(unit) > 0}
-    costs = {unit: ways.cost(move) for unit, move in moves.items()}
-    touching: dict[int, list[int]] = {}
-    for unit in costs:
-        for node in problem.units[unit].chain:
-            touching.setdefault(node, []).append(unit)
-
-    def rate(unit: int) -> tuple[float, float]:
-        useful = min(ways.gives(moves[unit]), ways.missing)
-        return useful / max(costs[unit], _NOTHING), -costs[unit]
-
+    """Recomputes units, the most useful bytes per second first, until nothing is missing; false if that is impossible."""
+    own = slice(RECOMPUTE * ways.size, (RECOMPUTE + 1) * ways.size)
     while ways.missing > 0:
-        left = [unit for unit in costs if ways.gives(moves[unit]) > 0]
-        if not left:
+        gives = np.where(ways.is_move()[own], ways.gives()[own], 0.0)
+        if not np.any(gives > 0):
             return False
-        best = max(left, key=rate)
-        fresh = [node for node in problem.units[best].chain if not ways.uses[node]]
-        was_offloaded = ways.way[best] is Way.OFFLOAD
-        ways.do(moves[best])
-        del costs[best]
-        stale = costs.keys() if was_offloaded else {u for n in fresh for u in touching[n]} & costs.keys()
-        for other in list(stale):
-            costs[other] = ways.cost(moves[other])
+        costs = np.maximum(ways.costs()[own], _NOTHING)
+        rate = np.minimum(gives, ways.missing) / costs
+        best = np.flatnonzero(rate >= rate.max() * (1 - 1e-9))
+        ways.do(own.start + int(best[np.argmin(costs[best])]))
     return True
 
 
 def _drop_needless(ways: Ways) -> None:
     """Keeps units without which enough is saved, the costliest first."""
-    for move in sorted(ways.keeping(), key=ways.cost):
-        if ways.missing - ways.gives(move) <= 0:
-            ways.do(move)
+    while True:
+        spare = ways.gives()[: ways.size] >= ways.missing
+        costs = np.where(spare & (ways.way != KEEP), ways.costs()[: ways.size], np.inf)
+        best = int(np.argmin(costs)) if ways.size else 0
+        if not ways.size or costs[best] == np.inf:
+            return
+        ways.do(best)
 
 
 def _exchange(ways: Ways) -> bool:
-    """One group of moves that saves time, made up for by one or two others; false if none is found."""
+    """One or two moves that save time, made up for by at most two others; false if none are found."""
+    before, seconds = ways.way.copy(), ways.total_seconds
     for leaving in _leaving(ways):
-        before = [Move(move.unit, ways.way[move.unit]) for move in leaving]
-        gained = -_do_all(ways, leaving)
-        entering = _cheapest(ways, gained * (1 - 1e-9), {move.unit for move in leaving})
+        ways.do_all(leaving)
+        gained = seconds - ways.total_seconds
+        entering = _cheapest(ways, gained * (1 - 1e-9), leaving) if gained > _NOTHING else None
         if entering is not None:
-            _do_all(ways, entering)
+            ways.do_all(entering)
             return True
-        _do_all(ways, before)
+        ways.restore(before)
     return False
 
 
-def _do_all(ways: Ways, moves: Iterable[Move]) -> float:
-    seconds = 0.0
-    for move in moves:
-        seconds += ways.cost(move)
-        ways.do(move)
-    return seconds
-
-
-def _leaving(ways: Ways) -> list[tuple[Move, ...]]:
+def _leaving(ways: Ways) -> list[tuple[int, ...]]:
     """Moves that save time, alone and in pairs of those that save most per byte."""
-    costs = {move: ways.cost(move) for move in (*ways.keeping(), *ways.changing())}
-    useful = [move for move, cost in costs.items() if cost < 0 or move.way is not Way.KEEP]
-    useful.sort(key=lambda move: costs[move] / max(ways.problem.units[move.unit].num_bytes, 1))
-    few = useful[: _NEIGHBOURS // 2]
-    pairs = [(a, b) for place, a in enumerate(few) for b in few[place + 1 :] if a.unit != b.unit]
+    costs = np.where(ways.is_move(), ways.costs(), np.inf)
+    useful = np.flatnonzero(costs < -_NOTHING)
+    lost = np.maximum(-ways.gives()[useful], 1.0)
+    useful = useful[np.argsort(costs[useful] / lost)].tolist()
+    few = useful[:_LEAVING]
+    pairs = [(a, b) for place, a in enumerate(few) for b in few[place + 1 :] if ways.unit(a) != ways.unit(b)]
     return [*((move,) for move in useful), *pairs]
 
 
-def _cheapest(ways: Ways, below: float, without: set[int]) -> tuple[Move, ...] | None:
-    """No, one or two moves that save what is missing in less than `below` seconds."""
+def _cheapest(ways: Ways, below: float, without: tuple[int, ...]) -> tuple[int, ...] | None:
+    """No, one or two moves that save what is missing in less than `below` seconds.
+
+    Two moves may share operators, so that what is found costs at most what it is thought to.
+    """
     if ways.missing <= 0:
-        return () if below > _NOTHING else None
-    moves = [move for move in ways.giving() if move.unit not in without]
-    costs = {move: ways.cost(move) for move in moves}
-    best, found = below, None
-    for move, cost in costs.items():
-        if cost < best and ways.gives(move) >= ways.missing:
-            best, found = cost, (move,)
-    near = sorted(costs, key=lambda move: costs[move] / ways.gives(move))[:_NEIGHBOURS]
-    for place, first in enumerate(near):
-        for second in near[place + 1 :]:
-            cost = costs[first] + costs[second]
-            if cost < best and ways.gives(first) + ways.gives(second) >= ways.missing:
-                best, found = cost, (first, second)
-    if found is not None and len(found) == 2 and not _is_true(ways, found, below):
+        return ()
+    gives = ways.gives()
+    usable = ways.is_move() & (gives > 0)
+    for move in without:
+        usable[ways.unit(move) :: ways.size] = False
+    moves = np.flatnonzero(usable)
+    if not len(moves):
         return None
+    gives, chain, moved = gives[moves], ways.chain_costs()[moves], ways.moved_bytes()[moves]
+    now = ways.link_seconds(np.array(0.0))
+    costs = chain + ways.link_seconds(moved) - now
+    alone = np.where(gives >= ways.missing, costs, np.inf)
+    best = int(np.argmin(alone))
+    below, found = (float(alone[best]), (int(moves[best]),)) if alone[best] < below else (below, None)
+    near = np.argsort(costs / gives)[:_ENTERING]
+    both = chain[near][:, None] + chain[near] + ways.link_seconds(moved[near][:, None] + moved[near]) - now
+    enough = gives[near][:, None] + gives[near] >= ways.missing
+    units = moves[near] % ways.size
+    both[~enough | (units[:, None] == units)] = np.inf
+    first, second = divmod(int(np.argmin(both)), len(near))
+    if both[first, second] < below:
+        return int(moves[near[first]]), int(moves[near[second]])
     return found
-
-
-def _is_true(ways: Ways, moves: tuple[Move, ...], below: float) -> bool:
-    """Whether two moves together, sharing operators or the link, and for different units, cost less than `below`."""
-    if len({move.unit for move in moves}) < len(moves):
-        return False
-    before = [Move(move.unit, ways.way[move.unit]) for move in moves]
-    seconds = _do_all(ways, moves)
-    _do_all(ways, before)
-    return seconds < below

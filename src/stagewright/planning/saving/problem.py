@@ -97,6 +97,19 @@ def offload_seconds(problem: Problem, units: Iterable[int]) -> float:
     return max(0.0, moved * problem.link_s_per_byte - problem.free_s) if moved else 0.0
 
 
+def groups(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
+    """Operators by the units whose chains they are in, and their seconds together."""
+    users: dict[int, list[int]] = {}
+    for index, unit in enumerate(problem.units):
+        for node in unit.chain:
+            users.setdefault(node, []).append(index)
+    groups: dict[tuple[int, ...], float] = {}
+    for node, indices in users.items():
+        key = tuple(indices)
+        groups[key] = groups.get(key, 0.0) + problem.seconds[node]
+    return list(groups.items())
+
+
 def policies(units: Sequence[Unit], choice: Choice, num_stages: int) -> list[Policy]:
     """The policy of every stage under a choice among `units`."""
     chosen: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(num_stages)]

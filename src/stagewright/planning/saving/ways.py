@@ -2,109 +2,103 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Sequence
 
-from stagewright.planning.saving.problem import Choice, Problem
+import numpy as np
+from numpy.typing import NDArray
 
+from stagewright.planning.saving.problem import Choice, Problem, groups
 
-class Way(Enum):
-    """What becomes of a unit."""
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
-    KEEP = 0
-    RECOMPUTE = 1
-    OFFLOAD = 2
-
-
-class Move(NamedTuple):
-    """A unit going another way."""
-
-    unit: int
-    way: Way
+KEEP, RECOMPUTE, OFFLOAD = range(3)
 
 
 class Ways:
-    """The way of every unit, with how many units use each operator and how many bytes the link moves."""
+    """The way of every unit: `KEEP`, `RECOMPUTE` or `OFFLOAD`.
 
-    def __init__(self, problem: Problem, offloaded: Iterable[int] = ()) -> None:
+    A move is a unit going another way, numbered ``way * num_units + unit``; `costs` and `gives` have an entry for each.
+    """
+
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.way = [Way.KEEP] * len(problem.units)
-        self.uses: Counter[int] = Counter()
-        self.moved = 0
+        self.size = size = len(problem.units)
+        shared = groups(problem)
+        self.seconds = np.array([seconds for _, seconds in shared])
+        self.chains = np.zeros((size, len(shared)))
+        for group, (users, _) in enumerate(shared):
+            self.chains[list(users), group] = 1.0
+        self.bytes = np.array([unit.num_bytes for unit in problem.units], np.float64)
+        saved = [[0.0] * size, list(map(problem.saves, range(size))), list(map(problem.parks, range(size)))]
+        self.saved = np.array(saved).reshape(3, size)
+        self.allowed = self.saved > 0
+        self.allowed[KEEP] = True
+        self.allowed[RECOMPUTE] &= np.array([unit.recomputable for unit in problem.units], np.bool_)
+        self.allowed[OFFLOAD] &= problem.may_offload
+        self.way = np.zeros(size, np.int64)
+        self.uses = np.zeros(len(shared))
+        self.moved = 0.0
         self.missing = problem.needed
-        self.recomputable = [index for index, unit in enumerate(problem.units) if unit.recomputable]
-        for unit in offloaded:
-            self.do(Move(unit, Way.OFFLOAD))
 
     @property
     def choice(self) -> Choice:
-        ways = list(enumerate(self.way))
-        return Choice(
-            frozenset(unit for unit, way in ways if way is Way.RECOMPUTE),
-            frozenset(unit for unit, way in ways if way is Way.OFFLOAD),
-        )
+        return Choice(*(frozenset(np.flatnonzero(self.way == way).tolist()) for way in (RECOMPUTE, OFFLOAD)))
 
-    def cost(self, move: Move) -> float:
-        """Seconds that a move adds."""
-        old, size = self.way[move.unit], self.problem.units[move.unit].num_bytes
-        if old is move.way:
-            return 0.0
-        chain, seconds = self.problem.units[move.unit].chain, self.problem.seconds
-        total = 0.0
-        if move.way is Way.RECOMPUTE:
-            total += sum(seconds[node] for node in chain if not self.uses[node])
-        elif old is Way.RECOMPUTE:
-            total -= sum(seconds[node] for node in chain if self.uses[node] == 1)
-        if Way.OFFLOAD in (old, move.way):
-            after = self.moved + (size if move.way is Way.OFFLOAD else -size)
-            total += self._link_seconds(after) - self._link_seconds(self.moved)
-        return total
+    @property
+    def total_seconds(self) -> float:
+        return float(self.seconds[self.uses > 0].sum()) + float(self.link_seconds(np.array(0.0)))
 
-    def gives(self, move: Move) -> float:
-        """Bytes that a move saves in addition."""
-        return self._saved(move) - self._saved(Move(move.unit, self.way[move.unit]))
+    def restore(self, way: Ints) -> None:
+        """Every unit the way it was."""
+        for unit in np.flatnonzero(way != self.way).tolist():
+            self.do(int(way[unit]) * self.size + unit)
 
-    def do(self, move: Move) -> None:
-        old, unit = self.way[move.unit], self.problem.units[move.unit]
-        self.missing -= self.gives(move)
-        self.way[move.unit] = move.way
-        if old is Way.RECOMPUTE:
-            self.uses.subtract(unit.chain)
-        if move.way is Way.RECOMPUTE:
-            self.uses.update(unit.chain)
-        self.moved += unit.num_bytes * ((move.way is Way.OFFLOAD) - (old is Way.OFFLOAD))
+    def do(self, move: int) -> None:
+        way, unit = divmod(move, self.size)
+        old = int(self.way[unit])
+        self.uses += self.chains[unit] * ((way == RECOMPUTE) - (old == RECOMPUTE))
+        self.moved += self.bytes[unit] * ((way == OFFLOAD) - (old == OFFLOAD))
+        self.missing -= self.saved[way, unit] - self.saved[old, unit]
+        self.way[unit] = way
 
-    def keeping(self) -> list[Move]:
-        """Every unit that is not kept, kept."""
-        return [Move(unit, Way.KEEP) for unit, way in enumerate(self.way) if way is not Way.KEEP]
+    def do_all(self, moves: Sequence[int]) -> None:
+        for move in moves:
+            self.do(move)
 
-    def changing(self) -> list[Move]:
-        """Recomputed units offloaded, and offloaded ones recomputed."""
+    def unit(self, move: int) -> int:
+        return move % self.size
+
+    def gives(self) -> Floats:
+        """Bytes that every move saves in addition."""
+        return (self.saved - self.saved[self.way, np.arange(self.size)]).ravel()
+
+    def is_move(self) -> NDArray[np.bool_]:
+        """Whether every move is allowed and changes something."""
+        return (self.allowed & (self.way != np.arange(3)[:, None])).ravel()
+
+    def chain_costs(self) -> Floats:
+        """Seconds of computation that every move adds; what offloading adds is in `link_seconds`."""
+        adds = self.chains @ (self.seconds * (self.uses == 0))
+        frees = self.chains @ (self.seconds * (self.uses == 1))
+        recomputed = self.way == RECOMPUTE
+        costs = np.where(recomputed, -frees, 0.0)
+        return np.stack([costs, np.where(recomputed, 0.0, adds), costs]).ravel()
+
+    def moved_bytes(self) -> Floats:
+        """Bytes that every move has the link move in addition."""
+        now = np.where(self.way == OFFLOAD, self.bytes, 0.0)
+        return np.stack([-now, -now, self.bytes - now]).ravel()
+
+    def link_seconds(self, more_bytes: Floats) -> Floats:
+        """Time the link takes in excess of what is free with so many more bytes."""
         if not self.problem.may_offload:
-            return []
-        found = [Move(u, Way.OFFLOAD) for u, way in enumerate(self.way) if way is Way.RECOMPUTE]
-        back = [Move(u, Way.RECOMPUTE) for u in self.recomputable if self.way[u] is Way.OFFLOAD]
-        return found + back
+            return np.zeros_like(more_bytes)
+        total = self.moved + more_bytes
+        taken = total * self.problem.link_s_per_byte - self.problem.free_s
+        return np.where(total > 0.5, np.maximum(taken, 0.0), 0.0)
 
-    def giving(self) -> list[Move]:
-        """Moves that save bytes."""
-        moves = [Move(unit, Way.RECOMPUTE) for unit in self.recomputable]
-        if self.problem.may_offload:
-            moves += [Move(unit, Way.OFFLOAD) for unit, way in enumerate(self.way) if way is Way.KEEP]
-        return [move for move in moves if self.gives(move) > 0]
-
-    def _saved(self, move: Move) -> float:
-        match move.way:
-            case Way.RECOMPUTE:
-                return self.problem.saves(move.unit)
-            case Way.OFFLOAD:
-                return self.problem.parks(move.unit)
-            case Way.KEEP:
-                return 0.0
-
-    def _link_seconds(self, num_bytes: int) -> float:
-        if not num_bytes:
-            return 0.0
-        return max(0.0, num_bytes * self.problem.link_s_per_byte - self.problem.free_s)
+    def costs(self) -> Floats:
+        """Seconds that every move adds."""
+        now = self.link_seconds(np.array(0.0))
+        return self.chain_costs() + self.link_seconds(self.moved_bytes()) - now
