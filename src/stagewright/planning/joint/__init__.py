@@ -1,0 +1,1 @@
+"""The joint search over partition, placement and schedule, from costs per layer."""

@@ -1,0 +1,94 @@
+"""The plans one would have without a joint search: every schedule family on even and on balanced stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from stagewright.errors import ScheduleError
+from stagewright.planning.joint.layout import Layout
+from stagewright.planning.joint.plan import JointPlan, judged
+from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.starts import balanced, even
+from stagewright.schedule import build
+from stagewright.schedule.placement import Placement, linear, loop, v, wave
+from stagewright.schedule.program import Program
+
+_MOST_ACTIONS_SEARCHED = 200
+"""Families that search themselves are left out of larger problems."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A schedule family as a baseline: its placement by ranks and chunks, and the chunks it may have (None
+    where it leaves no choice)."""
+
+    name: str
+    placement: Callable[[int, int], Placement]
+    chunks: tuple[int | None, ...] = (None,)
+    searches: bool = False
+
+
+FAMILIES = (
+    Family("1f1b", lambda ranks, _: linear(ranks)),
+    Family("interleaved-1f1b", loop, (2, 3, 4, 6, 8)),
+    Family("zb-h1", lambda ranks, _: linear(ranks)),
+    Family("zb-h2", lambda ranks, _: linear(ranks)),
+    Family("zb-v", lambda ranks, _: v(ranks)),
+    Family("interleaved-zb", loop, (2, 4)),
+    Family("dualpipe-v", lambda ranks, _: v(ranks)),
+    Family("gpipe", lambda ranks, _: linear(ranks)),
+    Family("breadth-first", loop, (2, 4)),
+    Family("hanayo", wave, (2, 4)),
+    Family("v-half", lambda ranks, _: v(ranks), searches=True),
+    Family("v-min", lambda ranks, _: v(ranks), searches=True),
+    Family("zb-auto", lambda ranks, _: linear(ranks), searches=True),
+)
+
+
+def even_1f1b(problem: Problem) -> JointPlan:
+    """What everything is compared with: as many layers on every rank, 1F1B."""
+    placement = linear(problem.num_ranks)
+    program = build("1f1b", problem.num_ranks, problem.num_microbatches)
+    return judged("1f1b, even", problem, even(problem, placement), program)
+
+
+def baselines(problem: Problem) -> Iterator[JointPlan]:
+    """Every family on even and on balanced stages, whether or not it fits the memory; 1F1B on even stages
+    first."""
+    for family in FAMILIES:
+        for num_chunks in _chunks(family, problem):
+            placement = family.placement(problem.num_ranks, num_chunks or 1)
+            if placement.num_stages > problem.layers.num_layers:
+                continue
+            num_actions = 3 * placement.num_stages * problem.num_microbatches
+            if family.searches and num_actions > _MOST_ACTIONS_SEARCHED:
+                continue
+            program = _built(family, problem, num_chunks)
+            if program is None:
+                continue
+            layouts: dict[str, Layout | None] = {
+                "even": even(problem, placement),
+                "balanced": balanced(problem, placement),
+            }
+            loops = f" x{num_chunks}" if num_chunks else ""
+            for kind, layout in layouts.items():
+                if layout is not None:
+                    yield judged(f"{family.name}{loops}, {kind}", problem, layout, program)
+
+
+def _chunks(family: Family, problem: Problem) -> list[int | None]:
+    """How many stages per rank: those of the family, and for 1F1B also as many as there are layers for."""
+    most = problem.layers.num_layers // problem.num_ranks
+    chunks = [number for number in family.chunks if number is None or number <= most]
+    if family.name == "interleaved-1f1b" and most > 1 and most not in chunks:
+        chunks.append(most)
+    return chunks
+
+
+def _built(family: Family, problem: Problem, num_chunks: int | None) -> Program | None:
+    """The program, or None for sizes that the family does not build."""
+    try:
+        return build(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
+    except ScheduleError:
+        return None

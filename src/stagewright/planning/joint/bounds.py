@@ -1,0 +1,110 @@
+"""Proven lower bounds of the makespan over every partition, placement and schedule of a problem.
+
+Throughout, layer `l` takes ``f_l``, ``i_l`` and ``w_l`` seconds per microbatch at speed 1, `M` microbatches run
+on `P` ranks, and `v` is the fastest rank's speed. Transfers and overheads only ever add, so bounds without
+them hold with them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.planning.joint.kernels import Floats
+from stagewright.planning.joint.packing import packing_bound
+from stagewright.planning.joint.problem import Problem
+
+
+@dataclass(frozen=True)
+class Bound:
+    """No schedule is shorter than `seconds`; `why` names the argument that gives it."""
+
+    seconds: float
+    why: str
+
+    def gap(self, makespan_s: float) -> float:
+        """By which share of the bound a makespan is longer.
+
+        >>> Bound(2.0, "load").gap(2.5)
+        0.25
+        """
+        return makespan_s / self.seconds - 1.0 if self.seconds > 0 else 0.0
+
+
+def lower_bound(problem: Problem) -> Bound:
+    """The largest of all bounds below."""
+    bounds = (chain_bound, load_bound, layer_bound, memory_bound, packing_bound_of)
+    return max((Bound(bound(problem), bound.__name__) for bound in bounds), key=lambda each: each.seconds)
+
+
+def chain_bound(problem: Problem) -> float:
+    """A microbatch goes through all forwards, then all input gradients, then the first layer's weight
+    gradient, each after the other: ``(sum f + sum i + w_0) / v``."""
+    layers = problem.layers
+    chain = layers.forward_s.sum() + layers.input_grad_s.sum() + layers.weight_grad_s[0]
+    return float(chain / problem.speed.max())
+
+
+def load_bound(problem: Problem) -> float:
+    """All work, shared by all ranks, of which none begins before its first layer's input is there.
+
+    Sort the ranks by their first layer: the first layer of the j-th (from 0) is at least layer j, so it idles
+    at least ``(f_0 + ... + f_{j-1}) / v`` at the start. At full speed from there on, the ranks do
+    ``sum_r v_r (T - idle_r) >= M sum c``. The sum of ``v_r idle_r`` is least when the fastest ranks begin
+    first.
+    """
+    speed = np.sort(problem.speed)[::-1]
+    idle = _forward_before(problem)[: problem.num_ranks] / speed[0]
+    work = problem.num_microbatches * problem.layers.seconds.sum()
+    return float((work + (speed * idle).sum()) / speed.sum())
+
+
+def layer_bound(problem: Problem) -> float:
+    """One rank does all work of a layer, and the passes before the layer have to come before and after it.
+
+    The rank of layer `l` starts it after ``sum_{k<l} f_k / v``; its last input gradient is followed by those of
+    all layers before. Let `n` be the number of its weight gradients after that input gradient; whatever `n`,
+    ``T >= (sum_{k<l} f_k + M (f_l + i_l) + max(M w_l, sum_{k<l} i_k)) / v``: the work of the layer alone gives
+    the first term of the maximum, the chain of the last microbatch the second. The first input gradient
+    cannot start before the last layer's forward and the input gradients from there down to `l`, after which
+    all M input gradients follow: this gives the same with ``sum f + sum_{k>l} i_k`` in front and without
+    ``M f_l``.
+    """
+    layers, M = problem.layers, problem.num_microbatches
+    before_f = _forward_before(problem)
+    before_i = np.cumsum(layers.input_grad_s) - layers.input_grad_s
+    after_i = layers.input_grad_s.sum() - before_i - layers.input_grad_s
+    tail = np.maximum(M * layers.weight_grad_s, before_i)
+    early = before_f + M * (layers.forward_s + layers.input_grad_s) + tail
+    late = layers.forward_s.sum() + after_i + M * layers.input_grad_s + tail
+    return float(np.maximum(early, late).max() / problem.speed.max())
+
+
+def memory_bound(problem: Problem) -> float:
+    """Bytes times seconds: what the microbatches keep, over what the ranks can keep.
+
+    A microbatch keeps ``saved_l`` from the start of layer l's forward to the end of its input gradient, hence
+    at least for ``sum_{k>=l} (f_k + i_k) / v``, and ``held_l`` for another ``w_l / v``. All this lies within T
+    seconds on ranks with the memory that the parameters leave.
+    """
+    layers = problem.layers
+    room = float(problem.memory_bytes.sum() - layers.parameter_bytes.sum())
+    if not np.isfinite(room):
+        return 0.0
+    passes = layers.forward_s + layers.input_grad_s
+    stay = np.cumsum(passes[::-1])[::-1]
+    kept = (layers.saved_bytes * stay + layers.held_bytes * layers.weight_grad_s).sum()
+    if room <= 0:
+        return float("inf")
+    return float(problem.num_microbatches * kept / problem.speed.max() / room)
+
+
+def packing_bound_of(problem: Problem) -> float:
+    """Layers are whole: see `packing.packing_bound`."""
+    return packing_bound(problem)
+
+
+def _forward_before(problem: Problem) -> Floats:
+    """Seconds of the forwards before each layer, at speed 1."""
+    return np.cumsum(problem.layers.forward_s) - problem.layers.forward_s

@@ -1,0 +1,145 @@
+"""Layouts: which layers form each stage, and which rank holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numba
+import numpy as np
+
+from stagewright.planning.joint.kernels import Ints, Stages
+from stagewright.planning.joint.problem import Problem
+from stagewright.schedule.placement import Placement
+from stagewright.simulation.costs import StageCosts
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Stage `s` is the layers ``ends[s - 1]`` to ``ends[s]`` (from 0) and lies on ``rank_of_stage[s]``.
+
+    >>> Layout((2, 3, 5), (0, 1, 0)).sizes
+    (2, 1, 2)
+    """
+
+    ends: tuple[int, ...]
+    rank_of_stage: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ends)
+
+    @property
+    def num_layers(self) -> int:
+        return self.ends[-1]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return tuple(end - start for start, end in zip((0, *self.ends), self.ends, strict=False))
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Positions between layers at which the model is cut."""
+        return self.ends[:-1]
+
+    @property
+    def placement(self) -> Placement:
+        return Placement(self.rank_of_stage)
+
+    @classmethod
+    def of_layers(cls, rank_of_layer: Sequence[int] | Ints, cuts: Sequence[int] = ()) -> Layout:
+        """The layout with as few stages as the rank of each layer allows, and further `cuts`.
+
+        >>> Layout.of_layers([0, 0, 1, 0, 0], cuts=[4])
+        Layout(ends=(2, 3, 4, 5), rank_of_stage=(0, 1, 0, 0))
+        """
+        ranks = [int(rank) for rank in rank_of_layer]
+        wanted = set(cuts)
+        starts = [0] + [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] or i in wanted]
+        return cls((*starts[1:], len(ranks)), tuple(ranks[start] for start in starts))
+
+    def rank_of_layer(self) -> Ints:
+        return np.repeat(np.array(self.rank_of_stage, np.int64), self.sizes)
+
+    def is_cut(self) -> np.ndarray:
+        """Per layer whether a stage starts there."""
+        flags = np.zeros(self.num_layers, np.bool_)
+        flags[[0, *self.cuts]] = True
+        return flags
+
+
+def stages_of(problem: Problem, layout: Layout) -> Stages:
+    """What the stages of `layout` cost on their ranks, for the kernels."""
+    return build_stages(
+        layout.rank_of_layer(),
+        layout.is_cut(),
+        problem.layers.sums,
+        problem.transfer_s,
+        problem.speed,
+        problem.memory_bytes,
+        problem.overhead_s,
+    )
+
+
+def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
+    """What the stages of `layout` cost on their ranks, for the simulator."""
+    sums = problem.layers.sums
+    ends = np.array(layout.ends)
+    starts = np.array((0, *layout.cuts))
+    forward, input_grad, weight_grad, base, saved, held = sums[:, ends] - sums[:, starts]
+    speed = problem.speed[list(layout.rank_of_stage)]
+    return StageCosts.of(
+        forward / speed,
+        input_grad / speed,
+        weight_grad / speed,
+        saved_bytes=saved,
+        held_bytes=held,
+        base_bytes=base,
+    )
+
+
+def hops(problem: Problem, layout: Layout) -> dict[tuple[int, int], float]:
+    """Seconds of the transfer between each stage and the next, for the simulator."""
+    return {(stage, stage + 1): float(problem.transfer_s[cut]) for stage, cut in enumerate(layout.cuts)}
+
+
+@numba.njit(cache=True, nogil=True)
+def build_stages(rank_of_layer, is_cut, sums, transfer_s, speed, memory_bytes, overhead_s):
+    """The `Stages` of layers on ranks; a stage ends where the rank changes or `is_cut` says so."""
+    num_layers, num_ranks = len(rank_of_layer), len(speed)
+    starts = np.empty(num_layers + 1, np.int64)
+    num_stages = 0
+    for layer in range(num_layers):
+        if layer == 0 or is_cut[layer] or rank_of_layer[layer] != rank_of_layer[layer - 1]:
+            starts[num_stages] = layer
+            num_stages += 1
+    starts[num_stages] = num_layers
+    rank = np.empty(num_stages, np.int64)
+    columns = np.empty((6, num_stages))
+    hop = np.zeros(num_stages)
+    limit = memory_bytes.copy()
+    counts = np.zeros(num_ranks + 1, np.int64)
+    for stage in range(num_stages):
+        rank[stage] = rank_of_layer[starts[stage]]
+        columns[:, stage] = sums[:, starts[stage + 1]] - sums[:, starts[stage]]
+        if stage > 0 and rank[stage] != rank[stage - 1]:
+            hop[stage] = transfer_s[starts[stage]]
+        limit[rank[stage]] -= columns[3, stage]
+        counts[rank[stage] + 1] += 1
+        for row in range(3):
+            columns[row, stage] = columns[row, stage] / speed[rank[stage]] + overhead_s
+    offsets = np.cumsum(counts)
+    members = np.empty(num_stages, np.int64)
+    place = offsets[:-1].copy()
+    room = np.zeros(num_stages)
+    later = np.zeros(num_ranks)
+    for stage in range(num_stages):
+        members[place[rank[stage]]] = stage
+        place[rank[stage]] += 1
+    for stage in range(num_stages - 1, -1, -1):
+        room[stage] = later[rank[stage]]
+        later[rank[stage]] += columns[4, stage]
+    return Stages(
+        rank, columns[0], columns[1], columns[2], hop, columns[4], columns[5], room, limit, members, offsets
+    )

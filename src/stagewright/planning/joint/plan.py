@@ -1,0 +1,89 @@
+"""What a joint search finds: layouts with a program, judged by the simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from stagewright.planning.joint.anneal import window_of
+from stagewright.planning.joint.kernels import Order, Rule, Stages, list_schedule
+from stagewright.planning.joint.layout import Layout, hops, stage_costs, stages_of
+from stagewright.planning.joint.problem import Problem
+from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.program import Program
+from stagewright.simulation import EncodedProgram, Timeline, encode, simulate
+
+_KINDS = (Kind.F, Kind.I, Kind.W)
+
+
+@dataclass(frozen=True, eq=False)
+class JointPlan:
+    """A layout, the program of its ranks, and what the simulator says of both."""
+
+    name: str
+    problem: Problem
+    layout: Layout
+    encoded: EncodedProgram
+    timeline: Timeline
+    rule: Rule | None = None
+
+    @property
+    def makespan_s(self) -> float:
+        return self.timeline.makespan_s
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the rank that holds most."""
+        return float(self.timeline.peak_bytes.max())
+
+    @cached_property
+    def fits(self) -> bool:
+        """Whether every rank stays within its memory."""
+        return bool((self.timeline.peak_bytes <= self.problem.memory_bytes * (1 + 1e-9)).all())
+
+    @cached_property
+    def program(self) -> Program:
+        """The program as a value of its own; takes a microsecond per action."""
+        encoded = self.encoded
+        actions = [encoded.action(index) for index in range(encoded.num_actions)]
+        slices = (encoded.rank_slice(rank) for rank in range(encoded.num_ranks))
+        ranks = tuple(tuple(actions[part]) for part in slices)
+        return Program(encoded.name, encoded.placement, encoded.num_microbatches, ranks)
+
+
+def judged(
+    name: str, problem: Problem, layout: Layout, program: Program | EncodedProgram, rule: Rule | None = None
+) -> JointPlan:
+    """`program` simulated with the costs of `layout`."""
+    encoded = program if isinstance(program, EncodedProgram) else encode(program)
+    timeline = simulate(
+        encoded, stage_costs(problem, layout), hops(problem, layout), action_overhead_s=problem.overhead_s
+    )
+    return JointPlan(name, problem, layout, encoded, timeline, rule)
+
+
+def scheduled(name: str, problem: Problem, layout: Layout, rule: Rule) -> JointPlan | None:
+    """The list schedule of `layout` by `rule`; None where a rank cannot hold one microbatch."""
+    stages = stages_of(problem, layout)
+    window = window_of(stages, rule.depth)
+    makespan, order = list_schedule(stages, problem.num_microbatches, rule, window, np.inf)
+    if not np.isfinite(makespan):
+        return None
+    return judged(name, problem, layout, encode_order(name, layout, stages, order), rule)
+
+
+def encode_order(name: str, layout: Layout, stages: Stages, order: Order) -> EncodedProgram:
+    """The program that runs `order`, the k-th occurrence of a pass for microbatch k."""
+    num_microbatches = len(order.passes) // (3 * layout.num_stages)
+    pattern = order.stages.astype(np.int64) * 3 + order.passes
+    microbatch = np.empty(len(pattern), np.int32)
+    microbatch[np.argsort(pattern, kind="stable")] = np.tile(
+        np.arange(num_microbatches, dtype=np.int32), 3 * layout.num_stages
+    )
+    patterns = tuple(Action(kind, stage, 0) for stage in range(layout.num_stages) for kind in _KINDS)
+    offsets = 3 * num_microbatches * stages.offsets
+    return EncodedProgram(
+        name, layout.placement, num_microbatches, patterns, pattern.astype(np.int32), microbatch, offsets
+    )

@@ -1,0 +1,180 @@
+"""What a joint search is given: costs per layer, the ranks, and the number of microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from stagewright.errors import PlanError
+from stagewright.planning.joint.kernels import Floats
+
+
+@dataclass(frozen=True, eq=False)
+class LayerTable:
+    """Seconds and bytes of one microbatch on each layer, in the order of the model.
+
+    A forward saves `saved_bytes`; the input gradient frees all but `held_bytes`, which the weight gradient
+    frees. `boundary_bytes` leave the layer for the next one (and return as a gradient); `parameter_bytes`
+    (weights, gradients, optimizer) are always there.
+    """
+
+    forward_s: Floats
+    input_grad_s: Floats
+    weight_grad_s: Floats
+    parameter_bytes: Floats
+    saved_bytes: Floats
+    held_bytes: Floats
+    boundary_bytes: Floats
+
+    @classmethod
+    def of(
+        cls,
+        forward_s: ArrayLike,
+        input_grad_s: ArrayLike,
+        weight_grad_s: ArrayLike,
+        parameter_bytes: ArrayLike = 0.0,
+        saved_bytes: ArrayLike = 0.0,
+        held_bytes: ArrayLike | None = None,
+        boundary_bytes: ArrayLike = 0.0,
+    ) -> LayerTable:
+        """A table of as many layers as `forward_s` has entries; everything held for the weight gradient
+        unless said otherwise.
+
+        Raises:
+            PlanError: no layer, or a cost that is negative or not finite.
+
+        >>> LayerTable.of([1, 2], [1, 2], [1, 1], saved_bytes=8).held_bytes.tolist()
+        [8.0, 8.0]
+        """
+        num_layers = len(np.atleast_1d(np.asarray(forward_s)))
+        held = saved_bytes if held_bytes is None else held_bytes
+        columns = (
+            forward_s,
+            input_grad_s,
+            weight_grad_s,
+            parameter_bytes,
+            saved_bytes,
+            held,
+            boundary_bytes,
+        )
+        arrays = [np.broadcast_to(np.asarray(column, np.float64), num_layers).copy() for column in columns]
+        if not num_layers or not all(np.isfinite(array).all() and (array >= 0).all() for array in arrays):
+            raise PlanError(
+                "a cost table needs a layer, and costs that are finite and not negative: check its rows"
+            )
+        return cls(*arrays)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.forward_s)
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Of all three passes of each layer."""
+        return self.forward_s + self.input_grad_s + self.weight_grad_s
+
+    @cached_property
+    def sums(self) -> Floats:
+        """Sums of the layers before each position, one row per column of a stage: forward, input gradient,
+        weight gradient, parameter bytes, saved bytes, held bytes."""
+        rows = (
+            self.forward_s,
+            self.input_grad_s,
+            self.weight_grad_s,
+            self.parameter_bytes,
+            self.saved_bytes,
+            self.held_bytes,
+        )
+        return np.array([np.concatenate([[0.0], np.cumsum(row)]) for row in rows])
+
+    def scaled(self, factors: ArrayLike) -> LayerTable:
+        """The same layers with the seconds of each multiplied."""
+        by = np.asarray(factors, np.float64)
+        return replace(
+            self,
+            forward_s=self.forward_s * by,
+            input_grad_s=self.input_grad_s * by,
+            weight_grad_s=self.weight_grad_s * by,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Layers to be placed on ranks.
+
+    `speed` of a rank divides the seconds of the table; `memory_bytes` is what it has for parameters and saved
+    values. A value takes `latency_s` plus its boundary bytes over `bytes_per_s` from one rank to another.
+    Every computation costs `overhead_s` more than its layers.
+    """
+
+    layers: LayerTable
+    num_ranks: int
+    num_microbatches: int
+    speed: Floats = field(default_factory=lambda: np.ones(0))
+    memory_bytes: Floats = field(default_factory=lambda: np.ones(0))
+    latency_s: float = 0.0
+    bytes_per_s: float = np.inf
+    overhead_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        layers: LayerTable,
+        num_ranks: int,
+        num_microbatches: int,
+        *,
+        speed: float | Sequence[float] | Floats = 1.0,
+        memory_bytes: float | Sequence[float] | Floats = np.inf,
+        latency_s: float = 0.0,
+        bytes_per_s: float = np.inf,
+        overhead_s: float = 0.0,
+    ) -> Problem:
+        """A problem with one speed and memory for all ranks or one for each.
+
+        Raises:
+            PlanError: more ranks than layers, or figures that make no sense.
+
+        >>> layers = LayerTable.of([1, 2], [1, 2], [1, 1])
+        >>> Problem.of(layers, 2, 4, speed=[1, 0.5]).speed.tolist()
+        [1.0, 0.5]
+        """
+        if num_ranks < 1 or num_microbatches < 1:
+            raise PlanError(
+                f"a pipeline needs a rank and a microbatch, not {num_ranks} and {num_microbatches}"
+            )
+        if layers.num_layers < num_ranks:
+            raise PlanError(
+                f"{num_ranks} ranks need as many layers, but the cost table has {layers.num_layers}: "
+                "use fewer ranks"
+            )
+        speeds = per_rank("speed", speed, num_ranks)
+        memory = per_rank("memory_bytes", memory_bytes, num_ranks)
+        if not (np.isfinite(speeds).all() and (speeds > 0).all()) or not (memory > 0).all():
+            raise PlanError("speeds and memory of ranks must be positive")
+        if min(latency_s, overhead_s) < 0 or not bytes_per_s > 0:
+            raise PlanError("latency and overhead cannot be negative, and a bandwidth must be positive")
+        return cls(layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s)
+
+    @cached_property
+    def transfer_s(self) -> Floats:
+        """Seconds to move what crosses each position between two layers to another rank; position 0 is the
+        start of the model."""
+        moved = self.latency_s + self.layers.boundary_bytes / self.bytes_per_s
+        return np.concatenate([[0.0], moved[:-1]])
+
+    def with_layers(self, layers: LayerTable) -> Problem:
+        return replace(self, layers=layers)
+
+
+def per_rank(name: str, value: float | Sequence[float] | Floats, num_ranks: int) -> Floats:
+    """`value` as one figure per rank; raises `PlanError` for another number of figures."""
+    array = np.asarray(value, np.float64)
+    if array.ndim == 0:
+        return np.full(num_ranks, array)
+    if array.shape != (num_ranks,):
+        raise PlanError(f"{name} has {array.size} figures for {num_ranks} ranks: give one per rank")
+    return array
