@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stagewright.graph.stage import Stage, carve
 from stagewright.planning.job import Job
-from stagewright.planning.plan import ClusterSection, ModelSection, Plan, Predictions, cut_names
+from stagewright.planning.plan import (
+    ClusterSection,
+    ModelSection,
+    Plan,
+    Predictions,
+    StagePolicy,
+    cut_names,
+)
+from stagewright.planning.sharding import sharded_program
 from stagewright.schedule.families import build as build_schedule
+from stagewright.schedule.saving import insert_offloading, insert_recomputation
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__
@@ -25,12 +35,21 @@ def make_plan(
     clip_norm: float | None = 1.0,
     overrides: Mapping[str, object] | None = None,
     microbatch_size: int = 1,
+    sharding: int | Sequence[int] | None = None,
+    num_chunks: int | None = None,
+    policy: str = "keep",
+    sequence_length: int = 32,
+    reduce_dtype: str | None = None,
 ) -> Plan:
-    """A plan with equal numbers of operators per stage, written to `path`."""
+    """A plan with equal numbers of operators per stage, written to `path`.
+
+    `sharding` is one level for all stages, or one for each; None leaves the sums of replicas to the end of the batch.
+    `policy` is ``keep``, ``recompute``, ``some`` (recomputes half of what is saved) or ``offload``.
+    """
     overrides = {"num_hidden_layers": 4} if overrides is None else dict(overrides)
     job = Job(
         global_batch=num_microbatches * microbatch_size * dp,
-        sequence_length=32,
+        sequence_length=sequence_length,
         dtype=dtype,  # type: ignore[arg-type]
         learning_rate=3e-3,
         num_steps=num_steps,
@@ -38,9 +57,18 @@ def make_plan(
     )
     reference = resolve(model, overrides)
     graph = trace(reference, microbatch_size, job.sequence_length, job.torch_name)
-    program = build_schedule(schedule, pp, num_microbatches)
+    program = build_schedule(schedule, pp, num_microbatches, num_chunks)
     stages = program.num_stages
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]
+    carved = carve(graph, cuts)
+    policies = [_policy(stage, policy) for stage in carved]
+    if policy == "offload":
+        program = insert_offloading(program, range(stages))
+    elif policy != "keep":
+        program = insert_recomputation(program, range(stages))
+    levels = (sharding,) * stages if isinstance(sharding, int) else tuple(sharding or (0,) * stages)
+    if sharding is not None:
+        program = sharded_program(program, carved, levels)
     plan = Plan(
         stagewright=__version__,
         model=ModelSection(text=model, overrides=overrides, digest=reference.digest, name=reference.name),
@@ -55,7 +83,9 @@ def make_plan(
         placement=program.placement.rank_of_stage,
         schedule=schedule,
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
-        memory_policy=("keep",) * stages,
+        memory_policy=tuple(policies),
+        sharding=levels,  # type: ignore[arg-type]
+        reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
         predictions=Predictions(
             step_seconds=1.0,
             lower_bound_seconds=0.5,
@@ -68,3 +98,11 @@ def make_plan(
     )
     plan.save(path)
     return plan
+
+
+def _policy(stage: Stage, policy: str) -> str | StagePolicy:
+    if policy in ("keep", "recompute"):
+        return policy
+    made = (stage.graph.values[value].node for value in stage.saved)
+    names = tuple(sorted({stage.graph.nodes[node].name for node in made if node in stage.graph.position}))
+    return StagePolicy(recompute=names[::2]) if policy == "some" else StagePolicy(offload=names)

@@ -7,19 +7,20 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.planning.job import Job
 
 
 class Optimizer:
-    """AdamW over the parameters a rank holds.
+    """AdamW over the parameters a rank holds, or over its shards of them.
 
     Where gradients are added up in another type than the parameters have (bf16 parameters, fp32 gradients), AdamW works
     on master copies of the gradients' type, and parameters are rounded from them after each step.
 
     Args:
         pipeline: process group of the ranks of one replica; the norm is taken over them.
-        replicas: process group of the ranks that hold the same stages; gradients are summed over them. None: one.
+        shards: what replicas share out, their gradients summed already.
     """
 
     def __init__(
@@ -28,17 +29,27 @@ class Optimizer:
         job: Job,
         tied: TiedGroups,
         pipeline: dist.ProcessGroup | None,
-        replicas: dist.ProcessGroup | None,
+        shards: Shards | None = None,
     ) -> None:
-        self.weights = weights
+        self.device = weights.device
         self.clip_norm = job.clip_norm
         self.tied = tied
         self.pipeline = pipeline
-        self.replicas = replicas
+        self.shards = shards or Shards()
+        sharded = self.shards.trained()
+        whole = {
+            value: (weights.parameters[value], gradient)
+            for value, gradient in weights.gradients.items()
+            if not self.shards.is_sharded(value)
+        }
+        both = whole | sharded
+        self.parameters = {value: parameter for value, (parameter, _) in both.items()}
+        self.gradients = {value: gradient for value, (_, gradient) in both.items()}
+        self.sharded = frozenset(sharded)
         self.masters: dict[int, torch.Tensor] = {}
         trained: list[torch.nn.Parameter] = []
-        for value, gradient in weights.gradients.items():
-            parameter = weights.parameters[value]
+        for value, gradient in self.gradients.items():
+            parameter = self.parameters[value]
             if gradient.dtype != parameter.dtype:
                 self.masters[value] = parameter.to(gradient.dtype)
             target = torch.nn.Parameter(self.masters.get(value, parameter), requires_grad=True)
@@ -54,11 +65,8 @@ class Optimizer:
         ) if trained else None  # fmt: skip
 
     def reduce(self) -> None:
-        """Sum gradients over tied copies and over data-parallel replicas."""
-        self.tied.reduce(self.weights.gradients)
-        if self.replicas is not None:
-            for gradient in self.weights.gradients.values():
-                dist.all_reduce(gradient, group=self.replicas)
+        """Sum gradients over the copies of tied parameters; replicas' sums are in place when a batch ends."""
+        self.tied.reduce(self.gradients)
 
     def step(self) -> float:
         """Reduce, clip and update; returns the norm of the gradient over all stages before clipping."""
@@ -66,23 +74,32 @@ class Optimizer:
         norm = self._norm()
         if self.clip_norm is not None:
             scale = min(1.0, self.clip_norm / (norm + 1e-6))
-            if scale < 1.0 and self.weights.gradients:
-                torch._foreach_mul_(list(self.weights.gradients.values()), scale)
+            if scale < 1.0 and self.gradients:
+                torch._foreach_mul_(list(self.gradients.values()), scale)
         if self.adamw is not None:
             self.adamw.step()
         for value, master in self.masters.items():
-            self.weights.parameters[value].copy_(master)
+            self.parameters[value].copy_(master)
+        self.shards.spread()
         return norm
 
     def _norm(self) -> float:
-        gradients = list(self.tied.counted(self.weights.gradients))
-        device = next((gradient.device for gradient in gradients), torch.device("cpu"))
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        for norm in torch._foreach_norm(gradients) if gradients else ():
-            total += norm.double() ** 2
+        whole = {value: gradient for value, gradient in self.gradients.items() if value not in self.sharded}
+        squared = self._squared_norm(self.tied.counted(whole))
+        if self.sharded:
+            parts = {value: self.gradients[value] for value in self.sharded}
+            squared += self.shards.total(self._squared_norm(self.tied.counted(parts)))
         if dist.is_initialized():
-            dist.all_reduce(total, group=self.pipeline)
-        return float(total.sqrt())
+            dist.all_reduce(squared, group=self.pipeline)
+        return float(squared.sqrt())
+
+    def _squared_norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+        """The sum of the squares of all elements, in float64."""
+        found = list(gradients)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for norm in torch._foreach_norm(found) if found else ():
+            total += norm.double() ** 2
+        return total
 
     def state(self) -> Iterable[torch.Tensor]:
         """Every tensor the optimizer keeps between steps."""

@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.execution.clock import Stopwatch
+from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport, channel
 from stagewright.execution.weights import Weights
@@ -68,6 +70,8 @@ class RankRunner:
         loss_scale: the cotangent of each microbatch's loss.
         groups: process groups for forward values and for cotangents; None is the default group.
         watch: told the text of every action before it runs.
+        shards: what replicas share out; GATHER, RELEASE and REDUCE are about it.
+        first_microbatch: number in the whole batch of this replica's first microbatch.
     """
 
     def __init__(
@@ -82,17 +86,29 @@ class RankRunner:
         seed: int = 0,
         groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
         watch: Callable[[str], None] = lambda action: None,
+        shards: Shards | None = None,
+        first_microbatch: int = 0,
     ) -> None:
         self.device = device
         self.weights = weights
         self.watch = watch
         self.actions = program.actions(rank)
+        self.shards = shards or Shards()
+        *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
         self.transport = Transport(device)
         self.stopwatch = Stopwatch(device)
         self._started: Any = None  # mark of when the present action had what it needs
         placed = program.placement.rank_of_stage
         self.runners = {
-            stage.index: StageRunner(stage, weights, device, loss_scale, seed)
+            stage.index: StageRunner(
+                stage,
+                weights,
+                device,
+                loss_scale,
+                seed,
+                self.shards.is_gathered(stage.index),
+                first_microbatch,
+            )
             for stage in stages
             if placed[stage.index] == rank
         }
@@ -130,12 +146,15 @@ class RankRunner:
         result = BatchResult(stopwatch=self.stopwatch)
         self.stopwatch.begin()
         self.weights.begin_step()
+        self.shards.begin_batch()
         for runner in self.runners.values():
             runner.begin_step(step)
-        for action in self.actions:
+        for action, before in zip(self.actions, self._moves, strict=True):
             self.watch(str(action))
             self._started = self.stopwatch.mark()
             try:
+                if before is not NOTHING:
+                    self._move(before)
                 self._act(action, microbatches, result)
             except RunError as error:
                 raise RunError(f"action {action}: {error}") from error
@@ -143,8 +162,18 @@ class RankRunner:
                 raise RunError(f"action {action} failed: {type(error).__name__}: {error}") from error
             result.marks.append((action, self._started, self.stopwatch.mark()))
         self.watch("end of batch")
+        self.shards.end_batch(self._last_moves)
         self.transport.settle_all()
         return result
+
+    def _move(self, before: Moves) -> None:
+        """What an action does with sharded parameters and gradients before it does anything else."""
+        for stage in before.leaves:
+            self.runners[stage].drop_parameters()
+        self.shards.before(before)
+        for stage in before.uses:
+            self.runners[stage].put_parameters(self.shards.parameters(stage))
+            self._started = self.stopwatch.mark()  # waiting is not part of the action
 
     def _act(self, action: Action, microbatches: Sequence[Inputs], result: BatchResult) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -175,6 +204,8 @@ class RankRunner:
                 self.transport.post(_remote(self._forward, (_peer(action), stage)), index)
             case Kind.RECV_B:
                 self.transport.post(_remote(self._backward, (_peer(action), stage)), index)
+            case Kind.GATHER | Kind.RELEASE | Kind.REDUCE:
+                pass  # their moves are all they do
             case _:
                 raise RunError(f"this executor does not run {action.kind} actions yet")
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from stagewright.errors import RunError
 from stagewright.execution.clock import ClockOffset
+from stagewright.execution.collectives import Replicas
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.evaluation import evaluation_weights, forward_program, forward_stages
 from stagewright.execution.loading import starting_tensors
@@ -19,7 +20,9 @@ from stagewright.execution.meter import StorageMeter
 from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
+from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
+from stagewright.graph.flat import Flat, flats, of_stages
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
@@ -28,6 +31,8 @@ from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference, resolve
+
+_WIRE_TYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -102,13 +107,17 @@ class Session:
             reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed
         )
         self.batches = self._batches(model, reference, data)
-        own = [stage for stage in self.stages if plan.placement[stage.index] == self.mesh.pipeline_rank]
-        self.weights = self._weights(model, reference, own, random_weights)
+        self.own = own = [
+            stage for stage in self.stages if plan.placement[stage.index] == self.mesh.pipeline_rank
+        ]
+        every = flats(self.stages, plan.sharding, plan.dp) if plan.dp > 1 else ()
+        mine = of_stages(every, (stage.index for stage in own))
+        self.weights = self._weights(model, reference, own, random_weights, mine)
         del model
         watch("making process groups")
         self.replica_ranks = self.mesh.ranks_of_replica(self.mesh.replica)
         forward, backward = self._pipeline_groups(), self._pipeline_groups()
-        replicas = self._replica_groups()
+        self.shards = Shards(mine, self.weights, self._replicas(), _WIRE_TYPES[plan.reduce_dtype])
         tied = TiedGroups(
             self.stages,
             plan.placement,
@@ -118,11 +127,11 @@ class Session:
         loss_scale = 1.0 / (plan.num_microbatches * plan.dp)
         self.runner = RankRunner(
             self.stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, device, loss_scale,
-            job.seed, (forward, backward), watch,
+            job.seed, (forward, backward), watch, self.shards, self.mesh.replica * plan.num_microbatches,
         )  # fmt: skip
         self.pipeline = forward
         self._evaluator: RankRunner | None = None
-        self.optimizer = Optimizer(self.weights, job, tied, forward, replicas)
+        self.optimizer = Optimizer(self.weights, job, tied, forward, self.shards)
         self.last: BatchResult | None = None
         self._began = 0.0
         self._optimizer_seconds = 0.0
@@ -139,12 +148,17 @@ class Session:
         return TextBatches(data, self.plan.job.sequence_length, self.plan.job.seed, vocabulary)
 
     def _weights(
-        self, model: DeferredModel, reference: ModelReference, own: list[Stage], random_weights: bool
+        self,
+        model: DeferredModel,
+        reference: ModelReference,
+        own: list[Stage],
+        random_weights: bool,
+        mine: tuple[Flat, ...],
     ) -> Weights:
         folder = None if random_weights else reference.weights
         tensors = starting_tensors(model, own, folder)
         accumulate = torch.float32 if self.plan.job.dtype == "bf16" else None
-        return Weights(own, tensors, self.device, accumulate)
+        return Weights(own, tensors, self.device, accumulate, mine)
 
     def _pipeline_groups(self) -> dist.ProcessGroup | None:
         """A group per replica; every process takes part in making all of them. Returns its own."""
@@ -152,9 +166,14 @@ class Session:
             [self.mesh.ranks_of_replica(replica) for replica in range(self.mesh.dp)], self.mesh.rank
         )
 
-    def _replica_groups(self) -> dist.ProcessGroup | None:
+    def _replicas(self) -> Replicas | None:
+        """The ranks that hold the same stages; None where this is the only one."""
+        if self.mesh.dp == 1:
+            return None
         groups = [self.mesh.ranks_of_stage(stage) for stage in range(self.mesh.pp)]
-        return _own_group(groups, self.mesh.rank) if self.mesh.dp > 1 else None
+        gathers, sums = _own_group(groups, self.mesh.rank), _own_group(groups, self.mesh.rank)
+        assert gathers is not None and sums is not None
+        return Replicas(self.mesh.replica, self.mesh.dp, gathers, sums)
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -181,9 +200,9 @@ class Session:
         return self._step(step, inputs)
 
     def accumulate(self, step: int) -> float:
-        """Gradients of one batch, summed over tied copies and replicas, in `weights`; returns the mean loss.
+        """Add up the gradients of one batch, summed over tied copies and replicas; returns the mean loss.
 
-        Nothing is clipped and no parameter changes.
+        Nothing is clipped and no parameter changes. `gradients` gives what was added up.
         """
         inputs = self.microbatches(step)
         dist.barrier(self.pipeline)
@@ -191,6 +210,12 @@ class Session:
         self.watch("summing gradients")
         self.optimizer.reduce()
         return self._mean_loss(self.last)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The gradients of this rank's parameters by name, whole; every rank must call this."""
+        found = self.shards.whole_gradients(self.weights)
+        named = {value: stage.value(value).name for stage in self.own for value in stage.parameters}
+        return {named[value]: gradient for value, gradient in found.items()}
 
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
         start = self._began = time.perf_counter()
@@ -226,6 +251,7 @@ class Session:
             *resident,
             *self.weights.tensors.values(),
             *self.weights.gradients.values(),
+            *self.shards.tensors(),
             *self.optimizer.state(),
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]

@@ -25,18 +25,31 @@ class StageRunner:
         device: where everything lives.
         loss_scale: the cotangent of the loss of one microbatch.
         seed: of the random numbers the stage draws.
+        is_gathered: parameters are missing until `put_parameters` is called.
+        first_microbatch: number in the whole batch of the first microbatch, for random numbers.
     """
 
     def __init__(
-        self, stage: Stage, weights: Weights, device: torch.device, loss_scale: float, seed: int = 0
+        self,
+        stage: Stage,
+        weights: Weights,
+        device: torch.device,
+        loss_scale: float,
+        seed: int = 0,
+        is_gathered: bool = False,
+        first_microbatch: int = 0,
     ) -> None:
         self.stage = stage
         self.weights = weights
         self.device = device
         self.seed = seed
         self.step = 0
+        self.is_gathered = is_gathered
+        self.first_microbatch = first_microbatch
         sources = (*stage.parameters, *stage.buffers, *stage.constants)
-        self.resident: Tensors = {value: weights.tensors[value] for value in sources}
+        self.resident: Tensors = {
+            value: weights.tensors[value] for value in sources if value in weights.tensors
+        }
         meta = stage.value(stage.graph.seed).meta
         cotangent = torch.full(meta.shape, loss_scale, dtype=DTYPES[meta.dtype], device=device)
         self.resident[stage.graph.seed] = cotangent
@@ -60,7 +73,7 @@ class StageRunner:
             )
             for value in (*(v for node in function.nodes for v in node.inputs), *function.outputs)
         }
-        sources = set(self.resident)
+        sources = {*stage.parameters, *stage.buffers, *stage.constants, stage.graph.seed}
         static = self._runnable(Function(stage.static, (), tuple(sorted(lasting & used))), sources, "static")
         self._run_resident(static)
         self._derive = self._runnable(
@@ -87,7 +100,20 @@ class StageRunner:
     def begin_step(self, step: int) -> None:
         """Ready for the first action of a batch: parameters may have changed since the last."""
         self.step = step
+        if not self.is_gathered:
+            self._run_resident(self._derive)
+
+    def put_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Use gathered parameters, by name, from now on."""
+        named = ((value, self.stage.value(value).name) for value in self.stage.parameters)
+        self.resident.update((value, tensors[name]) for value, name in named if name in tensors)
         self._run_resident(self._derive)
+
+    def drop_parameters(self) -> None:
+        """Let go of gathered parameters and of what was derived from any."""
+        for value in (*self.stage.parameters, *self._derive.outputs):
+            if value not in self.weights.tensors:
+                self.resident.pop(value, None)
 
     def forward(self, microbatch: int, arrived: Tensors, inputs: Mapping[str, torch.Tensor]) -> Tensors:
         """F. Takes what arrived from other stages and the user inputs; returns what other stages need and the loss."""
@@ -159,4 +185,4 @@ class StageRunner:
         return dict(zip(runnable.outputs, outputs, strict=True))
 
     def _reseed(self, draw: int) -> None:
-        reseed(self.seed, self.step, self._microbatch, draw)
+        reseed(self.seed, self.step, self.first_microbatch + self._microbatch, draw)

@@ -60,11 +60,11 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
 
     from stagewright.execution.verification import largest_difference
 
-    weights = session.weights
+    gradients = session.gradients()
     with safe_open(str(plain), framework="pt") as reader:
         return [
-            (weights.names[value], largest_difference(gradient, reader.get_tensor(weights.names[value])))
-            for value, gradient in weights.gradients.items()
+            (name, largest_difference(gradient, reader.get_tensor(name)))
+            for name, gradient in gradients.items()
         ]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
 from stagewright.graph import Origin
+from stagewright.graph.flat import Flat
 from stagewright.graph.stage import Stage
 
 
@@ -21,6 +22,8 @@ class Weights:
         stages: the stages of this rank.
         tensors: tensors by name; moved to `device` without a copy where they are there already.
         accumulate_dtype: element type of the gradient buffers; default that of the parameter.
+        flats: flat buffers that will take over some of the parameters and the gradients of all they hold.
+        absent: names of parameters that come and go and need not be in `tensors`.
     """
 
     def __init__(
@@ -29,29 +32,54 @@ class Weights:
         tensors: Mapping[str, torch.Tensor],
         device: torch.device,
         accumulate_dtype: torch.dtype | None = None,
+        flats: Iterable[Flat] = (),
+        absent: Collection[str] = (),
     ) -> None:
+        self.device = device
+        self.accumulate_dtype = accumulate_dtype
         self.names: dict[int, str] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         for stage in stages:
             for value in (*stage.parameters, *stage.buffers, *stage.constants):
-                if value not in self.tensors:
+                name = stage.value(value).name
+                if value not in self.tensors and name not in absent:
                     self.tensors[value] = _checked(stage, value, tensors).detach().to(device)
-                    self.names[value] = stage.value(value).name
+                    self.names[value] = name
         self.parameters = {
             value: self.tensors[value]
             for value in self.tensors
             if stages[0].graph.values[value].origin is Origin.PARAMETER
         }
+        self.trained = tuple(dict.fromkeys(value for stage in stages for value, _ in stage.gradients))
+        flat = {value for one in flats if one.is_trained for value in one.values}
         self.gradients = {
             value: torch.zeros_like(self.parameters[value], dtype=accumulate_dtype)
-            for stage in stages
-            for value, _ in stage.gradients
+            for value in self.trained
+            if value not in flat
         }
-        self._untouched = set(self.gradients)
+        self._untouched = set(self.trained)
+
+    def put(self, parameter: int, tensor: torch.Tensor) -> None:
+        """Keep a parameter in `tensor` from now on."""
+        self.tensors[parameter] = self.parameters[parameter] = tensor
+
+    def drop(self, parameter: int) -> None:
+        """Keep a parameter no longer."""
+        del self.tensors[parameter], self.parameters[parameter]
+
+    def accumulate_into(self, buffers: Mapping[int, torch.Tensor]) -> None:
+        """Add up the gradients of some parameters in fresh buffers."""
+        self.gradients.update(buffers)
+        self._untouched.update(buffers)
+
+    def close(self, parameters: Iterable[int]) -> None:
+        """Let go of the gradient buffers of some parameters."""
+        for parameter in parameters:
+            del self.gradients[parameter]
 
     def begin_step(self) -> None:
         """The next gradient of each parameter replaces what its buffer holds."""
-        self._untouched = set(self.gradients)
+        self._untouched = set(self.trained)
 
     def accumulate(self, parameter: int, gradient: torch.Tensor) -> None:
         buffer = self.gradients[parameter]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -135,6 +135,11 @@ class StagePrediction(StrictModel):
     saved_bytes: int
     boundary_bytes: int
     """Sent to later stages by one forward."""
+    recomputed_bytes: int = 0
+    """Made again right before the backward, in `recompute_seconds`; not among `saved_bytes`."""
+    offloaded_bytes: int = 0
+    """Those of `saved_bytes` that wait on the host."""
+    recompute_seconds: float = 0.0
 
 
 class Predictions(StrictModel):
@@ -173,10 +178,24 @@ class Plan(StrictModel):
     """Pipeline rank of every stage."""
     schedule: str
     program: tuple[tuple[str, ...], ...]
-    """Texts of the computations of every pipeline rank, in order, recomputations included; without transfers."""
+    """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, OFFLOAD and
+    FETCH, and where replicas share stages out GATHER, RELEASE and REDUCE."""
     memory_policy: tuple[Literal["keep", "recompute"] | StagePolicy, ...]
     """Per stage: keep saved values, recompute all of them before the backward, or treat some of them so."""
+    sharding: tuple[Literal[0, 1, 2, 3], ...] = ()
+    """Per stage, what its replicas share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
+    None given: 0 for all."""
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """Type in which gradients are summed over replicas; by default the type they are added up in."""
     predictions: Predictions
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_sharding(cls, document: Any) -> Any:
+        """Plans that do not speak of sharding keep every stage whole."""
+        if isinstance(document, dict) and not document.get("sharding"):
+            return {**document, "sharding": (0,) * len(document.get("placement", ()))}
+        return document
 
     @model_validator(mode="after")
     def _sizes_agree(self) -> Plan:
@@ -185,6 +204,7 @@ class Plan(StrictModel):
             ("placement", len(self.placement), self.num_stages),
             ("program", len(self.program), self.pp),
             ("memory_policy", len(self.memory_policy), self.num_stages),
+            ("sharding", len(self.sharding), self.num_stages),
         ):
             if found != wanted:
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
@@ -293,11 +313,11 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
 
 
 def stage_program(plan: Plan) -> Program:
-    """The computations of one batch.
+    """The actions of one batch.
 
     Raises:
-        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not recompute
-            the stages that the memory policy says.
+        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not recompute,
+            offload or gather the stages that the plan says.
     """
     ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
     wanted = {
@@ -330,4 +350,16 @@ def stage_program(plan: Plan) -> Program:
             f"the program recomputes stages {sorted(found)} and the memory policy says {sorted(wanted)}: both must "
             "name the same stages"
         )
+    _check_gathers(plan, ranks)
     return verify(Program(plan.schedule, Placement(plan.placement), plan.num_microbatches, ranks))
+
+
+def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
+    """The program gathers the stages whose parameters are sharded, and no others."""
+    gathered = {action.stage for actions in ranks for action in actions if action.kind is Kind.GATHER}
+    sharded = {stage for stage, level in enumerate(plan.sharding) if level == 3} if plan.dp > 1 else set()
+    if gathered != sharded:
+        raise ScheduleError(
+            f"the program gathers stages {sorted(gathered)}, and `sharding` and dp {plan.dp} shard the parameters of stages "
+            f"{sorted(sharded)}: both must name the same stages"
+        )

@@ -15,8 +15,15 @@ Run = tuple[int, int, int]
 """A stage, and the indices of the first and the last action of a stretch that works on it alone."""
 
 
-def insert_gathers(program: Program, num_buffers: int = 2, stages: Collection[int] | None = None) -> Program:
+def insert_gathers(
+    program: Program,
+    num_buffers: int = 2,
+    stages: Collection[int] | None = None,
+    weight_grads: Collection[int] = (),
+) -> Program:
     """`program` with the weights of `stages` (default: all) gathered before use and released after.
+
+    The weight gradients of the stages in `weight_grads` use weights too (those of normalisations, say).
 
     A rank has room for the whole weights of `num_buffers` stages. It always holds those that it will use
     next, so a gather starts as soon as a buffer is free and runs under the computations of the stage
@@ -33,7 +40,10 @@ def insert_gathers(program: Program, num_buffers: int = 2, stages: Collection[in
             f"num_buffers={num_buffers}: a rank needs room for the weights of one stage at least"
         )
     chosen = set(range(program.num_stages) if stages is None else stages)
-    return program.with_ranks(_with_gathers(actions, num_buffers, chosen) for actions in program.ranks)
+    reading = set(weight_grads)
+    return program.with_ranks(
+        _with_gathers(actions, num_buffers, chosen, reading) for actions in program.ranks
+    )
 
 
 def insert_reductions(
@@ -55,8 +65,10 @@ def insert_reductions(
     )
 
 
-def _with_gathers(actions: Sequence[Action], num_buffers: int, stages: set[int]) -> Iterator[Action]:
-    runs = _runs(actions, _USES_WEIGHTS, stages)
+def _with_gathers(
+    actions: Sequence[Action], num_buffers: int, stages: set[int], weight_grads: set[int]
+) -> Iterator[Action]:
+    runs = _runs(actions, _USES_WEIGHTS, stages, weight_grads)
     after = {last: index for index, (_, _, last) in enumerate(runs)}
     held: list[int] = []
     if runs:
@@ -85,13 +97,20 @@ def _with_reductions(actions: Sequence[Action], num_buffers: int, stages: set[in
                 yield Action(Kind.REDUCE, stage)
 
 
-def _runs(actions: Sequence[Action], kinds: frozenset[Kind], stages: set[int]) -> list[Run]:
-    """Stretches of actions of `kinds` on one of `stages`, whatever lies in between."""
+def _runs(
+    actions: Sequence[Action],
+    kinds: frozenset[Kind],
+    stages: set[int],
+    weight_grads: Collection[int] = (),
+) -> list[Run]:
+    """Stretches of actions of `kinds` (and of W for the stages of `weight_grads`) on one of `stages`, whatever
+    lies in between."""
     found = [
         (part.stage, index)
         for index, action in enumerate(actions)
         for part in action.parts
-        if part.kind in kinds and part.stage in stages
+        if part.stage in stages
+        if part.kind in kinds or (part.kind is Kind.W and part.stage in weight_grads)
     ]
     grouped = (
         (stage, [index for _, index in group]) for stage, group in groupby(found, key=lambda entry: entry[0])

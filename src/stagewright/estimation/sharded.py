@@ -1,0 +1,138 @@
+"""What the actions of a rank do with flat buffers: one account for the executor and for the memory replay.
+
+* GATHER starts to make the parameters of a stage whole; the first computation of the stage behind it waits for them.
+* RELEASE drops them.
+* The first computation that adds to the gradients of a stage whose gradients are sharded makes a whole buffer for them.
+* REDUCE starts to sum them over the replicas. It is waited for at the next REDUCE of the rank, or at the end of the
+  batch, and then a whole buffer is dropped.
+
+Gradients that are not sharded stay in one buffer, so they are summed once, at the last REDUCE of a batch. The same goes for
+parameters of several stages. What no REDUCE has summed is summed at the end of the batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from stagewright.graph.flat import GRADIENTS, PARAMETERS, Flat
+from stagewright.schedule.action import COMPUTE, Action, Kind
+
+_ADDS_GRADIENTS = frozenset({Kind.W, Kind.B})
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What one action does with flat buffers before anything else, in the order of these fields."""
+
+    settles: tuple[Flat, ...] = ()
+    """Sums that are waited for."""
+    releases: tuple[Flat, ...] = ()
+    gathers: tuple[Flat, ...] = ()
+    uses: tuple[int, ...] = ()
+    """Stages whose gathered parameters are waited for."""
+    leaves: tuple[int, ...] = ()
+    """Stages whose parameters are used no longer."""
+    opens: tuple[Flat, ...] = ()
+    """Gradients that get a whole buffer."""
+    reduces: tuple[Flat, ...] = ()
+
+
+NOTHING = Moves()
+
+
+def moves(actions: Sequence[Action], flats: Iterable[Flat]) -> list[Moves]:
+    """What each of a rank's `actions` does with its `flats`, and as the last entry what the end of the batch does."""
+    account = _Account(tuple(flats), actions)
+    return [*(account.of(action) for action in actions), account.end()]
+
+
+def is_gathered(flats: Iterable[Flat], stage: int) -> bool:
+    """Whether a stage has parameters that are there between GATHER and RELEASE only."""
+    return any(flat.level >= PARAMETERS and stage in flat.stages for flat in flats)
+
+
+@dataclass
+class _Account:
+    """Which buffers there are while the actions go by."""
+
+    flats: tuple[Flat, ...]
+    actions: Sequence[Action]
+    gathered: set[int] = field(default_factory=set)
+    """Stages between GATHER and RELEASE."""
+    unused: set[int] = field(default_factory=set)
+    """Those of `gathered` that nothing has used yet."""
+    added: set[Flat] = field(default_factory=set)
+    """Flat buffers that have gradients."""
+    open: set[Flat] = field(default_factory=set)
+    """Those of `added` with a whole buffer of their own."""
+    summing: tuple[Flat, ...] = ()
+    left: Counter[Flat] = field(default_factory=Counter)
+    """REDUCE actions to come that concern each flat buffer."""
+    summed: set[Flat] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for action in self.actions:
+            if action.kind is Kind.REDUCE:
+                self.left.update(self._trained(action.stage))
+
+    def of(self, action: Action) -> Moves:
+        match action.kind:
+            case Kind.GATHER:
+                return self._gather(action.stage)
+            case Kind.RELEASE:
+                return self._release(action.stage)
+            case Kind.REDUCE:
+                return self._reduce(action.stage)
+            case kind if kind in COMPUTE:
+                return self._compute(action)
+            case _:
+                return NOTHING
+
+    def end(self) -> Moves:
+        rest = tuple(flat for flat in self.flats if flat in self.added and flat not in self.summed)
+        return Moves(settles=self.summing, reduces=rest)
+
+    def _gather(self, stage: int) -> Moves:
+        fresh = tuple(flat for flat in self._sharded(stage) if not self.gathered.intersection(flat.stages))
+        self.gathered.add(stage)
+        self.unused.add(stage)
+        return Moves(gathers=fresh)
+
+    def _release(self, stage: int) -> Moves:
+        self.gathered.discard(stage)
+        self.unused.discard(stage)
+        done = tuple(flat for flat in self._sharded(stage) if not self.gathered.intersection(flat.stages))
+        return Moves(releases=done, leaves=(stage,))
+
+    def _reduce(self, stage: int) -> Moves:
+        found = self._trained(stage)
+        self.left.subtract(found)
+        ready = tuple(flat for flat in found if self.left[flat] == 0 or _is_reduced_often(flat))
+        settled, self.summing = self.summing, ready
+        self.summed.update(ready)
+        self.open.difference_update(ready)
+        return Moves(settles=settled, reduces=ready)
+
+    def _compute(self, action: Action) -> Moves:
+        stages = [part.stage for part in action.parts]
+        adding = {part.stage for part in action.parts if part.kind in _ADDS_GRADIENTS}
+        uses = tuple(stage for stage in stages if stage in self.unused)
+        self.unused.difference_update(uses)
+        fed = [flat for flat in self.flats if flat.is_trained and adding.intersection(flat.stages)]
+        self.added.update(fed)
+        opens = tuple(flat for flat in fed if flat.level >= GRADIENTS and flat not in self.open)
+        self.open.update(opens)
+        return Moves(uses=uses, opens=opens) if uses or opens else NOTHING
+
+    def _sharded(self, stage: int) -> list[Flat]:
+        return [flat for flat in self.flats if flat.level >= PARAMETERS and stage in flat.stages]
+
+    def _trained(self, stage: int) -> list[Flat]:
+        return [flat for flat in self.flats if flat.is_trained and stage in flat.stages]
+
+
+def _is_reduced_often(flat: Flat) -> bool:
+    """Whether every REDUCE sums it, so that a batch may have several."""
+    return flat.level >= GRADIENTS and len(flat.stages) == 1

@@ -1,0 +1,97 @@
+"""Collectives over the replicas of a stage: asynchronous, in place, counted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from stagewright.errors import RunError
+
+# torch 2.13 renamed both; the old names stay, with a warning.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass
+class Traffic:
+    """What this rank has moved: numbers of collectives, and bytes that left it on a ring."""
+
+    num_gathers: int = 0
+    num_reductions: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective on its way."""
+
+    work: dist.Work
+    doing: str
+
+    def wait(self) -> None:
+        """Until its result may be used; on a GPU, by what is asked for from now on.
+
+        Raises:
+            RunError: a replica is gone.
+        """
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(f"{self.doing}: waited for the other replicas, but {reason}") from error
+
+
+@dataclass
+class Replicas:
+    """The ranks that hold the same stages, of which this one has number `index`.
+
+    Gathers and sums have a process group each, so that neither queues behind the other.
+    """
+
+    index: int
+    size: int
+    gathers: dist.ProcessGroup
+    sums: dist.ProcessGroup
+    traffic: Traffic = field(default_factory=Traffic)
+
+    def gather(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
+        """Fill `whole` with every replica's `shard`, which may be a part of it."""
+        self.traffic.num_gathers += 1
+        self.traffic.gathered_bytes += (self.size - 1) * _num_bytes(shard)
+        return _pending(_all_gather(_real(whole), _real(shard), group=self.gathers, async_op=True), doing)
+
+    def scatter_sum(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
+        """Add up every replica's `whole` and leave this one's part in `shard`, which may be a part of it."""
+        self.traffic.num_reductions += 1
+        self.traffic.reduced_bytes += (self.size - 1) * _num_bytes(shard)
+        work = _reduce_scatter(_real(shard), _real(whole), group=self.sums, async_op=True)
+        return _pending(work, doing)
+
+    def sum(self, whole: torch.Tensor, doing: str) -> Pending:
+        """Add up every replica's `whole` in place."""
+        self.traffic.num_reductions += 1
+        self.traffic.reduced_bytes += 2 * (self.size - 1) * _num_bytes(whole) // self.size
+        return _pending(dist.all_reduce(_real(whole), group=self.sums, async_op=True), doing)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of every replica's `part`, a number, in place."""
+        dist.all_reduce(part, group=self.sums)
+        return part
+
+
+def _pending(work: dist.Work | None, doing: str) -> Pending:
+    if work is None:
+        raise RunError(f"{doing}: this process is not one of the replicas")
+    return Pending(work, doing)
+
+
+def _num_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """Backends do not know complex numbers."""
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor

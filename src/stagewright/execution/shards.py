@@ -1,0 +1,257 @@
+"""What the replicas of a stage share out: parameters, gradients and optimizer state in flat buffers.
+
+Level 0 keeps everything on every replica; 1 shares out the optimizer state, 2 the gradients too, 3 the parameters too.
+When a buffer comes and goes is said by `stagewright.estimation.sharded`, from which its bytes are predicted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from stagewright.errors import RunError
+from stagewright.estimation.sharded import Moves, is_gathered
+from stagewright.execution.collectives import Pending, Replicas
+from stagewright.execution.weights import Weights
+from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Entry, Flat
+from stagewright.tracing.arguments import DTYPES
+
+
+class FlatBuffer:
+    """One flat buffer of this rank; it takes its parameters over from `weights`.
+
+    Args:
+        wire: type in which gradients are summed over the replicas; None is that of the gradients.
+    """
+
+    def __init__(self, flat: Flat, weights: Weights, replicas: Replicas, wire: torch.dtype | None) -> None:
+        self.flat = flat
+        self.weights = weights
+        self.replicas = replicas
+        self.device = weights.device
+        self.part = flat.shard(replicas.index)
+        self.dtype = DTYPES[flat.dtype]
+        self.gradient_dtype = weights.accumulate_dtype or self.dtype
+        self.wire = wire or self.gradient_dtype
+        self.whole: torch.Tensor | None = None
+        self.shard: torch.Tensor | None = None
+        self.gradient: torch.Tensor | None = None
+        self.gradient_shard: torch.Tensor | None = None
+        if flat.level >= OPTIMIZER:
+            self._take_parameters()
+        if flat.is_trained:
+            self._make_gradients()
+        self._gathering: Pending | None = None
+        self._summing: tuple[Pending, torch.Tensor] | None = None
+        self._has_sum = False
+
+    def _take_parameters(self) -> None:
+        whole = self._zeros(self.flat.num_elements, self.dtype)
+        for entry in self.flat.entries:
+            _view(whole, entry).copy_(self.weights.tensors[entry.value])
+        if self.flat.level < PARAMETERS:
+            self.whole, self.shard = whole, whole[self.part]
+            for entry in self.flat.entries:
+                self.weights.put(entry.value, _view(whole, entry))
+            return
+        self.shard = whole[self.part].clone()
+        for entry in self.flat.entries:
+            self.weights.drop(entry.value)
+
+    def _make_gradients(self) -> None:
+        if self.flat.level >= GRADIENTS:
+            self.gradient_shard = self._zeros(self.flat.shard_elements, self.gradient_dtype)
+            return
+        self.open()
+        assert self.gradient is not None
+        self.gradient_shard = self.gradient[self.part] if self.flat.level >= OPTIMIZER else None
+
+    def _zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(num_elements, dtype=dtype, device=self.device)
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Start to make the parameters whole."""
+        assert self.shard is not None
+        if self.whole is None:
+            self.whole = torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.device)
+        self._gathering = self.replicas.gather(self.whole, self.shard, f"gathering parameters of {self}")
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """The whole parameters by name, once they are there."""
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+        if self.whole is None:
+            raise RunError(f"the parameters of {self} are used before they are gathered")
+        return {entry.name: _view(self.whole, entry) for entry in self.flat.entries}
+
+    def release(self) -> None:
+        """Drop the whole parameters."""
+        self.gathered()
+        self.whole = None
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Make a whole buffer to add gradients up in."""
+        self.gradient = self._zeros(self.flat.num_elements, self.gradient_dtype)
+        views = {entry.value: _view(self.gradient, entry) for entry in self.flat.entries}
+        self.weights.accumulate_into(views)
+
+    def reduce(self) -> None:
+        """Start to sum the gradients over the replicas; a buffer of sharded gradients takes no more."""
+        assert self.gradient is not None
+        wire = self.gradient if self.wire == self.gradient_dtype else self.gradient.to(self.wire)
+        doing = f"summing gradients of {self}"
+        if self.flat.level >= GRADIENTS:
+            self.gradient = None
+            self.weights.close(self.flat.values)
+        if self.flat.level >= OPTIMIZER:
+            self._summing = self.replicas.scatter_sum(wire, wire[self.part], doing), wire
+        else:
+            self._summing = self.replicas.sum(wire, doing), wire
+
+    def settle(self) -> None:
+        """Wait for the sum and put it where the optimizer looks."""
+        if self._summing is None:
+            return
+        pending, wire = self._summing
+        self._summing = None
+        pending.wait()
+        if self.flat.level >= GRADIENTS:
+            assert self.gradient_shard is not None
+            add = self.gradient_shard.add_ if self._has_sum else self.gradient_shard.copy_
+            add(wire[self.part])
+            self._has_sum = True
+        elif wire is not self.gradient:
+            assert self.gradient is not None
+            part = self.part if self.flat.level >= OPTIMIZER else slice(None)
+            self.gradient[part].copy_(wire[part])
+
+    def begin_batch(self) -> None:
+        """The next sum replaces the last batch's."""
+        self._has_sum = False
+
+    def whole_gradients(self) -> dict[int, torch.Tensor]:
+        """The summed gradients of all replicas by parameter; every replica must ask."""
+        whole, shard = self.gradient, self.gradient_shard
+        if shard is not None:
+            whole = self._zeros(self.flat.num_elements, self.gradient_dtype)
+            self.replicas.gather(whole, shard, f"gathering gradients of {self}").wait()
+        assert whole is not None
+        return {entry.value: _view(whole, entry) for entry in self.flat.entries}
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """What is there between batches."""
+        return [t for t in (self.whole, self.shard, self.gradient, self.gradient_shard) if t is not None]
+
+    def __str__(self) -> str:
+        stages = ", ".join(map(str, self.flat.stages))
+        return f"stage {stages}" if len(self.flat.stages) == 1 else f"stages {stages}"
+
+
+def _view(buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
+    return buffer.as_strided(entry.meta.shape, entry.meta.stride, buffer.storage_offset() + entry.offset)
+
+
+class Shards:
+    """All flat buffers of a rank.
+
+    Args:
+        flats: those that its stages use; without any, nothing is shared out.
+        weights: the tensors of the rank, whole; what is sharded is taken out of them.
+        replicas: None where there is one replica only.
+        wire: type in which gradients are summed; None is that of the gradients.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[Flat] = (),
+        weights: Weights | None = None,
+        replicas: Replicas | None = None,
+        wire: torch.dtype | None = None,
+    ) -> None:
+        self.flats = tuple(flats)
+        self.buffers: dict[Flat, FlatBuffer] = {}
+        if weights is not None and replicas is not None:
+            self.buffers = {flat: FlatBuffer(flat, weights, replicas, wire) for flat in self.flats}
+        self.replicas = replicas
+
+    def is_gathered(self, stage: int) -> bool:
+        """Whether parameters of `stage` are there between GATHER and RELEASE only."""
+        return is_gathered(self.flats, stage)
+
+    def begin_batch(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.begin_batch()
+
+    def before(self, moves: Moves) -> None:
+        """What an action does with the buffers, but for handing parameters to its stage."""
+        for flat in moves.settles:
+            self.buffers[flat].settle()
+        for flat in moves.releases:
+            self.buffers[flat].release()
+        for flat in moves.gathers:
+            self.buffers[flat].gather()
+        for flat in moves.opens:
+            self.buffers[flat].open()
+        for flat in moves.reduces:
+            self.buffers[flat].reduce()
+
+    def parameters(self, stage: int) -> dict[str, torch.Tensor]:
+        """The gathered parameters of `stage` by name, once they are there."""
+        found: dict[str, torch.Tensor] = {}
+        for flat in self.flats:
+            if flat.level >= PARAMETERS and stage in flat.stages:
+                found.update(self.buffers[flat].gathered())
+        return found
+
+    def end_batch(self, moves: Moves) -> None:
+        """Sum what no REDUCE has summed, and wait for all sums."""
+        self.before(moves)
+        for flat in moves.reduces:
+            self.buffers[flat].settle()
+
+    def spread(self) -> None:
+        """After an update of the shards: make those parameters whole again that are kept whole."""
+        updated = [
+            buffer
+            for flat, buffer in self.buffers.items()
+            if flat.is_trained and OPTIMIZER <= flat.level < PARAMETERS
+        ]
+        for buffer in updated:
+            buffer.gather()
+        for buffer in updated:
+            buffer.gathered()
+
+    def trained(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's parts of parameters and of their gradients, by the first parameter of each flat buffer."""
+        return {
+            flat.values[0]: (buffer.shard, buffer.gradient_shard)
+            for flat, buffer in self.buffers.items()
+            if buffer.shard is not None and buffer.gradient_shard is not None
+        }
+
+    def is_sharded(self, parameter: int) -> bool:
+        """Whether each replica updates a part of `parameter` only."""
+        return any(flat.level >= OPTIMIZER and parameter in flat.values for flat in self.flats)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of a number over the replicas."""
+        assert self.replicas is not None
+        return self.replicas.total(part)
+
+    def whole_gradients(self, weights: Weights) -> Mapping[int, torch.Tensor]:
+        """Every gradient of this rank as a whole, by parameter; every replica must ask."""
+        found = dict(weights.gradients)
+        for buffer in self.buffers.values():
+            if buffer.flat.is_trained:
+                found.update(buffer.whole_gradients())
+        return {value: found[value] for value in weights.trained}
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is there between batches."""
+        return [tensor for buffer in self.buffers.values() for tensor in buffer.tensors()]

@@ -1,0 +1,126 @@
+"""Flat buffers: the parameters of a stage one after the other, so that one collective moves all of them.
+
+The layout is worked out here, once: the executor allocates it, the memory replay counts it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from stagewright.graph.stage import Stage
+from stagewright.graph.tensor import ITEM_BYTES, TensorMeta, contiguous
+
+ALIGNMENT_BYTES = 128
+"""Every parameter and every shard starts at a multiple of this: a cache line of a GPU."""
+
+LEVELS = (0, 1, 2, 3)
+"""What replicas share out among each other. Source: Rajbhandari et al. 2020, "ZeRO" (arXiv 1910.02054)."""
+OPTIMIZER, GRADIENTS, PARAMETERS = 1, 2, 3
+"""The level from which on each is sharded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter in a flat buffer: `offset` counts elements, `meta` says how its elements lie from there."""
+
+    value: int
+    name: str
+    offset: int
+    meta: TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """Parameters of one type that the same stages use, in one buffer of `num_elements` in `num_shards` equal parts.
+
+    Parameters of several stages (tied ones) are sharded as the least sharded of these stages.
+    """
+
+    stages: tuple[int, ...]
+    dtype: str
+    is_trained: bool
+    level: int
+    num_shards: int
+    entries: tuple[Entry, ...]
+    num_elements: int
+
+    @property
+    def shard_elements(self) -> int:
+        return self.num_elements // self.num_shards
+
+    def shard(self, index: int) -> slice:
+        """Where part `index` lies."""
+        return slice(index * self.shard_elements, (index + 1) * self.shard_elements)
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        return tuple(entry.value for entry in self.entries)
+
+
+def flats(stages: Sequence[Stage], levels: Sequence[int], num_shards: int) -> tuple[Flat, ...]:
+    """The flat buffers of all `stages` of a pipeline, whose sharding is `levels`, in `num_shards` parts.
+
+    Parameters that are not trained are in one only where they are sharded. The order is the same on every rank.
+    """
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str], list[int]] = defaultdict(list)
+    trains = {stage.index: {value for value, _ in stage.gradients} for stage in stages}
+    for value, users in _users(stages).items():
+        indices = tuple(stage.index for stage in users)
+        training = tuple(index for index in indices if value in trains[index])
+        groups[indices, training, users[0].value(value).meta.dtype].append(value)
+    found: list[Flat] = []
+    for (users, training, dtype), values in sorted(groups.items()):
+        level = min(levels[stage] for stage in users)
+        if training or level >= PARAMETERS:
+            entries, end = _laid_out(stages[users[0]], values, dtype)
+            step = num_shards * _aligned(1, dtype)
+            total = -(-end // step) * step
+            found.append(Flat(users, dtype, bool(training), level, num_shards, entries, total))
+    return tuple(found)
+
+
+def of_stages(found: Iterable[Flat], stages: Iterable[int]) -> tuple[Flat, ...]:
+    """Those flat buffers that one of `stages` uses."""
+    wanted = set(stages)
+    return tuple(flat for flat in found if wanted.intersection(flat.stages))
+
+
+def _users(stages: Sequence[Stage]) -> dict[int, list[Stage]]:
+    """The stages that use each parameter."""
+    users: dict[int, list[Stage]] = defaultdict(list)
+    for stage in stages:
+        for value in stage.parameters:
+            users[value].append(stage)
+    return users
+
+
+def _laid_out(stage: Stage, values: Sequence[int], dtype: str) -> tuple[tuple[Entry, ...], int]:
+    """The entries of `values` in order, and where the last ends."""
+    entries: list[Entry] = []
+    end = 0
+    for value in values:
+        described = stage.value(value)
+        meta = _dense(described.meta)
+        offset = _aligned(end, dtype)
+        entries.append(Entry(value, described.name, offset, meta))
+        end = offset + meta.num_elements
+    return tuple(entries), end
+
+
+def _aligned(num_elements: int, dtype: str) -> int:
+    """The next multiple of the alignment.
+
+    >>> _aligned(0, "float32"), _aligned(1, "float32"), _aligned(33, "bfloat16")
+    (0, 32, 64)
+    """
+    step = ALIGNMENT_BYTES // ITEM_BYTES[dtype]
+    return -(-num_elements // step) * step
+
+
+def _dense(meta: TensorMeta) -> TensorMeta:
+    """The layout of `meta` from offset 0, row-major where it has gaps or repeats elements."""
+    if meta.extent == meta.num_elements and 0 not in meta.stride:
+        return TensorMeta(meta.shape, meta.stride, meta.dtype)
+    return contiguous(meta.shape, meta.dtype)

@@ -1,0 +1,161 @@
+"""Cells of the matrix of data parallelism: a plan trained by real processes beside plain autograd and the prediction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from plans import make_plan
+
+from stagewright.planning.plan import Plan, load_plan, stage_program
+
+NUM_STEPS = 2
+SMALL_LLAMA = (
+    ("num_hidden_layers", 4), ("hidden_size", 32), ("intermediate_size", 64), ("vocab_size", 96),
+    ("num_attention_heads", 4), ("num_key_value_heads", 2), ("head_dim", 8),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One plan to try."""
+
+    model: str = "tiny-llama"
+    schedule: str = "1f1b"
+    sharding: int = 0
+    dp: int = 2
+    pp: int = 2
+    num_chunks: int | None = None
+    policy: str = "keep"
+    num_microbatches: int = 3
+    dtype: str = "fp64"
+    overrides: tuple[tuple[str, object], ...] = ()
+    reduce_dtype: str | None = None
+
+    def __str__(self) -> str:
+        chunks = f" x {self.num_chunks} chunks" if self.num_chunks else ""
+        return f"{self.model} {self.schedule} zero {self.sharding} dp {self.dp} pp {self.pp}{chunks} {self.policy}"
+
+    def plan(self, folder: Path) -> Path:
+        path = folder / f"{str(self).replace(' ', '-')}.json"
+        make_plan(
+            path, self.model, self.schedule, self.pp, self.dp, self.num_microbatches, self.dtype, NUM_STEPS,
+            overrides=dict(self.overrides), microbatch_size=2, sharding=self.sharding, num_chunks=self.num_chunks,
+            policy=self.policy, sequence_length=16, reduce_dtype=self.reduce_dtype,
+        )  # fmt: skip
+        return path
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank found: differences from the plain run relative to its largest element, and bytes."""
+
+    loss: float
+    gradients: dict[str, float]
+    tied: tuple[str, ...]
+    losses: tuple[float, ...]
+    peak_bytes: int
+    traffic: Any
+
+
+def train(rank: int, num_ranks: int, paths: list[str]) -> list[Outcome]:
+    """Each plan on this rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = []
+    for path in paths:
+        if rank > 0:
+            dist.barrier()  # the first rank traces, the others find the trace in the cache
+        found.append(_train_one(load_plan(path), barrier=rank == 0))
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _train_one(plan: Plan, barrier: bool) -> Outcome:
+    import torch
+    import torch.distributed as dist
+
+    from stagewright.execution.session import Session
+    from stagewright.execution.verification import largest_difference
+
+    if barrier:
+        Plain(plan)
+        dist.barrier()
+    session = Session(plan, torch.device("cpu"), None, random_weights=True)
+    plain = Plain(plan)
+    loss = session.accumulate(0)
+    wanted_loss = plain.loss()
+    gradients = session.gradients()
+    differences = {}
+    for stage in session.own:
+        wanted = plain.gradients(_order(plan, stage.index))
+        for value, _ in stage.gradients:
+            name = stage.value(value).name
+            differences[name] = largest_difference(gradients[name], wanted[name])
+    users = [stage.value(value).name for stage in session.stages for value, _ in stage.gradients]
+    results = [session.train_step(step, metered=step == 1) for step in range(NUM_STEPS)]
+    return Outcome(
+        abs(loss - wanted_loss) / abs(wanted_loss),
+        differences,
+        tuple(name for name in set(users) if users.count(name) > 1),
+        tuple(result.loss for result in results),
+        session.peak_bytes,
+        session.shards.replicas and replace(session.shards.replicas.traffic),
+    )
+
+
+def _order(plan: Plan, stage: int) -> tuple[int, ...]:
+    """The order in which a stage adds up the gradients of its microbatches."""
+    actions = (part for action in stage_program(plan) for part in action.parts)
+    return tuple(
+        action.microbatch
+        for action in actions
+        if action.stage == stage and action.kind in ("B", "W") and action.microbatch is not None
+    )
+
+
+class Plain:
+    """The model under autograd on the global batch: each replica's share added up in order, then the shares."""
+
+    def __init__(self, plan: Plan) -> None:
+        from stagewright.execution.data import SyntheticBatches
+        from stagewright.tracing.cache import trace
+        from stagewright.tracing.models.build import build
+        from stagewright.tracing.models.reference import resolve
+
+        self.plan, job = plan, plan.job
+        reference = resolve(plan.model.text, plan.model.overrides)
+        self.graph = trace(reference, plan.microbatch_size, **job.traced("cpu"))
+        built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
+        self.module = built.module
+        self.batches = SyntheticBatches(built.inputs, job.seed)
+
+    def loss(self) -> float:
+        losses = [float(self._loss(index).detach()) for index in range(self._count)]
+        share = self.plan.num_microbatches
+        return sum(sum(losses[first : first + share]) for first in range(0, self._count, share)) / self._count
+
+    def gradients(self, order: tuple[int, ...]) -> dict[str, Any]:
+        total: dict[str, Any] = {}
+        for replica in range(self.plan.dp):
+            self.module.zero_grad(set_to_none=True)
+            for index in order:
+                (self._loss(replica * self.plan.num_microbatches + index) * (1.0 / self._count)).backward()
+            for name, parameter in self.module.named_parameters():
+                if parameter.grad is not None:
+                    total[name] = total[name] + parameter.grad if name in total else parameter.grad.clone()
+        return total
+
+    @property
+    def _count(self) -> int:
+        return self.plan.num_microbatches * self.plan.dp
+
+    def _loss(self, index: int) -> Any:
+        from stagewright.execution.random import keyed
+
+        inputs = self.batches.microbatch(0, index * self.plan.microbatch_size, self.graph)
+        with keyed(self.plan.job.seed, 0, index):
+            return self.module(**inputs)

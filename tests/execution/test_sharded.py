@@ -1,0 +1,55 @@
+"""Replicas that share out optimizer state, gradients and parameters learn what plain training learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from cells import SMALL_LLAMA, Cell, Outcome, train
+
+from multiprocess import run_ranks
+
+pytestmark = pytest.mark.multiprocess
+
+TIED_TOLERANCE = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
+
+
+def outcomes(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Outcome]]:
+    """What every rank found for each cell; all cells take as many ranks."""
+    paths = [str(cell.plan(folder)) for cell in cells]
+    ranks = run_ranks(train, cells[0].dp * cells[0].pp, paths, timeout=60 + 20 * len(cells))
+    return {cell: [rank[index] for rank in ranks] for index, cell in enumerate(cells)}
+
+
+def check_equal(cell: Cell, ranks: Sequence[Outcome]) -> None:
+    """Loss and gradients are those of the global batch: bit for bit, tied ones within their tolerance."""
+    for outcome in ranks:
+        assert outcome.loss == 0.0, f"{cell}: the loss differs"
+        assert outcome.losses == ranks[0].losses
+        for name, difference in outcome.gradients.items():
+            allowed = TIED_TOLERANCE if name in outcome.tied else 0.0
+            assert difference <= allowed, f"{cell}: gradient of {name} is off by {difference}"
+
+
+def test_replicas_of_a_whole_model(tmp_path: Path) -> None:
+    cells = [Cell(sharding=level, pp=1, overrides=SMALL_LLAMA) for level in (0, 1, 2, 3)]
+    found = outcomes(cells, tmp_path)
+    for cell, ranks in found.items():
+        check_equal(cell, ranks)
+        assert ranks[0].losses == pytest.approx(found[cells[0]][0].losses, rel=1e-12)
+
+
+def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
+    cells = [
+        Cell(schedule="1f1b", sharding=1, overrides=SMALL_LLAMA),
+        Cell(schedule="breadth-first", num_chunks=2, sharding=3, overrides=SMALL_LLAMA),
+        Cell(schedule="zb-h1", sharding=3, overrides=SMALL_LLAMA),
+    ]
+    for cell, ranks in outcomes(cells, tmp_path).items():
+        check_equal(cell, ranks)
