@@ -81,7 +81,8 @@ def _actions(scene: Scene) -> Iterator[Event]:
 
 
 def _transfers(scene: Scene) -> Iterator[Event]:
-    """Each transfer on the track of its sender and on that of its receiver, with an arrow between the two."""
+    """Each transfer that takes time on the track of its sender and on that of its receiver, with an arrow
+    between the two (an arrow needs events to start and end in)."""
     moves, placed = scene.transfers, scene.rank_of_stage
     for index in range(len(moves.microbatch)):
         source, target = int(moves.source_stage[index]), int(moves.target_stage[index])
@@ -89,6 +90,8 @@ def _transfers(scene: Scene) -> Iterator[Event]:
         what = "F" if source < target else "B"
         start, end = float(moves.start_s[index]), float(moves.end_s[index])
         category, span = "value" if what == "F" else "gradient", _span(start, end)
+        if not span["dur"]:
+            continue
         sender = {"pid": placed[source], "tid": len(_TRACKS) + placed[target], "cat": category}
         receiver = {
             "pid": placed[target],
