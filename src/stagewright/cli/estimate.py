@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -24,9 +24,14 @@ from stagewright.cli.planning import (
 from stagewright.cli.progress import Progress
 from stagewright.cli.quick import without_collection
 from stagewright.errors import InputError
+from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
+    from stagewright.planning.job import Job
+    from stagewright.tracing.models.reference import ModelReference
+
+_PANEL = "Megatron's stacks"
 
 
 def estimate(
@@ -42,11 +47,40 @@ def estimate(
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     stack: Annotated[
-        str, typer.Option(metavar="NAME", help="Whose execution: stagewright, or torch-eager on one device.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Whose execution: stagewright, torch-eager on one device, megatron-core+te, megatron-deepspeed or mist.",
+        ),
     ] = "stagewright",
     by: Annotated[
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
     ] = None,
+    tp: Annotated[
+        int | None, typer.Option(min=1, help="Tensor-parallel width.", rich_help_panel=_PANEL)
+    ] = None,
+    cp: Annotated[
+        int | None, typer.Option(min=1, help="Context-parallel width.", rich_help_panel=_PANEL)
+    ] = None,
+    ep: Annotated[
+        int | None, typer.Option(min=1, help="Expert-parallel width.", rich_help_panel=_PANEL)
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stages per rank, with interleaved-1f1b.", rich_help_panel=_PANEL),
+    ] = None,
+    recompute: Annotated[
+        str | None, typer.Option(metavar="WAY", help="none, selective or full.", rich_help_panel=_PANEL)
+    ] = None,
+    sequence_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--sequence-parallel", help="Split norms and dropout over --tp.", rich_help_panel=_PANEL
+        ),
+    ] = False,
+    shard_optimizer: Annotated[
+        bool, typer.Option("--shard-optimizer", help="The distributed optimizer.", rich_help_panel=_PANEL)
+    ] = False,
     settings: Settings = None,
     as_json: Json = False,
 ) -> None:
@@ -58,6 +92,30 @@ def estimate(
     from stagewright.planning.plan import load_plan
     from stagewright.tracing.models.reference import resolve
 
+    megatron = {
+        "tp": tp, "cp": cp, "ep": ep, "num_chunks": chunks, "recompute": recompute,
+        "sequence_parallel": sequence_parallel or None, "shards_optimizer": shard_optimizer or None,
+    }  # fmt: skip
+    megatron = {name: value for name, value in megatron.items() if value is not None}
+    if stack in MEGATRON_STACKS and not is_plan(subject):
+        wanted = read_job(
+            job,
+            global_batch=global_batch,
+            sequence_length=sequence_length,
+            dtype=dtype,
+            memory_limit=memory_limit,
+        )
+        given = {"dp": dp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule}
+        megatron |= {name: value for name, value in given.items() if value is not None}
+        _show_megatron(
+            resolve(subject, parse_settings(settings)), _cluster(cluster), wanted, stack, megatron, as_json
+        )
+        return
+    if megatron:
+        raise InputError(
+            f"--{next(iter(megatron)).replace('_', '-')} belongs to Megatron's stacks: give --stack with one of "
+            f"{', '.join(MEGATRON_STACKS)}, and a model"
+        )
     with without_collection(), Progress(f"estimating {subject}") as progress:
         if is_plan(subject):
             _refuse_with_a_plan(
@@ -90,6 +148,30 @@ def estimate(
     else:
         show(estimate_heading(found), stage_table(found), memory_table(found))
         show(*((breakdown_table(shares, by),) if by else ()))
+
+
+def _show_megatron(
+    reference: ModelReference, on: Cluster, wanted: Job, stack: str, given: dict[str, Any], as_json: bool
+) -> None:
+    """The memory of a configuration of Megatron; a width that is left out takes what devices the others leave."""
+    from stagewright.estimation.megatron import Layout
+    from stagewright.planning.megatron import megatron_footprint
+    from stagewright.report.footprints import footprint_document, footprint_heading, footprint_table
+
+    ways = ("none", "selective", "full")
+    if given.get("recompute", "none") not in ways:
+        raise InputError(f"--recompute {given['recompute']}: use one of {', '.join(ways)}")
+    if "schedule" not in given and given.get("num_chunks", 1) > 1:
+        given["schedule"] = "interleaved-1f1b"
+    if "dp" not in given:
+        others = given.get("tp", 1) * given.get("cp", 1) * given.get("pp", 1)
+        given["dp"] = max(1, on.num_devices // others)
+    layout = Layout(wanted.sequence_length, **given)
+    found = megatron_footprint(reference, on, wanted, layout, stack)
+    if as_json:
+        print_document(footprint_document(found))
+    else:
+        show(footprint_heading(found), footprint_table(found))
 
 
 def _refuse_with_a_plan(**options: object) -> None:

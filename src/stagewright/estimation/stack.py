@@ -22,6 +22,7 @@ from stagewright.estimation.eager_order import (
     in_order,
     with_repeats,
 )
+from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 from stagewright.estimation.operators import short_name
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin
@@ -65,8 +66,13 @@ def find_stack(name: str) -> Stack:
     >>> find_stack("torch-eager").num_moments
     2
     """
+    if name in MEGATRON_STACKS:
+        raise InputError(
+            f"stack '{name}' is predicted for a model and Megatron's own widths, not for a plan: name a model"
+        )
     if name not in STACKS:
-        raise InputError(f"no stack '{name}'{nearest(name, STACKS)}: use one of {', '.join(STACKS)}")
+        known = ("stagewright", *STACKS, *MEGATRON_STACKS)
+        raise InputError(f"no stack '{name}'{nearest(name, known)}: use one of {', '.join(known)}")
     return STACKS[name]
 
 

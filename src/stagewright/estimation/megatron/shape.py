@@ -1,0 +1,157 @@
+"""The widths of a decoder, as Megatron's layers need them; read from a model's config without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from stagewright.errors import InputError, nearest
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention through low-rank projections (MLA); sizes in elements per token, the last three per head."""
+
+    query_rank: int
+    key_value_rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the feed-forward layer; `shared_size` of the experts every token goes through."""
+
+    num_experts: int
+    num_active: int
+    size: int
+    shared_size: int = 0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One decoder: `hidden` and other widths in elements.
+
+    `num_positions` of a learned position embedding, 0 with rotary ones; `gated` feed-forward layers have two input
+    projections; `has_bias` covers all linear layers and norms; `num_dense` layers in front have no experts.
+    """
+
+    num_layers: int
+    hidden: int
+    feed_forward: int
+    num_heads: int
+    vocabulary: int
+    num_key_value_heads: int
+    head_size: int
+    gated: bool = False
+    has_bias: bool = True
+    tied: bool = True
+    num_positions: int = 0
+    drops: bool = False
+    """Whether activations pass dropout layers."""
+    latent: Latent | None = None
+    experts: Experts | None = None
+    num_dense: int = 0
+
+    @classmethod
+    def gpt(
+        cls, num_layers: int, hidden: int, num_heads: int, vocabulary: int, num_positions: int, **changes: Any
+    ) -> Shape:
+        """A GPT as Megatron builds it: learned positions, feed-forward of 4 x hidden, tied head, dropout.
+
+        >>> Shape.gpt(24, 1024, 16, 51200, 1024).layer_parameters
+        12596224
+        """
+        given: dict[str, Any] = {
+            "feed_forward": 4 * hidden,
+            "num_key_value_heads": num_heads,
+            "head_size": hidden // num_heads,
+            "drops": True,
+        }
+        return cls(
+            num_layers=num_layers, hidden=hidden, num_heads=num_heads, vocabulary=vocabulary,
+            num_positions=num_positions, **(given | changes),
+        )  # fmt: skip
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of a dense layer, not split."""
+        projections = self.hidden * self.projected + self.num_heads * self.head_size * self.hidden
+        feed_forward = (3 if self.gated else 2) * self.hidden * self.feed_forward
+        norms = 2 * self.hidden * (2 if self.has_bias else 1)
+        inner = self.feed_forward * (2 if self.gated else 1)
+        biases = self.projected + 2 * self.hidden + inner if self.has_bias else 0
+        return projections + feed_forward + norms + biases
+
+    @property
+    def projected(self) -> int:
+        """Elements per token of queries, keys and values together."""
+        return (self.num_heads + 2 * self.num_key_value_heads) * self.head_size
+
+
+def shape_of(config: Mapping[str, Any]) -> Shape:
+    """The shape that a Hugging Face config describes.
+
+    Raises:
+        InputError: a kind of model that Megatron's layers do not make.
+
+    >>> config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 10, "n_positions": 4}
+    >>> shape_of(config).feed_forward
+    32
+    """
+    kind = config["model_type"]
+    if kind == "gpt2":
+        return Shape.gpt(
+            config["n_layer"], config["n_embd"], config["n_head"], config["vocab_size"], config["n_positions"],
+            feed_forward=config.get("n_inner") or 4 * config["n_embd"],
+            drops=bool(config.get("resid_pdrop", 0.1)),
+        )  # fmt: skip
+    if kind not in _GATED:
+        known = ("gpt2", *_GATED)
+        raise InputError(
+            f"Megatron's stacks know no '{kind}' model{nearest(kind, known)}: use a model of type "
+            f"{', '.join(known)}, or leave out --stack"
+        )
+    heads = config["num_attention_heads"]
+    return Shape(
+        num_layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        feed_forward=config["intermediate_size"],
+        num_heads=heads,
+        vocabulary=config["vocab_size"],
+        num_key_value_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or config["hidden_size"] // heads,
+        gated=True,
+        has_bias=False,
+        tied=bool(config.get("tie_word_embeddings", False)),
+        latent=_latent(config),
+        experts=_experts(config),
+        num_dense=config.get("first_k_dense_replace", 0),
+    )
+
+
+_GATED = ("llama", "mistral", "qwen3", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+
+
+def _latent(config: Mapping[str, Any]) -> Latent | None:
+    if "kv_lora_rank" not in config:
+        return None
+    return Latent(
+        config.get("q_lora_rank") or 0,
+        config["kv_lora_rank"],
+        config["qk_nope_head_dim"],
+        config["qk_rope_head_dim"],
+        config["v_head_dim"],
+    )
+
+
+def _experts(config: Mapping[str, Any]) -> Experts | None:
+    num = next(
+        (config[key] for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in config), 0
+    )
+    if not num:
+        return None
+    size = config.get("moe_intermediate_size") or config["intermediate_size"]
+    return Experts(num, config["num_experts_per_tok"], size, size * (config.get("n_shared_experts") or 0))

@@ -1,0 +1,91 @@
+"""What Megatron's runtimes keep: one record per stack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagewright.errors import InputError, nearest
+
+
+@dataclass(frozen=True)
+class MegatronStack:
+    """How one runtime executes a decoder in half precision with Adam.
+
+    * `flash_attention`: attention's scores are never stored; False: softmax and dropout keep theirs.
+    * `fp32_gradients`: gradients are added up in fp32 buffers, else in half precision.
+    * `rotates_copies`: rotary embedding makes new queries and keys while values stay part of the joint projection.
+    * `logit_bytes`: per element of the logits, what is alive at the height of the loss.
+    * `saved_logit_bytes`: of these, what stays until the backward.
+    * `workspace_bytes`: the matrix library's, in front of everything else.
+    """
+
+    name: str
+    flash_attention: bool
+    fp32_gradients: bool
+    rotates_copies: bool
+    logit_bytes: int
+    saved_logit_bytes: int
+    workspace_bytes: int
+
+
+HALF = 2
+"""Bytes of an element of parameters and activations."""
+
+OPTIMIZER_BYTES = 12
+"""Per parameter: fp32 master copy and two moments."""
+
+MEGATRON_STACKS = {
+    stack.name: stack
+    for stack in (
+        # Fused norms with their products, fused gated activations, fused vocabulary-parallel cross entropy: logits in
+        # half precision, one fp32 copy that becomes the softmax, and gradients in half precision.
+        # Source: Megatron-Core 0.14 and Transformer Engine 2.11, modules named in each step of `layer.py`.
+        MegatronStack(
+            "megatron-core+te",
+            flash_attention=True,
+            fp32_gradients=True,
+            rotates_copies=True,
+            logit_bytes=8,
+            saved_logit_bytes=6,
+            workspace_bytes=2**25,
+        ),
+        # Source: Korthikanti et al. 2022 (arXiv 2205.05198), sections 4 and 5; Megatron-LM's vocabulary-parallel cross
+        # entropy: fp16 logits, their fp32 copy, and its exponentials, which are what is saved.
+        MegatronStack(
+            "megatron-deepspeed",
+            flash_attention=False,
+            fp32_gradients=False,
+            rotates_copies=False,
+            logit_bytes=10,
+            saved_logit_bytes=4,
+            workspace_bytes=0,
+        ),
+        # Source: Zhu et al. 2025, "Mist" (EuroSys), whose models use FlashAttention's kernels: the loss overwrites its
+        # logits with their gradients, beside which the head's product has its own.
+        MegatronStack(
+            "mist",
+            flash_attention=True,
+            fp32_gradients=False,
+            rotates_copies=False,
+            logit_bytes=4,
+            saved_logit_bytes=2,
+            workspace_bytes=0,
+        ),
+    )
+}
+
+
+def find_megatron_stack(name: str) -> MegatronStack:
+    """The stack called `name`.
+
+    Raises:
+        InputError: there is none; names the nearest.
+
+    >>> find_megatron_stack("megatron-core+te").flash_attention
+    True
+    """
+    if name not in MEGATRON_STACKS:
+        raise InputError(
+            f"no stack '{name}'{nearest(name, MEGATRON_STACKS)}: use one of {', '.join(MEGATRON_STACKS)}"
+        )
+    return MEGATRON_STACKS[name]
