@@ -147,8 +147,8 @@ def test_a_shortened_program_has_the_same_peak(num_ranks: int) -> None:
         assert (whole.peak_bytes, whole.categories) == (part.peak_bytes, part.categories)
 
 
-def test_stages_recompute_where_nothing_else_fits() -> None:
-    """`auto` recomputes only then; the plan says which stages do, and its program does."""
+def test_stages_save_less_where_nothing_else_fits() -> None:
+    """Only then, and as little as need be; the plan says which stages do, and its program does it."""
     model, fixed = "tiny-llama", {"pp": 2, "microbatch": 2, "schedules": ["gpipe"]}
     cluster = load_cluster("2x-h100")
     (kept,) = plan(model, cluster, job(), **fixed).plans
@@ -157,6 +157,10 @@ def test_stages_recompute_where_nothing_else_fits() -> None:
     assert peaks[1] < peaks[0] and full.predictions.step_seconds > kept.predictions.step_seconds
     assert kept.memory_policy == ("keep", "keep") and full.memory_policy == ("recompute", "recompute")
     (found,) = plan(model, cluster, job(memory_limit=peaks[0] - 1), **fixed).plans
-    assert found.memory_policy == full.memory_policy and any("0R" in text for text in found.program[0])
+    assert any("OFFLOAD" in text for text in found.program[0]), "whose transfers hide"
+    (recomputed,) = plan(model, cluster, job(memory_limit=peaks[0] - 1), offload=False, **fixed).plans
+    assert any("0R" in text for text in recomputed.program[0])
+    assert found.predictions.step_seconds <= full.predictions.step_seconds
+    assert max(rank.reserved_peak_bytes for rank in found.predictions.ranks) < peaks[0]
     with pytest.raises(PlanError):
         plan(model, cluster, job(memory_limit=peaks[0] - 1), recompute="none", **fixed)

@@ -33,6 +33,7 @@ class StageSummary:
     parameter_bytes: int
     num_parameters: int
     saved_bytes: int
+    recomputed_bytes: int
     offloaded_bytes: int
     sent_bytes: dict[int, int]
     """To each later stage, by one forward."""
@@ -53,6 +54,7 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
         parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
         num_parameters=sum(meta.num_elements for meta in metas),
         saved_bytes=memory.saved_bytes,
+        recomputed_bytes=stage.held_bytes(stage.rebuild.outputs),
         offloaded_bytes=stage.held_bytes(stage.offloaded),
         sent_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.sends},
         returned_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.grad_sends},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
-from stagewright.planning.plan import ClusterSection, ModelSection, Plan, cut_names
+from stagewright.planning.plan import ClusterSection, ModelSection, Plan, StagePolicy, cut_names
 from stagewright.planning.predict import Pipeline, built, pipeline, predict, rank_memories, reserved_bytes
+from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Kind, Program
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
@@ -54,6 +56,7 @@ class Candidate:
     cuts: tuple[int, ...]
     memories: tuple[RankMemory, ...]
     excess_bytes: int
+    memory_policy: tuple[Literal["keep", "recompute"] | StagePolicy, ...]
 
 
 def make_program(choice: Choice) -> Program:
@@ -170,7 +173,29 @@ def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Clu
     line = pipeline(body, cuts, program, cluster, job, choice.dp, policies(program))
     memories = tuple(rank_memories(line))
     fullest = max(reserved_bytes(memory, cluster) for memory in memories)
-    return Candidate(choice, line, tuple(cuts), memories, fullest - job.usable_bytes(cluster.device))
+    excess = fullest - job.usable_bytes(cluster.device)
+    return Candidate(choice, line, tuple(cuts), memories, excess, _named(policies(program)))
+
+
+def _named(found: Sequence[Policy]) -> tuple[Literal["keep", "recompute"], ...]:
+    return tuple("recompute" if policy.recomputes else "keep" for policy in found)
+
+
+def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True) -> Candidate | None:
+    """`plain`, which keeps everything and lacks memory, with some of it recomputed or offloaded; None if that does not
+    make it fit."""
+    fitted = fit(plain.line, body, offload=offload)
+    if fitted is None:
+        return None
+    limit = plain.line.job.usable_bytes(plain.line.cluster.device)
+    fullest = max(reserved_bytes(memory, plain.line.cluster) for memory in fitted.memories)
+    return replace(
+        plain,
+        line=fitted.line,
+        memories=fitted.memories,
+        excess_bytes=fullest - limit,
+        memory_policy=fitted.memory_policy,
+    )
 
 
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
@@ -212,6 +237,6 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         placement=program.placement.rank_of_stage,
         schedule=choice.schedule,
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
-        memory_policy=tuple("recompute" if p.recomputes else "keep" for p in policies(program)),
+        memory_policy=candidate.memory_policy,
         predictions=predict(line, body, candidate.memories),
     )

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from stagewright.cluster import Cluster, Device, all_reduce_seconds
 from stagewright.errors import InputError
 from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
-from stagewright.estimation.state import Precision, resident_bytes
+from stagewright.estimation.state import Precision, ResidentBytes, resident_bytes
 from stagewright.estimation.time import optimizer_seconds
+from stagewright.graph.flat import Flat, flats
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor import ITEM_BYTES
@@ -35,6 +36,20 @@ class Pipeline:
     cluster: Cluster
     job: Job
     dp: int
+    sharding: tuple[int, ...] = ()
+    """Per stage, what its replicas share out; none given: nothing."""
+    reduce_dtype: str | None = None
+    """Type in which gradients are summed over replicas, as torch names it; None is that of the gradients."""
+
+    @cached_property
+    def flats(self) -> tuple[Flat, ...]:
+        """The flat buffers of all stages; none where there is one replica."""
+        levels = self.sharding or (0,) * len(self.memories)
+        return flats(self.stages, levels, self.dp) if self.dp > 1 else ()
+
+    def resident(self, pipeline_rank: int) -> ResidentBytes:
+        """What a rank keeps from step to step."""
+        return resident_bytes(self.stages_of(pipeline_rank), self.flats, self.reduce_dtype)
 
     @property
     def stages(self) -> list[Stage]:
@@ -116,6 +131,9 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
         parameter_bytes=summary.parameter_bytes,
         saved_bytes=summary.saved_bytes,
         boundary_bytes=sum(summary.sent_bytes.values()),
+        recomputed_bytes=summary.recomputed_bytes,
+        offloaded_bytes=summary.offloaded_bytes,
+        recompute_seconds=summary.rebuild_s,
     )
 
 
@@ -235,7 +253,7 @@ def rank_memories(line: Pipeline) -> list[RankMemory]:
     with_transfers = lowered(program, stage_edges(line.stages))
     left_out = line.program.num_microbatches - program.num_microbatches
     return [
-        replay_rank(line.memories, with_transfers, rank, resident_bytes(line.stages_of(rank)), left_out)
+        replay_rank(line.memories, with_transfers, rank, line.resident(rank), left_out)
         for rank in range(line.pp)
     ]
 
@@ -276,3 +294,11 @@ def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:
         return memory.peak_bytes
     total = memory.peak_bytes + device.workspace_bytes
     return -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES
+
+
+def allocatable_bytes(job: Job, cluster: Cluster) -> int:
+    """The most that a rank may have alive so that its `reserved_bytes` stay within the limit of `job`."""
+    limit, device = job.usable_bytes(cluster.device), cluster.device
+    if device.kind == "cpu":
+        return limit
+    return limit // _SEGMENT_BYTES * _SEGMENT_BYTES - device.workspace_bytes

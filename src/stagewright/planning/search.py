@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
@@ -23,11 +23,13 @@ from stagewright.planning.candidate import (
     make_plan,
     make_program,
     saved_counts,
+    saving_candidate,
+    with_cuts,
 )
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import lower_bound_seconds
+from stagewright.planning.predict import lower_bound_seconds, run_timeline
 from stagewright.planning.ranking import ranked
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -73,6 +75,7 @@ def plan(
     dp: int | None = None,
     microbatch: int | None = None,
     recompute: Recompute = "auto",
+    offload: bool = True,
     trace: Trace = cached_trace,
 ) -> Found:
     """The best plans of `model` for `cluster` and `job`.
@@ -81,7 +84,8 @@ def plan(
         report: told what the search is doing.
         schedules: names of schedule families to try.
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
-        recompute: whether stages recompute what they save: ``none``, ``full``, or ``auto``, where nothing else fits.
+        recompute: whether stages recompute what they save: ``none``, ``full``, or ``auto``, as much as memory asks for.
+        offload: with ``auto``, whether stages may move what they save to the host and back.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
 
     Raises:
@@ -90,7 +94,7 @@ def plan(
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
-    search = _Search(reference, cluster, job, report, tuple(schedules), trace, recompute)
+    search = _Search(reference, cluster, job, report, tuple(schedules), trace, recompute, offload)
     widths = widths_of(cluster, job, pp, dp)
     for size in _microbatch_sizes(widths, job, microbatch):
         choices = [choice for width in widths for choice in search.choices(size, width)]
@@ -150,8 +154,10 @@ class _Search:
         schedules: tuple[str, ...],
         trace: Trace,
         recompute: Recompute,
+        offload: bool,
     ) -> None:
         self.recompute = recompute
+        self.offload = offload
         self.reference = reference
         self.cluster = cluster
         self.job = job
@@ -186,9 +192,7 @@ class _Search:
         choices = self._fitting(choices, body, 1.0)
         for choice in choices:
             self.report(str(choice))
-            if not self._work_out_one(choice, body):
-                for other in self._fitting(self._recomputed(choice), body, 1.0):
-                    self._work_out_one(other, body)
+            self._work_out_one(choice, body)
         self.without_rule |= body.costing.without_rule
         self.latest = size, body
         return bool(choices)
@@ -200,25 +204,14 @@ class _Search:
         return BodyCosts(graph, Costing(graph, self.cluster.device))
 
     def _fitting(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> list[Choice]:
-        """The choices that may fit, recomputed where only that may."""
-        found: list[Choice] = []
-        for choice in choices:
-            if self._may_fit(choice, body, scale):
-                found.append(choice)
-            else:
-                found += [other for other in self._recomputed(choice) if self._may_fit(other, body, scale)]
-        return found
-
-    def _recomputed(self, choice: Choice) -> list[Choice]:
-        """The same choice with recomputation, if that is allowed, new and of use."""
-        if self.recompute != "auto" or choice.recompute or choice.pp == 1:
-            return []
-        other = replace(choice, recompute=True)
-        return [other] if make_program(other) != make_program(choice) else []
+        return [choice for choice in choices if self._may_fit(choice, body, scale)]
 
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
         """Whether state and saved values alone, the latter `scale` times those of `body`, fit in some partition."""
-        counts = [count * scale for count in saved_counts(make_program(choice))]
+        saved = saved_counts(make_program(choice))
+        if self.recompute == "auto":
+            saved = [min(count, 1) for count in saved]
+        counts = [count * scale for count in saved]
         limit = self.job.usable_bytes(self.cluster.device)
         budget = MemoryBudget([float(limit)] * len(counts), counts)
         try:
@@ -237,25 +230,34 @@ class _Search:
             self._exclude(choice, f"no partition keeps every device within {format_bytes(limit)}")
         return False
 
-    def _work_out_one(self, choice: Choice, body: BodyCosts) -> bool:
-        """Adds the plan of `choice`, or why there is none; false if it lacks memory."""
+    def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:
+        """Adds the plan of `choice`, or why there is none."""
         bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job)
         best = min((found.predictions.step_seconds for found in self.plans), default=math.inf)
         if bound > _HOPELESS * best:
             self._exclude(choice, f"takes at least {format_seconds(bound)} a step")
-            return True
+            return
         start, seconds = fastest_partition(body, choice, self.cluster)
         if seconds > _HOPELESS * best:
             self._exclude(choice, f"takes about {format_seconds(seconds)} a step")
-            return True
-        candidate = make_candidate(body, choice, self.cluster, self.job, start)
+            return
+        candidate = self._fastest_that_fits(body, choice, start)
         if candidate.excess_bytes > 0:
             self.misses.append(candidate)
             missing = candidate.excess_bytes
             self._exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
-            return False
+            return
         self.plans.append(make_plan(candidate, body, self.reference))
-        return True
+
+    def _fastest_that_fits(self, body: BodyCosts, choice: Choice, start: Sequence[int]) -> Candidate:
+        """The partition within memory, or one that saves less than it would, whichever is faster."""
+        kept = make_candidate(body, choice, self.cluster, self.job, start)
+        if self.recompute != "auto" or (kept.cuts == tuple(start) and kept.excess_bytes <= 0):
+            return kept
+        lines = [kept, with_cuts(body, choice, start, self.cluster, self.job)]
+        tried = [saving_candidate(line, body, offload=self.offload) for line in lines]
+        fitting = [one for one in (kept, *tried) if one is not None and one.excess_bytes <= 0]
+        return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
 
     def _exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:
         self.excluded.append(

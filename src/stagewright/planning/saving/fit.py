@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import resident_bytes
-from stagewright.planning.predict import Pipeline, lowered, pipeline, rank_memories, reserved_bytes, shortened
+from stagewright.planning.plan import StagePolicy
+from stagewright.planning.predict import (
+    Pipeline,
+    allocatable_bytes,
+    lowered,
+    pipeline,
+    rank_memories,
+    shortened,
+)
 from stagewright.planning.saving.exact import MAX_UNITS, choose_exactly
 from stagewright.planning.saving.greedy import choose
 from stagewright.planning.saving.problem import (
@@ -37,6 +46,18 @@ class Fitted:
     memories: tuple[RankMemory, ...]
     units: tuple[Unit, ...]
     choice: Choice
+
+    @property
+    def memory_policy(self) -> tuple[Literal["keep"] | StagePolicy, ...]:
+        """The policy of every stage by names of operators, as plans have it."""
+        return tuple(self._of_stage(stage) for stage in range(len(self.line.stages)))
+
+    def _of_stage(self, stage: int) -> Literal["keep"] | StagePolicy:
+        recompute, offload = (
+            tuple(self.units[index].operator for index in sorted(indices) if self.units[index].stage == stage)
+            for indices in (self.choice.recomputed, self.choice.offloaded)
+        )
+        return StagePolicy(recompute=recompute, offload=offload) if recompute or offload else "keep"
 
 
 def fit(line: Pipeline, body: BodyCosts, *, offload: bool = True, exact: bool = False) -> Fitted | None:
@@ -116,8 +137,8 @@ class _RankSearch:
     ) -> None:
         self.line = line
         self.rank = kept.rank
-        self.limit = line.job.usable_bytes(line.cluster.device)
-        self.excess = reserved_bytes(kept, line.cluster) - self.limit
+        self.limit = allocatable_bytes(line.job, line.cluster)
+        self.excess = kept.peak_bytes - self.limit
         self.best = _Proved(Choice(), kept) if self.excess <= 0 else None
         self.latest = Choice()
         if self.excess <= 0:
@@ -127,9 +148,10 @@ class _RankSearch:
         self.problem = self._problem([units[number] for number in self.numbers], kept, body, offload)
         few = len(self.numbers) <= MAX_UNITS
         self.choose: Callable[[Problem], Choice | None] = choose_exactly if exact and few else choose
-        self.low, self.high, self.need = 0.0, float("inf"), float(self.excess)
+        self.low, self.high, self.need = 0.95 * self.excess, float("inf"), float(self.excess)
+        self.step = 0.0
         self.seconds = float("inf")
-        self.tried: set[Choice] = set()
+        self.tried: dict[Choice, int] = {}
         self.took_everything = False
 
     def _problem(self, units: list[Unit], kept: RankMemory, body: BodyCosts, offload: bool) -> Problem:
@@ -149,37 +171,49 @@ class _RankSearch:
 
     def propose(self) -> bool:
         """Sets the next choice to replay; false when the search is over."""
-        if self.best is not None and self.high - self.low <= _CLOSE * self.high:
-            return False
-        found = self.choose(replace(self.problem, needed=self.need))
-        if found is None:
-            if self.took_everything or self.best is not None:
-                return False
-            self.took_everything = True
-            found = self._everything()
+        while self.best is None or self.high - self.low > _CLOSE * self.high:
+            found = self.choose(replace(self.problem, needed=self.need))
+            if found is None:
+                if self.took_everything or self.best is not None:
+                    return False
+                self.took_everything = True
+                found = self._everything()
+            if found not in self.tried:
+                self._set(found)
+                return True
+            self._move_on(self.tried[found])
+        return False
+
+    def _set(self, found: Choice) -> None:
+        self.local = found
         self.latest = Choice(
             frozenset(self.numbers[index] for index in found.recomputed),
             frozenset(self.numbers[index] for index in found.offloaded),
         )
-        self.local = found
-        return True
 
     def _everything(self) -> Choice:
         units = self.problem.units
         return Choice(frozenset(index for index, unit in enumerate(units) if unit.recomputable))
 
     def learn(self, memory: RankMemory) -> None:
-        excess = reserved_bytes(memory, self.line.cluster) - self.limit
+        """Takes in what the latest choice takes when replayed."""
+        excess = memory.peak_bytes - self.limit
+        self.tried[self.local] = excess
         if excess <= 0:
             seconds = self.local.seconds(self.problem)
             if seconds < self.seconds:
                 self.best, self.seconds = _Proved(self.latest, memory), seconds
+        self._move_on(excess)
+
+    def _move_on(self, excess: int) -> None:
+        """The next need to choose for, after one that left `excess` bytes too many, or fitted."""
+        if excess <= 0:
             self.high = min(self.high, self.need)
-            self.need = (self.low + self.high) / 2
-            return
-        self.low = max(self.low, self.need)
+        else:
+            self.low = max(self.low, self.need)
         if self.best is None:
-            self.need += max(excess, _CLOSE * self.need)
+            self.step = max(2 * self.step, float(excess), _CLOSE * self.need)
+            self.need += self.step
         else:
             self.need = (self.low + self.high) / 2
 
