@@ -195,3 +195,18 @@ def test_a_missing_data_file_stops_a_run_before_it_starts(planned: dict, folder:
     done = call("run", folder / "plan.json", "--data", "no.txt")
     assert done.exit_code == 2
     assert "data file 'no.txt' cannot be read" in done.stderr
+
+
+def test_megatrons_stacks_have_widths_of_their_own() -> None:
+    words = ("llama-3-8b", "--cluster", "8x-h100", "--stack", "megatron-core+te", "--global-batch", 16)
+    found = document("estimate", *words, "--sequence-length", 4096, "--tp", 2, "--pp", 2, "--shard-optimizer")
+    assert (found["tp"], found["pp"], found["dp"]) == (2, 2, 2) and found["fits"]
+    assert len(found["ranks"]) == 2
+    for rank in found["ranks"]:
+        assert sum(rank["categories"].values()) == rank["allocated_peak_bytes"]
+    table = call("estimate", *words, "--sequence-length", 4096, "--recompute", "full")
+    assert table.exit_code == 0 and "recompute full" in table.stdout
+    wrong = call("estimate", *words, "--sequence-length", 4096, "--tp", 3)
+    assert wrong.exit_code != 0 and "tp 3" in wrong.stderr
+    foreign = call("estimate", "llama-3-8b", "--cluster", "8x-h100", "--tp", 2, "--global-batch", 8)
+    assert foreign.exit_code != 0 and "belongs to Megatron's stacks" in foreign.stderr
