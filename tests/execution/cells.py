@@ -8,7 +8,10 @@ from typing import Any
 
 from plans import make_plan
 
+from stagewright.cluster import load_cluster
+from stagewright.planning.estimate import line_of
 from stagewright.planning.plan import Plan, load_plan, stage_program
+from stagewright.planning.predict import rank_memories
 
 NUM_STEPS = 2
 SMALL_LLAMA = (
@@ -57,6 +60,11 @@ class Outcome:
     losses: tuple[float, ...]
     peak_bytes: int
     traffic: Any
+
+
+def predicted(path: Path) -> list[int]:
+    """Bytes at the peak of every pipeline rank, as predicted."""
+    return [memory.peak_bytes for memory in rank_memories(line_of(load_plan(path), load_cluster("8x-h100")))]
 
 
 def train(rank: int, num_ranks: int, paths: list[str]) -> list[Outcome]:

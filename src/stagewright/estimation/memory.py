@@ -11,10 +11,11 @@ of state is worked out once (`stagewright.estimation.in_flight`) and then looked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stagewright.errors import ScheduleError
+from stagewright.estimation.flat_bytes import FlatBytes
 from stagewright.estimation.in_flight import Channel, Event, InFlight, StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
@@ -79,6 +80,8 @@ class _Peak:
     transient: int
     states: tuple[int, ...]
     """Of every microbatch, in front of the action of the peak."""
+    flat: dict[str, int]
+    """Of flat buffers that come and go, by category."""
 
 
 class _Replay:
@@ -100,18 +103,27 @@ class _Replay:
         self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)
         self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
         self.activations = 0
-        self.peak = _Peak(-1, "", 0, 0, ())
+        self.flat = FlatBytes(resident, self.actions)
+        self.peak = _Peak(-1, "", 0, 0, (), {})
 
     def run(self) -> RankMemory:
         self._observe("begin", self.resident.rederived, 0, self.resident.rederived)
         after: list[int] = []
-        for action in self.actions:
+        for index, action in enumerate(self.actions):
+            if self.resident.flats:
+                self._move(str(action), self.flat.before(index))
             self._act(action)
-            after.append(self.live + self.fixed)
+            after.append(self.live + self.fixed + self.flat.total)
+        self._move("end of batch", self.flat.end())
         self.live -= sum(self.flight.sending_bytes(state) for state in self.states)
         transient = self.resident.step_transient
         self._observe("optimizer step", transient, 0, transient)
         return self._described(tuple(after))
+
+    def _move(self, at: str, steps: Iterable[int]) -> None:
+        """Flat buffers come and go, `steps` with so many bytes more for a moment."""
+        for above in steps:
+            self._observe(at, above, 0, above)
 
     def _act(self, action: Action) -> None:
         for part in (action,) if action.beside is None else action.parts:
@@ -135,7 +147,7 @@ class _Replay:
             step = self.flight.step(self.states[microbatch], event)
         except ScheduleError as error:
             raise ScheduleError(f"rank {self.rank}: {action}: {error}") from None
-        if self.live + step.above + self.fixed > self.peak.total:
+        if self.live + step.above + self.fixed + self.flat.total > self.peak.total:
             self._observe(str(action), step.above, step.activations, step.transient)
         self.live += step.live
         self.activations += step.held
@@ -143,15 +155,17 @@ class _Replay:
 
     def _observe(self, at: str, above: int, activations: int, transient: int) -> None:
         """Note a moment with `above` more bytes than are listed, where that is more than ever before."""
-        total = self.live + above + self.fixed
+        total = self.live + above + self.fixed + self.flat.total
         if total > self.peak.total:
-            self.peak = _Peak(total, at, self.activations + activations, transient, tuple(self.states))
+            states, flat = tuple(self.states), dict(self.flat.categories)
+            self.peak = _Peak(total, at, self.activations + activations, transient, states, flat)
 
     def _described(self, after: tuple[int, ...]) -> RankMemory:
         peak = self.peak
-        listed = self.inputs + peak.activations + peak.transient
+        listed = self.inputs + peak.activations + peak.transient + sum(peak.flat.values())
         categories = {
             **self.resident.categories,
+            **peak.flat,
             "inputs": self.inputs,
             "activations": peak.activations,
             "transient": peak.transient,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
+from stagewright.estimation.sharded import is_gathered
+from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat, of_stages
 from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
 
@@ -44,46 +46,84 @@ class ResidentBytes:
 
     `rederived`: bytes that exist beside them while the derived values of a step replace those of the last.
     `step_transient`: bytes that exist only during the optimizer step.
+    `flats`: buffers that replicas share out, some of which come and go during a batch; `derived`: what the stages whose
+    parameters do so derive from them each time; `wire`: type in which gradients are summed, where it is another.
     """
 
     categories: dict[str, int]
     rederived: int = 0
     step_transient: int = 0
+    flats: tuple[Flat, ...] = ()
+    derived: Mapping[int, FunctionMemory] = field(default_factory=dict)
+    wire: str | None = None
 
     @cached_property
     def total(self) -> int:
         return sum(self.categories.values())
 
 
-def resident_bytes(stages: Sequence[Stage]) -> ResidentBytes:
+def resident_bytes(
+    stages: Sequence[Stage], flats: Sequence[Flat] = (), wire: str | None = None
+) -> ResidentBytes:
     """What the rank that holds `stages` keeps from step to step; a tensor that several stages use is one.
+
+    `flats` are the buffers that replicas share out, those of other ranks included, and `wire` the type (a torch name) in
+    which gradients are summed over replicas; None is that of the gradients.
 
     Master weights and gradients as `Precision.of` each parameter's type. Source: PyTorch's fused AdamW, which
     needs no memory of its own. Ignores: the norms of the gradients, a few bytes each.
     """
-    sizes: dict[str, dict[int, int]] = {
+    flats = of_stages(flats, (stage.index for stage in stages))
+    sizes: dict[str, dict[object, int]] = {
         name: {} for name in ("parameters", "gradients", "optimizer", "master")
     }
+    moved = {value for flat in flats if flat.level >= OPTIMIZER for value in flat.values}
+    summed = {value for flat in flats if flat.is_trained for value in flat.values}
     constants: dict[int, int] = {}
     for stage in stages:
-        for value in stage.parameters:
+        for value in set(stage.parameters) - moved:
             sizes["parameters"][value] = stage.graph.storage_bytes[stage.value(value).storage]
         for value in (*stage.buffers, *stage.constants):
             constants[value] = stage.graph.storage_bytes[stage.value(value).storage]
-        for value, _ in stage.gradients:
+        for value in {value for value, _ in stage.gradients} - moved:
             meta = stage.value(value).meta
-            precision = Precision.of(meta.dtype)
-            gradient = meta.num_elements * ITEM_BYTES[precision.gradient]
-            sizes["gradients"][value] = gradient
-            sizes["optimizer"][value] = 2 * gradient + _STEP_COUNTER_BYTES
-            if precision.gradient != meta.dtype:
-                sizes["master"][value] = gradient
-    made = [_made(stage) for stage in stages]
+            gradient = _add_optimizer(sizes, value, meta.num_elements, meta.dtype)
+            if value not in summed:
+                sizes["gradients"][value] = gradient
+    for flat in flats:
+        _add_flat(sizes, flat)
+    made = {stage.index: _made(stage) for stage in stages}
+    gathered = {index: derived for index, (_, derived) in made.items() if is_gathered(flats, index)}
+    lasting = [memory for index, (static, derived) in made.items() for memory in (static, derived)
+               if memory is static or index not in gathered]  # fmt: skip
     cotangents = sum(stage.value(stage.graph.loss).meta.storage_bytes for stage in stages)
-    fixed = sum(constants.values()) + cotangents + sum(sum(m.kept.values()) for pair in made for m in pair)
+    fixed = sum(constants.values()) + cotangents + sum(sum(memory.kept.values()) for memory in lasting)
     categories = {name: sum(found.values()) for name, found in sizes.items()} | {"constants": fixed}
-    rederived = _peak_in_turn(derived for _, derived in made)
-    return ResidentBytes(categories, rederived)
+    rederived = _peak_in_turn(derived for index, (_, derived) in made.items() if index not in gathered)
+    return ResidentBytes(categories, rederived, flats=flats, derived=gathered, wire=wire)
+
+
+def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat) -> None:
+    """The part of a flat buffer that one replica keeps."""
+    item, gradient = ITEM_BYTES[flat.dtype], ITEM_BYTES[Precision.of(flat.dtype).gradient]
+    if flat.level >= OPTIMIZER:
+        whole = flat.level < PARAMETERS
+        sizes["parameters"][flat] = item * (flat.num_elements if whole else flat.shard_elements)
+    if flat.is_trained:
+        whole = flat.level < GRADIENTS
+        sizes["gradients"][flat] = gradient * (flat.num_elements if whole else flat.shard_elements)
+        if flat.level >= OPTIMIZER:
+            _add_optimizer(sizes, flat, flat.shard_elements, flat.dtype)
+
+
+def _add_optimizer(sizes: dict[str, dict[object, int]], key: object, num_elements: int, dtype: str) -> int:
+    """Adds AdamW's state of a tensor of `dtype`; the bytes of its gradient."""
+    precision = Precision.of(dtype)
+    gradient = num_elements * ITEM_BYTES[precision.gradient]
+    sizes["optimizer"][key] = 2 * gradient + _STEP_COUNTER_BYTES
+    if precision.gradient != dtype:
+        sizes["master"][key] = gradient
+    return gradient
 
 
 def _made(stage: Stage) -> tuple[FunctionMemory, FunctionMemory]:

@@ -28,11 +28,10 @@ from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
+from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference, resolve
-
-_WIRE_TYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,8 @@ class Session:
         watch("making process groups")
         self.replica_ranks = self.mesh.ranks_of_replica(self.mesh.replica)
         forward, backward = self._pipeline_groups(), self._pipeline_groups()
-        self.shards = Shards(mine, self.weights, self._replicas(), _WIRE_TYPES[plan.reduce_dtype])
+        wire = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
+        self.shards = Shards(mine, self.weights, self._replicas(), wire)
         tied = TiedGroups(
             self.stages,
             plan.placement,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
@@ -153,7 +154,8 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
 def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
     policies = stage_policies(plan, body.graph)
     cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
-    return pipeline(body, cuts, program, cluster, plan.job, plan.dp, policies)
+    line = pipeline(body, cuts, program, cluster, plan.job, plan.dp, policies)
+    return replace(line, sharding=plan.sharding, reduce_dtype=plan.reduce_torch_name)
 
 
 def _trace(
