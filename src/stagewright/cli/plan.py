@@ -50,8 +50,11 @@ def plan(
     ] = None,
     recompute: Annotated[
         str,
-        typer.Option(metavar="HOW", help="none, full, or auto: stages recompute where nothing else fits."),
+        typer.Option(metavar="HOW", help="none, full, or auto: as much as the memory limit asks for."),
     ] = "auto",
+    offload: Annotated[
+        bool, typer.Option(help="Whether auto may also move saved values to the host and back.")
+    ] = True,
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
@@ -87,7 +90,7 @@ def plan(
     with Progress(f"planning {model}") as progress:
         found = search.plan(
             reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
-            microbatch=microbatch, recompute=cast("search.Recompute", recompute),
+            microbatch=microbatch, recompute=cast("search.Recompute", recompute), offload=offload,
         )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]
@@ -99,8 +102,9 @@ def plan(
         print_document({"plans": plans, "excluded": [dataclasses.asdict(one) for one in found.excluded]})
         return
     from stagewright.report.plans import found_heading, left_out, plans_table
+    from stagewright.report.saving import saving_tables
 
-    show(found_heading(found), plans_table(shown), left_out(found))
+    show(found_heading(found), plans_table(shown), *saving_tables(shown[0]), left_out(found))
     if output is not None:
         written = ", ".join(str(path) for path in paths if path is not None)
         show(

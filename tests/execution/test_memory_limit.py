@@ -1,0 +1,59 @@
+"""A job whose plain plan exceeds the limit trains under it: to the byte as predicted, with the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.execution.launch import run
+from stagewright.execution.record import Record
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.predict import allocatable_bytes
+from stagewright.planning.search import plan
+from stagewright.tracing.models.reference import resolve
+
+MODEL = resolve("tiny-llama", {"num_hidden_layers": 4})
+
+
+def slow_host_link() -> Cluster:
+    """Two devices that can hide only a part of what they might offload."""
+    cluster = load_cluster("2x-h100")
+    (node,) = cluster.nodes
+    device = node.device.model_copy(update={"host_link_bandwidth": 1e9})
+    return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+
+
+def planned(cluster: Cluster, limit: int | None) -> Plan:
+    job = Job(global_batch=16, sequence_length=48, dtype="fp32", num_steps=2, memory_limit=limit)
+    return plan(MODEL, cluster, job, pp=2, microbatch=2, schedules=["gpipe"]).plans[0]
+
+
+def trained(item: Plan, folder: Path) -> Record:
+    item.save(folder / "plan.json")
+    record = run(folder / "plan.json", out=folder / "run", device="cpu")
+    assert record is not None
+    return record
+
+
+@pytest.mark.multiprocess
+def test_a_job_trains_under_a_limit_that_its_plain_plan_exceeds(tmp_path: Path) -> None:
+    cluster = slow_host_link()
+    plain = planned(cluster, None)
+    peak, activations = (
+        max(count(rank) for rank in plain.predictions.ranks)
+        for count in (lambda rank: rank.reserved_peak_bytes, lambda rank: rank.categories["activations"])
+    )
+    limit = peak - activations // 2
+    found = planned(cluster, limit)
+    assert found.cuts == plain.cuts
+    ways = [policy for policy in found.memory_policy if isinstance(policy, StagePolicy)]
+    assert any(way.recompute and way.offload for way in ways), "both, in one stage"
+    wanted, got = trained(plain, tmp_path / "plain"), trained(found, tmp_path / "found")
+    predicted = [rank.allocated_peak_bytes for rank in found.predictions.ranks]
+    assert [rank.allocated_peak_bytes for rank in got.ranks] == predicted
+    allowed = allocatable_bytes(found.job, cluster)
+    assert max(predicted) <= allowed < max(rank.allocated_peak_bytes for rank in wanted.ranks)
+    assert got.losses == wanted.losses and got.gradient_norms == wanted.gradient_norms
