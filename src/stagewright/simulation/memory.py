@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.simulation.costs import StageCosts
-from stagewright.simulation.streams import COMPUTE_STREAM
 from stagewright.simulation.structure import Structure
 
 Floats = NDArray[np.float64]
@@ -42,9 +41,9 @@ class PatternBytes:
         at_start = structure.per_pattern(costs.bytes_at_start)
         at_end = structure.per_pattern(costs.bytes_at_end)
         transient = structure.per_pattern(costs.transient_bytes)
-        beside = structure.tables.stream != COMPUTE_STREAM
-        changes = (at_start[beside], at_end[beside], transient[beside])
-        return cls(at_start, at_end, transient, not any(change.any() for change in changes))
+        beside = structure.runs_beside
+        changes = beside.any() and any(part[beside].any() for part in (at_start, at_end, transient))
+        return cls(at_start, at_end, transient, not changes)
 
 
 def memory_curve(

@@ -52,20 +52,25 @@ def simulate(
         raise InputError(f"costs of {costs.num_stages} stages for a program of {placement.num_stages} stages")
     structure = structure_of(encoded, edges, contention)
     tables = _with_seconds(structure, costs, transfer_s, action_overhead_s)
-    start, end, known, reached = run(
+    start, end = np.empty(encoded.num_actions), np.empty(encoded.num_actions)
+    known = np.empty(structure.num_tokens)
+    is_shared = contention is not Contention.NONE
+    reached = run(
         encoded.pattern,
         encoded.microbatch,
         encoded.offsets,
         tables,
-        structure.num_tokens,
         structure.num_links,
-        contention is not Contention.NONE,
+        is_shared,
+        start,
+        end,
+        known,
     )
     if (reached < encoded.offsets[1:]).any():
         raise ScheduleError(_deadlock(encoded, structure.rules, reached))
-    base = np.zeros(placement.num_ranks)
-    np.add.at(base, np.array(placement.rank_of_stage), costs.base_bytes)
     held = PatternBytes.of(structure, costs)
+    base = np.zeros(placement.num_ranks)
+    np.add.at(base, list(placement.rank_of_stage), costs.base_bytes)
     return Timeline(encoded, start, end, held, base, structure, known, tables.slot_seconds)
 
 
@@ -73,13 +78,17 @@ def _with_seconds(
     structure: Structure, costs: StageCosts, transfers: Transfers, action_overhead_s: float
 ) -> Tables:
     """The tables of `structure` with the seconds of every action and transfer."""
-    computes = structure.tables.stream == COMPUTE_STREAM
-    seconds = structure.per_pattern(costs.seconds) + np.where(computes, action_overhead_s, 0.0)
-    pairs, forward_stages = structure.pairs
-    seconds[pairs] -= costs.overlap_saved_s[forward_stages]
-    slot_seconds = np.zeros(len(structure.tables.slot_travel))
-    for slot, source, target in structure.journeys:
-        slot_seconds[slot] = transfer_seconds(transfers, source, target)
+    seconds = structure.per_pattern(costs.seconds)
+    if action_overhead_s:
+        seconds[structure.tables.stream == COMPUTE_STREAM] += action_overhead_s
+    if len(structure.pairs):
+        seconds[structure.pairs] -= costs.overlap_saved_s[structure.stage[structure.pairs]]
+    slot_seconds = np.zeros(len(structure.tables.slot_link))
+    if isinstance(transfers, int | float):
+        slot_seconds[structure.travelling] = transfers
+    else:
+        for slot, source, target in structure.journeys:
+            slot_seconds[slot] = transfer_seconds(transfers, source, target)
     return structure.tables._replace(seconds=seconds, slot_seconds=slot_seconds)
 
 

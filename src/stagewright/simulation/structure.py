@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.schedule.action import Kind
 from stagewright.schedule.tokens import Edge, Rules, Token, What
 from stagewright.simulation.costs import CHECKPOINTED_FORWARD, KIND_ROWS
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.engine import AT_ONCE, LOCAL, POST, WHEN_POSTED, Floats, Ints, Tables
-from stagewright.simulation.streams import STREAM_OF, Contention
+from stagewright.simulation.streams import COMPUTE_STREAM, STREAM_OF, Contention
 
 _TRAVEL = {
     What.VALUE: AT_ONCE,
@@ -31,33 +34,47 @@ _USED_BY_MAKER = {What.VALUE_OUT, What.GRADIENT_OUT}
 class Structure:
     """Tables of a program without seconds, and where each cost belongs.
 
-    Part `i` of the patterns (an overlapped pair has two) is of pattern `part_pattern[i]` and costs row
-    `part_row[i]`, column `part_stage[i]` of the cost tables. `pairs` are the patterns that are overlapped
-    pairs and the stages of their forwards; `journeys` are the slots that travel and the stages they travel
-    between.
+    Pattern `p` costs row `row[p]`, column `stage[p]` of the cost tables; an overlapped pair, of pattern
+    `pairs[i]`, also what its second part costs, row `second_row[i]`, column `second_stage[i]`. Token `s` of
+    microbatch `m` has the index ``slot_base[s] + m * slot_stride[s]``. `journeys` are the slots that travel
+    and the stages they travel between.
     """
 
     rules: Rules
     tables: Tables
     number: dict[Token, int]
     journeys: tuple[tuple[int, int, int], ...]
-    part_pattern: Ints
-    part_row: Ints
-    part_stage: Ints
-    pairs: tuple[Ints, Ints]
+    slot_base: Ints
+    slot_stride: Ints
+    row: Ints
+    stage: Ints
+    pairs: Ints
+    second_row: Ints
+    second_stage: Ints
     num_tokens: int
     num_links: int
 
+    @cached_property
+    def travelling(self) -> Ints:
+        """The slots of all journeys."""
+        return _ints(slot for slot, _, _ in self.journeys)
+
+    @cached_property
+    def runs_beside(self) -> NDArray[np.bool_]:
+        """Per pattern, whether it runs beside the computations."""
+        return self.tables.stream != COMPUTE_STREAM
+
     def per_pattern(self, table: Floats) -> Floats:
         """The entries of a cost table [row, stage] that each pattern adds up."""
-        total = np.zeros(len(self.tables.stream))
-        np.add.at(total, self.part_pattern, table[self.part_row, self.part_stage])
+        total = table[self.row, self.stage]
+        if len(self.pairs):
+            total[self.pairs] += table[self.second_row, self.second_stage]
         return total
 
     def token_index(self, token: Token) -> int:
         """Where the engine keeps the time of `token`."""
         slot = self.number[token if token.microbatch is None else token._replace(microbatch=0)]
-        return int(self.tables.slot_base[slot] + (token.microbatch or 0) * self.tables.slot_stride[slot])
+        return int(self.slot_base[slot] + (token.microbatch or 0) * self.slot_stride[slot])
 
 
 # A search simulates one program under many costs; the entries go when their programs do.
@@ -80,23 +97,27 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
     needs = _numbered((rules.needs(pattern) for pattern in encoded.patterns), number)
     makes = _numbered((rules.makes(pattern) for pattern in encoded.patterns), number)
     sizes = _ints(1 if slot.microbatch is None else encoded.num_microbatches for slot in number)
+    base, stride = np.cumsum(sizes) - sizes, _ints(slot.microbatch is not None for slot in number)
     travel = _ints(_travel(slot, rules) for slot in number)
+    posted = _ints(_posted(slot, number) for slot in number)
     links: dict[tuple[int, ...], int] = {}
     tables = Tables(
-        *needs,
-        *makes,
+        need_first=base[needs.slot] + needs.shift * stride[needs.slot],
+        need_step=stride[needs.slot],
+        need_offsets=needs.offsets,
+        make_first=base[makes.slot] + makes.shift * stride[makes.slot],
+        make_step=stride[makes.slot],
+        make_posted=base[posted[makes.slot]] + makes.shift,
+        make_slot=makes.slot,
+        make_travel=travel[makes.slot],
+        make_offsets=makes.offsets,
         seconds=np.zeros(len(encoded.patterns)),
         stream=_ints(STREAM_OF[pattern.kind] for pattern in encoded.patterns),
-        slot_base=np.cumsum(sizes) - sizes,
-        slot_stride=_ints(slot.microbatch is not None for slot in number),
-        slot_travel=travel,
         slot_link=_ints(_link(slot, rules, contention, links) for slot in number),
         slot_seconds=np.zeros(len(number)),
-        slot_posted=_ints(_posted(slot, number) for slot in number),
         slot_user=_ints(_user(slot, rules) for slot in number),
     )
-    parts = [(index, part) for index, pattern in enumerate(encoded.patterns) for part in pattern.parts]
-    pairs = [(index, pattern.stage) for index, pattern in enumerate(encoded.patterns) if pattern.beside]
+    seconds = [pattern.parts[1] for pattern in encoded.patterns if pattern.beside]
     return Structure(
         rules,
         tables,
@@ -106,10 +127,13 @@ def _build(encoded: EncodedProgram, rules: Rules, contention: Contention) -> Str
             for slot, index in number.items()
             if slot.peer is not None and travel[index] in (AT_ONCE, WHEN_POSTED)
         ),
-        part_pattern=_ints(index for index, _ in parts),
-        part_row=_ints(_row(part.kind, part.stage in rules.recomputed) for _, part in parts),
-        part_stage=_ints(part.stage for _, part in parts),
-        pairs=(_ints(index for index, _ in pairs), _ints(stage for _, stage in pairs)),
+        base,
+        stride,
+        row=_ints(_row(pattern.kind, pattern.stage in rules.recomputed) for pattern in encoded.patterns),
+        stage=_ints(pattern.stage for pattern in encoded.patterns),
+        pairs=_ints(index for index, pattern in enumerate(encoded.patterns) if pattern.beside),
+        second_row=_ints(_row(part.kind, part.stage in rules.recomputed) for part in seconds),
+        second_stage=_ints(part.stage for part in seconds),
         num_tokens=int(sizes.sum()),
         num_links=len(links),
     )
@@ -123,8 +147,16 @@ def _row(kind: Kind, is_recomputed: bool) -> int:
     return CHECKPOINTED_FORWARD if kind is Kind.F and is_recomputed else KIND_ROWS[kind]
 
 
-def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> tuple[Ints, Ints, Ints]:
-    """The slots of all groups, their microbatches, and where each group starts; new slots are numbered."""
+class _Numbered(NamedTuple):
+    """The slots of all groups of tokens, their microbatches, and where each group starts."""
+
+    slot: Ints
+    shift: Ints
+    offsets: Ints
+
+
+def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> _Numbered:
+    """`groups` as numbers; new slots are numbered."""
     slots: list[int] = []
     shifts: list[int] = []
     offsets = [0]
@@ -134,7 +166,7 @@ def _numbered(groups: Iterable[tuple[Token, ...]], number: dict[Token, int]) -> 
             slots.append(number.setdefault(slot, len(number)))
             shifts.append(token.microbatch or 0)
         offsets.append(len(slots))
-    return _ints(slots), _ints(shifts), _ints(offsets)
+    return _Numbered(_ints(slots), _ints(shifts), _ints(offsets))
 
 
 def _travel(slot: Token, rules: Rules) -> int:

@@ -36,10 +36,10 @@ def transfer_times(timeline: Timeline) -> TransferTimes:
     >>> found.source_stage.tolist(), found.start_s.tolist(), found.end_s.tolist()
     ([1, 1, 0, 0], [4.5, 7.5, 1.0, 2.0], [5.0, 8.0, 1.5, 2.5])
     """
-    tables, journeys = timeline.structure.tables, timeline.structure.journeys
+    structure, journeys = timeline.structure, timeline.structure.journeys
     slots = np.array([slot for slot, _, _ in journeys], np.int64)
     microbatches = np.arange(timeline.encoded.num_microbatches)
-    tokens = tables.slot_base[slots][:, None] + microbatches * tables.slot_stride[slots][:, None]
+    tokens = structure.slot_base[slots][:, None] + microbatches * structure.slot_stride[slots][:, None]
     arrival = timeline.token_s[tokens]
     ends = np.array([ends for _, *ends in journeys], np.int64).reshape(-1, 2)
     each = len(microbatches)
