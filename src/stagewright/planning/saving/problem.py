@@ -99,15 +99,20 @@ def offload_seconds(problem: Problem, units: Iterable[int]) -> float:
 
 def groups(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
     """Operators by the units whose chains they are in, and their seconds together."""
+    return groups_of(problem.units, problem.seconds)
+
+
+def groups_of(units: Sequence[Unit], seconds: Mapping[int, float]) -> list[tuple[tuple[int, ...], float]]:
+    """As `groups`: indices of `units`, and seconds."""
     users: dict[int, list[int]] = {}
-    for index, unit in enumerate(problem.units):
+    for index, unit in enumerate(units):
         for node in unit.chain:
             users.setdefault(node, []).append(index)
-    groups: dict[tuple[int, ...], float] = {}
+    found: dict[tuple[int, ...], float] = {}
     for node, indices in users.items():
         key = tuple(indices)
-        groups[key] = groups.get(key, 0.0) + problem.seconds[node]
-    return list(groups.items())
+        found[key] = found.get(key, 0.0) + seconds[node]
+    return list(found.items())
 
 
 def policies(units: Sequence[Unit], choice: Choice, num_stages: int) -> list[Policy]:

@@ -1,0 +1,155 @@
+"""Bisection on the bottleneck: the least time within which stages, each as long as it may be, cover the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.planning.cutting.leaves import Leaves
+from stagewright.planning.cutting.ranges import Ints
+
+_CLOSE = 1e-4
+"""Bottlenecks that differ by less than this part are equal."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A partition and the time of its slowest stage or boundary."""
+
+    cuts: tuple[int, ...]
+    seconds: float
+
+
+def bottleneck(leaves: Leaves, cuts: tuple[int, ...]) -> float:
+    """Seconds of the slowest stage, or of the slowest transfer between two of them; infinite if a stage does not fit."""
+    ends = (0, *cuts, leaves.ranges.size)
+    slowest = max(leaves.cost(stage, ends[stage], ends[stage + 1]) for stage in range(leaves.num_stages))
+    transfers = (leaves.transfer_seconds(stage, cut) for stage, cut in enumerate(cuts))
+    return max(slowest, *transfers) if cuts else slowest
+
+
+def bisect(leaves: Leaves) -> Found | None:
+    """The partition of least bottleneck, or None if none fits.
+
+    Exact, to a ten-thousandth, where costs are non-decreasing in the range: then a stage that goes farther leaves its
+    successors no worse off. Whether a stage fits at all always is, so that None means that nothing fits.
+    """
+    return _Bisection(leaves).found()
+
+
+class _Bisection:
+    def __init__(self, leaves: Leaves) -> None:
+        self.leaves = leaves
+        ranges = leaves.ranges
+        self.ends: Ints = np.concatenate([ranges.legal, [ranges.size]]).astype(np.int64)
+        self.width = ranges.boundary_bytes[self.ends]
+        self.best: Found | None = None
+        self.low_ends = [0] * leaves.num_stages
+        self.high_ends = [len(self.ends) - 1] * leaves.num_stages
+
+    def found(self) -> Found | None:
+        if len(self.ends) < self.leaves.num_stages:
+            return None
+        low, high = self._bounds()
+        if not self._try(high) and not self._try(math.inf):
+            return None
+        while self.best is not None:
+            high = self.best.seconds
+            if high - low <= _CLOSE * high or not math.isfinite(high):
+                break
+            middle = (low + high) / 2
+            if not self._try(middle):
+                low = middle
+        return self.best
+
+    def _bounds(self) -> tuple[float, float]:
+        """The time shared out evenly over ranks of unequal speed; and twice that, which often suffices."""
+        speeds = sum(1 / terms.slowness for terms in self.leaves.terms)
+        least = float(self.leaves.ranges.seconds[-1]) / speeds
+        return least, 2 * least
+
+    def _try(self, limit: float) -> bool:
+        """Whether stages of at most `limit` seconds cover the model; narrows where each may end."""
+        reached = self._reach(limit)
+        if reached is None:
+            return False
+        cuts = tuple(int(self.ends[index]) for index in reached[:-1])
+        seconds = bottleneck(self.leaves, cuts)
+        if self.best is None or seconds < self.best.seconds:
+            self.best = Found(cuts, seconds)
+            self.high_ends = reached
+        return True
+
+    def _reach(self, limit: float) -> list[int] | None:
+        """Where each stage ends, as an index into `ends`, if each goes as far as it may."""
+        start, before = 0, -1
+        reached: list[int] = []
+        for stage in range(self.leaves.num_stages):
+            left = self.leaves.num_stages - 1 - stage
+            index = self._farthest(stage, start, before, limit, len(self.ends) - 1 - left)
+            if index is None:
+                self._learn(reached)
+                return None
+            reached.append(index)
+            start, before = int(self.ends[index]), index
+        if reached[-1] != len(self.ends) - 1:
+            self._learn(reached)
+            return None
+        return reached
+
+    def _learn(self, reached: list[int]) -> None:
+        """No partition that is good enough lets a stage end before where it ended in vain."""
+        for stage, index in enumerate(reached):
+            self.low_ends[stage] = max(self.low_ends[stage], index)
+
+    def _farthest(self, stage: int, start: int, before: int, limit: float, last: int) -> int | None:
+        """The last end in reach: by bisection between the ends known from other limits."""
+        is_last = stage == self.leaves.num_stages - 1
+        if is_last:
+            whole = self.leaves.cost(stage, start, self.leaves.ranges.size)
+            return len(self.ends) - 1 if whole <= limit and math.isfinite(whole) else None
+        lowest = max(before + 1, self.low_ends[stage])
+        highest = min(last, self._by_time(stage, start, limit))
+        if math.isfinite(limit) and self.best is not None:
+            highest = min(highest, self.high_ends[stage])
+        if lowest > highest:
+            lowest = before + 1
+        good = None
+        while lowest <= highest:
+            middle = (lowest + highest) // 2
+            cost = self.leaves.cost(stage, start, int(self.ends[middle]))
+            if cost <= limit and math.isfinite(cost):
+                good, lowest = middle, middle + 1
+            else:
+                highest = middle - 1
+        if good is None and self.low_ends[stage] > before + 1:
+            good = self._from_the_start(stage, start, before, limit, min(last, self.low_ends[stage] - 1))
+        return self._narrow_enough(stage, good, before, limit)
+
+    def _from_the_start(self, stage: int, start: int, before: int, limit: float, highest: int) -> int | None:
+        lowest, good = before + 1, None
+        while lowest <= highest:
+            middle = (lowest + highest) // 2
+            cost = self.leaves.cost(stage, start, int(self.ends[middle]))
+            if cost <= limit and math.isfinite(cost):
+                good, lowest = middle, middle + 1
+            else:
+                highest = middle - 1
+        return good
+
+    def _by_time(self, stage: int, start: int, limit: float) -> int:
+        """The last end that computation alone allows."""
+        seconds = self.leaves.ranges.seconds
+        reach = float(seconds[start]) + limit / self.leaves.terms[stage].slowness
+        farthest = int(np.searchsorted(seconds, reach * (1 + 1e-12), side="right")) - 1
+        return int(np.searchsorted(self.ends, farthest, side="right")) - 1
+
+    def _narrow_enough(self, stage: int, index: int | None, before: int, limit: float) -> int | None:
+        """The last end not behind `index` whose transfer is within `limit`."""
+        while index is not None and index > before:
+            if self.leaves.transfer_seconds(stage, int(self.ends[index])) <= limit:
+                return index
+            index -= 1
+        return None

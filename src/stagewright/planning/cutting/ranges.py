@@ -1,0 +1,155 @@
+"""Time, state, saved values and transients of any range of a body in O(1), after one pass over the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.estimation.stages import BodyCosts
+from stagewright.graph import OperatorGraph, Part
+from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.planning.saving.problem import chain_seconds, groups_of, stage_units
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class RangeMaximum:
+    """The largest entry of any range of an array, in O(1) after O(n log n): tables of ranges whose length is a power of
+    two.
+
+    >>> most = RangeMaximum(np.array([3.0, 1.0, 2.0]))
+    >>> most(1, 3), most(0, 3), most(1, 1)
+    (2.0, 3.0, 0.0)
+    """
+
+    def __init__(self, values: Floats) -> None:
+        self.tables = [values]
+        while 2 ** len(self.tables) <= len(values):
+            last, step = self.tables[-1], 2 ** (len(self.tables) - 1)
+            self.tables.append(np.maximum(last[:-step], last[step:]))
+
+    def __call__(self, start: int, stop: int) -> float:
+        """The largest of ``values[start:stop]``; 0 for none."""
+        if stop <= start:
+            return 0.0
+        level = int(stop - start).bit_length() - 1
+        table = self.tables[level]
+        return float(max(table[start], table[stop - (1 << level)]))
+
+
+@dataclass(frozen=True)
+class Givable:
+    """Saved values that may be recomputed, the cheapest per byte first: where they are made, bytes, and seconds."""
+
+    place: Ints
+    num_bytes: Floats
+    seconds: Floats
+
+    @classmethod
+    def sorted(cls, place: Sequence[int], num_bytes: Sequence[float], seconds: Sequence[float]) -> Givable:
+        sizes, costs = np.array(num_bytes, np.float64), np.array(seconds, np.float64)
+        order = np.argsort(costs / np.maximum(sizes, 1.0), kind="stable")
+        return cls(np.array(place, np.int64)[order], sizes[order], costs[order])
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Prefix sums with one entry per position of the body and one more, all of one microbatch.
+
+    * `seconds`: forward and backward; `forward_seconds` of these;
+    * `state_bytes`: parameters, gradients and optimizer state; `parameter_bytes` of these;
+    * `saved_bytes`: kept from forward to backward;
+    * `transient_bytes`: per position, the most that is alive beside saved values while its operators run;
+    * `boundary_bytes`: what crosses each position, both ways;
+    * `legal`: positions where the model may be cut.
+    """
+
+    seconds: Floats
+    forward_seconds: Floats
+    state_bytes: Floats
+    parameter_bytes: Floats
+    saved_bytes: Floats
+    transient_bytes: Floats
+    boundary_bytes: Floats
+    legal: Ints
+    givable: Givable
+
+    @property
+    def size(self) -> int:
+        return len(self.seconds) - 1
+
+    @cached_property
+    def most_transient(self) -> RangeMaximum:
+        return RangeMaximum(self.transient_bytes)
+
+
+def ranges_of(body: BodyCosts) -> Ranges:
+    """The ranges of a traced model.
+
+    Units of recomputation are those of the uncut model; each operator of their chains is shared out among the units that
+    need it. Ignores: that a cut changes which values are at hand beside it.
+    """
+    return Ranges(
+        body.seconds,
+        body.forward_seconds,
+        body.state_bytes,
+        _parameter_bytes(body),
+        body.saved_bytes,
+        _transients(body.graph),
+        body.boundary_bytes,
+        body.legal_cuts,
+        _givable(body),
+    )
+
+
+def _parameter_bytes(body: BodyCosts) -> Floats:
+    """The share of the state that parameters themselves are, which is the same for all of one type."""
+    graph = body.graph
+    sizes = [graph.values[value].meta for value in graph.parameter_values]
+    parameters = sum(meta.num_elements * ITEM_BYTES[meta.dtype] for meta in sizes)
+    return body.state_bytes * (parameters / max(1.0, float(body.state_bytes[-1])))
+
+
+def _transients(graph: OperatorGraph) -> Floats:
+    """Bytes alive at each position during the backward that neither the forward saved nor a parameter's gradient buffer
+    is: cotangents and what gradients are made of.
+
+    A pass over the backward of the uncut model: a value lives from its maker to its last user.
+    """
+    size = len(graph.body)
+    born, last = np.zeros(len(graph.nodes) + 1), dict[int, int]()
+    for node in graph.nodes:
+        for value in node.inputs:
+            last[graph.values[value].storage] = node.id
+    for root, num_bytes in graph.storage_bytes.items():
+        maker = graph.values[root].node
+        if maker >= 0 and graph.nodes[maker].part in (Part.INPUT_GRAD, Part.WEIGHT_GRAD):
+            born[maker] += num_bytes
+            born[max(last.get(root, maker), maker) + 1] -= num_bytes
+    alive = born.cumsum()
+    most = np.zeros(size)
+    for node in graph.nodes:
+        place = graph.position.get(node.forward)
+        if place is not None and node.part in (Part.INPUT_GRAD, Part.WEIGHT_GRAD):
+            most[place] = max(most[place], alive[node.id])
+    return most
+
+
+def _givable(body: BodyCosts) -> Givable:
+    from stagewright.graph.stage import carve
+
+    graph = body.graph
+    (whole,) = carve(graph, [])
+    units = [unit for unit in stage_units(whole) if unit.recomputable]
+    seconds = chain_seconds(whole, units, body.costing)
+    shares = dict.fromkeys(range(len(units)), 0.0)
+    for users, cost in groups_of(units, seconds):
+        for user in users:
+            shares[user] += cost / len(users)
+    places = [graph.position[graph.values[unit.values[0]].node] for unit in units]
+    return Givable.sorted(places, [unit.num_bytes for unit in units], list(shares.values()))

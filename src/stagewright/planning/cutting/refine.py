@@ -1,0 +1,59 @@
+"""Small moves of the cuts of a partition, for where costs are not monotone: offloading hides more in a longer stage."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from stagewright.planning.cutting.bisection import Found, bisect, bottleneck
+from stagewright.planning.cutting.leaves import Leaves
+
+_STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
+_ROUNDS = 20
+
+
+def best_partition(leaves: Leaves) -> Found | None:
+    """The partition that bisection finds, its cuts moved as long as that makes the slowest stage faster; None if nothing
+    fits."""
+    found = bisect(leaves)
+    return found if found is None else refined(leaves, found)
+
+
+def refined(leaves: Leaves, found: Found) -> Found:
+    """`found` with single cuts, or two neighbouring ones together, moved by a few positions."""
+    legal = leaves.ranges.legal
+    for _ in range(_ROUNDS):
+        better = _moved(leaves, found, [int(np.searchsorted(legal, cut)) for cut in found.cuts])
+        if better is None:
+            break
+        found = better
+    return found
+
+
+def _moved(leaves: Leaves, found: Found, places: list[int]) -> Found | None:
+    """The first move that helps, of the cuts beside the slowest stage."""
+    legal = leaves.ranges.legal
+    slowest = _slowest(leaves, found.cuts)
+    for cut in {slowest - 1, slowest} & set(range(len(places))):
+        for step in _STEPS:
+            for moved in ({cut}, {cut - 1, cut}, {cut, cut + 1}):
+                tried = [place + step * (index in moved) for index, place in enumerate(places)]
+                if not _in_order(tried, len(legal)):
+                    continue
+                cuts = tuple(int(legal[place]) for place in tried)
+                seconds = bottleneck(leaves, cuts)
+                if seconds < found.seconds * (1 - 1e-9):
+                    return Found(cuts, seconds)
+    return None
+
+
+def _slowest(leaves: Leaves, cuts: tuple[int, ...]) -> int:
+    ends = (0, *cuts, leaves.ranges.size)
+    costs = [leaves.cost(stage, ends[stage], ends[stage + 1]) for stage in range(leaves.num_stages)]
+    return costs.index(max(costs))
+
+
+def _in_order(places: list[int], count: int) -> bool:
+    bounds = [-1, *places, count]
+    return all(a < b for a, b in itertools.pairwise(bounds))

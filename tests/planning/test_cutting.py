@@ -1,0 +1,132 @@
+"""Partitions that pay for memory with time: as good as the exact program, feasible whenever it is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.time import Costing
+from stagewright.planning.cutting.binary import binary
+from stagewright.planning.cutting.bisection import bottleneck
+from stagewright.planning.cutting.exact import exact
+from stagewright.planning.cutting.leaves import Leaves, Terms
+from stagewright.planning.cutting.pair import memory_balance, time_balance
+from stagewright.planning.cutting.ranges import Givable, RangeMaximum, Ranges, ranges_of
+from stagewright.planning.cutting.refine import best_partition
+from stagewright.tracing.cache import trace
+
+
+def sums(amounts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0.0], amounts.cumsum()])
+
+
+def random_ranges(draw: np.random.Generator, size: int) -> Ranges:
+    """A body in which every second operator is a product and its ends are heavy."""
+    product = np.arange(size) % 2 == 0
+    seconds = np.where(product, 3.0, 0.3) * (0.7 + 0.6 * draw.random(size))
+    saved = np.where(product, 0.8, 1.5) * (0.7 + 0.6 * draw.random(size))
+    weights = np.where(product, 1.5, 0.01)
+    weights[0] += 8
+    seconds[-1] *= 4
+    width = np.concatenate([[0.0], draw.random(size - 1), [0.0]])
+    givable = Givable.sorted(
+        np.arange(size).tolist(), saved.tolist(), (seconds / 3 * draw.random(size)).tolist()
+    )
+    return Ranges(
+        sums(seconds), sums(seconds / 3), sums(4 * weights), sums(weights), sums(saved),
+        draw.random(size) * 0.5, width, np.flatnonzero(draw.random(size) < 0.9)[1:], givable,
+    )  # fmt: skip
+
+
+def random_leaves(seed: int) -> Leaves:
+    draw = np.random.default_rng(seed)
+    ranges = random_ranges(draw, int(draw.integers(20, 45)))
+    count = int(draw.integers(2, 7))
+    copies = [count - stage for stage in range(count)] if seed % 3 else [2 * count] * count
+    versions = copies if seed % 3 == 1 else [1] * count
+    demand = (np.mean(copies) * ranges.saved_bytes[-1] + ranges.state_bytes[-1]) / count
+    link = math.inf if seed % 2 else float(draw.random() * ranges.seconds[-1] / ranges.saved_bytes[-1])
+    uneven = seed % 4 == 0
+    terms = [
+        Terms(
+            copies=copies[stage],
+            capacity=float(demand * draw.choice([0.6, 0.9, 1.3]) * (0.8 + 0.4 * draw.random() * uneven)),
+            versions=versions[stage],
+            slowness=1 + float(draw.random()) * uneven,
+            link_s_per_byte=link,
+            boundary_s_per_byte=0.5,
+        )
+        for stage in range(count)
+    ]
+    return Leaves(ranges, terms)
+
+
+@pytest.mark.parametrize("search", [best_partition, binary])
+def test_a_search_finds_what_the_exact_program_finds(search) -> None:
+    gaps, evaluated = [], [0, 0]
+    for seed in range(40):
+        wanted, leaves = random_leaves(seed), random_leaves(seed)
+        best, found = exact(wanted), search(leaves)
+        assert (best is None) == (found is None), f"seed {seed}"
+        if best is None or found is None:
+            continue
+        assert found.seconds == pytest.approx(bottleneck(wanted, found.cuts))
+        gaps.append(found.seconds / best.seconds - 1)
+        evaluated = [evaluated[0] + wanted.num_evaluated, evaluated[1] + leaves.num_evaluated]
+    assert len(gaps) > 15 and np.mean(gaps) <= 0.003 and max(gaps) <= 0.03
+    assert evaluated[0] > 5 * evaluated[1]
+
+
+def test_the_best_cut_of_a_pair_of_equal_operators_lies_between_the_balances() -> None:
+    """Equal operators and ranks: more demand means more overhead, as the theorem assumes."""
+    size = 60
+    ones, none = np.ones(size), np.zeros(size)
+    givable = Givable.sorted(list(range(size)), [1.0] * size, [0.2] * size)
+    ranges = Ranges(
+        sums(ones), sums(ones / 3), sums(0.5 * ones), sums(none), sums(ones), none, np.zeros(size + 1),
+        np.arange(1, size), givable,
+    )  # fmt: skip
+    for capacity in np.linspace(60, 160, 21):
+        leaves = Leaves(ranges, [Terms(4, capacity), Terms(3, capacity)])
+        costs = [max(leaves.cost(0, 0, cut), leaves.cost(1, cut, size)) for cut in ranges.legal]
+        sides = (leaves, ranges.legal, 0, len(ranges.legal) - 1, 0, size, (0, 1), (1, 2))
+        low, high = sorted((time_balance(*sides), memory_balance(*sides)))
+        if math.isfinite(min(costs)):
+            assert min(costs[low : high + 2]) == pytest.approx(min(costs))
+
+
+def test_range_maxima() -> None:
+    values = np.random.default_rng(0).random(37)
+    most = RangeMaximum(values)
+    for start in range(37):
+        for stop in range(start + 1, 38):
+            assert most(start, stop) == values[start:stop].max()
+
+
+def test_the_ranges_of_a_traced_model_add_up() -> None:
+    graph = trace("tiny-llama", 2, 32, "float32")
+    body = BodyCosts(graph, Costing(graph, load_cluster("2x-h100").device))
+    ranges = ranges_of(body)
+    assert ranges.size == body.size
+    assert ranges.parameter_bytes[-1] == pytest.approx(4 * graph.num_parameters)
+    assert 0.5 * body.saved_bytes[-1] < ranges.givable.num_bytes.sum() <= body.saved_bytes[-1]
+    rates = ranges.givable.seconds / ranges.givable.num_bytes
+    assert np.all(np.diff(rates) >= 0) and 0 < ranges.givable.seconds.sum() < body.forward_seconds[-1] * 1.01
+    assert 0 < ranges.transient_bytes.max() < body.saved_bytes[-1]
+
+
+def test_more_memory_never_costs_time() -> None:
+    draw = np.random.default_rng(5)
+    ranges = random_ranges(draw, 30)
+    for link in (math.inf, 0.5):
+        costs = [
+            Leaves(ranges, [Terms(4, capacity, link_s_per_byte=link)]).cost(0, 3, 25)
+            for capacity in np.linspace(20, 200, 60)
+        ]
+        assert costs[0] == math.inf and costs[-1] == pytest.approx(ranges.seconds[25] - ranges.seconds[3])
+        assert all(a >= b for a, b in itertools.pairwise(costs))
