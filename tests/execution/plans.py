@@ -40,6 +40,7 @@ def make_plan(
     policy: str = "keep",
     sequence_length: int = 32,
     reduce_dtype: str | None = None,
+    tp: int = 1,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -56,7 +57,7 @@ def make_plan(
         clip_norm=clip_norm,
     )
     reference = resolve(model, overrides)
-    graph = trace(reference, microbatch_size, job.sequence_length, job.torch_name)
+    graph = trace(reference, microbatch_size, job.sequence_length, job.torch_name, tp=tp)
     program = build_schedule(schedule, pp, num_microbatches, num_chunks)
     stages = program.num_stages
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]
@@ -73,8 +74,9 @@ def make_plan(
         stagewright=__version__,
         model=ModelSection(text=model, overrides=overrides, digest=reference.digest, name=reference.name),
         job=job,
-        cluster=ClusterSection(name="local", num_devices=pp * dp, device="cpu"),
+        cluster=ClusterSection(name="local", num_devices=pp * dp * tp, device="cpu"),
         dp=dp,
+        tp=tp,
         pp=pp,
         num_stages=stages,
         microbatch_size=microbatch_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,27 +12,45 @@ from safetensors import safe_open
 
 from stagewright.errors import InputError, RunError
 from stagewright.graph.stage import Stage
+from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.tracing.arguments import from_contents
 from stagewright.tracing.models.build import DeferredModel
 
 
 def starting_tensors(
-    model: DeferredModel, stages: Sequence[Stage], weights: Path | None = None
+    model: DeferredModel,
+    stages: Sequence[Stage],
+    weights: Path | None = None,
+    part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers of `stages` by name; parameters from files where `weights` names a directory.
 
-    Nothing else of the model is made.
+    Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter.
 
     Raises:
         RunError: a parameter is in none of the files.
     """
     parameters = {stage.value(value).name: None for stage in stages for value in stage.parameters}
     buffers = {stage.value(value).name: None for stage in stages for value in stage.buffers}
+    found: dict[str, torch.Tensor] = {}
     if weights is None:
-        return {**model.tensors((*parameters, *buffers)), **_constants(stages)}
-    layouts = dict(model.module.named_parameters())
-    read = _read_weights(weights, {name: layouts[name] for name in parameters})
-    return {**read, **model.tensors(buffers), **_constants(stages)}
+        for name in parameters:  # one by one, because a whole one may be many times a part
+            found[name] = part(name, model.tensors((name,))[name])
+    else:
+        layouts = dict(model.module.named_parameters())
+        read = _read_weights(weights, {name: layouts[name] for name in parameters})
+        found = {name: part(name, tensor) for name, tensor in read.items()}
+    return {**found, **model.tensors(buffers), **_constants(stages)}
+
+
+def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) -> torch.Tensor:
+    """The part of `rank` of a tensor that `num_ranks` ranks share, in memory of its own."""
+    if shard.padding:
+        shape = list(whole.shape)
+        shape[shard.dim] = shard.padding
+        whole = torch.cat((whole, whole.new_zeros(shape)), shard.dim)
+    parts = [whole.narrow(shard.dim, start, stop - start) for start, stop in shard.ranges(num_ranks, rank)]
+    return torch.cat(parts, shard.dim).detach()
 
 
 def _constants(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:

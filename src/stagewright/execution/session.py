@@ -15,7 +15,8 @@ from stagewright.execution.clock import ClockOffset
 from stagewright.execution.collectives import Replicas
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.evaluation import evaluation_weights, forward_program, forward_stages
-from stagewright.execution.loading import starting_tensors
+from stagewright.execution.loading import part_of, starting_tensors
+from stagewright.execution.mesh import Mesh
 from stagewright.execution.meter import StorageMeter
 from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
@@ -24,6 +25,7 @@ from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph.flat import Flat, flats, of_stages
 from stagewright.graph.stage import Stage, carve
+from stagewright.graph.tensor_parallel import GROUP, TensorParallel
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
@@ -32,29 +34,7 @@ from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference, resolve
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """Where this process stands: pipeline rank p of replica d is global rank ``p * dp + d``."""
-
-    pp: int
-    dp: int
-    rank: int
-
-    @property
-    def pipeline_rank(self) -> int:
-        return self.rank // self.dp
-
-    @property
-    def replica(self) -> int:
-        return self.rank % self.dp
-
-    def ranks_of_replica(self, replica: int) -> list[int]:
-        return [stage * self.dp + replica for stage in range(self.pp)]
-
-    def ranks_of_stage(self, stage: int) -> list[int]:
-        return [stage * self.dp + replica for replica in range(self.dp)]
+from stagewright.tracing.tensor_parallel.operators import use_group
 
 
 @dataclass(frozen=True)
@@ -65,7 +45,7 @@ class StepResult:
 
 
 class Session:
-    """Everything one rank needs to train a plan; `dist` must be initialised with ``pp * dp`` processes.
+    """Everything one rank needs to train a plan; `dist` must be initialised with ``pp * dp * tp`` processes.
 
     Raises:
         PlanError: the plan does not fit the model or the number of processes.
@@ -82,11 +62,11 @@ class Session:
     ) -> None:
         self.plan = plan
         self.device = device
-        self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank())
-        if dist.get_world_size() != plan.pp * plan.dp:
+        self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp)
+        if dist.get_world_size() != self.mesh.size:
             raise RunError(
-                f"the plan needs {plan.pp * plan.dp} processes (pp {plan.pp} x dp {plan.dp}), but {dist.get_world_size()} "
-                "were started: start that many, or plan for as many devices as there are"
+                f"the plan needs {self.mesh.size} processes (pp {plan.pp} x dp {plan.dp} x tp {plan.tp}), but "
+                f"{dist.get_world_size()} were started: start that many, or plan for as many devices as there are"
             )
         reference = self.reference = _same_model(plan)
         job = plan.job
@@ -96,6 +76,7 @@ class Session:
             plan.microbatch_size,
             device=device.type,
             report=report,
+            tp=plan.tp,
             **job.traced(plan.cluster.kind),
         )
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
@@ -114,16 +95,19 @@ class Session:
         self.weights = self._weights(model, reference, own, random_weights, mine)
         del model
         watch("making process groups")
-        self.replica_ranks = self.mesh.ranks_of_replica(self.mesh.replica)
-        forward, backward = self._pipeline_groups(), self._pipeline_groups()
+        pipelines = self.mesh.pipelines()
+        self.replica_ranks = self.mesh.own(pipelines)
+        forward, backward = self.mesh.group(pipelines), self.mesh.group(pipelines)
+        whole_model = self._share_layers() or forward
         wire = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
         self.shards = Shards(mine, self.weights, self._replicas(), wire)
         tied = TiedGroups(
             self.stages,
             plan.placement,
             self.mesh.pipeline_rank,
-            [self.mesh.ranks_of_replica(replica) for replica in range(plan.dp)],
+            pipelines,
         )
+        tied.count_elsewhere(self._counted_elsewhere())
         loss_scale = 1.0 / (plan.num_microbatches * plan.dp)
         self.runner = RankRunner(
             self.stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, device, loss_scale,
@@ -131,7 +115,7 @@ class Session:
         )  # fmt: skip
         self.pipeline = forward
         self._evaluator: RankRunner | None = None
-        self.optimizer = Optimizer(self.weights, job, tied, forward, self.shards)
+        self.optimizer = Optimizer(self.weights, job, tied, whole_model, self.shards)
         self.last: BatchResult | None = None
         self._began = 0.0
         self._optimizer_seconds = 0.0
@@ -156,22 +140,39 @@ class Session:
         mine: tuple[Flat, ...],
     ) -> Weights:
         folder = None if random_weights else reference.weights
-        tensors = starting_tensors(model, own, folder)
+        tensors = starting_tensors(model, own, folder, self.part)
         accumulate = torch.float32 if self.plan.job.dtype == "bf16" else None
         return Weights(own, tensors, self.device, accumulate, mine)
 
-    def _pipeline_groups(self) -> dist.ProcessGroup | None:
-        """A group per replica; every process takes part in making all of them. Returns its own."""
-        return _own_group(
-            [self.mesh.ranks_of_replica(replica) for replica in range(self.mesh.dp)], self.mesh.rank
-        )
+    def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """What this rank holds of a tensor of the whole model."""
+        found: TensorParallel | None = self.graph.facts.get("tensor_parallel")
+        how = found.shards.get(name) if found else None
+        return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
+
+    def _share_layers(self) -> dist.ProcessGroup | None:
+        """Make the groups that share layers; returns that of the whole model, None where no layer is shared."""
+        if self.mesh.tp == 1:
+            return None
+        group = self.mesh.group(self.mesh.tensor_groups())
+        assert group is not None
+        use_group(GROUP, group)
+        return self.mesh.group(self.mesh.whole_models())
+
+    def _counted_elsewhere(self) -> set[int]:
+        """Parameters that the first of the ranks that share layers counts in the norm of the gradient."""
+        found: TensorParallel | None = self.graph.facts.get("tensor_parallel")
+        if found is None or self.mesh.tensor_rank == 0:
+            return set()
+        names = {value: name for name, value in self.graph.parameters.items()}
+        return {value for value, name in names.items() if name not in found.shards}
 
     def _replicas(self) -> Replicas | None:
         """The ranks that hold the same stages; None where this is the only one."""
         if self.mesh.dp == 1:
             return None
-        groups = [self.mesh.ranks_of_stage(stage) for stage in range(self.mesh.pp)]
-        gathers, sums = _own_group(groups, self.mesh.rank), _own_group(groups, self.mesh.rank)
+        groups = self.mesh.replica_groups()
+        gathers, sums = self.mesh.group(groups), self.mesh.group(groups)
         assert gathers is not None and sums is not None
         return Replicas(self.mesh.replica, self.mesh.dp, gathers, sums)
 
@@ -262,7 +263,7 @@ class Session:
         for loss in result.losses.values():
             total += loss.double().reshape(1)
         dist.all_reduce(total)
-        return float(total) / (self.plan.num_microbatches * self.plan.dp)
+        return float(total) / (self.plan.num_microbatches * self.plan.dp * self.plan.tp)
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 
@@ -290,6 +291,7 @@ class Session:
             plan.microbatch_size,
             device=self.device.type,
             training=False,
+            tp=plan.tp,
             **job.traced(plan.cluster.kind),
         )
         stages = forward_stages(graph, self.graph, [stage.start for stage in self.stages[1:]])
@@ -319,15 +321,6 @@ class Session:
             clock_error_seconds=offset.error_seconds,
             optimizer_seconds=self._optimizer_seconds,
         )
-
-
-def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    own: dist.ProcessGroup | None = None
-    for ranks in groups:
-        group = dist.new_group(ranks)
-        if rank in ranks and isinstance(group, dist.ProcessGroup):
-            own = group
-    return own
 
 
 def _same_model(plan: Plan) -> ModelReference:

@@ -140,10 +140,15 @@ class TiedGroups:
             value for value, ranks in shared.items() if rank in ranks and rank != ranks[0]
         }
 
+    def count_elsewhere(self, parameters: Iterable[int]) -> None:
+        """Leave `parameters` out of this rank's share of a norm: another rank has the same gradients."""
+        self._owned_elsewhere.update(parameters)
+
     def reduce(self, gradients: Mapping[int, torch.Tensor]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them."""
         for value, group in self._shared:
-            dist.all_reduce(gradients[value], group=group)
+            if value in gradients:  # of those in one flat buffer, one stands for all
+                dist.all_reduce(gradients[value], group=group)
 
     def counted(self, gradients: Mapping[int, torch.Tensor]) -> Iterable[torch.Tensor]:
         """Gradients this rank counts in a norm over the whole model: each tied parameter on one rank only."""

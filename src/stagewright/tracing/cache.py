@@ -36,6 +36,7 @@ def trace(
     report: Callable[[str], None] = lambda stage: None,
     use_cache: bool = True,
     training: bool = True,
+    tp: int = 1,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -50,9 +51,10 @@ def trace(
         autocast: element type of an autocast around the whole model; None where the model's own code decides.
         report: called with a short text at each phase of a trace that is not in the cache.
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
+        tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
 
     Raises:
-        InputError: the reference cannot be resolved or built.
+        InputError: the reference cannot be resolved or built, or not split over `tp` ranks.
         TraceError: the model cannot be traced; names module and line.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model, overrides)
@@ -66,6 +68,7 @@ def trace(
         "target": target or device,
         "autocast": autocast,
         "training": training,
+        "tp": tp,
     }
     path = _cache_directory() / f"{_key(facts)}.graph"
     if use_cache and (graph := _load(path)) is not None:

@@ -23,6 +23,7 @@ from stagewright.tracing.arguments import DTYPES, encode, meta_of
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
+from stagewright.tracing.tensor_parallel.operators import COLLECTIVES
 
 _GETITEM = "<built-in function getitem>"
 _BLOCK = "stagewright.block.default"
@@ -193,6 +194,7 @@ class _Flattener:
         self.written: dict[str, None] = {}  # names of changed buffers, in order
         self.parameter_numbers: set[int] = set()
         self.casts: dict[Any, int] = {}  # what autocast made of parameters: once per region
+        self.collectives: dict[Any, int] = {}  # what was sent once need not be sent again
         device = next((parameter.device.type for parameter in self.parameters.values()), "cpu")
         self.around = "model" if torch.is_autocast_enabled(device) else ""
 
@@ -309,6 +311,12 @@ class _Flattener:
                 return
             if args[0].value in self.parameter_numbers:
                 self.casts[cast] = self.following
+        if name in COLLECTIVES:
+            key = (name, args, no_grad)
+            if key in self.collectives:
+                env[node] = self.collectives[key]
+                return
+            self.collectives[key] = self.following
         outputs = self._name_outputs(node, env)
         self.calls.append(CapturedCall(name, args, kwargs, outputs, module, source_line(node), no_grad))
 

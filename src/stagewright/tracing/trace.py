@@ -19,6 +19,7 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
 from stagewright.tracing.quiet import quiet_capture
 from stagewright.tracing.rules import Rules
+from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
 
 def trace_reference(
@@ -39,6 +40,8 @@ def trace_reference(
             built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
     built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
+    if facts.get("tp", 1) > 1:
+        facts["tensor_parallel"] = parallelise(built.module, facts["tp"])
     return trace_module(built.module, built.inputs, reference.name, facts, report)
 
 

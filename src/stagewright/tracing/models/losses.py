@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from stagewright.errors import InputError
 
+CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+
 IGNORED = -100
 """Label of a position that takes no part in the loss."""
 
@@ -33,13 +35,14 @@ class CausalLanguageModel(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
+        self.cross_entropy: CrossEntropy = cross_entropy
 
     def forward(self, input_ids: Tensor) -> Tensor:
         with _tracing():
             output = self.net(input_ids=input_ids, use_cache=False)
         # Shifting labels instead of logits spares a copy of the largest tensor of the model.
         labels = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
-        return _with_auxiliary_loss(cross_entropy(output.logits, labels), output, self.net)
+        return _with_auxiliary_loss(self.cross_entropy(output.logits, labels), output, self.net)
 
 
 class MaskedLanguageModel(nn.Module):
@@ -48,11 +51,12 @@ class MaskedLanguageModel(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
+        self.cross_entropy: CrossEntropy = cross_entropy
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         with _tracing():
             output = self.net(input_ids=input_ids)
-        return cross_entropy(output.logits, labels)
+        return self.cross_entropy(output.logits, labels)
 
 
 class SequenceToSequence(nn.Module):

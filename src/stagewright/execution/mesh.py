@@ -1,0 +1,83 @@
+"""Where each process of a run stands: its stages, its replica and its part of every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Tensor rank t of pipeline rank p of replica d is global rank ``(p * dp + d) * tp + t``.
+
+    The ranks that share layers are neighbours, because they talk the most.
+    """
+
+    pp: int
+    dp: int
+    rank: int
+    tp: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.pp * self.dp * self.tp
+
+    @property
+    def pipeline_rank(self) -> int:
+        return self.rank // (self.dp * self.tp)
+
+    @property
+    def replica(self) -> int:
+        return self.rank // self.tp % self.dp
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tp
+
+    def global_rank(self, pipeline_rank: int, replica: int, tensor_rank: int) -> int:
+        return (pipeline_rank * self.dp + replica) * self.tp + tensor_rank
+
+    def pipelines(self) -> list[list[int]]:
+        """For each replica and tensor rank, the ranks that pass activations on, by pipeline rank."""
+        return [
+            [self.global_rank(stage, replica, part) for stage in range(self.pp)]
+            for replica in range(self.dp)
+            for part in range(self.tp)
+        ]
+
+    def replica_groups(self) -> list[list[int]]:
+        """The ranks that hold the same parameters, for each pipeline and tensor rank."""
+        return [
+            [self.global_rank(stage, replica, part) for replica in range(self.dp)]
+            for stage in range(self.pp)
+            for part in range(self.tp)
+        ]
+
+    def tensor_groups(self) -> list[list[int]]:
+        """The ranks that share the layers of the same stages, for each pipeline rank and replica."""
+        return [
+            [self.global_rank(stage, replica, part) for part in range(self.tp)]
+            for stage in range(self.pp)
+            for replica in range(self.dp)
+        ]
+
+    def whole_models(self) -> list[list[int]]:
+        """The ranks that hold one copy of the model together, for each replica."""
+        return [
+            [self.global_rank(stage, replica, part) for stage in range(self.pp) for part in range(self.tp)]
+            for replica in range(self.dp)
+        ]
+
+    def group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
+        """A process group for each of `groups`, in the making of which every process takes part. Returns its own."""
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            made = dist.new_group(ranks)
+            if self.rank in ranks and isinstance(made, dist.ProcessGroup):
+                own = made
+        return own
+
+    def own(self, groups: list[list[int]]) -> list[int]:
+        """The one of `groups` that this process is in."""
+        return next(ranks for ranks in groups if self.rank in ranks)

@@ -1,0 +1,149 @@
+"""Layers of which each rank holds a part; parameters keep the names they have in the whole model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from stagewright.graph.tensor_parallel import GROUP
+from stagewright.tracing.tensor_parallel.operators import (
+    all_gather,
+    all_reduce,
+    enter,
+    group_rank,
+    reduce_scatter,
+    shard,
+)
+
+SEQUENCE = 1
+"""The dimension of activations (batch, sequence, features) that sequence parallelism splits."""
+
+
+class ColumnLinear(nn.Module):
+    """A linear layer of which each rank computes some of the features.
+
+    Args:
+        weight: (features of this rank, inputs), or its transpose where `is_transposed`.
+        bias: (features of this rank) or None.
+        source: what the input is: "whole" and alike, "sequence" (a part of the sequence on each rank), or "entered"
+            where the module around it has made local work of it already.
+        gathers: every rank gets the features of all.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        size: int,
+        source: str = "whole",
+        gathers: bool = False,
+        is_transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.size, self.source, self.gathers, self.is_transposed = size, source, gathers, is_transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.source == "whole":
+            x = enter(x, GROUP, self.size)
+        elif self.source == "sequence":
+            x = all_gather(x, SEQUENCE, GROUP, self.size, sums=True)
+        made = functional.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
+        return all_gather(made, made.dim() - 1, GROUP, self.size, sums=False) if self.gathers else made
+
+
+class RowLinear(nn.Module):
+    """A linear layer of which each rank takes some of the inputs; the sum over ranks is the result.
+
+    Args:
+        weight: (features, inputs of this rank), or its transpose where `is_transposed`.
+        bias: (features) or None; added once, to the sum.
+        splits: the input is whole on every rank.
+        scatters: each rank gets a part of the sequence of the result.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        size: int,
+        splits: bool = False,
+        scatters: bool = False,
+        is_transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.size, self.splits, self.scatters, self.is_transposed = size, splits, scatters, is_transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.splits:
+            x = shard(x, x.dim() - 1, GROUP, self.size)
+        part = functional.linear(x, self.weight.t() if self.is_transposed else self.weight)
+        if self.scatters:
+            total = reduce_scatter(part, SEQUENCE, GROUP, self.size)
+        else:
+            total = all_reduce(part, GROUP, self.size)
+        if self.bias is None:
+            return total
+        bias = enter(self.bias, GROUP, self.size) if self.scatters else self.bias
+        return total + bias
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """An embedding of which each rank holds the rows of some tokens; the others' rows arrive with the sum.
+
+    `width` is the number of ranks. As in `nn.Embedding`, the row of `padding_idx` gets no gradient.
+    """
+
+    width: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        row, is_here = own_rows(input, self.weight.shape[0])
+        found = functional.embedding(row, self.weight)
+        zero = found.new_zeros(())
+        if self.padding_idx is None:
+            return all_reduce(torch.where(is_here.unsqueeze(-1), found, zero), GROUP, self.width)
+        is_padding = input == self.padding_idx
+        part = torch.where((is_here & ~is_padding).unsqueeze(-1), found, zero)
+        fixed = torch.where((is_here & is_padding).unsqueeze(-1), found.detach(), zero)
+        return all_reduce(part + fixed, GROUP, self.width)
+
+
+class VocabularyCrossEntropy(nn.Module):
+    """Mean negative log-likelihood of labels under logits of which each rank holds those of some classes.
+
+    Nothing of the size of the logits is sent: each rank's log of the sum of exponentials, and the logit of the label.
+
+    Args:
+        num_classes: of the whole model; classes beyond it are padding and have no probability.
+        ignored: the label of positions that take no part.
+    """
+
+    def __init__(self, num_classes: int, size: int, ignored: int) -> None:
+        super().__init__()
+        self.num_classes, self.size, self.ignored = num_classes, size, ignored
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        logits, labels = logits.flatten(0, -2), labels.flatten()
+        held = logits.shape[-1]
+        if held * self.size > self.num_classes:
+            first = group_rank(GROUP, logits.device) * held
+            is_padding = torch.arange(held, device=logits.device) + first >= self.num_classes
+            logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
+        per_rank = all_gather(logits.logsumexp(-1).unsqueeze(0), 0, GROUP, self.size, sums=False)
+        column, is_here = own_rows(labels, held)
+        own = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
+        chosen = all_reduce(torch.where(is_here, own, own.new_zeros(())), GROUP, self.size)
+        counts = labels != self.ignored
+        losses = torch.where(counts, per_rank.logsumexp(0) - chosen, chosen.new_zeros(()))
+        return losses.sum() / counts.sum()
+
+
+def own_rows(tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Which of this rank's `num_rows` rows each token has (0 where none), and whether it has one."""
+    row = tokens - group_rank(GROUP, tokens.device) * num_rows
+    is_here = (row >= 0) & (row < num_rows)
+    return torch.where(is_here, row, 0), is_here

@@ -1,0 +1,224 @@
+"""Collectives as operators: functional, with layouts known while tracing and derivatives that are operators too.
+
+Each names its group of ranks. Under fake tensors nothing is sent; to run them, `use_group` says which processes the
+group is. A value is either *alike* (the same on every rank of the group) or *local*; derivatives follow from which of
+the two an argument and a result are, as in Megatron-LM's f and g.
+
+Source: "Megatron-LM" (arXiv 1909.08053), section 3; for sequence parallelism "Reducing Activation Recomputation in
+Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from stagewright.errors import RunError
+
+# torch 2.13 renamed both; the old names stay, with a warning.
+_all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+ENTER = "stagewright.enter.default"
+ALL_REDUCE = "stagewright.all_reduce.default"
+ALL_GATHER = "stagewright.all_gather.default"
+REDUCE_SCATTER = "stagewright.reduce_scatter.default"
+SHARD = "stagewright.shard.default"
+RANK = "stagewright.group_rank.default"
+COLLECTIVES = frozenset({ENTER, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SHARD})
+"""All of them give the same result for the same argument, so that one call may stand for several."""
+
+_LIBRARY = torch.library.Library("stagewright", "FRAGMENT")
+_GROUPS: dict[str, dist.ProcessGroup] = {}
+
+
+def use_group(name: str, group: dist.ProcessGroup) -> None:
+    """From now on collectives of the group called `name` run among the processes of `group`."""
+    _GROUPS[name] = group
+
+
+@contextlib.contextmanager
+def in_group(name: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """`use_group` for as long as it is open."""
+    before = _GROUPS.get(name)
+    _GROUPS[name] = group
+    try:
+        yield
+    finally:
+        del _GROUPS[name]
+        if before is not None:
+            _GROUPS[name] = before
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    if name not in _GROUPS:
+        raise RunError(
+            f"a collective of the group '{name}' runs, but this process belongs to no such group: "
+            "run the plan with `stagewright run`, which makes its groups"
+        )
+    return _GROUPS[name]
+
+
+# -- what the operators are called with and what they return ------------------------------------------------------------
+
+
+def enter(x: Tensor, group: str, size: int) -> Tensor:
+    """An alike value where local work on it begins: itself; its cotangents are summed over the group."""
+    return torch.ops.stagewright.enter(x, group, size)
+
+
+def all_reduce(x: Tensor, group: str, size: int) -> Tensor:
+    """The sum of a local value over the group, alike on every rank."""
+    return torch.ops.stagewright.all_reduce(x, group, size)
+
+
+def all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
+    """The local values of the group one after the other along `dim`.
+
+    With `sums` local work begins on the result, so that its cotangents are summed; otherwise they are alike.
+    """
+    return torch.ops.stagewright.all_gather(x, dim, group, size, sums)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    """This rank's part along `dim` of the sum of a local value over the group."""
+    return torch.ops.stagewright.reduce_scatter(x, dim, group, size)
+
+
+def shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    """This rank's part along `dim` of an alike value."""
+    return torch.ops.stagewright.shard(x, dim, group, size)
+
+
+def group_rank(group: str, device: torch.device) -> Tensor:
+    """This process's rank in the group, an integer of no dimensions."""
+    return torch.ops.stagewright.group_rank(group, device=device)
+
+
+# -- running them -------------------------------------------------------------------------------------------------------
+
+
+def _run_enter(x: Tensor, group: str, size: int) -> Tensor:
+    return x
+
+
+def _run_all_reduce(x: Tensor, group: str, size: int) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=_group(group))
+    return total
+
+
+def _run_all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
+    own = x.contiguous()
+    parts = own.new_empty((size, *own.shape))
+    _all_gather_into(parts.view(-1), own.view(-1), group=_group(group))
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+
+
+def _run_reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    parts = torch.stack(x.chunk(size, dim))
+    own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    _reduce_scatter_into(own.view(-1), parts.view(-1), group=_group(group))
+    return own
+
+
+def _run_shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    part = x.chunk(size, dim)[dist.get_rank(_group(group))]
+    return part.clone(memory_format=torch.contiguous_format)
+
+
+def _run_group_rank(group: str, *, device: torch.device) -> Tensor:
+    return torch.tensor(dist.get_rank(_group(group)), dtype=torch.int64, device=device)
+
+
+# -- their layouts ------------------------------------------------------------------------------------------------------
+
+
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _lay_out_same(x: Tensor, group: str, size: int) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _lay_out_sum(x: Tensor, group: str, size: int) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _lay_out_gathered(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
+    return _resized(x, dim, x.shape[dim] * size)
+
+
+def _lay_out_part(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    if x.shape[dim] % size:
+        raise ValueError(f"a dimension of {x.shape[dim]} cannot be split evenly over {size} ranks")
+    return _resized(x, dim, x.shape[dim] // size)
+
+
+def _lay_out_group_rank(group: str, *, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=device)
+
+
+# -- their derivatives --------------------------------------------------------------------------------------------------
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _enter_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    return all_reduce(cotangent, *ctx.arguments), None, None
+
+
+def _all_reduce_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    return cotangent, None, None
+
+
+def _all_gather_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    *place, sums = ctx.arguments
+    gradient = reduce_scatter(cotangent, *place) if sums else shard(cotangent, *place)
+    return gradient, None, None, None, None
+
+
+def _gather_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    return all_gather(cotangent, *ctx.arguments, sums=False), None, None, None
+
+
+def _define(schema: str, run: Any, lay_out: Any, backward: Any = None) -> None:
+    name = f"stagewright::{schema.partition('(')[0]}"
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, lay_out, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(name, backward, setup_context=_keep_arguments, lib=_LIBRARY)
+
+
+_define("enter(Tensor x, str group, int size) -> Tensor", _run_enter, _lay_out_same, _enter_backward)
+_define(
+    "all_reduce(Tensor x, str group, int size) -> Tensor",
+    _run_all_reduce,
+    _lay_out_sum,
+    _all_reduce_backward,
+)
+_define(
+    "all_gather(Tensor x, int dim, str group, int size, bool sums) -> Tensor",
+    _run_all_gather,
+    _lay_out_gathered,
+    _all_gather_backward,
+)
+_define(
+    "reduce_scatter(Tensor x, int dim, str group, int size) -> Tensor",
+    _run_reduce_scatter,
+    _lay_out_part,
+    _gather_backward,
+)
+_define(
+    "shard(Tensor x, int dim, str group, int size) -> Tensor", _run_shard, _lay_out_part, _gather_backward
+)
+_define("group_rank(str group, *, Device device) -> Tensor", _run_group_rank, _lay_out_group_rank)

@@ -1,0 +1,228 @@
+"""Makes of a whole model on fake tensors the model of one tensor-parallel rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from stagewright.errors import InputError, nearest
+from stagewright.graph.tensor_parallel import GROUP, TensorParallel, TensorShard, even
+from stagewright.tracing.models.losses import IGNORED, CausalLanguageModel, MaskedLanguageModel
+from stagewright.tracing.tensor_parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    VocabularyCrossEntropy,
+    VocabularyEmbedding,
+)
+from stagewright.tracing.tensor_parallel.operators import all_reduce, enter
+from stagewright.tracing.tensor_parallel.plans import DIVIDED, FUSED_QKV, matches, plan_of
+
+
+def parallelise(model: nn.Module, size: int) -> TensorParallel:
+    """Change `model` (a loss around ``net``) into that of one of `size` ranks; all ranks have the same.
+
+    Raises:
+        InputError: no plan is known, or heads or features do not divide.
+    """
+    surgeon = _Surgeon(model, size)
+    surgeon.operate()
+    return TensorParallel(size, shards=surgeon.shards())
+
+
+class _Surgeon:
+    def __init__(self, model: nn.Module, size: int) -> None:
+        net = model.net
+        assert isinstance(net, nn.Module), "a model is a loss around its net"
+        self.model, self.net, self.size = model, net, size
+        self.holders: dict[int, list[tuple[nn.Module, str]]] = {}  # parameter -> all who hold it
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.holders.setdefault(id(parameter), []).append((module, name))
+        self.cut: dict[int, TensorShard] = {}  # shard -> how it was cut
+        self.whole = dict(model.named_parameters(remove_duplicate=False))  # keeps their ids alive
+        self.styles: dict[str, Callable[[str], None]] = {
+            "colwise": self._column,
+            "colwise_gather_output": functools.partial(self._column, gathers=True),
+            "colwise_rep": functools.partial(self._column, gathers=True),
+            FUSED_QKV: functools.partial(self._column, num_blocks=3),
+            "packed_colwise": functools.partial(self._column, num_blocks=2),
+            "rowwise": self._row,
+            "rowwise_split_input": functools.partial(self._row, splits=True),
+            "rowwise_rep": functools.partial(self._row, splits=True),
+            "embedding_rowwise": self._embedding,
+            "replicated_with_grad_allreduce": self._used_locally,
+            "moe_tp_experts": self._experts,
+        }
+
+    def shards(self) -> dict[str, TensorShard]:
+        """How the parameters of the changed model were cut, by name."""
+        named = self.model.named_parameters(remove_duplicate=False)
+        return {name: self.cut[id(parameter)] for name, parameter in named if id(parameter) in self.cut}
+
+    def operate(self) -> None:
+        plan = plan_of(self.net)
+        self._check_heads(plan)
+        done = self._vocabulary() if isinstance(self.model, CausalLanguageModel | MaskedLanguageModel) else []
+        paths = [path for path, _ in (*self.net.named_modules(), *self.net.named_parameters())]
+        for path in paths:
+            style = next((style for pattern, style in plan.items() if matches(pattern, path)), None)
+            if style is None or path in done:
+                continue
+            if style not in self.styles:
+                raise InputError(
+                    f"'{path}' is to be split in the style '{style}'{nearest(style, self.styles)}, which is not known: "
+                    f"run this model with --tp 1"
+                )
+            self.styles[style](path)
+        for module in self.net.modules():
+            for name in DIVIDED.get(type(module).__name__, ()):
+                setattr(module, name, even(name, getattr(module, name), self.size))
+
+    def _check_heads(self, plan: dict[str, str]) -> None:
+        """Heads that are split over ranks must be whole on each."""
+        if not any("attn" in path or "attention" in path for path in plan):
+            return
+        config: Any = self.net.config
+        text = config.get_text_config()
+        for key, what in (
+            ("num_attention_heads", "attention heads"),
+            ("num_key_value_heads", "key-value heads"),
+        ):
+            amount = getattr(text, key, None)
+            if isinstance(amount, int):
+                even(f"the number of {what}", amount, self.size)
+
+    # -- parameters -------------------------------------------------------------------------------------------------
+
+    def _split(self, module: nn.Module, name: str, dim: int, num_blocks: int = 1, padding: int = 0) -> None:
+        """Replace a parameter by a rank's shard of it, with all who hold it."""
+        whole = module._parameters.get(name)
+        if whole is None or id(whole) in self.cut:
+            return
+        dim = dim % whole.dim()
+        block = even(f"dimension {dim} of {tuple(whole.shape)}", whole.shape[dim], num_blocks)
+        shape = list(whole.shape)
+        shape[dim] = num_blocks * even(f"a parameter's dimension {dim}", block + padding, self.size)
+        part = nn.Parameter(whole.new_empty(shape), requires_grad=whole.requires_grad)
+        self.cut[id(part)] = TensorShard(dim, (block,) * num_blocks, padding)
+        for holder, held in self.holders[id(whole)]:
+            holder._parameters[held] = part
+
+    def _put(self, path: str, module: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        module.train(self.net.training)
+        setattr(self.net.get_submodule(parent), name, module)
+
+    def _owner(self, path: str) -> tuple[nn.Module, str]:
+        parent, _, name = path.rpartition(".")
+        return self.net.get_submodule(parent), name
+
+    # -- styles -----------------------------------------------------------------------------------------------------
+
+    def _column(self, path: str, num_blocks: int = 1, gathers: bool = False, padding: int = 0) -> None:
+        owner, name = self._owner(path)
+        if name in owner._parameters:
+            self._split(owner, name, -2 if owner._parameters[name].dim() > 1 else 0, num_blocks)  # type: ignore[union-attr]
+            return
+        linear = self.net.get_submodule(path)
+        is_transposed = _is_transposed(linear, path)
+        self._split(linear, "weight", 1 if is_transposed else 0, num_blocks, padding)
+        self._split(linear, "bias", 0, num_blocks, padding)
+        weight, bias = linear._parameters["weight"], linear._parameters.get("bias")
+        assert weight is not None
+        self._put(path, ColumnLinear(weight, bias, self.size, gathers=gathers, is_transposed=is_transposed))
+
+    def _row(self, path: str, splits: bool = False) -> None:
+        owner, name = self._owner(path)
+        if name in owner._parameters:
+            self._split(owner, name, -1)
+            return
+        linear = self.net.get_submodule(path)
+        is_transposed = _is_transposed(linear, path)
+        self._split(linear, "weight", 0 if is_transposed else 1)
+        weight, bias = linear._parameters["weight"], linear._parameters.get("bias")
+        assert weight is not None
+        self._put(path, RowLinear(weight, bias, self.size, splits=splits, is_transposed=is_transposed))
+
+    def _embedding(self, path: str) -> None:
+        module = self.net.get_submodule(path)
+        if not isinstance(module, nn.Embedding):
+            raise InputError(f"'{path}' is no embedding, so it cannot be split by tokens: run with --tp 1")
+        padding = -module.num_embeddings % self.size
+        self._split(module, "weight", 0, padding=padding)
+        module.__class__ = _combined(type(module), VocabularyEmbedding)
+        module.width = self.size  # type: ignore[assignment]
+
+    def _used_locally(self, path: str) -> None:
+        """Whole parameters in the middle of local work: their gradients are summed."""
+        module = self.net.get_submodule(path)
+        module.__class__ = _entering(type(module), tuple(module._parameters))
+        module.width = self.size  # type: ignore[assignment]
+
+    def _experts(self, path: str) -> None:
+        module = self.net.get_submodule(path)
+        module.__class__ = _combined(type(module), _Experts)
+        module.width = self.size  # type: ignore[assignment]
+
+    # -- vocabulary -------------------------------------------------------------------------------------------------
+
+    def _vocabulary(self) -> list[str]:
+        """Split embedding, head and loss by tokens; returns the paths that are done."""
+        paths = {id(module): path for path, module in self.net.named_modules()}
+        embedding, head = self.net.get_input_embeddings(), self.net.get_output_embeddings()  # type: ignore[operator]
+        if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+            return []
+        self._embedding(paths[id(embedding)])
+        self._column(paths[id(head)], padding=-head.out_features % self.size)
+        self.model.cross_entropy = VocabularyCrossEntropy(head.out_features, self.size, IGNORED)
+        return [paths[id(embedding)], paths[id(head)]]
+
+
+def _is_transposed(linear: nn.Module, path: str) -> bool:
+    """Whether a linear layer keeps (inputs, features), as GPT-2's do."""
+    if type(linear).__name__ == "Conv1D":
+        return True
+    if isinstance(linear, nn.Linear):
+        return False
+    raise InputError(
+        f"'{path}' is a {type(linear).__name__}, no linear layer that can be split: run with --tp 1"
+    )
+
+
+class _Experts:
+    """Experts of which each rank holds some features of every one; what they are given is used locally."""
+
+    width: int
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        hidden_states = enter(hidden_states, GROUP, self.width)
+        top_k_weights = enter(top_k_weights, GROUP, self.width)
+        part = super().forward(hidden_states, top_k_index, top_k_weights)  # type: ignore[misc]
+        return all_reduce(part, GROUP, self.width)
+
+
+@functools.cache
+def _combined(own: type, added: type) -> type:
+    """A class that does what `added` says: around what `own` does, or instead of what `own` builds on."""
+    if added is VocabularyEmbedding:
+        return added if own is nn.Embedding else type(f"Parallel{own.__name__}", (own, added), {})
+    return type(f"Parallel{own.__name__}", (added, own), {})
+
+
+@functools.cache
+def _entering(own: type, names: tuple[str, ...]) -> type:
+    """`own` with parameters that are entered wherever they are read."""
+
+    def read(name: str) -> property:
+        return property(lambda module: _entered(module, name))
+
+    return type(f"Parallel{own.__name__}", (own,), {name: read(name) for name in names})
+
+
+def _entered(module: Any, name: str) -> Tensor | None:
+    parameter = module._parameters[name]
+    return None if parameter is None else enter(parameter, GROUP, module.width)
