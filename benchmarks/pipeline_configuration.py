@@ -54,6 +54,8 @@ class Configuration:
     is_sharded: bool
     data_inside: bool
     overlap: Overlap
+    scatters: bool = True
+    """Whether the tensor-parallel ranks share the sending of a boundary value, or each sends all of it."""
 
     @property
     def num_stages(self) -> int:
@@ -135,12 +137,13 @@ def memory_bytes(configuration: Configuration, layer: LayerCosts) -> float:
 
 
 def transfer_s(c: Configuration, cluster: Cluster, num_bytes: float) -> float:
-    """Of one boundary value, over the slowest boundary; each tensor-parallel rank sends its part, and the
-    receivers gather the parts."""
+    """Of one boundary value, over the slowest boundary; each tensor-parallel rank sends its part and the
+    receivers gather the parts, or each sends the whole value."""
     ranks = [c.rank(stage, 0) for stage in range(c.pp)]
     pairs = zip(ranks, [*ranks[1:], ranks[0]], strict=True)
-    sent = max(cluster.point_to_point_seconds(num_bytes / c.tp, a, b) for a, b in pairs)
-    return sent + all_gather_seconds(cluster, num_bytes, range(c.tp))
+    share = num_bytes / c.tp if c.scatters else num_bytes
+    sent = max(cluster.point_to_point_seconds(share, a, b) for a, b in pairs)
+    return sent + (all_gather_seconds(cluster, num_bytes, range(c.tp)) if c.scatters else 0.0)
 
 
 def collectives_s(c: Configuration, cluster: Cluster, num_bytes: float) -> tuple[float, float]:
