@@ -196,7 +196,7 @@ def tables(model: Model, studies: Studies) -> Iterator[str]:
     yield "### What depth-first lacks: at its best each time, Tflop/s per GPU\n"
     yield from _steps(studies, "depth-first with", list(next(iter(studies.values()))["depth-first with"]))
     yield "### How the baseline sends its boundary values: depth-first as published, Tflop/s per GPU\n"
-    yield "| batch per GPU | scattered | whole | breadth-first leads | | if its values are whole too |"
+    yield "| batch per GPU | scattered | whole | lead of breadth-first over scattered | over whole | both whole |"
     yield "| ---: | --- | --- | ---: | ---: | ---: |"
     for batch, found in studies.items():
         scattered, whole = found["as published"], found["whole values"]
