@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -55,6 +55,21 @@ def plan(
     offload: Annotated[
         bool, typer.Option(help="Whether auto may also move saved values to the host and back.")
     ] = True,
+    zero: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=3,
+            metavar="LEVEL",
+            help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.",
+        ),
+    ] = None,
+    reduce_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are."
+        ),
+    ] = None,
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
@@ -71,12 +86,17 @@ def plan(
     """
     from stagewright.cluster import load_cluster
     from stagewright.planning import search
+    from stagewright.planning.plan import REDUCE_TYPES
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
     if recompute not in search.RECOMPUTE:
         raise InputError(
             f"--recompute {recompute}{nearest(recompute, search.RECOMPUTE)}: give none, full or auto"
+        )
+    if reduce_dtype is not None and reduce_dtype not in REDUCE_TYPES:
+        raise InputError(
+            f"--reduce-dtype {reduce_dtype}{nearest(reduce_dtype, REDUCE_TYPES)}: give fp32 or bf16"
         )
     target = load_cluster(cluster)
     wanted = read_job(
@@ -91,6 +111,7 @@ def plan(
         found = search.plan(
             reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
             microbatch=microbatch, recompute=cast("search.Recompute", recompute), offload=offload,
+            zero=zero, reduce_dtype=cast('Literal["fp32", "bf16"] | None', reduce_dtype),
         )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]

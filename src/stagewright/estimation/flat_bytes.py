@@ -10,7 +10,7 @@ from stagewright.graph.flat import GRADIENTS, Flat
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule.action import Action
 
-GATHERED, WHOLE, SUMMED = "gathered", "whole_gradients", "reducing"
+GATHERED, WHOLE, SUMMED, SHARDS = "gathered", "whole_gradients", "reducing", "gradient_shards"
 
 
 class FlatBytes:
@@ -23,7 +23,10 @@ class FlatBytes:
     def __init__(self, resident: ResidentBytes, actions: Sequence[Action]) -> None:
         self.resident = resident
         *self._moves, self._last = moves(actions, resident.flats)
-        self.categories = {GATHERED: 0, WHOLE: 0, SUMMED: 0} if resident.flats else {}
+        self.categories: dict[str, int] = (
+            dict.fromkeys((GATHERED, WHOLE, SUMMED, SHARDS), 0) if resident.flats else {}
+        )
+        self._has_shard: set[Flat] = set()
 
     @property
     def total(self) -> int:
@@ -37,15 +40,14 @@ class FlatBytes:
         """What the end of the batch changes."""
         yield from self._apply(self._last)
         for flat in self._last.reduces:
-            self.categories[SUMMED] -= self._summed_bytes(flat)
-            yield 0
+            yield from self._settle(flat)
 
     def _apply(self, change: Moves) -> Iterator[int]:
         live = self.categories
         for stage in change.leaves:
             live[GATHERED] -= self._derived_bytes(stage)
         for flat in change.settles:
-            live[SUMMED] -= self._summed_bytes(flat)
+            yield from self._settle(flat)
         for flat in change.releases:
             live[GATHERED] -= _parameter_bytes(flat)
         for flat in change.gathers:
@@ -64,6 +66,13 @@ class FlatBytes:
                 live[GATHERED] += self._derived_bytes(stage)
                 peak = self.resident.derived[stage].peak(()).above_entry
                 yield max(peak - self._derived_bytes(stage), 0)
+
+    def _settle(self, flat: Flat) -> Iterator[int]:
+        if flat.level >= GRADIENTS and flat not in self._has_shard:
+            self._has_shard.add(flat)
+            self.categories[SHARDS] += _gradient_bytes(flat) // flat.num_shards
+            yield 0
+        self.categories[SUMMED] -= self._summed_bytes(flat)
 
     def _derived_bytes(self, stage: int) -> int:
         derived = self.resident.derived.get(stage)

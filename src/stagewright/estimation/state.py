@@ -39,6 +39,18 @@ class Precision:
         parameter, gradient = ITEM_BYTES[self.parameter], ITEM_BYTES[self.gradient]
         return parameter + 3 * gradient + (gradient if self.parameter != self.gradient else 0)
 
+    def kept_per_parameter(self, level: int, num_replicas: int) -> float:
+        """The part of `bytes_per_parameter` that one replica keeps where they share out as `level` says.
+
+        >>> [Precision.of("bfloat16").kept_per_parameter(level, 4) for level in (0, 1, 2, 3)]
+        [18.0, 9.0, 6.0, 4.5]
+        """
+        parameter, gradient = ITEM_BYTES[self.parameter], ITEM_BYTES[self.gradient]
+        shared = self.bytes_per_parameter - parameter - gradient if level >= OPTIMIZER else 0
+        shared += gradient if level >= GRADIENTS else 0
+        shared += parameter if level >= PARAMETERS else 0
+        return self.bytes_per_parameter - shared + shared / num_replicas
+
 
 @dataclass(frozen=True)
 class ResidentBytes:
@@ -104,16 +116,15 @@ def resident_bytes(
 
 
 def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat) -> None:
-    """The part of a flat buffer that one replica keeps."""
+    """The part of a flat buffer that one replica keeps; gradients that are sharded come and go."""
     item, gradient = ITEM_BYTES[flat.dtype], ITEM_BYTES[Precision.of(flat.dtype).gradient]
     if flat.level >= OPTIMIZER:
         whole = flat.level < PARAMETERS
         sizes["parameters"][flat] = item * (flat.num_elements if whole else flat.shard_elements)
-    if flat.is_trained:
-        whole = flat.level < GRADIENTS
-        sizes["gradients"][flat] = gradient * (flat.num_elements if whole else flat.shard_elements)
-        if flat.level >= OPTIMIZER:
-            _add_optimizer(sizes, flat, flat.shard_elements, flat.dtype)
+    if flat.is_trained and flat.level < GRADIENTS:
+        sizes["gradients"][flat] = gradient * flat.num_elements
+    if flat.is_trained and flat.level >= OPTIMIZER:
+        _add_optimizer(sizes, flat, flat.shard_elements, flat.dtype)
 
 
 def _add_optimizer(sizes: dict[str, dict[object, int]], key: object, num_elements: int, dtype: str) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -36,33 +36,34 @@ class Optimizer:
         self.tied = tied
         self.pipeline = pipeline
         self.shards = shards or Shards()
-        sharded = self.shards.trained()
-        whole = {
-            value: (weights.parameters[value], gradient)
+        self.whole = {
+            value: gradient
             for value, gradient in weights.gradients.items()
             if not self.shards.is_sharded(value)
         }
-        both = whole | sharded
-        self.parameters = {value: parameter for value, (parameter, _) in both.items()}
-        self.gradients = {value: gradient for value, (_, gradient) in both.items()}
-        self.sharded = frozenset(sharded)
+        parts = self.shards.parts()
+        self.sharded = frozenset(parts)
+        self.parameters = {value: weights.parameters[value] for value in self.whole} | parts
         self.masters: dict[int, torch.Tensor] = {}
-        trained: list[torch.nn.Parameter] = []
-        for value, gradient in self.gradients.items():
-            parameter = self.parameters[value]
-            if gradient.dtype != parameter.dtype:
-                self.masters[value] = parameter.to(gradient.dtype)
-            target = torch.nn.Parameter(self.masters.get(value, parameter), requires_grad=True)
-            target.grad = gradient
-            trained.append(target)
+        self.targets: dict[int, torch.nn.Parameter] = {}
+        for value, parameter in self.parameters.items():
+            wide = weights.accumulate_dtype or parameter.dtype
+            if wide != parameter.dtype:
+                self.masters[value] = parameter.to(wide)
+            self.targets[value] = torch.nn.Parameter(self.masters.get(value, parameter), requires_grad=True)
         self.adamw = torch.optim.AdamW(
-            trained,
+            list(self.targets.values()),
             lr=job.learning_rate,
             betas=job.betas,
             eps=job.eps,
             weight_decay=job.weight_decay,
             fused=True,
-        ) if trained else None  # fmt: skip
+        ) if self.targets else None  # fmt: skip
+
+    @property
+    def gradients(self) -> dict[int, torch.Tensor]:
+        """What this rank updates its parameters by, once a batch has summed it."""
+        return self.whole | self.shards.gradient_parts()
 
     def reduce(self) -> None:
         """Sum gradients over the copies of tied parameters; replicas' sums are in place when a batch ends."""
@@ -71,23 +72,29 @@ class Optimizer:
     def step(self) -> float:
         """Reduce, clip and update; returns the norm of the gradient over all stages before clipping."""
         self.reduce()
-        norm = self._norm()
+        gradients = self.gradients
+        norm = self._norm(gradients)
         if self.clip_norm is not None:
             scale = min(1.0, self.clip_norm / (norm + 1e-6))
-            if scale < 1.0 and self.gradients:
-                torch._foreach_mul_(list(self.gradients.values()), scale)
+            if scale < 1.0 and gradients:
+                torch._foreach_mul_(list(gradients.values()), scale)
+        for value, target in self.targets.items():
+            target.grad = gradients.pop(value, None)
         if self.adamw is not None:
             self.adamw.step()
+        for value in self.sharded:
+            self.targets[value].grad = None
+        self.shards.drop_gradients()
         for value, master in self.masters.items():
             self.parameters[value].copy_(master)
         self.shards.spread()
         return norm
 
-    def _norm(self) -> float:
-        whole = {value: gradient for value, gradient in self.gradients.items() if value not in self.sharded}
+    def _norm(self, gradients: Mapping[int, torch.Tensor]) -> float:
+        whole = {value: gradient for value, gradient in gradients.items() if value not in self.sharded}
         squared = self._squared_norm(self.tied.counted(whole))
         if self.sharded:
-            parts = {value: self.gradients[value] for value in self.sharded}
+            parts = {value: gradient for value, gradient in gradients.items() if value in self.sharded}
             squared += self.shards.total(self._squared_norm(self.tied.counted(parts)))
         if dist.is_initialized():
             dist.all_reduce(squared, group=self.pipeline)

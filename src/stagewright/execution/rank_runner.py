@@ -146,7 +146,7 @@ class RankRunner:
         result = BatchResult(stopwatch=self.stopwatch)
         self.stopwatch.begin()
         self.weights.begin_step()
-        self.shards.begin_batch()
+        self.shards.drop_gradients()
         for runner in self.runners.values():
             runner.begin_step(step)
         for action, before in zip(self.actions, self._moves, strict=True):

@@ -40,11 +40,10 @@ class FlatBuffer:
         self.gradient_shard: torch.Tensor | None = None
         if flat.level >= OPTIMIZER:
             self._take_parameters()
-        if flat.is_trained:
+        if flat.is_trained and flat.level < GRADIENTS:
             self._make_gradients()
         self._gathering: Pending | None = None
         self._summing: tuple[Pending, torch.Tensor] | None = None
-        self._has_sum = False
 
     def _take_parameters(self) -> None:
         whole = self._zeros(self.flat.num_elements, self.dtype)
@@ -60,9 +59,6 @@ class FlatBuffer:
             self.weights.drop(entry.value)
 
     def _make_gradients(self) -> None:
-        if self.flat.level >= GRADIENTS:
-            self.gradient_shard = self._zeros(self.flat.shard_elements, self.gradient_dtype)
-            return
         self.open()
         assert self.gradient is not None
         self.gradient_shard = self.gradient[self.part] if self.flat.level >= OPTIMIZER else None
@@ -122,18 +118,19 @@ class FlatBuffer:
         self._summing = None
         pending.wait()
         if self.flat.level >= GRADIENTS:
-            assert self.gradient_shard is not None
-            add = self.gradient_shard.add_ if self._has_sum else self.gradient_shard.copy_
-            add(wire[self.part])
-            self._has_sum = True
+            if self.gradient_shard is None:
+                self.gradient_shard = wire[self.part].to(self.gradient_dtype, copy=True)
+            else:
+                self.gradient_shard.add_(wire[self.part])
         elif wire is not self.gradient:
             assert self.gradient is not None
             part = self.part if self.flat.level >= OPTIMIZER else slice(None)
             self.gradient[part].copy_(wire[part])
 
-    def begin_batch(self) -> None:
-        """The next sum replaces the last batch's."""
-        self._has_sum = False
+    def drop_gradients(self) -> None:
+        """Let go of this replica's part of the sum, if it has a buffer of its own."""
+        if self.flat.level >= GRADIENTS:
+            self.gradient_shard = None
 
     def whole_gradients(self) -> dict[int, torch.Tensor]:
         """The summed gradients of all replicas by parameter; every replica must ask."""
@@ -184,9 +181,10 @@ class Shards:
         """Whether parameters of `stage` are there between GATHER and RELEASE only."""
         return is_gathered(self.flats, stage)
 
-    def begin_batch(self) -> None:
+    def drop_gradients(self) -> None:
+        """The gradients of the last batch are needed no longer."""
         for buffer in self.buffers.values():
-            buffer.begin_batch()
+            buffer.drop_gradients()
 
     def before(self, moves: Moves) -> None:
         """What an action does with the buffers, but for handing parameters to its stage."""
@@ -227,12 +225,20 @@ class Shards:
         for buffer in updated:
             buffer.gathered()
 
-    def trained(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's parts of parameters and of their gradients, by the first parameter of each flat buffer."""
+    def parts(self) -> dict[int, torch.Tensor]:
+        """This rank's parts of trained parameters, by the first parameter of each flat buffer."""
         return {
-            flat.values[0]: (buffer.shard, buffer.gradient_shard)
+            flat.values[0]: buffer.shard
             for flat, buffer in self.buffers.items()
-            if buffer.shard is not None and buffer.gradient_shard is not None
+            if flat.is_trained and buffer.shard is not None
+        }
+
+    def gradient_parts(self) -> dict[int, torch.Tensor]:
+        """The gradients of `parts`, once a batch has summed them."""
+        return {
+            flat.values[0]: buffer.gradient_shard
+            for flat, buffer in self.buffers.items()
+            if buffer.gradient_shard is not None
         }
 
     def is_sharded(self, parameter: int) -> bool:

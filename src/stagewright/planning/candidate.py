@@ -11,12 +11,14 @@ import numpy as np
 from stagewright.cluster import Cluster
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.state import Precision
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
-from stagewright.planning.plan import ClusterSection, ModelSection, Plan, StagePolicy, cut_names
+from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy, cut_names
 from stagewright.planning.predict import Pipeline, built, pipeline, predict, rank_memories, reserved_bytes
 from stagewright.planning.saving.fit import fit
+from stagewright.planning.sharding import sharded_program
 from stagewright.schedule import Kind, Program
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
@@ -41,9 +43,23 @@ class Choice:
     schedule: str
     recompute: bool = False
     """Whether every stage with several microbatches in flight recomputes what it saves."""
+    zero: int | None = None
+    """What replicas share out, 0 to 3; None leaves the sums of their gradients to the end of the batch."""
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    """Type in which gradients are summed over replicas."""
+
+    @property
+    def level(self) -> int:
+        """`zero` where there are replicas."""
+        return self.zero or 0 if self.dp > 1 else 0
+
+    def state_share(self, precision: Precision) -> float:
+        """The part of the state of a stage that one replica keeps."""
+        return precision.kept_per_parameter(self.level, self.dp) / precision.bytes_per_parameter
 
     def __str__(self) -> str:
         how = f"{self.schedule}, recomputed" if self.recompute else self.schedule
+        how += f", zero {self.level}" if self.level else ""
         return f"dp {self.dp} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
 
@@ -170,11 +186,21 @@ def make_candidate(
 def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
     """`choice` with the given partition."""
     program = make_program(choice)
-    line = pipeline(body, cuts, program, cluster, job, choice.dp, policies(program))
+    line = _sharded(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
     memories = tuple(rank_memories(line))
     fullest = max(reserved_bytes(memory, cluster) for memory in memories)
     excess = fullest - job.usable_bytes(cluster.device)
     return Candidate(choice, line, tuple(cuts), memories, excess, _named(policies(program)))
+
+
+def _sharded(line: Pipeline, choice: Choice) -> Pipeline:
+    """`line` with what its replicas share out."""
+    if choice.zero is None or choice.dp == 1:
+        return line
+    levels = (choice.level,) * len(line.stages)
+    program = sharded_program(line.program, line.stages, levels)
+    wire = None if choice.reduce_dtype is None else REDUCE_TYPES[choice.reduce_dtype]
+    return replace(line, program=program, sharding=levels, reduce_dtype=wire)
 
 
 def _named(found: Sequence[Policy]) -> tuple[Literal["keep", "recompute"], ...]:
@@ -203,7 +229,8 @@ def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     program, cluster = tried.line.program, tried.line.cluster
     counts = saved_counts(program)
     ends = np.array([0, *tried.cuts, body.size])
-    known = np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
+    share = tried.choice.state_share(Precision.of(job.torch_name))
+    known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
     limit = job.usable_bytes(cluster.device)
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
@@ -211,7 +238,7 @@ def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
         spare = limit - reserved_bytes(memory, cluster)
         for stage in stages:
             allowed[stage] = float(known[stage]) + spare / len(stages)
-    return MemoryBudget(allowed, counts)
+    return MemoryBudget(allowed, counts, share)
 
 
 def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) -> Plan:
@@ -238,5 +265,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         schedule=choice.schedule,
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
         memory_policy=candidate.memory_policy,
+        sharding=(choice.level,) * program.num_stages,  # type: ignore[arg-type]
+        reduce_dtype=choice.reduce_dtype if choice.dp > 1 else None,
         predictions=predict(line, body, candidate.memories),
     )

@@ -18,10 +18,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """Bytes each stage may take, and how many microbatches it holds at once."""
+    """Bytes each stage may take, how many microbatches it holds at once, and what part of its state it keeps."""
 
     stage_bytes: Sequence[float]
     in_flight: Sequence[float]
+    state_share: float = 1.0
 
 
 def partition(
@@ -77,7 +78,7 @@ class _Search:
         self.budget = budget
         if budget is not None:
             state, saved = costs.state_bytes[self.ends], costs.saved_bytes[self.ends]
-            self.load = [state + count * saved for count in budget.in_flight]
+            self.load = [budget.state_share * state + count * saved for count in budget.in_flight]
 
     def is_feasible(self, bottleneck: float) -> bool:
         return self._reach(bottleneck) is not None

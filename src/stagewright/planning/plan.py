@@ -21,7 +21,7 @@ from stagewright.planning.job import Job
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 
 VERSION = 1
-_REDUCE_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
+REDUCE_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 class ModelSection(StrictModel):
@@ -220,7 +220,7 @@ class Plan(StrictModel):
     @property
     def reduce_torch_name(self) -> str | None:
         """`reduce_dtype` as torch names it."""
-        return None if self.reduce_dtype is None else _REDUCE_TYPES[self.reduce_dtype]
+        return None if self.reduce_dtype is None else REDUCE_TYPES[self.reduce_dtype]
 
     def global_rank(self, pipeline_rank: int, replica: int) -> int:
         """The rank in the whole job: replicas of one stage are neighbours."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,13 +12,20 @@ from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, 
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import Precision, ResidentBytes, resident_bytes
 from stagewright.estimation.time import optimizer_seconds
-from stagewright.graph.flat import Flat, flats
+from stagewright.graph.flat import OPTIMIZER, PARAMETERS, Flat, flats, of_stages
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Predictions, RankPrediction, SavedPrediction, StagePrediction
-from stagewright.schedule import Program, build, insert_communication
+from stagewright.planning.sharding import (
+    Collectives,
+    gathered_flats,
+    reduced_flats,
+    sharded_like,
+    without_sharding,
+)
+from stagewright.schedule import Kind, Program, build, insert_communication
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline, simulate
 
@@ -46,6 +52,17 @@ class Pipeline:
         """The flat buffers of all stages; none where there is one replica."""
         levels = self.sharding or (0,) * len(self.memories)
         return flats(self.stages, levels, self.dp) if self.dp > 1 else ()
+
+    def collectives(self, stage: int) -> Collectives:
+        """What the replicas of a stage take to share it out."""
+        rank = self.program.placement.rank_of_stage[stage]
+        return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype)
+
+    def reduce_seconds(self, stage: int) -> float:
+        """What REDUCE of a stage takes."""
+        placement = self.program.placement
+        of_rank = placement.stages_of(placement.rank_of_stage[stage])
+        return self.collectives(stage).reduce(reduced_flats(self.flats, stage, of_rank))
 
     def resident(self, pipeline_rank: int) -> ResidentBytes:
         """What a rank keeps from step to step."""
@@ -91,7 +108,9 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     tokens = body.graph.facts.get("num_tokens", 0) * num_samples
     return Predictions(
         step_seconds=step,
-        lower_bound_seconds=lower_bound_seconds(body, line.program.num_microbatches, line.pp, line.job),
+        lower_bound_seconds=lower_bound_seconds(
+            body, line.program.num_microbatches, line.pp, line.job, line.dp if any(line.sharding) else 1
+        ),
         tokens_per_second=tokens / step,
         mfu=body.costing.model_flop * num_samples / (step * line.pp * line.dp * _peak(line)),
         bubble_fraction=timeline.bubble_fraction,
@@ -154,7 +173,7 @@ def _peak(line: Pipeline) -> float:
 
 def run_timeline(line: Pipeline) -> Timeline:
     """When the computations of one batch run."""
-    link = line.cluster.device.host_link_bandwidth
+    link, stages = line.cluster.device.host_link_bandwidth, range(len(line.stages))
     moved = [summary.offloaded_bytes / link for summary in line.summaries]
     costs = StageCosts.of(
         [summary.forward_s for summary in line.summaries],
@@ -164,6 +183,8 @@ def run_timeline(line: Pipeline) -> Timeline:
         recompute_s=[summary.rebuild_s for summary in line.summaries],
         offload_s=moved,
         fetch_s=moved,
+        gather_s=[line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages],
+        reduce_s=[line.reduce_seconds(stage) for stage in stages],
     )
     edges = stage_edges(line.stages)
     return simulate(line.program, costs, _transfers(line, edges), edges=edges)
@@ -183,29 +204,37 @@ def _transfers(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[i
 
 
 def step_seconds(line: Pipeline, timeline: Timeline) -> float:
-    """Seconds of a whole optimizer step: the batch, then gradients summed over replicas and over the ranks
-    that share a tied parameter, the norm of the gradient over all ranks, and AdamW.
+    """Seconds of a whole optimizer step: the batch, then what no action of it summed over replicas, sums over the ranks
+    that share a tied parameter, the norm of the gradient over all ranks, AdamW, and the updated parameters of other
+    replicas.
 
     Ignores: overlap of the sums with the computations of other ranks beyond each rank's own end.
     """
+    reduced = {action.stage for action in line.program if action.kind is Kind.REDUCE}
     ends, steps = [], []
     for rank in range(line.pp):
-        gradients = _gradient_bytes(line.stages_of(rank))
-        reduce = sum(
-            count * all_reduce_seconds(line.cluster, size, line.replicas(rank))
-            for size, count in Counter(gradients.values()).items()
-        )
+        stages = line.stages_of(rank)
+        own = [flat for flat in of_stages(line.flats, (stage.index for stage in stages)) if flat.is_trained]
+        collectives = line.collectives(stages[0].index)
+        rest = collectives.reduce(flat for flat in own if not reduced.intersection(flat.stages))
+        gradients = _gradient_bytes(stages)
+        for flat in own:
+            if flat.level >= OPTIMIZER:
+                gradients |= {
+                    value: size / line.dp for value, size in gradients.items() if value in flat.values
+                }
         part = timeline.encoded.rank_slice(rank)
         end = float(timeline.end_s[part].max(initial=0.0))
-        ends.append(end + reduce + _tied_seconds(line, rank, gradients))
-        steps.append(_optimizer_seconds(line.job, sum(gradients.values()), line.cluster.device))
+        ends.append(end + rest + _tied_seconds(line, rank, gradients))
+        spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
+        steps.append(_optimizer_seconds(line.job, sum(gradients.values()), line.cluster.device) + spread)
     norm = all_reduce_seconds(line.cluster, 8, [rank * line.dp for rank in range(line.pp)])
     return max(ends) + norm + max(steps)
 
 
-def _gradient_bytes(stages: Sequence[Stage]) -> dict[int, int]:
-    """Parameter -> bytes of its gradient buffer, for a rank that holds `stages`."""
-    found: dict[int, int] = {}
+def _gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
+    """Parameter -> bytes of its whole gradient, for a rank that holds `stages`."""
+    found: dict[int, float] = {}
     for stage in stages:
         for value, _ in stage.gradients:
             meta = stage.value(value).meta
@@ -213,7 +242,7 @@ def _gradient_bytes(stages: Sequence[Stage]) -> dict[int, int]:
     return found
 
 
-def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, int]) -> float:
+def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, float]) -> float:
     """Time to sum the gradients of parameters that `rank` shares with other pipeline ranks."""
     holders: dict[int, set[int]] = {value: {rank} for value in gradients}
     for other in range(line.pp):
@@ -234,13 +263,15 @@ def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device) -> float
     return optimizer_seconds(num_parameters, device, has_master, clips=job.clip_norm is not None)
 
 
-def lower_bound_seconds(body: BodyCosts, num_microbatches: int, pp: int, job: Job) -> float:
+def lower_bound_seconds(
+    body: BodyCosts, num_microbatches: int, pp: int, job: Job, num_shards: int = 1
+) -> float:
     """No contiguous partition and no schedule is faster on `pp` ranks: the work of the batch shared evenly,
-    or one microbatch through the whole model, and the optimizer step shared evenly."""
+    or one microbatch through the whole model, and the optimizer step shared evenly, by `num_shards` replicas too."""
     total = float(body.seconds[-1])
     precision = Precision.of(job.torch_name)
     gradients = body.state_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
-    step = _optimizer_seconds(job, float(gradients) / pp, body.costing.device)
+    step = _optimizer_seconds(job, float(gradients) / pp / num_shards, body.costing.device)
     return max(total * num_microbatches / pp, total) + step
 
 
@@ -273,9 +304,9 @@ def shortened(program: Program) -> Program:
     enough = program.num_ranks + 4
     if program.name != "1f1b" or program.num_microbatches <= enough:
         return program
-    if built(program.name, program.num_ranks, program.num_microbatches) != program:
+    if built(program.name, program.num_ranks, program.num_microbatches) != without_sharding(program):
         return program
-    return built(program.name, program.num_ranks, enough)
+    return sharded_like(program, built(program.name, program.num_ranks, enough))
 
 
 @lru_cache(maxsize=64)

@@ -12,6 +12,7 @@ import numpy as np
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.state import Precision
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.planning.advice import misses_memory
@@ -76,6 +77,8 @@ def plan(
     microbatch: int | None = None,
     recompute: Recompute = "auto",
     offload: bool = True,
+    zero: int | None = None,
+    reduce_dtype: Literal["fp32", "bf16"] | None = None,
     trace: Trace = cached_trace,
 ) -> Found:
     """The best plans of `model` for `cluster` and `job`.
@@ -86,6 +89,9 @@ def plan(
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
         recompute: whether stages recompute what they save: ``none``, ``full``, or ``auto``, as much as memory asks for.
         offload: with ``auto``, whether stages may move what they save to the host and back.
+        zero: what replicas share out, 0 to 3, gradients summed as stages finish; by default they are summed at the end of
+            the batch and nothing is shared out.
+        reduce_dtype: type in which gradients are summed over replicas; default the type they are added up in.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
 
     Raises:
@@ -94,7 +100,9 @@ def plan(
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
-    search = _Search(reference, cluster, job, report, tuple(schedules), trace, recompute, offload)
+    search = _Search(
+        reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype
+    )
     widths = widths_of(cluster, job, pp, dp)
     for size in _microbatch_sizes(widths, job, microbatch):
         choices = [choice for width in widths for choice in search.choices(size, width)]
@@ -155,7 +163,11 @@ class _Search:
         trace: Trace,
         recompute: Recompute,
         offload: bool,
+        zero: int | None,
+        reduce_dtype: Literal["fp32", "bf16"] | None,
     ) -> None:
+        self.zero = zero
+        self.reduce_dtype: Literal["fp32", "bf16"] | None = reduce_dtype
         self.recompute = recompute
         self.offload = offload
         self.reference = reference
@@ -179,7 +191,8 @@ class _Search:
         if rest:
             return
         for schedule in self.schedules if pp > 1 else self.schedules[:1]:
-            yield Choice(dp, pp, size, count, schedule, self.recompute == "full" and pp > 1)
+            full = self.recompute == "full" and pp > 1
+            yield Choice(dp, pp, size, count, schedule, full, self.zero, self.reduce_dtype)
 
     def work_out(self, size: int, choices: list[Choice]) -> bool:
         """Every choice with microbatches of `size` samples; false if none of them came near fitting."""
@@ -213,7 +226,8 @@ class _Search:
             saved = [min(count, 1) for count in saved]
         counts = [count * scale for count in saved]
         limit = self.job.usable_bytes(self.cluster.device)
-        budget = MemoryBudget([float(limit)] * len(counts), counts)
+        share = choice.state_share(Precision.of(self.job.torch_name))
+        budget = MemoryBudget([float(limit)] * len(counts), counts, share)
         try:
             if partition(body, len(counts), 0.0, budget) is not None:
                 return True
@@ -221,7 +235,7 @@ class _Search:
             self.too_many_stages.append(error)
             self._exclude(choice, str(error))
             return False
-        least = _least_bytes(body, counts)
+        least = _least_bytes(body, counts, share)
         self.roughly_missed.append((least, choice))
         if least > limit:
             reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}"
@@ -232,7 +246,8 @@ class _Search:
 
     def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:
         """Adds the plan of `choice`, or why there is none."""
-        bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job)
+        shards = choice.dp if choice.level else 1
+        bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
         best = min((found.predictions.step_seconds for found in self.plans), default=math.inf)
         if bound > _HOPELESS * best:
             self._exclude(choice, f"takes at least {format_seconds(bound)} a step")
@@ -284,7 +299,7 @@ class _Search:
         return self.too_many_stages[0]
 
 
-def _least_bytes(body: BodyCosts, counts: Sequence[float]) -> int:
-    """Bytes of the fullest rank if state and saved values could be shared out evenly."""
+def _least_bytes(body: BodyCosts, counts: Sequence[float], state_share: float) -> int:
+    """Bytes of the fullest rank if what it keeps of the state, and saved values, could be shared out evenly."""
     saved = float(body.saved_bytes[-1]) * float(np.mean(counts))
-    return round((float(body.state_bytes[-1]) + saved) / len(counts))
+    return round((state_share * float(body.state_bytes[-1]) + saved) / len(counts))

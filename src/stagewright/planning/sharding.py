@@ -1,11 +1,15 @@
-"""Sharded data parallelism in a plan: which actions a program needs for the levels of its stages."""
+"""Sharded data parallelism in a plan: which actions a program needs for the levels of its stages, and their seconds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from stagewright.graph.flat import GRADIENTS, PARAMETERS
+from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from stagewright.estimation.state import Precision
+from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat
 from stagewright.graph.stage import Stage
+from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule import Kind, Program, insert_gathers, insert_reductions
 
 NUM_BUFFERS = 2
@@ -32,6 +36,17 @@ def sharded_program(program: Program, stages: Sequence[Stage], levels: Sequence[
     return insert_reductions(program, None, rest) if rest else program
 
 
+def sharded_like(program: Program, other: Program) -> Program:
+    """`other`, of one stage per rank, with the sharding actions that `program` has for the same stages."""
+    stages = {
+        kind: {action.stage for action in program if action.kind is kind}
+        for kind in (Kind.GATHER, Kind.REDUCE)
+    }
+    if stages[Kind.GATHER]:
+        other = insert_gathers(other, NUM_BUFFERS, stages[Kind.GATHER])
+    return insert_reductions(other, None, stages[Kind.REDUCE]) if stages[Kind.REDUCE] else other
+
+
 def without_sharding(program: Program) -> Program:
     """`program` for a single replica."""
     return program.with_ranks(
@@ -47,3 +62,47 @@ def reads_weights(stage: Stage) -> bool:
     derived = {value for node in stage.derived for value in node.outputs if value is not None}
     weights = derived.union(stage.parameters)
     return any(value in weights for node in stage.weight_grad.nodes for value in node.inputs)
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """Seconds that a rank's replicas take to share out flat buffers, each collective on its own.
+
+    `ranks` are the global ranks of the replicas, `wire` the type (a torch name) in which gradients are summed.
+    Source: `stagewright.cluster.collectives`. Ignores: that gathers, sums and transfers share the links.
+    """
+
+    cluster: Cluster
+    ranks: Sequence[int]
+    wire: str | None = None
+
+    def gather(self, found: Iterable[Flat]) -> float:
+        """Parameters made whole."""
+        return sum(
+            all_gather_seconds(self.cluster, flat.num_elements * ITEM_BYTES[flat.dtype], self.ranks)
+            for flat in found
+        )
+
+    def reduce(self, found: Iterable[Flat]) -> float:
+        """Gradients summed, on every replica or each replica's part on it."""
+        seconds = 0.0
+        for flat in found:
+            size = flat.num_elements * ITEM_BYTES[self.wire or Precision.of(flat.dtype).gradient]
+            scattered = flat.level >= OPTIMIZER
+            cost = reduce_scatter_seconds if scattered else all_reduce_seconds
+            seconds += cost(self.cluster, size, self.ranks)
+        return seconds
+
+
+def gathered_flats(found: Iterable[Flat], stage: int) -> list[Flat]:
+    """What GATHER of a stage makes whole, if no other stage of its rank has."""
+    return [flat for flat in found if flat.level >= PARAMETERS and stage in flat.stages]
+
+
+def reduced_flats(found: Iterable[Flat], stage: int, of_rank: Collection[int]) -> list[Flat]:
+    """What REDUCE of a stage sums; of parameters of several of its rank's stages, that of the first."""
+    return [
+        flat
+        for flat in found
+        if flat.is_trained and stage in flat.stages and stage == min(set(of_rank).intersection(flat.stages))
+    ]

@@ -8,7 +8,6 @@ from typing import Literal
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
-from stagewright.estimation.state import resident_bytes
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.predict import (
     Pipeline,
@@ -88,7 +87,8 @@ def with_choice(line: Pipeline, body: BodyCosts, units: Sequence[Unit], choice: 
     cuts = [stage.start for stage in line.stages[1:]]
     found = policies(units, choice, len(line.stages))
     program = saving_program(line.program, units, choice)
-    return pipeline(body, cuts, program, line.cluster, line.job, line.dp, found)
+    chosen = pipeline(body, cuts, program, line.cluster, line.job, line.dp, found)
+    return replace(chosen, sharding=line.sharding, reduce_dtype=line.reduce_dtype)
 
 
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
@@ -113,7 +113,7 @@ def _replay(line: Pipeline, body: BodyCosts, units: Sequence[Unit], searches: Se
     program = lowered(tried.program, stage_edges(tried.stages))
     left_out = line.program.num_microbatches - program.num_microbatches
     for search in searches:
-        resident = resident_bytes(tried.stages_of(search.rank))
+        resident = tried.resident(search.rank)
         search.learn(replay_rank(tried.memories, program, search.rank, resident, left_out))
 
 
