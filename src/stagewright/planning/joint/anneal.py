@@ -9,11 +9,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stagewright.planning.joint.kernels import Floats, Rule, list_schedule
+from stagewright.planning.joint.kernels import Due, Rule, list_schedule
 from stagewright.planning.joint.layout import build_stages
-
-Tables = tuple[Floats, Floats, Floats, Floats, float]
-"""Of a problem: sums per layer column, transfer seconds, speed and memory per rank, overhead."""
 
 NUM_MOVES = 8
 NO_BACKLOG = 1 << 40
@@ -46,8 +43,38 @@ def window_of(stages, depth):
 
 
 @numba.njit(cache=True, nogil=True)
-def makespan_of(rank_of_layer, is_cut, rule, tables, num_microbatches, give_up_s):
-    """Of the list schedule of a layout; infinite where it is not shorter than `give_up_s`."""
+def due_dates(stages, rule, shifts):
+    """When each pass of microbatch 0 should run: `stretch` times the passes before it, and its shift.
+
+    A microbatch follows the one before by the seconds of the busiest rank. So an input gradient goes before
+    the forward of a microbatch that is further behind than the stretched time the first one took from one
+    to the other: with a larger stretch ranks begin with more forwards. `shifts` are seconds per layer for
+    forwards, then for input gradients.
+    """
+    num_stages = len(stages.rank)
+    forward, input_grad = np.empty(num_stages), np.empty(num_stages)
+    load = np.zeros(len(stages.limit))
+    at = 0.0
+    for stage in range(num_stages):
+        load[stages.rank[stage]] += (
+            stages.forward[stage] + stages.input_grad[stage] + stages.weight_grad[stage]
+        )
+        at += stages.hop[stage]
+        forward[stage] = rule.stretch * at + shifts[0, stages.start[stage]]
+        at += stages.forward[stage]
+    for stage in range(num_stages - 1, -1, -1):
+        input_grad[stage] = rule.stretch * at + shifts[1, stages.start[stage]]
+        at += stages.input_grad[stage] + stages.hop[stage]
+    return Due(forward, input_grad, load.max())
+
+
+@numba.njit(cache=True, nogil=True)
+def makespan_of(rank_of_layer, is_cut, rule, shifts, tables, batch, give_up_s):
+    """Of the list schedule of a layout; infinite where it is not shorter than `give_up_s`.
+
+    `batch` is the number of microbatches scheduled and of those left out, which are taken to need the
+    seconds of the busiest rank each.
+    """
     sums, transfer_s, speed, memory_bytes, overhead_s = tables
     stages = build_stages(rank_of_layer, is_cut, sums, transfer_s, speed, memory_bytes, overhead_s)
     for rank in range(len(speed)):
@@ -57,11 +84,13 @@ def makespan_of(rank_of_layer, is_cut, rule, tables, num_microbatches, give_up_s
         if stages.offsets[rank] == stages.offsets[rank + 1] or needed > stages.limit[rank] * (1 + 1e-9):
             return np.inf
     window = window_of(stages, rule.depth)
-    return list_schedule(stages, num_microbatches, rule, window, give_up_s)[0]
+    due = due_dates(stages, rule, shifts)
+    left_out = batch[1] * due.cycle
+    return left_out + list_schedule(stages, batch[0], rule, window, due, give_up_s - left_out)[0]
 
 
 @numba.njit(cache=True, nogil=True)
-def anneal(rank_of_layer, is_cut, rule, tables, num_microbatches, num_steps, start_share, seed):
+def anneal(rank_of_layer, is_cut, rule, shifts, tables, batch, num_steps, start_share, seed):
     """The best layout and rule found in `num_steps` moves, and its makespan.
 
     A move that makes the schedule longer is accepted with a probability that falls with the loss and with
@@ -69,14 +98,19 @@ def anneal(rank_of_layer, is_cut, rule, tables, num_microbatches, num_steps, sta
     """
     np.random.seed(seed)
     num_ranks = len(tables[2])
-    current = makespan_of(rank_of_layer, is_cut, rule, tables, num_microbatches, np.inf)
+    current = makespan_of(rank_of_layer, is_cut, rule, shifts, tables, batch, np.inf)
     best, best_ranks, best_cuts, best_rule = current, rank_of_layer.copy(), is_cut.copy(), rule
+    best_shifts = shifts.copy()
+    cycle = tables[0][:3, -1].sum() / num_ranks
     ranks, cuts = rank_of_layer.copy(), is_cut.copy()
     for step in range(num_steps):
         share = start_share * (0.01 ** (step / num_steps))
-        new_ranks, new_cuts, new_rule = ranks.copy(), cuts.copy(), rule
-        if np.random.random() < 0.1:
+        new_ranks, new_cuts, new_rule, new_shifts = ranks.copy(), cuts.copy(), rule, shifts.copy()
+        choice = np.random.random()
+        if choice < 0.1:
             new_rule = _other_rule(rule)
+        elif choice < 0.4 and rule.stretch > 0.0:
+            _shift(new_shifts, cycle)
         else:
             _move(new_ranks, new_cuts, num_ranks)
             if np.random.random() < 0.3:
@@ -84,20 +118,29 @@ def anneal(rank_of_layer, is_cut, rule, tables, num_microbatches, num_steps, sta
         limit = np.inf
         if current < np.inf:
             limit = current - share * best * np.log(1.0 - np.random.random())
-        makespan = makespan_of(new_ranks, new_cuts, new_rule, tables, num_microbatches, limit)
+        makespan = makespan_of(new_ranks, new_cuts, new_rule, new_shifts, tables, batch, limit)
         if makespan <= limit and makespan < np.inf:
-            current, ranks, cuts, rule = makespan, new_ranks, new_cuts, new_rule
+            current, ranks, cuts, rule, shifts = makespan, new_ranks, new_cuts, new_rule, new_shifts
             if makespan < best:
                 best, best_ranks, best_cuts, best_rule = makespan, ranks.copy(), cuts.copy(), rule
-    return best, best_ranks, best_cuts, best_rule
+                best_shifts = shifts.copy()
+    return best, best_ranks, best_cuts, best_rule, best_shifts
+
+
+@numba.njit(cache=True, nogil=True)
+def _shift(shifts, cycle):
+    """Move the due dates of a few neighbouring layers."""
+    row, layer = np.random.randint(2), np.random.randint(shifts.shape[1])
+    last = min(shifts.shape[1], layer + 1 + int(4 * np.random.random() ** 2))
+    shifts[row, layer:last] += cycle * np.random.normal() * (2.0 if np.random.random() < 0.3 else 0.3)
 
 
 @numba.njit(cache=True, nogil=True)
 def _other_rule(rule):
     """The rule with one choice changed."""
-    which = np.random.randint(6)
-    forward_next, oldest, deep, depth, share, backlog = (
-        rule.forward_next, rule.oldest, rule.deep_forwards, rule.depth, rule.share, rule.backlog,
+    which = np.random.randint(8)
+    forward_next, oldest, deep, depth, share, backlog, stretch = (
+        rule.forward_next, rule.oldest, rule.deep_forwards, rule.depth, rule.share, rule.backlog, rule.stretch,
     )  # fmt: skip
     if which == 0:
         forward_next = not forward_next
@@ -109,9 +152,13 @@ def _other_rule(rule):
         depth = np.inf if np.random.random() < 0.2 else 0.8 + 1.7 * np.random.random()
     elif which == 4:
         share = np.random.randint(5) / 4.0
-    else:
+    elif which == 5:
         backlog = NO_BACKLOG if np.random.random() < 0.5 else np.random.randint(8)
-    return Rule(forward_next, oldest, deep, depth, share, backlog, rule.holds_back)
+    elif np.random.random() < 0.1:
+        stretch = 0.0 if stretch > 0.0 else 1.5
+    else:
+        stretch *= 0.7 + 0.6 * np.random.random()
+    return Rule(forward_next, oldest, deep, depth, share, backlog, rule.holds_back, stretch)
 
 
 @numba.njit(cache=True, nogil=True)

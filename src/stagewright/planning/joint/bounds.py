@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagewright.planning.joint.kernels import Floats
-from stagewright.planning.joint.packing import packing_bound
+from stagewright.planning.joint.packing import Packing, pack
 from stagewright.planning.joint.problem import Problem
 
 
@@ -32,10 +32,17 @@ class Bound:
         return makespan_s / self.seconds - 1.0 if self.seconds > 0 else 0.0
 
 
-def lower_bound(problem: Problem) -> Bound:
-    """The largest of all bounds below."""
-    bounds = (chain_bound, load_bound, layer_bound, memory_bound, packing_bound_of)
-    return max((Bound(bound(problem), bound.__name__) for bound in bounds), key=lambda each: each.seconds)
+def lower_bound(problem: Problem, packing: Packing | None = None) -> Bound:
+    """The largest of all bounds below and that of `packing` (by default one is made)."""
+    packed = packing or pack(problem)
+    bounds = (
+        Bound(chain_bound(problem), "one microbatch, all its passes in a row"),
+        Bound(load_bound(problem), "all work shared by all ranks, none starting early"),
+        Bound(layer_bound(problem), "all work of one layer on one rank, fill and drain around it"),
+        Bound(memory_bound(problem), "what microbatches keep in memory, and for how long"),
+        Bound(packed.seconds, "whole layers packed into ranks, none starting early"),
+    )
+    return max(bounds, key=lambda each: each.seconds)
 
 
 def chain_bound(problem: Problem) -> float:
@@ -98,11 +105,6 @@ def memory_bound(problem: Problem) -> float:
     if room <= 0:
         return float("inf")
     return float(problem.num_microbatches * kept / problem.speed.max() / room)
-
-
-def packing_bound_of(problem: Problem) -> float:
-    """Layers are whole: see `packing.packing_bound`."""
-    return packing_bound(problem)
 
 
 def _forward_before(problem: Problem) -> Floats:

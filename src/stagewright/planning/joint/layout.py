@@ -141,5 +141,16 @@ def build_stages(rank_of_layer, is_cut, sums, transfer_s, speed, memory_bytes, o
         room[stage] = later[rank[stage]]
         later[rank[stage]] += columns[4, stage]
     return Stages(
-        rank, columns[0], columns[1], columns[2], hop, columns[4], columns[5], room, limit, members, offsets
+        starts[:num_stages].copy(),
+        rank,
+        columns[0],
+        columns[1],
+        columns[2],
+        hop,
+        columns[4],
+        columns[5],
+        room,
+        limit,
+        members,
+        offsets,
     )

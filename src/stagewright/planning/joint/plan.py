@@ -7,9 +7,10 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.planning.joint.anneal import window_of
-from stagewright.planning.joint.kernels import Order, Rule, Stages, list_schedule
+from stagewright.planning.joint.anneal import due_dates, window_of
+from stagewright.planning.joint.kernels import Order, Stages, list_schedule
 from stagewright.planning.joint.layout import Layout, hops, stage_costs, stages_of
+from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.program import Program
@@ -27,7 +28,7 @@ class JointPlan:
     layout: Layout
     encoded: EncodedProgram
     timeline: Timeline
-    rule: Rule | None = None
+    policy: Policy | None = None
 
     @property
     def makespan_s(self) -> float:
@@ -54,24 +55,29 @@ class JointPlan:
 
 
 def judged(
-    name: str, problem: Problem, layout: Layout, program: Program | EncodedProgram, rule: Rule | None = None
+    name: str,
+    problem: Problem,
+    layout: Layout,
+    program: Program | EncodedProgram,
+    policy: Policy | None = None,
 ) -> JointPlan:
     """`program` simulated with the costs of `layout`."""
     encoded = program if isinstance(program, EncodedProgram) else encode(program)
     timeline = simulate(
         encoded, stage_costs(problem, layout), hops(problem, layout), action_overhead_s=problem.overhead_s
     )
-    return JointPlan(name, problem, layout, encoded, timeline, rule)
+    return JointPlan(name, problem, layout, encoded, timeline, policy)
 
 
-def scheduled(name: str, problem: Problem, layout: Layout, rule: Rule) -> JointPlan | None:
-    """The list schedule of `layout` by `rule`; None where a rank cannot hold one microbatch."""
+def scheduled(name: str, problem: Problem, layout: Layout, policy: Policy) -> JointPlan | None:
+    """The list schedule of `layout` by `policy`; None where a rank cannot hold one microbatch."""
     stages = stages_of(problem, layout)
-    window = window_of(stages, rule.depth)
-    makespan, order = list_schedule(stages, problem.num_microbatches, rule, window, np.inf)
+    window = window_of(stages, policy.rule.depth)
+    due = due_dates(stages, policy.rule, policy.shifts)
+    makespan, order = list_schedule(stages, problem.num_microbatches, policy.rule, window, due, np.inf)
     if not np.isfinite(makespan):
         return None
-    return judged(name, problem, layout, encode_order(name, layout, stages, order), rule)
+    return judged(name, problem, layout, encode_order(name, layout, stages, order), policy)
 
 
 def encode_order(name: str, layout: Layout, stages: Stages, order: Order) -> EncodedProgram:

@@ -166,6 +166,11 @@ class Problem:
         moved = self.latency_s + self.layers.boundary_bytes / self.bytes_per_s
         return np.concatenate([[0.0], moved[:-1]])
 
+    @cached_property
+    def tables(self) -> tuple[Floats, Floats, Floats, Floats, float]:
+        """For the kernels: sums per layer column, transfer seconds, speed and memory per rank, overhead."""
+        return self.layers.sums, self.transfer_s, self.speed, self.memory_bytes, self.overhead_s
+
     def with_layers(self, layers: LayerTable) -> Problem:
         return replace(self, layers=layers)
 

@@ -5,36 +5,36 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import product
+from functools import partial
 
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.anneal import NO_BACKLOG, Tables, anneal, makespan_of
+from stagewright.planning.joint.anneal import NO_BACKLOG, anneal, makespan_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
 from stagewright.planning.joint.kernels import Rule
 from stagewright.planning.joint.layout import Layout
+from stagewright.planning.joint.packing import pack
 from stagewright.planning.joint.plan import JointPlan, scheduled
+from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
 
 Report = Callable[[float, float], None]
-"""Told the best makespan so far and the lower bound."""
+"""Told the best makespan so far and the lower bound, in seconds."""
 
 _WORK_PER_ROUND = 1_500_000
 """Actions that one core schedules in a round: a tenth to a quarter of a second."""
-_SHARES = (0.01, 0.002, 0.03)
+_SHARES = (0.003, 0.01, 0.001)
 """Losses accepted at the start of a round, as shares of the makespan; each round takes the next."""
-_GOOD_ENOUGH = 1e-9
-
-START_RULES = tuple(
-    Rule(forward_next, False, False, depth, share, NO_BACKLOG, False)
-    for forward_next, depth, share in product((True, False), (np.inf, 1.5), (0.0, 0.5))
-)
+_STRETCHES = (0.0, 1.5, 3.0, 5.0)
+_COARSE = 0.6
+"""Share of a search in which large batches are cut short."""
+_EXACT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,21 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """A layout and rule with the makespan of their list schedule."""
+    """A layout and the policy of its ranks, with the (estimated) makespan of their list schedule."""
 
     makespan_s: float
     ranks: np.ndarray
     cuts: np.ndarray
     rule: Rule
+    shifts: np.ndarray
 
     @property
     def layout(self) -> Layout:
         return Layout.of_layers(self.ranks, np.flatnonzero(self.cuts).tolist())
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(self.rule, self.shifts)
 
 
 def search(
@@ -110,86 +115,102 @@ class _Search:
         self.problem, self.effort, self.report, self.stop = problem, effort, report, stop
         self.began = time.monotonic()
         self.rng = np.random.default_rng(seed)
-        self.tables: Tables = (
-            problem.layers.sums,
-            problem.transfer_s,
-            problem.speed,
-            problem.memory_bytes,
-            problem.overhead_s,
-        )
-        self.bound = lower_bound(problem)
-        self.baselines = tuple(sorted(baselines(problem), key=lambda each: each.makespan_s))
         self.pool: list[State] = []
         self.num_rounds = 0
+        full = problem.num_microbatches
+        short = min(full, max(4 * problem.num_ranks, 16))
+        self.batch = (short, full - short)
 
     def run(self) -> Found:
-        try:
-            self._open()
-            with ThreadPoolExecutor(self.effort.num_workers) as workers:
+        with ThreadPoolExecutor(self.effort.num_workers) as workers:
+            packing = workers.submit(pack, self.problem)
+            self.baselines = tuple(sorted(baselines(self.problem), key=lambda each: each.makespan_s))
+            self.packing = packing.result()
+            self.bound = lower_bound(self.problem, self.packing)
+            try:
+                self._open(workers)
                 while not self._is_over():
                     self._round(workers)
-        except KeyboardInterrupt:
-            self.stop.set()
+            except KeyboardInterrupt:
+                self.stop.set()
+            self._use_whole_batch(workers)
         return self._found()
 
-    def _open(self) -> None:
+    def _open(self, workers: ThreadPoolExecutor) -> None:
         """Fill the pool with the starts under all rules."""
-        states: list[State] = []
-        layouts = [*starts(self.problem), *(each.layout for each in self.baselines if each.fits)]
-        for layout in dict.fromkeys(layouts):
-            ranks, cuts = layout.rank_of_layer(), layout.is_cut()
-            best = min((self._timed(ranks, cuts, rule) for rule in START_RULES), key=_length)
-            states.append(best)
-        self._keep(states)
+        fitting = (each.layout for each in self.baselines if each.fits)
+        layouts = dict.fromkeys([*starts(self.problem, self.packing), *fitting])
+        shifts = np.zeros((2, self.problem.layers.num_layers))
+        states = [
+            State(np.inf, layout.rank_of_layer(), layout.is_cut(), _rule(stretch), shifts)
+            for layout in layouts
+            for stretch in _STRETCHES
+        ]
+        self._keep(self._timed(states, workers))
 
-    def _timed(self, ranks: np.ndarray, cuts: np.ndarray, rule: Rule) -> State:
-        makespan = makespan_of(ranks, cuts, rule, self.tables, self.problem.num_microbatches, np.inf)
-        return State(makespan, ranks, cuts, rule)
+    def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[State]:
+        """The states with their makespans, infinite where far from the best."""
+        best = [self.pool[0].makespan_s if self.pool else np.inf]
+
+        def timed(state: State) -> State:
+            makespan = makespan_of(
+                state.ranks, state.cuts, state.rule, state.shifts,
+                self.problem.tables, self.batch, 1.2 * best[0],
+            )  # fmt: skip
+            best[0] = min(best[0], makespan)
+            return State(makespan, state.ranks, state.cuts, state.rule, state.shifts)
+
+        return list(workers.map(timed, states))
 
     def _is_over(self) -> bool:
-        if (
-            self.stop.is_set()
-            or not self.pool
-            or self._best_s() <= self.bound.seconds * (1 + self.effort.gap + _GOOD_ENOUGH)
-        ):
+        if self.stop.is_set() or not self.pool:
             return True
-        if self.effort.rounds is not None:
-            return self.num_rounds >= self.effort.rounds
-        return time.monotonic() - self.began >= self.effort.seconds
+        if self.pool[0].makespan_s <= self.bound.seconds * (1 + self.effort.gap + _EXACT):
+            return True
+        return self._done() >= 1
 
-    def _best_s(self) -> float:
-        return self.pool[0].makespan_s
+    def _done(self) -> float:
+        """The share of the effort that is spent."""
+        if self.effort.rounds is not None:
+            return self.num_rounds / max(1, self.effort.rounds)
+        return (time.monotonic() - self.began) / max(1e-9, self.effort.seconds)
 
     def _round(self, workers: ThreadPoolExecutor) -> None:
-        """Anneal one state of the pool on every core; what they find joins the pool."""
-        layers, M = self.problem.layers.num_layers, self.problem.num_microbatches
-        steps = max(20, _WORK_PER_ROUND // (3 * layers * M))
+        """Anneal a state of the pool on every core; what they find joins the pool."""
+        if self._done() > _COARSE:
+            self._use_whole_batch(workers)
+        steps = max(20, _WORK_PER_ROUND // (3 * self.problem.layers.num_layers * self.batch[0]))
         tasks = []
         for worker in range(self.effort.num_workers):
-            state = self.pool[(self.num_rounds * self.effort.num_workers + worker) % len(self.pool)]
-            share = _SHARES[(self.num_rounds + worker) % len(_SHARES)]
+            turn = self.num_rounds * self.effort.num_workers + worker
+            state = self.pool[turn % len(self.pool)]
+            share = _SHARES[turn // len(self.pool) % len(_SHARES)]
             seed = int(self.rng.integers(1 << 31))
-            tasks.append(
-                workers.submit(
-                    anneal, state.ranks, state.cuts, state.rule, self.tables, M, steps, share, seed
-                )
-            )
+            task = partial(anneal, state.ranks, state.cuts, state.rule, state.shifts, self.problem.tables)
+            tasks.append(workers.submit(task, self.batch, steps, share, seed))
         self._keep([State(*task.result()) for task in tasks])
         self.num_rounds += 1
         if self.report is not None:
-            self.report(self._best_s(), self.bound.seconds)
+            self.report(self.pool[0].makespan_s, self.bound.seconds)
+
+    def _use_whole_batch(self, workers: ThreadPoolExecutor) -> None:
+        """From now on time all microbatches."""
+        if self.batch[1]:
+            self.batch = (self.problem.num_microbatches, 0)
+            states, self.pool = self.pool, []
+            self._keep(self._timed(states, workers))
 
     def _keep(self, states: list[State]) -> None:
         """The best of the pool and `states`, each makespan and layout once."""
         known: dict[tuple[float, bytes], State] = {}
-        for state in sorted([*self.pool, *states], key=_length):
+        for state in sorted([*self.pool, *states], key=lambda state: state.makespan_s):
             if np.isfinite(state.makespan_s):
                 known.setdefault((round(state.makespan_s, 9), state.ranks.tobytes()), state)
         self.pool = list(known.values())[: self.effort.pool]
 
     def _found(self) -> Found:
         fitting = [each for each in self.baselines if each.fits]
-        made = [scheduled("joint search", self.problem, state.layout, state.rule) for state in self.pool]
+        made = [scheduled("joint search", self.problem, state.layout, state.policy) for state in self.pool]
         plans = [*(each for each in made if each is not None and each.fits), *fitting]
         if not plans:
             raise PlanError(
@@ -202,5 +223,5 @@ class _Search:
         )  # fmt: skip
 
 
-def _length(state: State) -> float:
-    return state.makespan_s
+def _rule(stretch: float) -> Rule:
+    return Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, False, stretch)

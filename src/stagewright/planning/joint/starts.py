@@ -10,6 +10,8 @@ import numpy as np
 from stagewright.errors import PlanError
 from stagewright.planning.joint.kernels import Floats, Ints
 from stagewright.planning.joint.layout import Layout
+from stagewright.planning.joint.levelling import levelled
+from stagewright.planning.joint.packing import Packing
 from stagewright.planning.joint.problem import Problem
 from stagewright.schedule.placement import Placement, loop, wave
 
@@ -104,8 +106,38 @@ def spread(problem: Problem) -> Layout:
     return Layout(filled.ends, tuple(int(rank) for rank in chosen))
 
 
-def starts(problem: Problem) -> Iterator[Layout]:
-    """Layouts of every kind and several granularities, all ranks in use."""
+def packed(problem: Problem, packing: Packing) -> Layout | None:
+    """As many layers of each kind per rank as `packing` says, each on the rank with least to do behind it."""
+    if packing.number is None:
+        return None
+    left = packing.number.copy()
+    load = np.zeros(problem.num_ranks)
+    ranks = np.empty(problem.layers.num_layers, np.int64)
+    for layer in range(len(ranks) - 1, -1, -1):
+        kind = packing.kind_of_layer[layer]
+        rank = int(np.argmin(np.where(left[kind] > 0, load, np.inf)))
+        ranks[layer] = rank
+        left[kind, rank] -= 1
+        load[rank] += problem.layers.seconds[layer] / problem.speed[rank]
+    if len(set(ranks.tolist())) < problem.num_ranks:
+        return None
+    return Layout(tuple(range(1, len(ranks) + 1)), tuple(ranks.tolist()))
+
+
+def starts(problem: Problem, packing: Packing) -> Iterator[Layout]:
+    """Layouts of every kind and several granularities, all ranks in use; each also levelled."""
+    layout = packed(problem, packing)
+    if layout is not None:
+        yield layout
+    for layout in _raw_starts(problem):
+        yield layout
+        if layout.num_stages > problem.num_ranks:
+            for seed in range(2):
+                ranks = levelled(problem, layout.rank_of_layer(), seed)
+                yield Layout.of_layers(ranks)
+
+
+def _raw_starts(problem: Problem) -> Iterator[Layout]:
     yield from _regular(problem)
     num_layers, num_ranks = problem.layers.num_layers, problem.num_ranks
     for num_stages in dict.fromkeys((num_layers, num_layers // 2, 4 * num_ranks, 2 * num_ranks)):

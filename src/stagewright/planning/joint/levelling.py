@@ -1,0 +1,75 @@
+"""Compiled levelling: exchange layers between ranks until the busiest has as little to do as can be."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from stagewright.planning.joint.kernels import Ints
+from stagewright.planning.joint.problem import Problem
+
+
+def levelled(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:
+    """Layers on ranks with a smaller largest time of a rank, changed in few places.
+
+    The time of a rank is a lower bound of when it ends: see `bounds.layer_bound`, applied to all its layers.
+    """
+    layers = problem.layers
+    before = np.array([np.cumsum(column) - column for column in (layers.forward_s, layers.input_grad_s)])
+    return _level(
+        rank_of_layer.astype(np.int64),
+        np.array([layers.forward_s, layers.input_grad_s, layers.weight_grad_s]),
+        before,
+        problem.speed,
+        problem.num_microbatches,
+        num_steps,
+        seed,
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _level(rank_of_layer, seconds, before, speed, num_microbatches, num_steps, seed):
+    np.random.seed(seed)
+    num_layers, num_ranks = len(rank_of_layer), len(speed)
+    ranks = rank_of_layer.copy()
+    time = np.empty(num_ranks)
+    for rank in range(num_ranks):
+        time[rank] = _time(rank, ranks, seconds, before, speed, num_microbatches)
+    for _ in range(num_steps):
+        worst = np.argmax(time)
+        layer = np.random.randint(num_layers)
+        if ranks[layer] != worst:
+            continue
+        other = np.random.randint(num_layers)
+        rank = ranks[other]
+        if rank == worst:
+            continue
+        moves = np.random.random() < 0.3
+        ranks[layer] = rank
+        if not moves:
+            ranks[other] = worst
+        worst_time = _time(worst, ranks, seconds, before, speed, num_microbatches)
+        rank_time = _time(rank, ranks, seconds, before, speed, num_microbatches)
+        if max(worst_time, rank_time) < time[worst] * (1 - 1e-12):
+            time[worst], time[rank] = worst_time, rank_time
+        else:
+            ranks[layer] = worst
+            ranks[other] = rank
+    return ranks
+
+
+@numba.njit(cache=True, nogil=True)
+def _time(rank, ranks, seconds, before, speed, num_microbatches):
+    """Seconds before which `rank` cannot be done; infinite without a layer."""
+    low = -1
+    passes, weight_grads = 0.0, 0.0
+    for layer in range(len(ranks)):
+        if ranks[layer] == rank:
+            if low < 0:
+                low = layer
+            passes += seconds[0, layer] + seconds[1, layer]
+            weight_grads += seconds[2, layer]
+    if low < 0:
+        return np.inf
+    tail = max(num_microbatches * weight_grads / speed[rank], before[1, low] / speed.max())
+    return before[0, low] / speed.max() + num_microbatches * passes / speed[rank] + tail

@@ -1,0 +1,27 @@
+"""A policy: everything that turns a layout into a schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.planning.joint.anneal import NO_BACKLOG
+from stagewright.planning.joint.kernels import Floats, Rule
+
+ADAPTIS = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, True, 0.0)
+"""AdaPtis' list scheduler. Source: github.com/guojihu-hana/SimPipe."""
+
+
+@dataclass(frozen=True, eq=False)
+class Policy:
+    """A rule, and by how many seconds the due dates of each layer's forwards (row 0) and input gradients
+    (row 1) are shifted."""
+
+    rule: Rule
+    shifts: Floats
+
+    @classmethod
+    def of(cls, rule: Rule, num_layers: int) -> Policy:
+        """The rule with no due date shifted."""
+        return cls(rule, np.zeros((2, num_layers)))
