@@ -31,6 +31,10 @@ class Case:
     def __str__(self) -> str:
         return f"{self.model} tp {self.tp} pp {self.pp} dp {self.dp} {self.dtype}"
 
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp * self.dp
+
     def plan(self, folder: Path) -> Path:
         path = folder / f"{str(self).replace(' ', '-')}.json"
         make_plan(
@@ -45,42 +49,91 @@ def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
 
 
-@pytest.mark.parametrize("case", [Case("tiny-llama", 2, overrides=SMALL_LLAMA)], ids=str)
-def test_shared_layers_equal_whole_ones(case: Case, tmp_path: Path) -> None:
-    path = case.plan(tmp_path)
-    found = run_ranks(train, case.tp * case.pp * case.dp, str(path), timeout=120)
-    tolerance = TOLERANCES[case.dtype]
-    for rank in found:
-        assert rank["loss"] <= tolerance
-        assert {name: off for name, off in rank["gradients"].items() if not off <= tolerance} == {}
-    named = {name for rank in found for name in rank["gradients"]}
-    assert named == set(found[0]["trained"])
+LLAMA = (*SMALL_LLAMA[1:], ("num_hidden_layers", 2))
+QWEN = (*LLAMA, ("tie_word_embeddings", True))
+MIXTRAL = (
+    ("num_hidden_layers", 2), ("hidden_size", 32), ("intermediate_size", 64), ("vocab_size", 97),
+    ("output_router_logits", True),
+)  # fmt: skip
+GPT2 = (("num_hidden_layers", 2), ("hidden_size", 32), ("vocab_size", 101), ("dropout", 0))
+BERT = (("num_hidden_layers", 2), ("hidden_size", 32), ("intermediate_size", 64), ("dropout", 0))
+
+TWO = [
+    Case("tiny-llama", 2, overrides=LLAMA),
+    Case("qwen3-8b", 2, overrides=QWEN),
+    Case("tiny-gpt2", 2, overrides=GPT2),
+    Case("tiny-bert", 2, overrides=BERT),
+    Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL),
+]
+FOUR = [
+    Case("tiny-llama", 4, overrides=(*LLAMA, ("num_key_value_heads", 4), ("vocab_size", 97))),
+    Case("tiny-gpt2", 2, pp=2, overrides=GPT2),
+    Case("tiny-llama", 2, dp=2, overrides=LLAMA),
+]
 
 
-def train(rank: int, num_ranks: int, path: str) -> dict[str, Any]:
-    """One batch on this rank, compared with what the plain model finds."""
-    import torch
+@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
+def test_shared_layers_equal_whole_ones(cases: list[Case], tmp_path: Path) -> None:
+    check(cases, tmp_path)
+
+
+def check(cases: list[Case], folder: Path) -> None:
+    paths = [str(case.plan(folder)) for case in cases]
+    found = run_ranks(train_all, cases[0].num_ranks, paths, timeout=180)
+    for case, ranks in zip(cases, zip(*found, strict=True), strict=True):
+        tolerance = TOLERANCES[case.dtype]
+        for rank in ranks:
+            assert rank["loss"] <= tolerance, str(case)
+            off = {name: off for name, off in rank["gradients"].items() if not off <= tolerance}
+            assert off == {}, str(case)
+            assert rank["norm"] <= tolerance, str(case)
+        assert {name for rank in ranks for name in rank["gradients"]} == set(ranks[0]["trained"])
+
+
+def train_all(rank: int, num_ranks: int, paths: list[str]) -> list[dict[str, Any]]:
+    """One batch of each plan on this rank, compared with what the plain model finds."""
     import torch.distributed as dist
-    from cells import Plain
 
-    from stagewright.execution.session import Session
-    from stagewright.execution.verification import largest_difference
     from stagewright.planning.plan import load_plan
 
     dist.init_process_group("gloo")
-    plan = load_plan(path)
+    found = []
+    for path in paths:
+        found.append(_train_one(load_plan(path)))
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def _train_one(plan: Any) -> dict[str, Any]:
+    import torch
+    from cells import Plain
+
+    from stagewright.execution.session import Session
+
     session = Session(plan, torch.device("cpu"), None, random_weights=True)
     plain = Plain(plan)
     loss, wanted_loss = session.accumulate(0), plain.loss()
     wanted = plain.gradients(tuple(range(plan.num_microbatches)))
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     differences = {
-        name: largest_difference(gradient, session.part(name, wanted[name]))
+        name: _difference(gradient, session.part(name, wanted[name]), largest)
         for name, gradient in session.gradients().items()
     }
-    dist.barrier()
-    dist.destroy_process_group()
+    norm = session.train_step(0).gradient_norm
+    wanted_norm = float(torch.stack([gradient.norm().double() for gradient in wanted.values()]).norm())
     return {
         "loss": abs(loss - wanted_loss) / abs(wanted_loss),
         "gradients": differences,
+        "norm": abs(norm - wanted_norm) / wanted_norm,
         "trained": list(wanted),
     }
+
+
+def _difference(found: Any, wanted: Any, largest: float) -> float:
+    """Relative to the tensor's own largest element, or none where all of it is rounding (a key's bias has no gradient)."""
+    from stagewright.execution.verification import largest_difference
+
+    if max(float(found.abs().max()), float(wanted.abs().max())) < 1e-14 * largest:
+        return 0.0
+    return largest_difference(found, wanted)

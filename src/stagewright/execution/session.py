@@ -25,7 +25,7 @@ from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph.flat import Flat, flats, of_stages
 from stagewright.graph.stage import Stage, carve
-from stagewright.graph.tensor_parallel import GROUP, TensorParallel
+from stagewright.graph.tensor_parallel import GROUP, parallelism
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
@@ -146,7 +146,7 @@ class Session:
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What this rank holds of a tensor of the whole model."""
-        found: TensorParallel | None = self.graph.facts.get("tensor_parallel")
+        found = parallelism(self.graph)
         how = found.shards.get(name) if found else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
 
@@ -161,7 +161,7 @@ class Session:
 
     def _counted_elsewhere(self) -> set[int]:
         """Parameters that the first of the ranks that share layers counts in the norm of the gradient."""
-        found: TensorParallel | None = self.graph.facts.get("tensor_parallel")
+        found = parallelism(self.graph)
         if found is None or self.mesh.tensor_rank == 0:
             return set()
         names = {value: name for name, value in self.graph.parameters.items()}

@@ -10,8 +10,11 @@ from stagewright.execution.host import HostStore
 from stagewright.execution.random import reseed
 from stagewright.execution.weights import Weights
 from stagewright.graph.stage import Function, Stage
+from stagewright.graph.tensor_parallel import GROUP, local_draws
 from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.keys import key
 from stagewright.tracing.runnable import Runnable, compile_function
+from stagewright.tracing.tensor_parallel.operators import rank_in
 
 Tensors = dict[int, torch.Tensor]
 
@@ -43,6 +46,8 @@ class StageRunner:
         self.weights = weights
         self.device = device
         self.seed = seed
+        self.local_draws = local_draws(stage.graph)
+        self.local_seed = key(seed, 1 + rank_in(GROUP)) if self.local_draws else seed
         self.step = 0
         self.is_gathered = is_gathered
         self.first_microbatch = first_microbatch
@@ -185,4 +190,5 @@ class StageRunner:
         return dict(zip(runnable.outputs, outputs, strict=True))
 
     def _reseed(self, draw: int) -> None:
-        reseed(self.seed, self.step, self.first_microbatch + self._microbatch, draw)
+        seed = self.local_seed if draw in self.local_draws else self.seed
+        reseed(seed, self.step, self.first_microbatch + self._microbatch, draw)

@@ -1,14 +1,28 @@
-"""How the tensors of one tensor-parallel rank are cut out of those of the whole model."""
+"""Graphs of one tensor-parallel rank: how its tensors are cut out of the whole model's, and which values it alone has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stagewright.errors import InputError
+from stagewright.errors import ContractError, InputError
+from stagewright.graph.graph import OperatorGraph, Origin
 
 GROUP = "tp"
 """The name by which collectives know the ranks of one tensor-parallel group."""
+
+ENTER = "stagewright.enter.default"
+ALL_REDUCE = "stagewright.all_reduce.default"
+ALL_GATHER = "stagewright.all_gather.default"
+REDUCE_SCATTER = "stagewright.reduce_scatter.default"
+SHARD = "stagewright.shard.default"
+GROUP_RANK = "stagewright.group_rank.default"
+
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})
+"""Operators in which all ranks of a group take part; the name of the group and its size are among the arguments."""
+
+_ALIKE = frozenset({ALL_REDUCE, ALL_GATHER})
+_LOCAL = frozenset({REDUCE_SCATTER, SHARD, GROUP_RANK})
 
 
 @dataclass(frozen=True)
@@ -73,3 +87,69 @@ def even(what: str, amount: int, size: int) -> int:
             f"choose a width among {', '.join(map(str, divisors))}"
         )
     return amount // size
+
+
+def parallelism(graph: OperatorGraph) -> TensorParallel | None:
+    """The tensor parallelism that `graph` was traced with; None where every layer is whole."""
+    return graph.facts.get("tensor_parallel")
+
+
+def local_values(graph: OperatorGraph) -> frozenset[int]:
+    """Values of which every rank has another: made of shards, and not summed or gathered since."""
+    found = parallelism(graph)
+    if found is None:
+        return frozenset()
+    local = {value for name, value in graph.parameters.items() if name in found.shards}
+    contributed = {value: gradient for gradient, made in graph.contributions.items() for _, value in made}
+    for node in graph.nodes:
+        if node.op in _ALIKE:
+            continue
+        if node.op in _LOCAL or any(value in local for value in node.inputs):
+            for value in node.outputs:
+                if value is not None:
+                    local.add(value)
+                    if value in contributed:
+                        local.add(contributed[value])
+    return frozenset(local)
+
+
+def local_draws(graph: OperatorGraph) -> frozenset[int]:
+    """Draws of random numbers for values of which every rank has another, so that they must differ too."""
+    if parallelism(graph) is None:
+        return frozenset()
+    local = local_values(graph)
+    return frozenset(
+        node.draw for node in graph.nodes if node.draw >= 0 and any(value in local for value in node.inputs)
+    )
+
+
+def verify_parallel(graph: OperatorGraph) -> None:
+    """Check that the ranks agree on what all of them hold: the loss, buffers and the gradients of whole parameters.
+
+    Raises:
+        ContractError: they would not; names the parameter or buffer.
+    """
+    found = parallelism(graph)
+    if found is None:
+        return
+    local = local_values(graph)
+    if graph.loss in local:
+        raise ContractError(
+            f"model '{graph.name}' split over {found.size} ranks has another loss on each of them"
+        )
+    names = {value: name for name, value in graph.parameters.items()}
+    for buffer, value in graph.mutations:
+        if value in local:
+            raise ContractError(
+                f"buffer '{graph.values[buffer].name}' would differ between the ranks that share its layer: run with --tp 1"
+            )
+    for value, gradient in graph.gradients.items():
+        if (
+            gradient in local
+            and graph.values[value].origin is Origin.PARAMETER
+            and names[value] not in found.shards
+        ):
+            raise ContractError(
+                f"every rank would have another gradient of '{names[value]}', which all of them hold whole: "
+                "the model's tensor-parallel plan leaves out a layer; run with --tp 1"
+            )

@@ -19,11 +19,11 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from stagewright.errors import TraceError
 from stagewright.graph import Origin, Ref, TensorMeta
+from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import DTYPES, encode, meta_of
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
-from stagewright.tracing.tensor_parallel.operators import COLLECTIVES
 
 _GETITEM = "<built-in function getitem>"
 _BLOCK = "stagewright.block.default"
@@ -311,7 +311,7 @@ class _Flattener:
                 return
             if args[0].value in self.parameter_numbers:
                 self.casts[cast] = self.following
-        if name in COLLECTIVES:
+        if name in COLLECTIVES or name == ENTER:
             key = (name, args, no_grad)
             if key in self.collectives:
                 env[node] = self.collectives[key]

@@ -20,6 +20,7 @@ import torch
 
 from stagewright.errors import TraceError
 from stagewright.graph import Ref, Symbol, TensorMeta
+from stagewright.graph.tensor_parallel import ENTER
 from stagewright.tracing.arguments import DTYPES, decode, encode, meta_of, operator, references
 from stagewright.tracing.private import (
     FakeTensorMode,
@@ -89,7 +90,7 @@ _AS_WIDE_AS_INPUT = {("aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 # Operators that return their argument, though their schema must not say so while a model is exported.
-_IDENTITIES = {"stagewright.enter.default"}
+_IDENTITIES = {ENTER}
 
 
 # Views that torch marks with a bit instead of a layout: another layout does not tell them apart, so they are copied.

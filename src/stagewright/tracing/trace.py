@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stagewright.graph import OperatorGraph
+from stagewright.graph.tensor_parallel import verify_parallel
 from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.autocast import autocast_of
@@ -85,4 +86,5 @@ def trace_module(
     report("differentiating operator by operator")
     graph = build_joint(name, captured, Rules(mode, device), facts)
     verify_graph(graph)
+    verify_parallel(graph)
     return graph

@@ -24,17 +24,13 @@ from stagewright.errors import RunError
 _all_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-ENTER = "stagewright.enter.default"
-ALL_REDUCE = "stagewright.all_reduce.default"
-ALL_GATHER = "stagewright.all_gather.default"
-REDUCE_SCATTER = "stagewright.reduce_scatter.default"
-SHARD = "stagewright.shard.default"
-RANK = "stagewright.group_rank.default"
-COLLECTIVES = frozenset({ENTER, ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SHARD})
-"""All of them give the same result for the same argument, so that one call may stand for several."""
-
 _LIBRARY = torch.library.Library("stagewright", "FRAGMENT")
 _GROUPS: dict[str, dist.ProcessGroup] = {}
+
+
+def rank_in(name: str) -> int:
+    """This process's rank in the group called `name`."""
+    return dist.get_rank(_group(name))
 
 
 def use_group(name: str, group: dist.ProcessGroup) -> None:
