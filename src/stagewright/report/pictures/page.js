@@ -67,63 +67,92 @@ const rowHeight = Math.min(38, Math.max(8, 620 / numRanks - 4));
 const laneHeight = hasLanes ? Math.max(3, rowHeight / 5) : 0;
 const gap = rowHeight > 14 ? 5 : 2;
 const pitch = rowHeight + laneHeight + gap;
+const namedRanks = Math.max(1, Math.ceil(12 / pitch)); // every so many ranks there is room for a name
 const left = 22 + 7 * `rank ${numRanks - 1}`.length + (data.curvesAreBytes ? 14 : 0), right = 26, head = 4, axis = 26;
 const heights = { rows: head + numRanks * pitch + axis, curves: 150 };
 let hovered = -1, hoveredRank = -1, followed = -1, cursor = null, theme = null;
 
-const plotWidth = () => element("rows").clientWidth - left - right;
+let width = element("rows").clientWidth; // of both canvases; kept because asking for it lays out the page
+const plotWidth = () => width - left - right;
 const xOf = (seconds) => left + ((seconds - view.from) / (view.to - view.from)) * plotWidth();
 const secondsAt = (x) => view.from + ((x - left) / plotWidth()) * (view.to - view.from);
 
 function canvas(id) {
-  const target = element(id), ratio = window.devicePixelRatio || 1, width = target.clientWidth;
+  const target = element(id), ratio = window.devicePixelRatio || 1;
+  width = target.clientWidth;
   target.style.height = `${heights[id]}px`;
   if (target.width !== Math.round(width * ratio) || target.height !== Math.round(heights[id] * ratio)) {
     target.width = Math.round(width * ratio);
     target.height = Math.round(heights[id] * ratio);
   }
-  const pen = target.getContext("2d");
-  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
+  const pen = prepared(target.getContext("2d"));
   pen.clearRect(0, 0, width, heights[id]);
+  return pen;
+}
+
+function prepared(pen) {
+  const ratio = window.devicePixelRatio || 1;
+  pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.font = "12px Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif";
   return pen;
 }
 
+/** Draw what changes only with the view; pointing at something draws on top of it. */
+function drawBackground(pen, id, more, draw) {
+  const key = [view.from, view.to, theme.name, ...more];
+  const background = layer(id, key, element(id), (layerPen) => draw(prepared(layerPen)));
+  pen.drawImage(background, 0, 0, width, heights[id]);
+}
+
 // -- the timetable ------------------------------------------------------------------------------------------
 
-function firstVisible(begin, end) {
-  // Computations of a rank do not overlap, so their ends are in the order of their starts.
+function firstWhere(begin, end, isReached) {
   while (begin < end) {
     const middle = (begin + end) >> 1;
-    if (bars.start[middle] + bars.seconds[middle] < view.from) begin = middle + 1;
-    else end = middle;
+    if (isReached(middle)) end = middle;
+    else begin = middle + 1;
   }
   return begin;
 }
 
+/** Computations of a rank do not overlap, so their ends are in the order of their starts. */
+const firstVisible = (begin, end) => firstWhere(begin, end, (i) => bars.start[i] + bars.seconds[i] >= view.from);
+const firstBeyond = (begin, end) => firstWhere(begin, end, (i) => bars.start[i] > view.to);
+
 function barBox(i, rank, beside) {
   const x = xOf(bars.start[i]), width = (bars.seconds[i] / (view.to - view.from)) * plotWidth();
-  let y = head + rank * pitch, height = rowHeight;
-  if (beside) [y, height] = [y + rowHeight + 1, laneHeight - 1];
-  else if (bars.half[i]) [y, height] = [y + ((bars.half[i] - 1) * height) / 2, height / 2];
-  return [x, y, width, height];
+  const [y, height] = laneBox(rank, beside);
+  if (beside || !bars.half[i]) return [x, y, width, height];
+  return [x, y + ((bars.half[i] - 1) * height) / 2, width, height / 2];
 }
 
 function drawLane(pen, rank, beside) {
-  const lane = 2 * rank + (beside ? 1 : 0), end = data.laneOffsets[lane + 1];
-  let i = data.laneOffsets[lane], reached = -1;
-  if (!beside) i = firstVisible(i, end);
-  for (; i < end && bars.start[i] <= view.to; i++) {
-    const [x, y, width, height] = barBox(i, rank, beside);
-    if (x + width < left || (width < 0.7 && x + width < reached)) continue;
-    const from = Math.max(x, left), to = Math.min(x + width, left + plotWidth());
-    pen.globalAlpha = followed < 0 || followed === bars.microbatch[i] ? 1 : 0.22;
-    pen.fillStyle = data.kinds[bars.kind[i]].fills[bars.chunk[i]];
-    pen.fillRect(from, y, Math.max(to - from - (width > 4 ? 0.8 : 0), 0.7), height);
-    reached = x + Math.max(width, 0.7);
-    if (!beside && width > 9 && height > 9) drawLabel(pen, i, from, to, y, height);
+  const lane = 2 * rank + (beside ? 1 : 0), end = firstBeyond(data.laneOffsets[lane], data.laneOffsets[lane + 1]);
+  const begin = beside ? data.laneOffsets[lane] : firstVisible(data.laneOffsets[lane], end);
+  const numColumns = Math.round(plotWidth() * (window.devicePixelRatio || 1));
+  if (WIDE * (end - begin) <= numColumns) {
+    for (let i = begin; i < end; i++) drawBar(pen, i, rank, beside);
+  } else {
+    const wide = [], [y, height] = laneBox(rank, beside);
+    paintColumns(pen, columnsOf(begin, end, numColumns, wide), y, height);
+    for (const i of wide) drawBar(pen, i, rank, beside);
   }
   pen.globalAlpha = 1;
+}
+
+function laneBox(rank, beside) {
+  const y = head + rank * pitch;
+  return beside ? [y + rowHeight + 1, laneHeight - 1] : [y, rowHeight];
+}
+
+function drawBar(pen, i, rank, beside) {
+  const [x, y, width, height] = barBox(i, rank, beside);
+  if (x + width < left) return;
+  const from = Math.max(x, left), to = Math.min(x + width, left + plotWidth());
+  pen.globalAlpha = followed < 0 || followed === bars.microbatch[i] ? 1 : 0.22;
+  pen.fillStyle = data.kinds[bars.kind[i]].fills[bars.chunk[i]];
+  pen.fillRect(from, y, Math.max(to - from - (width > 4 ? 0.8 : 0), 0.7), height);
+  if (!beside && width > 9 && height > 9) drawLabel(pen, i, from, to, y, height);
 }
 
 function barText(i) {
@@ -131,11 +160,12 @@ function barText(i) {
   return `${bars.stage[i]}${data.kinds[bars.kind[i]].text}${microbatch}`;
 }
 
+const widths = {}; // of texts, in pixels
 function drawLabel(pen, i, from, to, y, height) {
   const text = barText(i), short = text.replace(/^\d+/, "");
   const wanted = [data.numChunks > 1 ? text : short, `${bars.microbatch[i]}`];
   // all kinds as wide as the widest, so that equal bars get labels of one form
-  const widthOf = (each) => pen.measureText(each.replace(/[A-Z]/, "W")).width;
+  const widthOf = (each) => (widths[each] ??= pen.measureText(each.replace(/[A-Z]/, "W")).width);
   const fitting = wanted.find((each) => widthOf(each) < to - from - 3);
   if (fitting === undefined || bars.microbatch[i] < 0) return;
   pen.fillStyle = data.inks[bars.chunk[i]];
@@ -149,11 +179,12 @@ function isBetweenNeighbours(i) {
   return Math.abs(data.rankOfStage[moves.source[i]] - data.rankOfStage[moves.target[i]]) === 1;
 }
 
+const MOST_LINES = 600; // more cannot be told apart
 function drawTransfers(pen) {
   const chosen = [];
-  for (let i = 0; i < moves.start.length && moves.start[i] <= view.to && chosen.length <= 1500; i++)
+  for (let i = 0; i < moves.start.length && moves.start[i] <= view.to && chosen.length <= MOST_LINES; i++)
     if (moves.end[i] >= view.from && (followed < 0 ? isBetweenNeighbours(i) : followed === moves.microbatch[i])) chosen.push(i);
-  if (chosen.length > 1500) return;
+  if (chosen.length > MOST_LINES) return;
   pen.lineWidth = followed < 0 ? 1 : 2;
   for (const i of chosen) {
     const isValue = moves.source[i] < moves.target[i];
@@ -182,32 +213,45 @@ function drawAxis(pen, y) {
   }
 }
 
-function drawRows() {
-  const pen = canvas("rows"), every = Math.max(1, Math.ceil(12 / pitch));
+function drawRankName(pen, rank, colour) {
+  pen.fillStyle = colour;
+  pen.textAlign = "right";
+  pen.textBaseline = "middle";
+  pen.fillText(`rank ${rank}`, left - 10, head + rank * pitch + rowHeight / 2);
+}
+
+function drawAllRows(pen) {
   for (let rank = 0; rank < numRanks; rank++) {
     pen.fillStyle = theme.idle;
     pen.fillRect(left, head + rank * pitch, plotWidth(), rowHeight);
-    if (rank % every === 0) {
-      pen.fillStyle = rank === hoveredRank ? theme.text : theme.faint;
-      pen.textAlign = "right";
-      pen.textBaseline = "middle";
-      pen.fillText(`rank ${rank}`, left - 10, head + rank * pitch + rowHeight / 2);
-    }
+    if (rank % namedRanks === 0) drawRankName(pen, rank, theme.faint);
     drawLane(pen, rank, false);
     drawLane(pen, rank, true);
   }
+  clipToRows(pen);
+  drawTransfers(pen);
+  pen.restore();
+  drawAxis(pen, head + numRanks * pitch);
+}
+
+function clipToRows(pen) {
   pen.save();
   pen.beginPath();
   pen.rect(left, 0, plotWidth(), head + numRanks * pitch);
   pen.clip();
-  drawTransfers(pen);
+}
+
+function drawRows() {
+  const pen = canvas("rows");
+  drawBackground(pen, "rows", [followed], drawAllRows);
+  if (hoveredRank >= 0 && hoveredRank % namedRanks === 0) drawRankName(pen, hoveredRank, theme.text);
   if (hovered >= 0) {
+    clipToRows(pen);
     pen.strokeStyle = theme.text;
     pen.lineWidth = 2;
     pen.strokeRect(...barBox(hovered, hoveredRank, isBeside(hovered, hoveredRank)));
+    pen.restore();
   }
-  pen.restore();
-  drawAxis(pen, head + numRanks * pitch);
   drawCursor(pen, head + numRanks * pitch);
 }
 
@@ -222,13 +266,7 @@ function drawCursor(pen, height) {
 // -- what every rank holds ----------------------------------------------------------------------------------
 
 function indexAt(curve, seconds) {
-  let begin = 0, end = curve.time.length;
-  while (begin < end) {
-    const middle = (begin + end) >> 1;
-    if (curve.time[middle] <= seconds) begin = middle + 1;
-    else end = middle;
-  }
-  return Math.max(begin - 1, 0);
+  return Math.max(firstWhere(0, curve.time.length, (i) => curve.time[i] > seconds) - 1, 0);
 }
 
 const heldAt = (rank, seconds) => curves[rank].held[indexAt(curves[rank], seconds)];
@@ -253,9 +291,7 @@ function drawCurve(pen, rank, yOf) {
   pen.stroke();
 }
 
-function drawCurves() {
-  const pen = canvas("curves"), most = Math.max(...peaks) || 1, height = heights.curves - 18;
-  const yOf = (held) => 9 + height * (1 - held / most);
+function drawOtherCurves(pen, chosen, most, yOf) {
   pen.textAlign = "right";
   pen.textBaseline = "middle";
   for (const tick of data.curvesAreBytes ? byteTicks(most, 4) : ticks(0, most, 4)) {
@@ -264,15 +300,15 @@ function drawCurves() {
     pen.fillStyle = theme.faint;
     pen.fillText(formatHeld(tick), left - 8, yOf(tick));
   }
+  const others = curves.map((_, rank) => rank).filter((rank) => rank !== chosen);
+  paintCurves(pen, others, yOf, heights.curves, theme.faint, numRanks > 16 ? 0.25 : 0.5);
+}
+
+function drawCurves() {
+  const pen = canvas("curves"), most = Math.max(...peaks) || 1, height = heights.curves - 18;
+  const yOf = (held) => 9 + height * (1 - held / most);
   const chosen = hoveredRank < 0 ? fullest : hoveredRank;
-  for (let rank = 0; rank < numRanks; rank++) {
-    if (rank === chosen) continue;
-    pen.strokeStyle = theme.faint;
-    pen.globalAlpha = numRanks > 16 ? 0.25 : 0.5;
-    pen.lineWidth = 1;
-    drawCurve(pen, rank, yOf);
-  }
-  pen.globalAlpha = 1;
+  drawBackground(pen, "curves", [chosen], (layerPen) => drawOtherCurves(layerPen, chosen, most, yOf));
   pen.strokeStyle = theme.value;
   pen.lineWidth = 2;
   drawCurve(pen, chosen, yOf);

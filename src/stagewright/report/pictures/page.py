@@ -21,14 +21,15 @@ _MOST_POINTS = 20_000
 def html_page(scene: Scene) -> str:
     """The document of `scene`; a megabyte for every 50,000 actions."""
     here = files("stagewright.report.pictures")
-    page, style, script = (
-        here.joinpath(name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js")
+    page, style, *scripts = (
+        here.joinpath(name).read_text(encoding="utf-8")
+        for name in ("page.html", "page.css", "page.js", "coarse.js")
     )
     data = json.dumps(_data(scene), separators=(",", ":")).replace("</", "<\\/")
     for mark, text in (
         ("{{title}}", escape(scene.title)),
         ("{{style}}", style),
-        ("{{script}}", script),
+        ("{{script}}", "\n".join(scripts)),
         ("{{data}}", data),
     ):
         page = page.replace(mark, text)
