@@ -159,7 +159,7 @@ def _zero_bubble_peak(
     num_chunks = {"1F1B-I": (num_layers + 2) // pp, "ZB-V": 2}.get(schedule, 1)
     layout = Layout(
         tokens, pp=pp, microbatch_size=size, num_microbatches=num_microbatches, schedule=_FAMILIES[schedule],
-        num_chunks=num_chunks, layers_per_stage=_with_lighter_ends(num_layers, pp * num_chunks),
+        num_chunks=num_chunks, layers_per_stage=with_lighter_ends(num_layers, pp * num_chunks),
     )  # fmt: skip
     program = None
     if schedule == "ZB-V":
@@ -169,7 +169,7 @@ def _zero_bubble_peak(
     return max(rank.peak_bytes for rank in footprints(shape, layout, stack, program))
 
 
-def _with_lighter_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def with_lighter_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Embedding and head stand for a layer each."""
     each, more = divmod(num_layers + 2, num_stages)
     counts = [each + (stage < more) for stage in range(num_stages)]

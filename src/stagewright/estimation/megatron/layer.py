@@ -62,7 +62,7 @@ class Layers:
 
     def head(self) -> list[Step]:
         """Final norm, logits and loss."""
-        logits = self.layout.num_tokens * self._vocabulary() // self.layout.tp
+        logits = self.layout.num_tokens * self.padded_vocabulary() // self.layout.tp
         at_once = (self.stack.logit_bytes - self.stack.saved_logit_bytes) * logits
         residual = self._residual
         return [
@@ -96,7 +96,7 @@ class Layers:
     def edge_parameters(self, first: bool, last: bool) -> int:
         """Parameters on one device of what surrounds the layers."""
         shape = self.shape
-        table = self._vocabulary() * shape.hidden // self.layout.tp
+        table = self.padded_vocabulary() * shape.hidden // self.layout.tp
         count = 0
         if first:
             count += table + shape.num_positions * shape.hidden
@@ -105,7 +105,7 @@ class Layers:
             count += shape.hidden * (2 if shape.has_bias else 1) + (0 if shared else table)
         return count
 
-    def _vocabulary(self) -> int:
+    def padded_vocabulary(self) -> int:
         """Rounded up to a multiple of 128 on every device. Source: Megatron's --make-vocab-size-divisible-by."""
         multiple = 128 * self.layout.tp
         return -(-self.shape.vocabulary // multiple) * multiple

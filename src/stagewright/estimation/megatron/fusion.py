@@ -1,0 +1,144 @@
+"""What a runtime's fused kernels save: bytes moved, launches, and what the host spends on each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagewright.errors import InputError, nearest
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Costs of one runtime's kernels that follow from how it fuses, not from the device.
+
+    * `softmax_forward`: times attention's scores are moved by scale, mask and softmax.
+    * `rotary`: times queries, keys and values are moved to turn the first two.
+    * `loss_forward`, `loss_backward`: bytes moved per logit.
+    * `adding_bytes`: bytes moved per weight and microbatch to add its gradient up; 0 where the product does it.
+    * `optimizer_bytes`: bytes moved per parameter in a step: unscaling, norm, update, new half-precision copy.
+    * `latent_copies`: times queries and keys are moved to join their rotary parts (MLA).
+    * `routing`: times the router's logits are moved.
+    * `hides_gathers`: whether sequence-parallel collectives of the backward run beside its products.
+    * `scatters_boundaries`: whether tensor-parallel devices send a part each between nodes and gather behind.
+    * `kernel_host_s`: what the host spends on a kernel, with the operators and autograd's work around it.
+    * `peer_host_s`: what each further member of a collective adds while hosts are the bound: all wait for the slowest.
+    * `product_gap_s`: idle time of the device around a product, beyond its ramp-up.
+    * `pass_host_s`: what the pipeline's engine spends on a microbatch and pass.
+    * `step_host_s`: once per step: data, learning rate, losses, the optimizer's bookkeeping.
+    """
+
+    name: str
+    softmax_forward: float
+    rotary: float
+    loss_forward: float
+    loss_backward: float
+    adding_bytes: float
+    optimizer_bytes: float
+    latent_copies: float
+    routing: float
+    hides_gathers: bool
+    scatters_boundaries: bool
+    kernel_host_s: float
+    peer_host_s: float
+    product_gap_s: float
+    pass_host_s: float
+    step_host_s: float
+
+
+FUSIONS = {
+    fusion.name: fusion
+    for fusion in (
+        # Source of the structure: Megatron-LM 2.x and 3.0: one kernel for scale, mask and softmax; fp16 gradients that
+        # autograd adds up; logits cast to fp32, maximum, difference, exponential, sum and division one by one.
+        # Fitted on half of the A100 runs of `validation/megatron_time.py`: `softmax_forward` and `loss_forward` (their
+        # kernels are not fused and compute in fp32), and the last five but `step_host_s`.
+        Fusion(
+            "megatron-deepspeed",
+            softmax_forward=6.7,
+            rotary=4,
+            loss_forward=53,
+            loss_backward=32,
+            adding_bytes=6,
+            optimizer_bytes=52,
+            latent_copies=2,
+            routing=4,
+            hides_gathers=False,
+            scatters_boundaries=False,
+            kernel_host_s=7e-5,
+            peer_host_s=2.3e-5,
+            product_gap_s=6.3e-5,
+            pass_host_s=8.6e-4,
+            step_host_s=1e-3,
+        ),
+        # The fork of the zero-bubble authors: its products add gradients up. Fitted on a third of the rows of
+        # `validation/zero_bubble_runs.py`: `loss_forward` and `pass_host_s`; the rest as above.
+        Fusion(
+            "zero-bubble",
+            softmax_forward=6.7,
+            rotary=4,
+            loss_forward=12,
+            loss_backward=7,
+            adding_bytes=0,
+            optimizer_bytes=52,
+            latent_copies=2,
+            routing=4,
+            hides_gathers=False,
+            scatters_boundaries=False,
+            kernel_host_s=7e-5,
+            peer_host_s=2.3e-5,
+            product_gap_s=6.3e-5,
+            pass_host_s=1e-4,
+            step_host_s=1e-3,
+        ),
+        # Megatron-LM 3.0 on its authors' cluster: one kernel for the softmax. Fitted: `product_gap_s`.
+        Fusion(
+            "megatron-lm",
+            softmax_forward=2,
+            rotary=4,
+            loss_forward=40,
+            loss_backward=16,
+            adding_bytes=6,
+            optimizer_bytes=46,
+            latent_copies=2,
+            routing=4,
+            hides_gathers=False,
+            scatters_boundaries=True,
+            kernel_host_s=1e-5,
+            peer_host_s=5e-6,
+            product_gap_s=3e-5,
+            pass_host_s=2e-4,
+            step_host_s=1e-2,
+        ),
+        Fusion(
+            "megatron-core+te",
+            softmax_forward=2,
+            rotary=2,
+            loss_forward=24,
+            loss_backward=12,
+            adding_bytes=6,
+            optimizer_bytes=46,
+            latent_copies=2,
+            routing=8,
+            hides_gathers=False,
+            scatters_boundaries=True,
+            kernel_host_s=1e-5,
+            peer_host_s=5e-6,
+            product_gap_s=0.0,
+            pass_host_s=2e-4,
+            step_host_s=1e-2,
+        ),
+    )
+}
+
+
+def find_fusion(name: str) -> Fusion:
+    """The policy called `name`.
+
+    Raises:
+        InputError: there is none; names the nearest.
+    """
+    if name not in FUSIONS:
+        raise InputError(
+            f"no kernels known of stack '{name}'{nearest(name, FUSIONS)}: use one of {', '.join(FUSIONS)}"
+        )
+    return FUSIONS[name]

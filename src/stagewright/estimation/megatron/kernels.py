@@ -1,0 +1,94 @@
+"""What Megatron's layers run: products, streams over memory and collectives of every pass of a layer.
+
+Sizes are those of one device: tensor parallelism splits products, sequence parallelism the streams between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+KernelKind = Literal["matmul", "memory", "norm", "attention", "attention backward"]
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "exchange"]
+Axis = Literal["tp", "cp", "ep"]
+
+
+class Kernel(NamedTuple):
+    """One kernel: arithmetic and bytes it moves; `count` equal ones in a row."""
+
+    kind: KernelKind
+    flop: float
+    num_bytes: float
+    count: int = 1
+
+
+class Collective(NamedTuple):
+    """One collective along an axis of the layout; bytes as `stagewright.cluster.collectives` counts them."""
+
+    kind: CollectiveKind
+    axis: Axis
+    num_bytes: float
+    hidden: bool = False
+    """Whether it runs beside a product that does not need it."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What runs in one direction through a part of the model."""
+
+    kernels: tuple[Kernel, ...] = ()
+    collectives: tuple[Collective, ...] = ()
+
+    def __add__(self, other: Pass) -> Pass:
+        return Pass(self.kernels + other.kernels, self.collectives + other.collectives)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward, gradient of the input, gradients of the weights."""
+
+    forward: Pass = Pass()
+    input_grad: Pass = Pass()
+    weight_grad: Pass = Pass()
+
+    def __add__(self, other: Passes) -> Passes:
+        return Passes(
+            self.forward + other.forward,
+            self.input_grad + other.input_grad,
+            self.weight_grad + other.weight_grad,
+        )
+
+
+def together(parts: Iterable[Passes]) -> Passes:
+    """All `parts` one after the other."""
+    total = Passes()
+    for part in parts:
+        total = total + part
+    return total
+
+
+def product(tokens: float, given: float, made: float, count: int = 1, adds_up: float = 0.0) -> Passes:
+    """A linear layer of `count` weights; `adds_up` bytes are moved per weight to add its gradient to the others.
+
+    The gradient of a weight costs as many FLOP as the product itself, and so does that of its input.
+    """
+    flop, weights = 2.0 * tokens * given * made, given * made
+    moved = 2.0 * (tokens * given + tokens * made + weights)
+    kernel = Kernel("matmul", flop, moved, count)
+    adding = (Kernel("memory", 0.0, adds_up * weights, count),) if adds_up else ()
+    return Passes(Pass((kernel,)), Pass((kernel,)), Pass((kernel, *adding)))
+
+
+def stream(forward: float, backward: float, kind: KernelKind = "memory", for_weights: float = 0.0) -> Passes:
+    """Elementwise work: bytes moved in each direction; none for a direction that has no kernel."""
+
+    def one(num_bytes: float) -> Pass:
+        return Pass((Kernel(kind, 0.0, num_bytes),)) if num_bytes else Pass()
+
+    return Passes(one(forward), one(backward), one(for_weights))
+
+
+def collectives(forward: Iterable[Collective], backward: Iterable[Collective]) -> Passes:
+    """Communication of each direction."""
+    return Passes(Pass((), tuple(forward)), Pass((), tuple(backward)))

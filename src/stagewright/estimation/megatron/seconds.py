@@ -1,0 +1,220 @@
+"""Seconds of a decoder's stages under a layout: kernels by size on a device, collectives on its links."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from stagewright.cluster import (
+    Cluster,
+    Device,
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+)
+from stagewright.estimation.megatron.fusion import Fusion
+from stagewright.estimation.megatron.kernels import Collective, Kernel, Pass, Passes, together
+from stagewright.estimation.megatron.layout import Layout
+from stagewright.estimation.megatron.shape import Shape
+from stagewright.estimation.megatron.stack import MegatronStack
+from stagewright.estimation.megatron.work import Body
+from stagewright.estimation.time import OVERLAP
+
+HALF_TYPE = "bf16"
+
+
+def kernel_seconds(kernel: Kernel, device: Device, dtype: str = HALF_TYPE) -> float:
+    """One kernel (or its `count` equal ones) on the device, without what the host takes to launch it.
+
+    Source and ignores: `stagewright.estimation.time.kernel_seconds`.
+    """
+    match kernel.kind:
+        case "memory":
+            busy = device.memory_seconds(kernel.num_bytes)
+        case "norm":
+            busy = device.norm_seconds(kernel.num_bytes)
+        case "matmul":
+            busy = _overlapped(
+                device.matmul_seconds(kernel.flop, dtype), device.memory_seconds(kernel.num_bytes)
+            )
+        case _:
+            forward = kernel.kind == "attention"
+            share = device.attention_efficiency if forward else device.attention_backward_efficiency
+            rate = (device.peak_flops.get(dtype) or 0.0) * share
+            busy = _overlapped(kernel.flop / rate, device.memory_seconds(kernel.num_bytes))
+    return kernel.count * (busy + device.launch_overhead_s)
+
+
+def _overlapped(arithmetic: float, memory: float) -> float:
+    return (arithmetic**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
+
+
+@dataclass(frozen=True)
+class PassSeconds:
+    """Seconds of one direction: the device's kernels, exposed collectives, what the host needs to launch both."""
+
+    device_s: float = 0.0
+    exposed_s: float = 0.0
+    host_s: float = 0.0
+
+    def __add__(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(
+            self.device_s + other.device_s, self.exposed_s + other.exposed_s, self.host_s + other.host_s
+        )
+
+    def __mul__(self, count: int) -> PassSeconds:
+        return PassSeconds(self.device_s * count, self.exposed_s * count, self.host_s * count)
+
+    @property
+    def seconds(self) -> float:
+        """The slower of device and host, which works ahead."""
+        return max(self.device_s + self.exposed_s, self.host_s)
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one microbatch on a stage."""
+
+    forward: PassSeconds
+    input_grad: PassSeconds
+    weight_grad: PassSeconds
+    recomputed: PassSeconds
+    """What the backward makes again first."""
+
+    @property
+    def backward(self) -> PassSeconds:
+        return self.recomputed + self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times the parts of a model on the first devices of a cluster, whose links stand for all."""
+
+    shape: Shape
+    layout: Layout
+    stack: MegatronStack
+    fusion: Fusion
+    cluster: Cluster
+    first_rank: int = 0
+
+    @cached_property
+    def body(self) -> Body:
+        return Body(self.shape, self.layout, self.stack, self.fusion)
+
+    @property
+    def device(self) -> Device:
+        return self.cluster.device_of(self.first_rank)
+
+    @cached_property
+    def stages(self) -> tuple[StageSeconds, ...]:
+        """Every stage of the layout."""
+        counts, found, first = self.layout.layers(self.shape.num_layers), [], 0
+        again = self.layout.recomputed_layers or tuple(
+            count * (self.layout.recompute == "full") for count in counts
+        )
+        for stage, count in enumerate(counts):
+            found.append(self._stage(stage, range(first, first + count), again[stage]))
+            first += count
+        return tuple(found)
+
+    @property
+    def boundary_bytes(self) -> float:
+        """What a stage hands to the next per device."""
+        return 2.0 * self.layout.num_tokens * self.shape.hidden / self.layout.sequence_shards
+
+    def collective_seconds(self, collective: Collective) -> float:
+        """Alone on the links of the ranks along its axis."""
+        ranks = self.ranks(collective.axis)
+        rate: Callable[..., float] = {
+            "all-reduce": all_reduce_seconds,
+            "all-gather": all_gather_seconds,
+            "reduce-scatter": all_gather_seconds,
+            "all-to-all": all_to_all_seconds,
+            "exchange": all_gather_seconds,
+        }[collective.kind]
+        return rate(self.cluster, collective.num_bytes, ranks)
+
+    def ranks(self, axis: str) -> tuple[int, ...]:
+        """Ranks that share an axis: tensor-parallel neighbours are next to each other, then context, then replicas."""
+        layout = self.layout
+        width, stride = {
+            "tp": (layout.tp, 1),
+            "cp": (layout.cp, layout.tp),
+            "ep": (layout.ep, layout.tp),
+            "dp": (layout.dp * layout.cp, layout.tp),
+            "expert dp": (max(1, layout.dp * layout.cp // layout.ep), layout.tp * layout.ep),
+            "pp": (layout.pp, layout.tp * layout.cp * layout.dp),
+        }[axis]
+        return tuple(self.first_rank + index * stride for index in range(width))
+
+    def pass_seconds(self, what: Pass) -> PassSeconds:
+        """One direction through some part."""
+        gap = self.fusion.product_gap_s
+        device = sum(self._kernel(kernel) for kernel in what.kernels)
+        device += gap * sum(kernel.count for kernel in what.kernels if kernel.kind == "matmul")
+        num = sum(kernel.count for kernel in what.kernels)
+        exposed = hidden = 0.0
+        for collective in what.collectives:
+            took = self._collective(collective)
+            exposed, hidden = (exposed, hidden + took) if collective.hidden else (exposed + took, hidden)
+        products = sum(self._kernel(kernel) for kernel in what.kernels if kernel.kind == "matmul")
+        exposed += max(0.0, hidden - products)
+        host = num * self.fusion.kernel_host_s
+        host += sum(self.fusion.peer_host_s * (len(self.ranks(one.axis)) - 1) for one in what.collectives)
+        return PassSeconds(device, exposed, host)
+
+    def passes(self, what: Passes) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
+        """Forward, gradient of the input, gradients of weights."""
+        return (
+            self.pass_seconds(what.forward),
+            self.pass_seconds(what.input_grad),
+            self.pass_seconds(what.weight_grad),
+        )
+
+    def _kernel(self, kernel: Kernel) -> float:
+        known = self._kernels.get(kernel)
+        if known is None:
+            known = self._kernels[kernel] = kernel_seconds(kernel, self.device)
+        return known
+
+    def _collective(self, collective: Collective) -> float:
+        known = self._collectives.get(collective)
+        if known is None:
+            known = self._collectives[collective] = self.collective_seconds(collective)
+        return known
+
+    @cached_property
+    def _kernels(self) -> dict[Kernel, float]:
+        return {}
+
+    @cached_property
+    def _collectives(self) -> dict[Collective, float]:
+        return {}
+
+    @cached_property
+    def _layers(self) -> dict[bool, tuple[PassSeconds, PassSeconds, PassSeconds]]:
+        """By whether the layer has experts."""
+        return {}
+
+    def layer(self, index: int) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
+        """One layer; equal ones are looked at once."""
+        has_experts = self.shape.experts is not None and index >= self.shape.num_dense
+        if has_experts not in self._layers:
+            self._layers[has_experts] = self.passes(self.body.layer(index))
+        return self._layers[has_experts]
+
+    def _stage(self, stage: int, layers: range, num_again: int) -> StageSeconds:
+        ends = []
+        if stage == 0:
+            ends.append(self.body.embedding())
+        if stage == self.layout.num_stages - 1:
+            ends.append(self.body.head())
+        forward, input_grad, weight_grad = self.passes(together(ends))
+        again = PassSeconds()
+        core = self.pass_seconds(self.body.core.forward) if self.layout.recompute == "selective" else again
+        for place, index in enumerate(layers):
+            one = self.layer(index)
+            forward, input_grad, weight_grad = forward + one[0], input_grad + one[1], weight_grad + one[2]
+            again = again + (one[0] if place < num_again else core)
+        return StageSeconds(forward, input_grad, weight_grad, again)

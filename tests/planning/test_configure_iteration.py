@@ -1,0 +1,107 @@
+"""Step times of Megatron-style runs: what must hold whatever the constants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stagewright.cluster import Cluster, all_reduce_seconds, load_cluster
+from stagewright.errors import InputError
+from stagewright.estimation.megatron import Experts, Layout, Shape, find_megatron_stack
+from stagewright.estimation.megatron.fusion import find_fusion
+from stagewright.estimation.megatron.kernels import Kernel
+from stagewright.planning.configure.iteration import Run
+from stagewright.schedule.placement import linear
+
+GPT = Shape.gpt(8, 2048, 16, 51200, 1024)
+LLAMA = Shape(8, 4096, 14336, 32, 128256, 8, 128, gated=True, has_bias=False, tied=False)
+
+
+@pytest.fixture(scope="module")
+def node() -> Cluster:
+    return load_cluster("8x-a100-80")
+
+
+def run(cluster: Cluster, shape: Shape = GPT, **layout: Any) -> Run:
+    made = Layout(1024, microbatch_size=2, num_microbatches=8, **layout)
+    return Run(shape, made, find_megatron_stack("megatron-core+te"), find_fusion("megatron-core+te"), cluster)
+
+
+def products(what: Run) -> float:
+    """FLOP of products and attention in a forward and backward of one microbatch on one device of every stage."""
+    body = what.clock.body
+    parts = [body.layer(index) for index in range(what.shape.num_layers)] + [body.head()]
+    passes = (p for part in parts for p in (part.forward, part.input_grad, part.weight_grad))
+    return sum(kernel.flop * kernel.count for p in passes for kernel in p.kernels)
+
+
+def test_flop_are_six_per_parameter_and_token_and_attention(node: Cluster) -> None:
+    what = run(node)
+    weights = 8 * (GPT.layer_parameters - 13 * 2048) + 51200 * 2048
+    attention = 8 * 2048 * 1024 * 2048 * (2 + 2.5 * 2) / 2 * 2  # half the scores; a backward of five products
+    assert products(what) == pytest.approx(6 * weights * 2048 + attention, rel=2e-3)
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA])
+def test_tensor_parallelism_splits_products_evenly(node: Cluster, shape: Shape) -> None:
+    assert products(run(node, shape, tp=4)) == pytest.approx(products(run(node, shape)) / 4, rel=1e-3)
+
+
+def test_one_stage_takes_its_passes_in_a_row(node: Cluster) -> None:
+    what = run(node)
+    stage = what.clock.stages[0]
+    expected = 8 * (stage.forward.seconds + stage.backward.seconds + 2 * what.fusion.pass_host_s)
+    assert what.step().pipeline_s == pytest.approx(expected)
+
+
+def test_full_recomputation_adds_a_forward_of_the_layers(node: Cluster) -> None:
+    plain, again = run(node).clock.stages[0], run(node, recompute="full").clock.stages[0]
+    layers = 8 * run(node).clock.layer(0)[0].device_s
+    assert again.backward.device_s - plain.backward.device_s == pytest.approx(layers)
+    assert again.forward == plain.forward
+
+
+def test_collectives_of_sequence_parallelism_move_what_an_all_reduce_does(node: Cluster) -> None:
+    def moved(what: Run) -> float:
+        layer = what.clock.body.layer(0)
+        each = (*layer.forward.collectives, *layer.input_grad.collectives)
+        return sum(one.num_bytes * (2 if one.kind == "all-reduce" else 1) for one in each)
+
+    plain, split = run(node, tp=4), run(node, tp=4, sequence_parallel=True)
+    whole = 2 * 2048 * 2048
+    assert moved(plain) == 4 * 2 * whole
+    assert moved(split) == moved(plain) + 2 * whole  # inputs are gathered again for the gradients of weights
+
+
+def test_gradients_are_reduced_over_replicas(node: Cluster) -> None:
+    what = run(node, dp=8)
+    parameters = what.parameters(linear(1))[0][1]
+    assert what.step().reduce_s == pytest.approx(all_reduce_seconds(node, 4.0 * parameters, range(8)))
+    sharded = replace(what, layout=replace(what.layout, shards_optimizer=True))
+    assert sharded.step().optimizer_s == pytest.approx(what.step().optimizer_s / 8)
+
+
+def test_a_slower_link_never_makes_a_step_faster(node: Cluster) -> None:
+    slow = load_cluster("8x-a100-80", {"intra_node.bandwidth": 23e9})
+    each: tuple[dict[str, int], ...] = ({"tp": 8}, {"pp": 8}, {"dp": 8}, {"tp": 2, "pp": 2, "dp": 2})
+    for widths in each:
+        assert run(slow, **widths).step().seconds > run(node, **widths).step().seconds
+
+
+def test_experts_exchange_tokens_and_split_their_weights(node: Cluster) -> None:
+    sparse = replace(LLAMA, experts=Experts(8, 2, 4096))
+    what = run(node, sparse, dp=8, ep=8)
+    layer = what.clock.body.layer(0)
+    sent = [one for one in layer.forward.collectives if one.kind == "all-to-all"]
+    assert [one.num_bytes for one in sent] == [2 * 2048 * 2 * 4096] * 2
+    experts = [
+        k for k in layer.forward.kernels if k.kind == "matmul" and k.flop == 2 * 4096 * 4096 * 2 * 4096
+    ]
+    assert experts == [Kernel("matmul", experts[0].flop, experts[0].num_bytes, 1)]
+
+
+def test_an_unknown_policy_names_the_nearest() -> None:
+    with pytest.raises(InputError, match="megatron-lm"):
+        find_fusion("megatron-ml")
