@@ -13,6 +13,7 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import Precision
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy, cut_names
@@ -27,6 +28,12 @@ from stagewright.version import __version__
 
 SLACKS = (0.0, 0.02, 0.1)
 """How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
+
+_SHRINKS = (0.0, 0.04, 0.12)
+"""Parts of the memory left free when cutting by ranges, which see a stage less exactly than a replay does."""
+
+_MOST_FITTED = 2
+"""How many partitions are made to fit, the most promising first, before more memory is left free."""
 
 _MEMORY_ROUNDS = 4
 """Partitions tried within memory; each knows better than the last what a stage needs beside what is saved."""
@@ -222,6 +229,26 @@ def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True)
         excess_bytes=fullest - limit,
         memory_policy=fitted.memory_policy,
     )
+
+
+def least_saving(
+    kept: Sequence[Candidate], body: BodyCosts, job: Job, *, offload: bool = True
+) -> Candidate | None:
+    """The partition that is fastest with what it must recompute and offload, which the partitions `kept`, where nothing
+    is, may be; None if nothing found fits."""
+    first = kept[0]
+    line, share = first.line, first.choice.state_share(Precision.of(job.torch_name))
+    for shrink in _SHRINKS:
+        others = [one.cuts for one in kept] if not shrink else []
+        for cuts in cuts_to_try(
+            line, first.memories, body, in_flight(line.program), others,
+            state_share=share, offload=offload, shrink=shrink,
+        )[:_MOST_FITTED]:  # fmt: skip
+            plain = with_cuts(body, first.choice, cuts, line.cluster, job)
+            found = saving_candidate(plain, body, offload=offload)
+            if found is not None:
+                return found
+    return None
 
 
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:

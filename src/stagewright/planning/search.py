@@ -20,11 +20,11 @@ from stagewright.planning.candidate import (
     Candidate,
     Choice,
     fastest_partition,
+    least_saving,
     make_candidate,
     make_plan,
     make_program,
     saved_counts,
-    saving_candidate,
     with_cuts,
 )
 from stagewright.planning.job import Job
@@ -269,9 +269,9 @@ class _Search:
         kept = make_candidate(body, choice, self.cluster, self.job, start)
         if self.recompute != "auto" or (kept.cuts == tuple(start) and kept.excess_bytes <= 0):
             return kept
-        lines = [kept, with_cuts(body, choice, start, self.cluster, self.job)]
-        tried = [saving_candidate(line, body, offload=self.offload) for line in lines]
-        fitting = [one for one in (kept, *tried) if one is not None and one.excess_bytes <= 0]
+        fastest = with_cuts(body, choice, start, self.cluster, self.job)
+        saving = least_saving([fastest, kept], body, self.job, offload=self.offload)
+        fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
 
     def _exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ class Terms:
 
     * `copies`: sets of saved values in flight; `versions`: of its weights, the newest included;
     * `capacity`: bytes of the rank;
+    * `state_share`: part of the state that one replica keeps;
     * `slowness`: its times over those of the ranges;
     * `link_s_per_byte`: to the host, infinite for no offloading; `boundary_s_per_byte`: to the next stage, where
       transfers overlap with computation.
@@ -29,6 +30,10 @@ class Terms:
     link_s_per_byte: float = math.inf
     boundary_s_per_byte: float = 0.0
     recompute: bool = True
+    state_share: float = 1.0
+
+    def with_capacity(self, capacity: float) -> Terms:
+        return replace(self, capacity=capacity)
 
 
 class Leaves:
@@ -78,7 +83,9 @@ class Leaves:
         terms, ranges = self.terms[stage], self.ranges
         state = float(ranges.state_bytes[stop] - ranges.state_bytes[start])
         parameters = float(ranges.parameter_bytes[stop] - ranges.parameter_bytes[start])
-        return state + (terms.versions - 1) * parameters + ranges.most_transient(start, stop)
+        return (
+            terms.state_share * state + (terms.versions - 1) * parameters + ranges.most_transient(start, stop)
+        )
 
     def _overhead(self, stage: int, start: int, stop: int) -> float:
         terms = self.terms[stage]

@@ -31,6 +31,34 @@ def refined(leaves: Leaves, found: Found) -> Found:
     return found
 
 
+def narrowed(leaves: Leaves, found: Found, slack: float) -> Found:
+    """`found` with every cut moved to the narrowest boundary at which both its stages take at most ``1 + slack`` times the
+    bottleneck."""
+    limit = found.seconds * (1 + slack)
+    legal = leaves.ranges.legal
+    cuts = list(found.cuts)
+    for index, cut in enumerate(cuts):
+        start = cuts[index - 1] if index else 0
+        stop = cuts[index + 1] if index + 1 < len(cuts) else leaves.ranges.size
+        place = int(np.searchsorted(legal, cut))
+
+        def fits(at: int, index: int = index, start: int = start, stop: int = stop) -> bool:
+            middle = int(legal[at])
+            return (
+                start < middle < stop
+                and max(leaves.cost(index, start, middle), leaves.cost(index + 1, middle, stop)) <= limit
+            )
+
+        low = high = place
+        while low > 0 and fits(low - 1):
+            low -= 1
+        while high + 1 < len(legal) and fits(high + 1):
+            high += 1
+        around = legal[low : high + 1]
+        cuts[index] = int(around[np.argmin(leaves.ranges.boundary_bytes[around])])
+    return Found(tuple(cuts), bottleneck(leaves, tuple(cuts)))
+
+
 def _moved(leaves: Leaves, found: Found, places: list[int]) -> Found | None:
     """The first move that helps, of the cuts beside the slowest stage."""
     legal = leaves.ranges.legal

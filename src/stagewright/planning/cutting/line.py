@@ -1,0 +1,122 @@
+"""A pipeline cut anew, so that ranks that lack memory pay for it with as little time as possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.cutting.bisection import bottleneck
+from stagewright.planning.cutting.leaves import Leaves, Terms
+from stagewright.planning.cutting.ranges import Ranges, ranges_of
+from stagewright.planning.cutting.refine import best_partition, narrowed
+from stagewright.planning.predict import Pipeline, allocatable_bytes
+from stagewright.schedule.families.asynchronous import weight_versions
+from stagewright.simulation import StageCosts, simulate
+
+_SLACKS = (0.01, 0.03, 0.1)
+"""How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
+
+_PROBE_BYTES = 1e9
+"""What is sent to learn the time per byte."""
+
+
+def cuts_to_try(
+    line: Pipeline,
+    memories: Sequence[RankMemory],
+    body: BodyCosts,
+    counts: Sequence[int],
+    others: Iterable[tuple[int, ...]],
+    *,
+    state_share: float = 1.0,
+    offload: bool = True,
+    shrink: float = 0.0,
+) -> list[tuple[int, ...]]:
+    """Partitions, the fastest first, by a simulation in which stages that do not fit recompute and offload: `others`, the
+    one of least bottleneck, and those with narrower boundaries that are nearly as good. Without those that cannot fit.
+
+    Args:
+        line: any partition that keeps everything; how far the ranges misjudge its `memories` is made good everywhere.
+        counts: per stage, the most sets of saved values in flight.
+        state_share: part of the state of a stage that one replica keeps.
+        shrink: part of the memory to leave free.
+    """
+    terms = terms_of(line, counts, state_share=state_share, offload=offload)
+    leaves = Leaves(_ranges(body), _corrected(line, memories, Leaves(_ranges(body), terms), shrink))
+    found = best_partition(leaves)
+    tried = set(others)
+    if found is not None:
+        tried |= {found.cuts, *(narrowed(leaves, found, slack).cuts for slack in _SLACKS)}
+    seconds = {cuts: _makespan(line, leaves, cuts) for cuts in tried}
+    return sorted((cuts for cuts in tried if math.isfinite(seconds[cuts])), key=lambda cuts: seconds[cuts])
+
+
+def _makespan(line: Pipeline, leaves: Leaves, cuts: tuple[int, ...]) -> float:
+    """Of a batch, from costs of ranges; infinite where a stage does not fit."""
+    if not math.isfinite(bottleneck(leaves, cuts)):
+        return math.inf
+    ends = [0, *cuts, leaves.ranges.size]
+    stages = range(leaves.num_stages)
+    forward_seconds = leaves.ranges.forward_seconds
+    total = [leaves.cost(stage, ends[stage], ends[stage + 1]) for stage in stages]
+    forward = [float(forward_seconds[ends[stage + 1]] - forward_seconds[ends[stage]]) for stage in stages]
+    backward = [whole - first for whole, first in zip(total, forward, strict=True)]
+    costs = StageCosts.of(forward, backward, [0.0] * len(forward))
+
+    def between(source: int, target: int) -> float:
+        return leaves.transfer_seconds(min(source, target), ends[max(source, target)])
+
+    return simulate(line.program, costs, between).makespan_s
+
+
+def terms_of(
+    line: Pipeline, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
+) -> list[Terms]:
+    """What every stage of `line` has to cope with; stages of one rank share its memory evenly."""
+    program, cluster = line.program, line.cluster
+    limit = allocatable_bytes(line.job, cluster)
+    versions = weight_versions(program)
+    link = 1 / cluster.device.host_link_bandwidth if offload and cluster.device.kind != "cpu" else math.inf
+    placed = program.placement
+    sharing = [len(placed.stages_of(rank)) for rank in placed.rank_of_stage]
+    return [
+        Terms(
+            copies=counts[stage],
+            capacity=limit / sharing[stage],
+            versions=versions[rank],
+            link_s_per_byte=link,
+            boundary_s_per_byte=_boundary_seconds(line, stage),
+            state_share=state_share,
+        )
+        for stage, rank in enumerate(placed.rank_of_stage)
+    ]
+
+
+def _boundary_seconds(line: Pipeline, stage: int) -> float:
+    """Per byte that crosses the end of a stage; half of them go each way, at the same time."""
+    placed = line.program.placement.rank_of_stage
+    if stage + 1 >= len(placed) or placed[stage] == placed[stage + 1]:
+        return 0.0
+    ends = placed[stage] * line.dp, placed[stage + 1] * line.dp
+    return line.cluster.point_to_point_seconds(_PROBE_BYTES, *ends) / _PROBE_BYTES / 2
+
+
+def _corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, shrink: float) -> list[Terms]:
+    """Terms whose capacities are smaller by what the ranges do not see of `line`: inputs, buffers, what is kept apart."""
+    ends = [stage.start for stage in line.stages] + [leaves.ranges.size]
+    terms = list(leaves.terms)
+    for memory in memories:
+        stages = line.program.placement.stages_of(memory.rank)
+        seen = sum(leaves.demand(stage, ends[stage], ends[stage + 1]) for stage in stages)
+        unseen = (memory.peak_bytes - seen) / len(stages)
+        for stage in stages:
+            capacity = terms[stage].capacity * (1 - shrink) - unseen
+            terms[stage] = terms[stage].with_capacity(capacity)
+    return terms
+
+
+@lru_cache(maxsize=4)
+def _ranges(body: BodyCosts) -> Ranges:
+    return ranges_of(body)
