@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -23,14 +24,16 @@ from stagewright.planning.joint.plan import JointPlan, scheduled
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
+from stagewright.planning.joint.tuner import tune
 
 Report = Callable[[float, float], None]
 """Told the best makespan so far and the lower bound, in seconds."""
 
 _WORK_PER_ROUND = 1_500_000
 """Actions that one core schedules in a round: a tenth to a quarter of a second."""
-_SHARES = (0.003, 0.01, 0.001)
+_SHARES = (0.0003, 0.001, 0.0001, 0.003)
 """Losses accepted at the start of a round, as shares of the makespan; each round takes the next."""
+_WORK_OF_TUNER = 5_000_000
 _STRETCHES = (0.0, 1.5, 3.0, 5.0)
 _COARSE = 0.6
 """Share of a search in which large batches are cut short."""
@@ -124,7 +127,7 @@ class _Search:
     def run(self) -> Found:
         with ThreadPoolExecutor(self.effort.num_workers) as workers:
             packing = workers.submit(pack, self.problem)
-            self.baselines = tuple(sorted(baselines(self.problem), key=lambda each: each.makespan_s))
+            self.baselines = self._compared()
             self.packing = packing.result()
             self.bound = lower_bound(self.problem, self.packing)
             try:
@@ -136,6 +139,14 @@ class _Search:
             self._use_whole_batch(workers)
         return self._found()
 
+    def _compared(self) -> tuple[JointPlan, ...]:
+        """Every family, and what AdaPtis' tuner makes of the problem, shortest first."""
+        plans = list(baselines(self.problem))
+        work = 3 * self.problem.layers.num_layers * self.problem.num_microbatches
+        with suppress(PlanError):
+            plans.append(tune(self.problem, min(400, max(10, _WORK_OF_TUNER // work))).best)
+        return tuple(sorted(plans, key=lambda each: each.makespan_s))
+
     def _open(self, workers: ThreadPoolExecutor) -> None:
         """Fill the pool with the starts under all rules."""
         fitting = (each.layout for each in self.baselines if each.fits)
@@ -146,6 +157,10 @@ class _Search:
             for layout in layouts
             for stretch in _STRETCHES
         ]
+        for plan in self.baselines:
+            if plan.policy is not None:
+                ranks, cuts = plan.layout.rank_of_layer(), plan.layout.is_cut()
+                states.append(State(np.inf, ranks, cuts, plan.policy.rule, plan.policy.shifts))
         self._keep(self._timed(states, workers))
 
     def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[State]:
