@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from stagewright.errors import ScheduleError
-from stagewright.estimation.liveness import FunctionMemory, function_memory
+from stagewright.estimation.liveness import FREED, FunctionMemory, function_memory
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Function, Stage
 from stagewright.schedule import Kind
@@ -81,6 +81,8 @@ class Step:
     activations: int
     """Saved activations at that moment less those before; `transient`: bytes of the running function."""
     transient: int
+    script: tuple[tuple[Key, int], ...] = ()
+    """Where asked for: storages in the order in which they are made, with their bytes, and freed, with `FREED`."""
 
 
 @dataclass
@@ -97,6 +99,7 @@ class _State:
     """Stage -> the storage that each value on the host lies in, and the bytes of those storages."""
     live: int = 0
     next_key: int = 0
+    script: list[tuple[Key, int]] | None = None
 
     def copied(self) -> _State:
         """What is inside the inner collections is never changed, only replaced."""
@@ -110,6 +113,8 @@ class _State:
         self.size[self.next_key] = num_bytes
         self.references[self.next_key] = 0
         self.live += num_bytes
+        if self.script is not None:
+            self.script.append((self.next_key, num_bytes))
         return self.next_key
 
     def take(self, keys: Iterable[Key]) -> None:
@@ -122,12 +127,24 @@ class _State:
             if self.references[key] == 0:
                 self.live -= self.size.pop(key)
                 del self.references[key]
+                if self.script is not None:
+                    self.script.append((key, FREED))
 
 
 class InFlight:
-    """The states of a microbatch on `rank`, numbered as they are met; microbatches share no storage."""
+    """The states of a microbatch on `rank`, numbered as they are met; microbatches share no storage.
 
-    def __init__(self, memories: Sequence[StageMemory], rank_of_stage: Sequence[int], rank: int) -> None:
+    `is_scripted` steps tell the order in which they make and free storages.
+    """
+
+    def __init__(
+        self,
+        memories: Sequence[StageMemory],
+        rank_of_stage: Sequence[int],
+        rank: int,
+        is_scripted: bool = False,
+    ) -> None:
+        self.is_scripted = is_scripted
         self.memories = memories
         self.rank_of_stage = rank_of_stage
         self.rank = rank
@@ -138,6 +155,7 @@ class InFlight:
         }
         start.take(self.inputs.values())
         self.input_bytes = start.live
+        self.start_sizes = dict(start.size)
         self._states = [start]
         self._steps: dict[tuple[int, Event], Step] = {}
 
@@ -172,16 +190,19 @@ class InFlight:
 
     def _worked_out(self, number: int, event: Event) -> Step:
         before = self._states[number]
-        change = _Change(self, before.copied())
+        after = before.copied()
+        after.script = [] if self.is_scripted else None
+        change = _Change(self, after)
         try:
             change.act(event)
         except KeyError as missing:
             raise ScheduleError(f"value {missing} is used before it is there") from None
-        after, held = change.state, self.held_bytes(before)
+        held, script = self.held_bytes(before), tuple(after.script or ())
+        after.script = None
         self._states.append(after)
         return Step(
             len(self._states) - 1, after.live - before.live, self.held_bytes(after) - held,
-            change.highest - before.live, change.activations - held, change.transient,
+            change.highest - before.live, change.activations - held, change.transient, script,
         )  # fmt: skip
 
     def held_bytes(self, state: _State) -> int:
@@ -296,16 +317,20 @@ class _Change:
         peak = function.peak(free)
         own = sum(size for _, size in free) - peak.released
         self._observe(peak.above_entry, peak.made, own)
+        script, state.script = state.script, None  # the function's own order, not that of what follows
         storages = {home: state.new(num_bytes) for home, num_bytes in function.kept.items()}
         outputs = {
             value: storages[home] if home in storages else given[home]
             for value, home in function.outputs.items()
         }
         state.take(outputs.values())
-        for key in last:
-            if state.references[key] == 0:
-                state.take([key])
-                state.release([key])
+        gone = {key: at for key, at in last.items() if state.references[key] == 0}
+        for key in gone:
+            state.take([key])
+            state.release([key])
+        if script is not None:
+            state.script = script
+            script.extend(_script(function, storages, gone))
         return outputs
 
     # -- values between stages ------------------------------------------------------------------------------
@@ -375,6 +400,24 @@ class _Change:
             self.highest = self.state.live + above
             self.activations = self.flight.held_bytes(self.state) + own
             self.transient = transient
+
+
+def _script(
+    function: FunctionMemory, storages: dict[int, Key], gone: dict[Key, int]
+) -> Iterator[tuple[Key, int]]:
+    """What a run of `function` makes and frees, in order: after each statement its own, then inputs that are `gone`.
+
+    `storages` are the keys of what stays; what does not has negative ones.
+    """
+    waiting = sorted((at, key) for key, at in gone.items())
+    place = 0
+    for statement, home, num_bytes in function.events:
+        while place < len(waiting) and waiting[place][0] < statement:
+            yield waiting[place][1], FREED
+            place += 1
+        yield storages.get(home, -1 - home), num_bytes
+    for _, key in waiting[place:]:
+        yield key, FREED
 
 
 def _goes_as_it_is(message: Message) -> bool:

@@ -18,6 +18,9 @@ from stagewright.graph.stage import Function
 Ints = NDArray[np.int64]
 Lookup = Callable[[int], Value]
 
+FREED = -1
+"""In place of the bytes of a storage: it goes."""
+
 
 @dataclass(frozen=True, eq=False)
 class Peak:
@@ -43,6 +46,8 @@ class FunctionMemory:
     last: dict[int, int]
     outputs: dict[int, int]
     kept: dict[int, int]
+    events: tuple[tuple[int, int, int], ...] = ()
+    """In order: statement, storage, and the bytes it is made with, or `FREED`."""
     _peaks: dict[tuple[tuple[int, int], ...], Peak] = field(default_factory=dict)
 
     def peak(self, freed: Iterable[tuple[int, int]]) -> Peak:
@@ -85,6 +90,7 @@ class _Run:
         self.names: dict[int, set[int]] = {}  # storage -> values that keep it alive
         self.kept: dict[int, int] = {}  # storage made here and alive -> bytes
         self.last: dict[int, int] = {}
+        self.events: list[tuple[int, int, int]] = []
         self.live = 0
 
     def memory(self) -> FunctionMemory:
@@ -96,7 +102,7 @@ class _Run:
         for index, node in enumerate(self.function.nodes):
             for output in node.outputs:
                 if output is not None:
-                    self._make(output, node)
+                    self._make(output, node, index)
             made.append(self.live)
             for number in dict.fromkeys((*node.inputs, *node.outputs)):
                 if number is not None and self.last_use.get(number, index) == index:
@@ -106,14 +112,15 @@ class _Run:
                 self.last[storage] = len(made)
         outputs = {number: self.home[number] for number in self.function.outputs if number in self.home}
         return FunctionMemory(
-            self.function.inputs, np.array(made, np.int64), self.last, outputs, dict(self.kept)
-        )
+            self.function.inputs, np.array(made, np.int64), self.last, outputs, dict(self.kept),
+            tuple(self.events),
+        )  # fmt: skip
 
     def _name(self, number: int, storage: int) -> None:
         self.home[number] = storage
         self.names.setdefault(storage, set()).add(number)
 
-    def _make(self, output: int, node: Node) -> None:
+    def _make(self, output: int, node: Node, index: int) -> None:
         root = self.value(output).storage
         if root != output:
             for number in node.inputs:
@@ -123,6 +130,7 @@ class _Run:
                     return
         self.kept[output] = self.value(output).meta.storage_bytes
         self.live += self.kept[output]
+        self.events.append((index, output, self.kept[output]))
         self._name(output, output)
 
     def _drop(self, number: int, index: int) -> None:
@@ -135,5 +143,6 @@ class _Run:
         del self.names[storage]
         if storage in self.kept:
             self.live -= self.kept.pop(storage)
+            self.events.append((index, storage, FREED))
         else:
             self.last[storage] = index

@@ -21,9 +21,9 @@ from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
 from stagewright.schedule import Action, Kind, Program
 
-_SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-_MOVES = frozenset(
-    {Kind.OFFLOAD, Kind.FETCH, Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *_SENDS}
+SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
+MOVES = frozenset(
+    {Kind.OFFLOAD, Kind.FETCH, Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS}
 )
 
 
@@ -128,9 +128,9 @@ class _Replay:
     def _act(self, action: Action) -> None:
         for part in (action,) if action.beside is None else action.parts:
             kind, microbatch = part.kind, part.microbatch
-            if kind not in _MOVES or microbatch is None:
+            if kind not in MOVES or microbatch is None:
                 continue
-            if kind in _SENDS:
+            if kind in SENDS:
                 assert part.peer is not None
                 self._settle((kind, part.stage, part.peer), microbatch, action)
             self._step(microbatch, (True, kind, part.stage, part.peer), action)

@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from stagewright.cluster import Cluster, Device, all_reduce_seconds
 from stagewright.errors import InputError
 from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
+from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import Precision, ResidentBytes, resident_bytes
 from stagewright.estimation.time import optimizer_seconds
@@ -16,6 +17,7 @@ from stagewright.graph.flat import OPTIMIZER, PARAMETERS, Flat, flats, of_stages
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.graph.tensor_parallel import parallelism
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Predictions, RankPrediction, SavedPrediction, StagePrediction
 from stagewright.planning.sharding import (
@@ -29,6 +31,7 @@ from stagewright.schedule import Kind, Program, build, insert_communication
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline, simulate
 
+_REPLAYED_RANKS = 4
 _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
 
 
@@ -46,6 +49,8 @@ class Pipeline:
     """Per stage, what its replicas share out; none given: nothing."""
     reduce_dtype: str | None = None
     """Type in which gradients are summed over replicas, as torch names it; None is that of the gradients."""
+    tp: int = 1
+    """Ranks that share every layer; `memories` and `summaries` are those of one of them."""
 
     @cached_property
     def flats(self) -> tuple[Flat, ...]:
@@ -77,8 +82,13 @@ class Pipeline:
         return self.program.num_ranks
 
     def replicas(self, pipeline_rank: int) -> range:
-        """Global ranks that hold the same stages."""
-        return range(pipeline_rank * self.dp, (pipeline_rank + 1) * self.dp)
+        """Global ranks that hold the same parameters."""
+        first = self.first_rank(pipeline_rank)
+        return range(first, first + self.dp * self.tp, self.tp)
+
+    def first_rank(self, pipeline_rank: int) -> int:
+        """The first of the global ranks that hold the stages of a pipeline rank."""
+        return pipeline_rank * self.dp * self.tp
 
     def stages_of(self, pipeline_rank: int) -> list[Stage]:
         return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
@@ -96,7 +106,8 @@ def pipeline(
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
     memories = tuple(StageMemory(stage) for stage in carve(body.graph, cuts, policies))
     summaries = tuple(summarise(memory, body.costing) for memory in memories)
-    return Pipeline(memories, summaries, program, cluster, job, dp)
+    shared = parallelism(body.graph)
+    return Pipeline(memories, summaries, program, cluster, job, dp, tp=shared.size if shared else 1)
 
 
 def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
@@ -104,6 +115,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     timeline = run_timeline(line)
     step = step_seconds(line, timeline)
     memories = rank_memories(line) if memories is None else memories
+    reserved = reserved_peaks(line, memories)
     num_samples = line.program.num_microbatches * line.dp
     tokens = body.graph.facts.get("num_tokens", 0) * num_samples
     return Predictions(
@@ -119,7 +131,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
                 rank=memory.rank,
                 busy_seconds=float(timeline.busy_s[memory.rank]),
                 allocated_peak_bytes=memory.peak_bytes,
-                reserved_peak_bytes=reserved_bytes(memory, line.cluster),
+                reserved_peak_bytes=reserved[memory.rank],
                 categories=memory.categories,
                 peak_at=memory.at,
                 saved=_saved(memory),
@@ -198,7 +210,7 @@ def _transfers(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[i
             (low, high, line.summaries[low].sent_bytes.get(high, 0)),
             (high, low, line.summaries[high].returned_bytes.get(low, 0)),
         ):
-            ends = placed[source] * line.dp, placed[target] * line.dp
+            ends = line.first_rank(placed[source]), line.first_rank(placed[target])
             seconds[source, target] = line.cluster.point_to_point_seconds(sent, *ends) if sent else 0.0
     return seconds
 
@@ -228,7 +240,8 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
         ends.append(end + rest + _tied_seconds(line, rank, gradients))
         spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
         steps.append(_optimizer_seconds(line.job, sum(gradients.values()), line.cluster.device) + spread)
-    norm = all_reduce_seconds(line.cluster, 8, [rank * line.dp for rank in range(line.pp)])
+    whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
+    norm = all_reduce_seconds(line.cluster, 8, whole)
     return max(ends) + norm + max(steps)
 
 
@@ -251,7 +264,9 @@ def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, float]) -> flo
                 if value in holders:
                     holders[value].add(other)
     return sum(
-        all_reduce_seconds(line.cluster, gradients[value], [member * line.dp for member in sorted(members)])
+        all_reduce_seconds(
+            line.cluster, gradients[value], [line.first_rank(member) for member in sorted(members)]
+        )
         for value, members in holders.items()
         if len(members) > 1
     )
@@ -315,10 +330,35 @@ def built(name: str, num_ranks: int, num_microbatches: int) -> Program:
     return build(name, num_ranks, num_microbatches)
 
 
-def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:
-    """What the allocator holds at the peak: on a GPU also the matrix library's workspace, in whole segments.
+def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
+    """What the allocator of each rank reserves: on a GPU by replay of every allocation.
 
-    Ignores: fragmentation, for which a device's `reserve_fraction` leaves room.
+    In a long pipeline that is done for the fullest ranks, and the others are taken to lose as large a share to
+    fragmentation as the worst of these. Ignores: fragmentation where replicas share out buffers.
+    """
+    least = [reserved_bytes(memory, line.cluster) for memory in memories]
+    if line.cluster.device.kind == "cpu" or line.flats:
+        return least
+    fullest = sorted(range(len(memories)), key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
+    program = lowered(shortened(line.program), stage_edges(line.stages))
+    found = {rank: _replayed(line, program, memories[rank]) for rank in fullest}
+    worst = max(found[rank] / memories[rank].peak_bytes for rank in fullest)
+    return [
+        max(low, found.get(rank, int(worst * memories[rank].peak_bytes))) for rank, low in enumerate(least)
+    ]
+
+
+def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
+    state = sum(memory.categories.get(name, 0) for name in line.resident(memory.rank).categories)
+    workspace = line.cluster.device.workspace_bytes
+    return reserved_on(line.memories, program, memory.rank, state, workspace).reserved_peak_bytes
+
+
+def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:
+    """The least that the allocator holds at the peak: on a GPU also the matrix library's workspace, in whole segments.
+
+    Ignores: fragmentation, for which `reserved_peaks` replays the allocator and a device's `reserve_fraction` leaves
+    room.
     """
     device = cluster.device
     if device.kind == "cpu":

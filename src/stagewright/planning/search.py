@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -40,6 +40,9 @@ Trace = Callable[..., OperatorGraph]
 Recompute = Literal["auto", "none", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
+_MOST_FRAGMENTS = 0.15
+"""A configuration that loses more than this of its memory to fragmentation is no plan."""
+
 _HOPELESS = 1.5
 """A configuration this many times slower than the best step found is not worked out."""
 
@@ -54,6 +57,7 @@ class Excluded:
     microbatch_size: int | None = None
     schedule: str | None = None
     missing_bytes: int | None = None
+    tp: int = 1
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ def plan(
     schedules: Sequence[str] = ("1f1b", "gpipe"),
     pp: int | None = None,
     dp: int | None = None,
+    tp: int | None = 1,
     microbatch: int | None = None,
     recompute: Recompute = "auto",
     offload: bool = True,
@@ -87,6 +92,7 @@ def plan(
         report: told what the search is doing.
         schedules: names of schedule families to try.
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
+        tp: ranks that share every layer; None tries all widths within a node that divide the model.
         recompute: whether stages recompute what they save: ``none``, ``full``, or ``auto``, as much as memory asks for.
         offload: with ``auto``, whether stages may move what they save to the host and back.
         zero: what replicas share out, 0 to 3, gradients summed as stages finish; by default they are summed at the end of
@@ -103,17 +109,38 @@ def plan(
     search = _Search(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype
     )
-    widths = widths_of(cluster, job, pp, dp)
-    for size in _microbatch_sizes(widths, job, microbatch):
-        choices = [choice for width in widths for choice in search.choices(size, width)]
-        if not search.work_out(size, choices):
-            break
+    for shared in tensor_widths_of(cluster, tp):
+        search.share_layers(shared)
+        try:
+            widths = widths_of(cluster, job, pp, dp, shared)
+            for size in _microbatch_sizes(widths, job, microbatch):
+                choices = [choice for width in widths for choice in search.choices(size, width)]
+                if not search.work_out(size, choices):
+                    break
+        except InputError as error:
+            if tp is not None or shared == 1:
+                raise
+            search.excluded.append(Excluded(str(error), dp or 1, pp or 1, tp=shared))
     return search.result()
 
 
-def widths_of(cluster: Cluster, job: Job, pp: int | None, dp: int | None) -> list[tuple[int, int]]:
+def tensor_widths_of(cluster: Cluster, tp: int | None) -> list[int]:
+    """Numbers of ranks that may share layers: `tp`, or all that divide the devices of every node, the least first."""
+    if tp is not None:
+        if tp < 1 or cluster.num_devices % tp:
+            raise InputError(
+                f"tp = {tp} does not divide the {cluster.num_devices} devices of cluster '{cluster.name}': "
+                f"use one of {', '.join(str(n) for n in _divisors(cluster.num_devices))}"
+            )
+        return [tp]
+    return _divisors(math.gcd(*(group.devices_per_node for group in cluster.nodes)))
+
+
+def widths_of(
+    cluster: Cluster, job: Job, pp: int | None, dp: int | None, tp: int = 1
+) -> list[tuple[int, int]]:
     """All (dp, pp) that use every device and divide the batch, deepest pipelines first."""
-    count = cluster.num_devices
+    count = cluster.num_devices // tp
     for name, fixed in (("pp", pp), ("dp", dp)):
         if fixed is not None and (fixed < 1 or count % fixed):
             raise InputError(
@@ -176,6 +203,7 @@ class _Search:
         self.report = report
         self.schedules = schedules
         self.trace = trace
+        self.tp = 1
         self.plans: list[Plan] = []
         self.excluded: list[Excluded] = []
         self.misses: list[Candidate] = []
@@ -183,6 +211,11 @@ class _Search:
         self.latest: tuple[int, BodyCosts] | None = None
         self.without_rule: set[str] = set()
         self.roughly_missed: list[tuple[int, Choice]] = []
+
+    def share_layers(self, num_ranks: int) -> None:
+        """From now on, configurations in which so many ranks share every layer."""
+        self.tp = num_ranks
+        self.latest = None
 
     def choices(self, size: int, width: tuple[int, int]) -> Iterator[Choice]:
         """What to try with microbatches of `size` samples at one (dp, pp); nothing if they do not divide."""
@@ -192,7 +225,7 @@ class _Search:
             return
         for schedule in self.schedules if pp > 1 else self.schedules[:1]:
             full = self.recompute == "full" and pp > 1
-            yield Choice(dp, pp, size, count, schedule, full, self.zero, self.reduce_dtype)
+            yield Choice(dp, pp, size, count, schedule, full, self.zero, self.reduce_dtype, self.tp)
 
     def work_out(self, size: int, choices: list[Choice]) -> bool:
         """Every choice with microbatches of `size` samples; false if none of them came near fitting."""
@@ -201,7 +234,7 @@ class _Search:
             choices = self._fitting(choices, body, size / known)
         if not choices:
             return False
-        body = self._trace(size)
+        body = self._trace(size, self.tp)
         choices = self._fitting(choices, body, 1.0)
         for choice in choices:
             self.report(str(choice))
@@ -210,11 +243,11 @@ class _Search:
         self.latest = size, body
         return bool(choices)
 
-    def _trace(self, size: int) -> BodyCosts:
-        self.report(f"tracing microbatches of {size}")
-        job = self.job
-        graph = self.trace(self.reference, size, report=self.report, **job.traced(self.cluster.device.kind))
-        return BodyCosts(graph, Costing(graph, self.cluster.device))
+    def _trace(self, size: int, tp: int) -> BodyCosts:
+        self.report(f"tracing microbatches of {size}" + (f" for tp {tp}" if tp > 1 else ""))
+        traced = self.job.traced(self.cluster.device.kind) | ({"tp": tp} if tp > 1 else {})
+        graph = self.trace(self.reference, size, report=self.report, **traced)
+        return BodyCosts(graph, Costing(graph, self.cluster.device, self.cluster))
 
     def _fitting(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> list[Choice]:
         return [choice for choice in choices if self._may_fit(choice, body, scale)]
@@ -256,27 +289,54 @@ class _Search:
         if seconds > _HOPELESS * best:
             self._exclude(choice, f"takes about {format_seconds(seconds)} a step")
             return
-        candidate = self._fastest_that_fits(body, choice, start)
-        if candidate.excess_bytes > 0:
-            self.misses.append(candidate)
-            missing = candidate.excess_bytes
-            self._exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
-            return
-        self.plans.append(make_plan(candidate, body, self.reference))
+        self._work_out_within_memory(choice, body, start, saves=self.recompute == "auto" and seconds < best)
 
-    def _fastest_that_fits(self, body: BodyCosts, choice: Choice, start: Sequence[int]) -> Candidate:
+    def _work_out_within_memory(
+        self, choice: Choice, body: BodyCosts, start: Sequence[int], saves: bool
+    ) -> None:
+        """Adds the plan of `choice` that leaves room for what the allocator loses, or why there is none.
+
+        `saves`: whether it may recompute or offload, which takes long to work out and only pays for what could be fastest.
+        """
+        limit = self.job.usable_bytes(self.cluster.device)
+        lost = 0  # to fragmentation, which only the replay of the allocator shows
+        while True:
+            within = self.job.model_copy(update={"memory_limit": limit - lost}) if lost else self.job
+            candidate = self._fastest_that_fits(body, choice, start, within, saves)
+            if candidate.excess_bytes > 0:
+                self.misses.append(candidate)
+                missing = candidate.excess_bytes
+                self._exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
+                return
+            found = make_plan(candidate, body, self.reference)
+            missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
+            if missing <= 0:
+                self.plans.append(found.model_copy(update={"job": self.job}))
+                return
+            lost += max(missing, limit // 25)
+            if lost > _MOST_FRAGMENTS * limit:
+                self.misses.append(replace(candidate, excess_bytes=missing))
+                reason = f"lacks {format_bytes(missing)} of memory a device, lost to fragmentation"
+                self._exclude(choice, reason, missing)
+                return
+
+    def _fastest_that_fits(
+        self, body: BodyCosts, choice: Choice, start: Sequence[int], job: Job, saves: bool
+    ) -> Candidate:
         """The partition within memory, or one that saves less than it would, whichever is faster."""
-        kept = make_candidate(body, choice, self.cluster, self.job, start)
-        if self.recompute != "auto" or (kept.cuts == tuple(start) and kept.excess_bytes <= 0):
+        kept = make_candidate(body, choice, self.cluster, job, start)
+        if not saves or (kept.cuts == tuple(start) and kept.excess_bytes <= 0):
             return kept
-        fastest = with_cuts(body, choice, start, self.cluster, self.job)
-        saving = least_saving([fastest, kept], body, self.job, offload=self.offload)
+        fastest = with_cuts(body, choice, start, self.cluster, job)
+        saving = least_saving([fastest, kept], body, job, offload=self.offload)
         fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
 
     def _exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:
         self.excluded.append(
-            Excluded(reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing)
+            Excluded(
+                reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing, choice.tp
+            )
         )
 
     def result(self) -> Found:
@@ -292,7 +352,7 @@ class _Search:
         if not self.misses and self.roughly_missed:
             _, choice = min(self.roughly_missed, key=lambda miss: miss[0])
             self.misses.append(
-                make_candidate(self._trace(choice.microbatch_size), choice, self.cluster, self.job)
+                make_candidate(self._trace(choice.microbatch_size, choice.tp), choice, self.cluster, self.job)
             )
         if self.misses:
             return misses_memory(min(self.misses, key=lambda miss: miss.excess_bytes), self.job)

@@ -1,0 +1,148 @@
+"""What PyTorch's caching allocator reserves on a pipeline rank: its program, storage by storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagewright.estimation.allocator import Block, CachingAllocator
+from stagewright.estimation.in_flight import Channel, Event, InFlight, StageMemory
+from stagewright.estimation.liveness import FREED
+from stagewright.estimation.memory import MOVES, SENDS
+from stagewright.estimation.state import Precision
+from stagewright.graph.stage import Stage
+from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.schedule import Program
+
+_STEP_BYTES = 4
+"""AdamW's step counter of a parameter."""
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Peaks of a rank as the allocator counts them, in bytes; active blocks are rounded to 512 bytes."""
+
+    rank: int
+    active_peak_bytes: int
+    reserved_peak_bytes: int
+
+
+def reserved_on(
+    memories: Sequence[StageMemory],
+    program: Program,
+    rank: int,
+    state_bytes: int,
+    workspace_bytes: int = 0,
+    num_steps: int = 2,
+) -> Reserved:
+    """Replay `num_steps` optimizer steps of the lowered `program` on `rank`.
+
+    Storages are made in the order of the executor: parameters, gradients and master weights at the start, the matrix
+    library's workspace in front of the first pass, the user inputs of the batch, then every action's; AdamW's state in
+    the first optimizer step, between what the batch has left in the cache.
+
+    `state_bytes` are those of all that lasts; what is not a parameter, gradient, moment or master weight of them is
+    taken to be one storage.
+
+    Ignores: buffers that replicas share out; several streams.
+
+    Raises:
+        ScheduleError: the program uses a value before it is made.
+    """
+    return _Replay(memories, program, rank, state_bytes, workspace_bytes).run(num_steps)
+
+
+class _Replay:
+    def __init__(
+        self,
+        memories: Sequence[StageMemory],
+        program: Program,
+        rank: int,
+        state_bytes: int,
+        workspace_bytes: int,
+    ) -> None:
+        self.rank = rank
+        self.actions = program.actions(rank)
+        self.num_microbatches = program.num_microbatches
+        placed = program.placement.rank_of_stage
+        self.flight = InFlight(memories, placed, rank, is_scripted=True)
+        self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
+        self.allocator = CachingAllocator()
+        self.state_bytes = state_bytes
+        self.workspace_bytes = workspace_bytes
+
+    def run(self, num_steps: int) -> Reserved:
+        gradients = self._load()
+        if self.workspace_bytes:
+            self.allocator.allocate(self.workspace_bytes)
+        for step in range(num_steps):
+            self._batch()
+            if step == 0:
+                for size in gradients:
+                    for num_bytes in (_STEP_BYTES, size, size):
+                        self.allocator.allocate(num_bytes)
+        return Reserved(self.rank, self.allocator.peak_active_bytes, self.allocator.peak_reserved_bytes)
+
+    def _load(self) -> list[int]:
+        """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of gradients."""
+        fixed = _fixed(self.stages)
+        trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
+        kinds = [Precision.of(meta.dtype) for meta in trained.values()]
+        gradients = [
+            meta.num_elements * ITEM_BYTES[kind.gradient]
+            for meta, kind in zip(trained.values(), kinds, strict=True)
+        ]
+        masters = [
+            size for size, kind in zip(gradients, kinds, strict=True) if kind.gradient != kind.parameter
+        ]
+        moments = 2 * sum(gradients) + _STEP_BYTES * len(gradients)
+        rest = self.state_bytes - moments - sum(fixed) - sum(gradients) - sum(masters)
+        for num_bytes in (*fixed, *([rest] if rest > 0 else []), *gradients, *masters):
+            self.allocator.allocate(num_bytes)
+        return gradients
+
+    def _batch(self) -> None:
+        """All actions of one batch; what is left of it goes at its end."""
+        states = [0] * self.num_microbatches
+        blocks: list[dict[int, Block]] = [
+            {key: self.allocator.allocate(size) for key, size in self.flight.start_sizes.items()}
+            for _ in states
+        ]
+        last_sent: dict[Channel, int] = {}
+        for action in self.actions:
+            for part in (action,) if action.beside is None else action.parts:
+                kind, microbatch = part.kind, part.microbatch
+                if kind not in MOVES or microbatch is None:
+                    continue
+                if kind in SENDS:
+                    assert part.peer is not None
+                    channel = (kind, part.stage, part.peer)
+                    last = last_sent.get(channel)
+                    last_sent[channel] = microbatch
+                    if last is not None:
+                        states[last] = self._step(states[last], (False, *channel), blocks[last])
+                event = (True, kind, part.stage, part.peer)
+                states[microbatch] = self._step(states[microbatch], event, blocks[microbatch])
+        for own in blocks:
+            for block in own.values():
+                self.allocator.free(block)
+
+    def _step(self, state: int, event: Event, blocks: dict[int, Block]) -> int:
+        step = self.flight.step(state, event)
+        for key, num_bytes in step.script:
+            if num_bytes == FREED:
+                self.allocator.free(blocks.pop(key))
+            else:
+                blocks[key] = self.allocator.allocate(num_bytes)
+        return step.after
+
+
+def _fixed(stages: Sequence[Stage]) -> list[int]:
+    """Bytes of every parameter, buffer and constant of `stages`, each once."""
+    found: dict[int, int] = {}
+    for stage in stages:
+        for value in stage.parameters:
+            found[value] = stage.graph.storage_bytes[stage.value(value).storage]
+        for value in (*stage.buffers, *stage.constants):
+            found[value] = stage.graph.storage_bytes[stage.value(value).storage]
+    return list(found.values())
