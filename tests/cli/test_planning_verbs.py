@@ -208,5 +208,5 @@ def test_megatrons_stacks_have_widths_of_their_own() -> None:
     assert table.exit_code == 0 and "recompute full" in table.stdout
     wrong = call("estimate", *words, "--sequence-length", 4096, "--tp", 3)
     assert wrong.exit_code != 0 and "tp 3" in wrong.stderr
-    foreign = call("estimate", "llama-3-8b", "--cluster", "8x-h100", "--tp", 2, "--global-batch", 8)
+    foreign = call("estimate", "llama-3-8b", "--cluster", "8x-h100", "--cp", 2, "--global-batch", 8)
     assert foreign.exit_code != 0 and "belongs to Megatron's stacks" in foreign.stderr

@@ -77,10 +77,10 @@ def _checks(path: Path, cluster: str | None, report: Progress) -> Iterator[tuple
     """Name and finding of each check that passes; the first that does not raises."""
     from stagewright.planning.estimate import line_of
     from stagewright.planning.plan import load_plan, stage_program
-    from stagewright.report.plans import batch_text
+    from stagewright.report.plans import batch_text, widths
 
     plan = load_plan(path)
-    yield "document", f"version {plan.version}, {plan.num_stages} stages on {plan.pp} x {plan.dp} ranks"
+    yield "document", f"version {plan.version}, {plan.num_stages} stages on {widths(plan)} ranks"
     yield "gradients", batch_text(plan)
     program = stage_program(plan)
     yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"

@@ -17,6 +17,7 @@ from stagewright.cli.planning import (
     MemoryLimit,
     PipelineWidth,
     PlannedCluster,
+    TensorWidth,
     cluster_of,
     is_plan,
     read_job,
@@ -44,6 +45,7 @@ def estimate(
     memory_limit: MemoryLimit = None,
     pp: PipelineWidth = None,
     dp: DataWidth = None,
+    tp: TensorWidth = None,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     stack: Annotated[
@@ -55,9 +57,6 @@ def estimate(
     ] = "stagewright",
     by: Annotated[
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option(min=1, help="Tensor-parallel width.", rich_help_panel=_PANEL)
     ] = None,
     cp: Annotated[
         int | None, typer.Option(min=1, help="Context-parallel width.", rich_help_panel=_PANEL)
@@ -93,7 +92,7 @@ def estimate(
     from stagewright.tracing.models.reference import resolve
 
     megatron = {
-        "tp": tp, "cp": cp, "ep": ep, "num_chunks": chunks, "recompute": recompute,
+        "cp": cp, "ep": ep, "num_chunks": chunks, "recompute": recompute,
         "sequence_parallel": sequence_parallel or None, "shards_optimizer": shard_optimizer or None,
     }  # fmt: skip
     megatron = {name: value for name, value in megatron.items() if value is not None}
@@ -105,7 +104,7 @@ def estimate(
             dtype=dtype,
             memory_limit=memory_limit,
         )
-        given = {"dp": dp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule}
+        given = {"dp": dp, "tp": tp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule}
         megatron |= {name: value for name, value in given.items() if value is not None}
         _show_megatron(
             resolve(subject, parse_settings(settings)), _cluster(cluster), wanted, stack, megatron, as_json
@@ -120,7 +119,8 @@ def estimate(
         if is_plan(subject):
             _refuse_with_a_plan(
                 job=job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
-                memory_limit=memory_limit, pp=pp, dp=dp, microbatch=microbatch, schedule=schedule, set=settings,
+                memory_limit=memory_limit, pp=pp, dp=dp, tp=tp, microbatch=microbatch, schedule=schedule,
+                set=settings,
             )  # fmt: skip
             plan = load_plan(subject)
             on = cluster_of(plan, cluster)
@@ -136,7 +136,7 @@ def estimate(
             on = _cluster(cluster)
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
-                reference, on, wanted, dp=dp, pp=pp, microbatch=microbatch or 1,
+                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, microbatch=microbatch or 1,
                 schedule=schedule or "1f1b", stack=stack, report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)

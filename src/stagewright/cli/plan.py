@@ -43,6 +43,12 @@ def plan(
     memory_limit: MemoryLimit = None,
     pp: PipelineWidth = None,
     dp: DataWidth = None,
+    tp: Annotated[
+        str,
+        typer.Option(
+            metavar="N|auto", help="Ranks that share every layer; auto tries all widths within a node."
+        ),
+    ] = "1",
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
     schedule: Annotated[
         list[str] | None,
@@ -110,7 +116,7 @@ def plan(
     with Progress(f"planning {model}") as progress:
         found = search.plan(
             reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
-            microbatch=microbatch, recompute=cast("search.Recompute", recompute), offload=offload,
+            tp=_tensor_width(tp), microbatch=microbatch, recompute=cast("search.Recompute", recompute), offload=offload,
             zero=zero, reduce_dtype=cast('Literal["fp32", "bf16"] | None', reduce_dtype),
         )  # fmt: skip
     warn(found.warnings)
@@ -132,6 +138,18 @@ def plan(
             f"Wrote {written}. `stagewright estimate {output}` shows the stages and the "
             f"memory of the best, `stagewright run {output}` trains with it."
         )
+
+
+def _tensor_width(text: str) -> int | None:
+    """
+    >>> _tensor_width("2"), _tensor_width("auto")
+    (2, None)
+    """
+    if text == "auto":
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--tp {text}: give a number of ranks, or auto to try all widths within a node")
+    return int(text)
 
 
 def _write(plans: Sequence[Plan], output: Path | None, num_written: int) -> list[Path | None]:

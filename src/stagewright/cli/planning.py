@@ -35,6 +35,9 @@ MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
 ]
 PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
+TensorWidth = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Tensor-parallel width: ranks that share every layer.")
+]
 DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
 
 

@@ -349,7 +349,17 @@ def _sorted(call: _Call) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
 
 
+def _collective(call: _Call) -> Work:
+    """What a collective does beside sending: its argument is copied, and parts are put together or apart."""
+    return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
+
+
 _RULES: dict[str, Callable[[_Call], Work]] = {
+    "all_reduce": _collective,
+    "all_gather": _collective,
+    "reduce_scatter": _collective,
+    "shard": _collective,
+    "group_rank": _collective,
     "mm": _product(0),
     "bmm": _product(0),
     "addmm": _product(1),

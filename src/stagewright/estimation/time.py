@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.cluster import Device
+from stagewright.cluster import Cluster, Device
+from stagewright.errors import InputError
+from stagewright.estimation.collectives import collective_seconds
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, short_name, work
 from stagewright.graph import Node, OperatorGraph
+from stagewright.graph.tensor_parallel import parallelism
 
 Floats = NDArray[np.float64]
 
@@ -102,9 +105,17 @@ def cost(found: Work, device: Device) -> Cost:
 class Costing:
     """Costs of the nodes of a graph on a device; equal nodes are looked at once."""
 
-    def __init__(self, graph: OperatorGraph, device: Device) -> None:
+    def __init__(self, graph: OperatorGraph, device: Device, cluster: Cluster | None = None) -> None:
+        """`cluster` has the links of a graph whose layers several ranks share."""
         self.graph = graph
         self.device = device
+        found = parallelism(graph)
+        self.num_ranks = found.size if found else 1
+        if self.num_ranks > 1 and cluster is None:
+            raise InputError(
+                f"model '{graph.name}' is split over {self.num_ranks} ranks: name the cluster whose links join them"
+            )
+        self.cluster = cluster
         self.without_rule: set[str] = set()
         self._by_signature: dict[int, Cost] = {}
         self._of_graph = graph.values.__getitem__
@@ -118,6 +129,9 @@ class Costing:
         if not found.has_rule:
             self.without_rule.add(short_name(node.op))
         made = cost(found, self.device)
+        if self.num_ranks > 1 and self.cluster is not None:
+            sent_s = collective_seconds(node, value, self.cluster, self.num_ranks)
+            made = replace(made, device_s=made.device_s + sent_s)
         if node.signature >= 0:
             self._by_signature[node.signature] = made
         return made

@@ -76,7 +76,7 @@ def _join(arguments: list[str], folder: Path) -> Record | None:
 
 def _start(plan: Plan, arguments: list[str], folder: Path) -> Record:
     began = time.time()
-    start_ranks(plan.pp * plan.dp, "stagewright.execution.worker", arguments, folder)
+    start_ranks(plan.num_ranks, "stagewright.execution.worker", arguments, folder)
     record = folder / "record.json"
     if not record.exists() or record.stat().st_mtime < began - 1:
         raise RunError(f"the run ended without a record in '{folder}'")

@@ -36,10 +36,10 @@ def clock_error_seconds(record: Record) -> float:
 def _ranks_of(record: Record, plan: Plan, replica: int) -> list[RankRecord]:
     wanted = {plan.global_rank(rank, replica): rank for rank in range(plan.pp)}
     found = {rank.rank: rank for rank in record.ranks if rank.rank in wanted}
-    if len(record.ranks) != plan.pp * plan.dp or len(found) != plan.pp:
+    if len(record.ranks) != plan.num_ranks or len(found) != plan.pp:
         raise InputError(
-            f"the record is of {len(record.ranks)} ranks, but the plan has {plan.pp * plan.dp} "
-            f"(pp {plan.pp} x dp {plan.dp}): give the plan that was run"
+            f"the record is of {len(record.ranks)} ranks, but the plan has {plan.num_ranks} "
+            f"(pp {plan.pp} x dp {plan.dp} x tp {plan.tp}): give the plan that was run"
         )
     return [found[rank] for rank in wanted]
 

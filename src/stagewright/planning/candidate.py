@@ -54,6 +54,8 @@ class Choice:
     """What replicas share out, 0 to 3; None leaves the sums of their gradients to the end of the batch."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
     """Type in which gradients are summed over replicas."""
+    tp: int = 1
+    """Ranks that share every layer."""
 
     @property
     def level(self) -> int:
@@ -67,7 +69,8 @@ class Choice:
     def __str__(self) -> str:
         how = f"{self.schedule}, recomputed" if self.recompute else self.schedule
         how += f", zero {self.level}" if self.level else ""
-        return f"dp {self.dp} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
+        shared = f" x tp {self.tp}" if self.tp > 1 else ""
+        return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,16 @@ def in_flight(program: Program) -> list[int]:
 
 
 def approximate_seconds(
-    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, dp: int
+    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
-    """Makespan of a batch from range sums, without carving."""
+    """Makespan of a batch from range sums, without carving; `num_ranks` devices hold every stage."""
     ends = np.array([0, *cuts, body.size])
     forward, total = np.diff(body.forward_seconds[ends]), np.diff(body.seconds[ends])
     placed = program.placement.rank_of_stage
 
     def transfer(source: int, target: int) -> float:
         width = float(body.boundary_bytes[ends[max(source, target)]]) / 2
-        return cluster.point_to_point_seconds(width, placed[source] * dp, placed[target] * dp)
+        return cluster.point_to_point_seconds(width, placed[source] * num_ranks, placed[target] * num_ranks)
 
     return simulate(program, StageCosts.of(forward, total - forward, 0.0 * total), transfer).makespan_s
 
@@ -154,7 +157,7 @@ def best_partition(
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
         cuts = partition(body, program.num_stages, slack, budget)
         if cuts is not None and tuple(cuts) not in tried:
-            tried[tuple(cuts)] = approximate_seconds(body, cuts, program, cluster, choice.dp)
+            tried[tuple(cuts)] = approximate_seconds(body, cuts, program, cluster, choice.dp * choice.tp)
     return min(tried.items(), key=lambda item: item[1]) if tried else None
 
 
@@ -283,6 +286,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         job=line.job,
         cluster=ClusterSection.of(cluster),
         dp=choice.dp,
+        tp=choice.tp,
         pp=choice.pp,
         num_stages=program.num_stages,
         microbatch_size=choice.microbatch_size,

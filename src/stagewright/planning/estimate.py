@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
@@ -33,6 +34,7 @@ def estimate(
     *,
     dp: int | None = None,
     pp: int | None = None,
+    tp: int = 1,
     microbatch: int = 1,
     schedule: str = "1f1b",
     stack: str = OWN_STACK,
@@ -43,7 +45,7 @@ def estimate(
 
     A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
     follows from the number of devices (by default one replica), and the partition is the one a search would
-    take. `stack` names whose execution is predicted, by default Stagewright's own.
+    take; `tp` ranks share every layer. `stack` names whose execution is predicted, by default Stagewright's own.
 
     Raises:
         InputError: widths that do not fit the cluster or the batch, a model without a job, a stack that is not
@@ -58,8 +60,9 @@ def estimate(
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
-    choice = _choice(cluster, job, dp, pp, microbatch, schedule)
-    body = _costs(_trace(reference, choice.microbatch_size, job, cluster.device.kind, report, trace), cluster)
+    choice = _choice(cluster, job, dp, pp, tp, microbatch, schedule)
+    traced = job.traced(cluster.device.kind) | ({"tp": tp} if tp > 1 else {})
+    body = _costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster)
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _run_by(stack, plan, cluster, report, trace)
 
@@ -94,7 +97,7 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
             f"model '{plan.model.text}' has changed since the plan was made (digest {reference.digest[:12]}, "
             f"planned {plan.model.digest[:12]}): plan again"
         )
-    return _trace(reference, plan.microbatch_size, plan.job, plan.cluster.kind, report, trace)
+    return _trace(reference, plan.microbatch_size, plan.traced(), report, trace)
 
 
 def line_of(
@@ -110,9 +113,10 @@ def line_of(
 
 
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
-    if cluster.num_devices < plan.dp * plan.pp:
+    if cluster.num_devices < plan.num_ranks:
+        shared = f" x tp {plan.tp}" if plan.tp > 1 else ""
         raise InputError(
-            f"the plan needs {plan.dp * plan.pp} devices (dp {plan.dp} x pp {plan.pp}), but cluster "
+            f"the plan needs {plan.num_ranks} devices (dp {plan.dp}{shared} x pp {plan.pp}), but cluster "
             f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
         )
     body = _costs(graph_of(plan, report, trace), cluster)
@@ -127,7 +131,7 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
     """
     if stack == OWN_STACK:
         return plan
-    if (plan.pp, plan.dp, plan.num_microbatches) != (1, 1, 1):
+    if (plan.pp, plan.dp, plan.tp, plan.num_microbatches) != (1, 1, 1, 1):
         raise InputError(
             f"stack '{stack}' runs whole batches on one device, not {plan.num_microbatches} microbatches on pp "
             f"{plan.pp} x dp {plan.dp}: give --pp 1, --dp 1 and a --microbatch of the global batch, or leave out "
@@ -159,31 +163,32 @@ def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
 
 
 def _trace(
-    reference: ModelReference, size: int, job: Job, target: str, report: Report, trace: Trace
+    reference: ModelReference, size: int, traced: dict[str, Any], report: Report, trace: Trace
 ) -> OperatorGraph:
-    return trace(reference, size, report=report, **job.traced(target))
+    return trace(reference, size, report=report, **traced)
 
 
 def _costs(graph: OperatorGraph, cluster: Cluster) -> BodyCosts:
-    return BodyCosts(graph, Costing(graph, cluster.device))
+    return BodyCosts(graph, Costing(graph, cluster.device, cluster))
 
 
 def _choice(
-    cluster: Cluster, job: Job, dp: int | None, pp: int | None, microbatch: int, schedule: str
+    cluster: Cluster, job: Job, dp: int | None, pp: int | None, tp: int, microbatch: int, schedule: str
 ) -> Choice:
-    count = cluster.num_devices
+    count = cluster.num_devices // max(tp, 1)
     if dp is None:
         dp = 1 if pp is None else count // max(pp, 1)
     if pp is None:
         pp = count // max(dp, 1)
-    if dp < 1 or pp < 1 or dp * pp > count:
+    if tp < 1 or dp < 1 or pp < 1 or dp * pp > count:
+        shared = f" x tp {tp}" if tp != 1 else ""
         raise InputError(
-            f"dp {dp} x pp {pp} does not fit the {count} devices of cluster '{cluster.name}': choose widths "
-            "whose product is at most that"
+            f"dp {dp}{shared} x pp {pp} does not fit the {cluster.num_devices} devices of cluster '{cluster.name}': "
+            "choose widths whose product is at most that"
         )
     if microbatch < 1 or job.global_batch % (dp * microbatch):
         raise InputError(
             f"dp {dp} replicas with microbatches of {microbatch} do not divide the global batch of "
             f"{job.global_batch}: change one of the three"
         )
-    return Choice(dp, pp, microbatch, job.global_batch // dp // microbatch, schedule)
+    return Choice(dp, pp, microbatch, job.global_batch // dp // microbatch, schedule, tp=tp)

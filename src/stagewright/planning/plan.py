@@ -158,7 +158,7 @@ class Predictions(StrictModel):
 
 
 class Plan(StrictModel):
-    """A complete plan. Pipeline rank `p` of replica `d` is global rank ``p * dp + d``."""
+    """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``."""
 
     version: Literal[1] = VERSION
     stagewright: str
@@ -168,6 +168,7 @@ class Plan(StrictModel):
     cluster: ClusterSection
     dp: int = Field(ge=1)
     tp: int = Field(default=1, ge=1)
+    """Ranks that share every layer of a stage."""
     pp: int = Field(ge=1)
     num_stages: int = Field(ge=1)
     microbatch_size: int = Field(ge=1)
@@ -222,9 +223,18 @@ class Plan(StrictModel):
         """`reduce_dtype` as torch names it."""
         return None if self.reduce_dtype is None else REDUCE_TYPES[self.reduce_dtype]
 
-    def global_rank(self, pipeline_rank: int, replica: int) -> int:
-        """The rank in the whole job: replicas of one stage are neighbours."""
-        return pipeline_rank * self.dp + replica
+    @property
+    def num_ranks(self) -> int:
+        """Processes, each with a device."""
+        return self.pp * self.dp * self.tp
+
+    def global_rank(self, pipeline_rank: int, replica: int, tensor_rank: int = 0) -> int:
+        """The rank in the whole job: those that share layers are neighbours, and then replicas of one stage."""
+        return (pipeline_rank * self.dp + replica) * self.tp + tensor_rank
+
+    def traced(self) -> dict[str, Any]:
+        """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
+        return {**self.job.traced(self.cluster.kind), "tp": self.tp}
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`; readers see the old file or the whole new one."""

@@ -67,6 +67,11 @@ def left_out(found: Found) -> str:
     return f"{plural(len(found.plans), 'configuration')} found; {len(found.excluded)} left out{listed}."
 
 
+def widths(plan: Plan) -> str:
+    """Ranks in the pipeline, replicas and, where there are several, ranks that share every layer."""
+    return f"{plan.pp} x {plan.dp}" + (f" x {plan.tp}" if plan.tp > 1 else "")
+
+
 def batch_text(plan: Plan) -> str:
     """How the global batch is shared out."""
     return (
@@ -81,7 +86,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     unit, size = byte_unit(count for counts in peaks for count in counts)
     rows = [
         (
-            f"{plan.pp} x {plan.dp}",
+            widths(plan),
             plan.num_stages,
             f"{plan.num_microbatches} of {plan.microbatch_size}",
             described_schedule(plan),
@@ -118,8 +123,9 @@ def estimate_document(plan: Plan) -> dict[str, Any]:
 def estimate_heading(plan: Plan) -> str:
     """The configuration and its time in one line."""
     predictions = plan.predictions
+    shared = f" x tp {plan.tp}" if plan.tp > 1 else ""
     return (
-        f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}, {described_schedule(plan)}, "
+        f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}{shared}, {described_schedule(plan)}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}\n"
         f"step {format_seconds(predictions.step_seconds)}, "
         f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "

@@ -1,0 +1,98 @@
+"""The graph of one tensor-parallel rank: its collectives, its shards, and what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from stagewright.errors import ContractError, InputError
+from stagewright.execution.loading import part_of
+from stagewright.graph import OperatorGraph, Part
+from stagewright.graph.tensor_parallel import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    COLLECTIVES,
+    TensorShard,
+    local_draws,
+    parallelism,
+)
+from stagewright.tracing.cache import trace
+from stagewright.tracing.tensor_parallel import plans
+
+NUM_LAYERS = 2
+NARROW = {
+    "num_hidden_layers": NUM_LAYERS, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def graph_of(model: str, tp: int, **more: Any) -> OperatorGraph:
+    return trace(model, 1, 8, "float32", {"num_hidden_layers": NUM_LAYERS, **more}, tp=tp)
+
+
+def test_a_layer_has_two_sums_forward_and_two_backward() -> None:
+    found = graph_of("tiny-llama", 2)
+    counts = Counter((node.op, node.part) for node in found.nodes if node.op in COLLECTIVES)
+    assert counts == {
+        (ALL_REDUCE, Part.FORWARD): 2 * NUM_LAYERS + 2,  # the embedding, and the logits of the labels
+        (ALL_REDUCE, Part.INPUT_GRAD): 2 * NUM_LAYERS + 1,  # the head
+        (ALL_GATHER, Part.FORWARD): 1,  # sums of exponentials
+    }
+
+
+def test_shards_have_a_part_of_every_product_and_of_the_vocabulary() -> None:
+    whole, found = graph_of("tiny-llama", 1), graph_of("tiny-llama", 2)
+    shared = parallelism(found)
+    assert shared is not None and parallelism(whole) is None
+    for name in whole.parameters:
+        sizes = [graph.values[graph.parameters[name]].meta.num_elements for graph in (whole, found)]
+        assert sizes[0] == sizes[1] * (2 if name in shared.shards else 1)
+        assert (name in shared.shards) == ("norm" not in name)
+
+
+@pytest.mark.parametrize(
+    "shard", [TensorShard(0, (12,)), TensorShard(1, (4, 4, 2)), TensorShard(0, (12,), 2)], ids=str
+)
+def test_parts_hold_every_element_once(shard: TensorShard) -> None:
+    whole = torch.arange(1.0, 121.0).reshape(12, 10)
+    parts = [part_of(whole, shard, 2, rank) for rank in range(2)]
+    assert parts[0].shape == parts[1].shape
+    assert sorted(torch.cat([part.flatten() for part in parts]).tolist()) == sorted(
+        whole.flatten().tolist() + [0.0] * (10 * shard.padding)
+    )
+
+
+def test_dropout_of_shards_differs_between_ranks_and_other_dropout_does_not() -> None:
+    found = graph_of("tiny-gpt2", 2)
+    draws = {node.draw: node.module for node in found.nodes if node.draw >= 0}
+    inside = {draws[draw] for draw in local_draws(found)}
+    assert inside == {f"net.transformer.h.{layer}.attn" for layer in range(NUM_LAYERS)}
+    assert len(draws) == 1 + 3 * NUM_LAYERS
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "named"),
+    [
+        ("tiny-llama", 8, "key-value heads (4)"),
+        ("tiny-gpt2", 3, "attention heads (4)"),
+        ("tiny-t5", 2, "no tensor-parallel plan is known for 't5'"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_by_name(model: str, tp: int, named: str) -> None:
+    with pytest.raises(InputError) as error:
+        graph_of(model, tp)
+    assert named in str(error.value)
+
+
+def test_a_plan_that_leaves_out_a_layer_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm between split products whose gradient nobody sums would be another one on every rank."""
+
+    def careless(net: torch.nn.Module) -> dict[str, str]:
+        return {path: style for path, style in plans.plan_of(net).items() if "q_norm" not in path}
+
+    monkeypatch.setattr("stagewright.tracing.tensor_parallel.parallelise.plan_of", careless)
+    with pytest.raises(ContractError, match="q_norm"):
+        trace("qwen3-8b", 1, 8, "float32", NARROW, tp=2, use_cache=False)
