@@ -205,32 +205,28 @@ _DEEPSEEK = Shape(
     60, 5120, 12288, 128, 102400, 128, 192, gated=True, has_bias=False, tied=False,
     latent=Latent(1536, 512, 128, 64, 128), experts=Experts(160, 6, 1536, 3072), num_dense=1,
 )  # fmt: skip
-_B200_MODELS = {"llama3_70b": _LLAMA, "deepseekv2": _DEEPSEEK}
+B200_MODELS = {"llama3_70b": _LLAMA, "deepseekv2": _DEEPSEEK}
+
+
+def b200_layout(record: Record) -> Layout:
+    """The widths of a row."""
+    keys = ("tp", "cp", "ep", "pp", "dp", "seq_len", "microbatches")
+    tp, cp, ep, pp, dp, tokens, num_microbatches = (int(record[key]) for key in keys)
+    return Layout(
+        tokens, tp=tp, cp=cp, ep=ep, pp=pp, dp=dp, num_microbatches=num_microbatches,
+        sequence_parallel=tp > 1, shards_optimizer=True,
+    )  # fmt: skip
 
 
 def megatron_core(records: list[Record]) -> Iterator[Row]:
     """Allocated peak of the fullest rank."""
     for record in records:
-        given = {
-            key: int(record[key])
-            for key in ("layers", "tp", "cp", "ep", "pp", "dp", "seq_len", "microbatches")
-        }
-        layout = Layout(
-            sequence_length=given["seq_len"],
-            tp=given["tp"],
-            cp=given["cp"],
-            ep=given["ep"],
-            pp=given["pp"],
-            dp=given["dp"],
-            num_microbatches=given["microbatches"],
-            sequence_parallel=given["tp"] > 1,
-            shards_optimizer=True,
-        )
-        shape = replace(_B200_MODELS[record["model"]], num_layers=given["layers"])
+        layout = b200_layout(record)
+        shape = replace(B200_MODELS[record["model"]], num_layers=int(record["layers"]))
         peak = max(
             rank.peak_bytes for rank in footprints(shape, layout, find_megatron_stack("megatron-core+te"))
         )
-        widths = " ".join(f"{key}={given[key]}" for key in ("tp", "cp", "ep", "pp", "dp", "microbatches"))
+        widths = " ".join(f"{key}={record[key]}" for key in ("tp", "cp", "ep", "pp", "dp", "microbatches"))
         yield Row(
             f"{record['model']} {widths}",
             "Megatron-Core on B200",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 
+import megatron_core
 import megatron_time
 import pytest
 import zero_bubble_runs
@@ -22,3 +23,8 @@ def test_handmade_schedules_of_the_zero_bubble_paper_stay_within_their_bound() -
     with (zero_bubble_runs.DATA / "zero_bubble_measured.csv").open(newline="", encoding="utf-8") as file:
         records = [row for row in csv.DictReader(file) if row["schedule"] in ("1F1B", "1F1B-I", "ZB-V")]
     assert summary("handmade", list(zero_bubble_runs.rows(records))).mean <= zero_bubble_runs.BAR
+
+
+@pytest.mark.parametrize("what", megatron_core.BARS)
+def test_megatron_core_stays_within_its_bounds(what: str) -> None:
+    assert summary(what, list(megatron_core.rows(what))).mean <= megatron_core.BARS[what]

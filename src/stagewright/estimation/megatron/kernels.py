@@ -15,12 +15,12 @@ Axis = Literal["tp", "cp", "ep"]
 
 
 class Kernel(NamedTuple):
-    """One kernel: arithmetic and bytes it moves; `count` equal ones in a row."""
+    """One kernel: arithmetic and bytes it moves; `num` equal ones in a row."""
 
     kind: KernelKind
     flop: float
     num_bytes: float
-    count: int = 1
+    num: int = 1
 
 
 class Collective(NamedTuple):
@@ -69,14 +69,15 @@ def together(parts: Iterable[Passes]) -> Passes:
 
 
 def product(tokens: float, given: float, made: float, count: int = 1, adds_up: float = 0.0) -> Passes:
-    """A linear layer of `count` weights; `adds_up` bytes are moved per weight to add its gradient to the others.
+    """A linear layer, or `count` equal ones for `tokens` each that run at once (grouped); `adds_up` bytes are moved per
+    weight to add its gradient to the others.
 
     The gradient of a weight costs as many FLOP as the product itself, and so does that of its input.
     """
-    flop, weights = 2.0 * tokens * given * made, given * made
-    moved = 2.0 * (tokens * given + tokens * made + weights)
-    kernel = Kernel("matmul", flop, moved, count)
-    adding = (Kernel("memory", 0.0, adds_up * weights, count),) if adds_up else ()
+    flop, weights = 2.0 * count * tokens * given * made, float(count * given * made)
+    moved = 2.0 * (count * tokens * (given + made) + weights)
+    kernel = Kernel("matmul", flop, moved)
+    adding = (Kernel("memory", 0.0, adds_up * weights),) if adds_up else ()
     return Passes(Pass((kernel,)), Pass((kernel,)), Pass((kernel, *adding)))
 
 

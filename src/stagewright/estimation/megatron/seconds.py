@@ -25,7 +25,7 @@ HALF_TYPE = "bf16"
 
 
 def kernel_seconds(kernel: Kernel, device: Device, dtype: str = HALF_TYPE) -> float:
-    """One kernel (or its `count` equal ones) on the device, without what the host takes to launch it.
+    """One kernel (or its `num` equal ones) on the device, without what the host takes to launch it.
 
     Source and ignores: `stagewright.estimation.time.kernel_seconds`.
     """
@@ -43,7 +43,7 @@ def kernel_seconds(kernel: Kernel, device: Device, dtype: str = HALF_TYPE) -> fl
             share = device.attention_efficiency if forward else device.attention_backward_efficiency
             rate = (device.peak_flops.get(dtype) or 0.0) * share
             busy = _overlapped(kernel.flop / rate, device.memory_seconds(kernel.num_bytes))
-    return kernel.count * (busy + device.launch_overhead_s)
+    return kernel.num * (busy + device.launch_overhead_s)
 
 
 def _overlapped(arithmetic: float, memory: float) -> float:
@@ -152,8 +152,8 @@ class Clock:
         """One direction through some part."""
         gap = self.fusion.product_gap_s
         device = sum(self._kernel(kernel) for kernel in what.kernels)
-        device += gap * sum(kernel.count for kernel in what.kernels if kernel.kind == "matmul")
-        num = sum(kernel.count for kernel in what.kernels)
+        device += gap * sum(kernel.num for kernel in what.kernels if kernel.kind == "matmul")
+        num = sum(kernel.num for kernel in what.kernels)
         exposed = hidden = 0.0
         for collective in what.collectives:
             took = self._collective(collective)
