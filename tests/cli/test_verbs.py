@@ -56,6 +56,15 @@ def test_a_schedule_document_has_the_figures_of_theory() -> None:
     assert found["program"][3][:2] == ["3F0", "3B0"]
 
 
+def test_a_memory_limit_counts_the_activations_of_the_document() -> None:
+    limits = range(1, 9)
+    found = [document("schedule", "zb-auto", "-p", "4", "-m", "9", "--memory-limit", str(k)) for k in limits]
+    for limit, each in zip(limits, found, strict=True):
+        assert max(rank["peak_activations"] for rank in each["ranks"]) <= limit
+    times = [each["makespan_seconds"] for each in found]
+    assert times == sorted(times, reverse=True)
+
+
 def test_a_schedule_takes_its_own_options_and_costs() -> None:
     split = document("schedule", "1f1b", "-p", "2", "-m", "2", "--set", "split_backward=true")
     assert "0I0" in split["program"][0]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stagewright.schedule import build, insert_reductions
+from stagewright.schedule import Kind, build, insert_reductions
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate
 
@@ -77,31 +77,60 @@ def test_windows_that_hide_the_gradient_reductions(name, listed):
         assert [timeline.end_s[timeline.encoded.rank_slice(rank)].max() - e.start_s for e in events] == listed
 
 
-def test_zero_bubble_with_one_stage_per_rank():
-    for p, m in {(p, m) for p, m, _ in SIZES}:
-        h1 = simulate(build("zb-h1", p, m), StageCosts.uniform(p, saved_bytes=1))
-        if m >= p:
-            assert h1.makespan_s == 3 * m + (p - 1)
-            assert h1.peak_bytes.max() == p
-        if m >= 2 * p - 1:
-            h2 = simulate(build("zb-h2", p, m), StageCosts.uniform(p, saved_bytes=1))
-            assert h2.span_s.tolist() == [3 * m] * p
-            assert h2.peak_bytes.max() == 2 * p - 1
-            zb_v = simulate(build("zb-v", p, m), StageCosts.uniform(2 * p, saved_bytes=1))
-            assert zb_v.span_s.tolist() == [6 * m] * p
-            assert zb_v.peak_bytes.tolist() == [2 * p] * p
+def test_windows_of_looped_schedules_for_any_size():
+    for (p, m, v), (f, b) in zip(SIZES, TIMES, strict=True):
+        rest = np.arange(v - 1, -1, -1) * b
+        assert windows("breadth-first", p, m, v, f, b) == pytest.approx(np.tile(rest * max(m, p), (p, 1)))
+        groups = p * (1 + m % 4)
+        assert windows("interleaved-1f1b", p, groups, v, f, b) == pytest.approx(np.tile(rest * p, (p, 1)))
+
+
+def windows(name, p, m, v, f, b):
+    """Seconds from each reduction to the end of its rank's work, [rank, stage of the rank in order]."""
+    costs = StageCosts.uniform(p * v, f, b, 0.0)
+    timeline = simulate(insert_reductions(build(name, p, m, v)), costs)
+    starts = [[e.start_s for e in timeline.events(r) if e.action.kind is Kind.REDUCE] for r in range(p)]
+    ends = [timeline.end_s[timeline.encoded.rank_slice(r)].max() for r in range(p)]
+    return np.array(ends)[:, None] - np.array(starts)
+
+
+@pytest.mark.parametrize(("name", "factor"), [("zb-h1", 1), ("zb-h2", 2)])
+def test_zero_bubble_with_one_stage_per_rank(name, factor):
+    for (p, few, _), (f, i), part in zip(SIZES, TIMES, RNG.uniform(0, 1, 200), strict=True):
+        w = part * min(f, i)  # the formulas need weight gradients no longer than the other passes
+        m = max(few, factor * (p - 1) + 1)
+        timeline = simulate(build(name, p, m), StageCosts.uniform(p, f, i, w, saved_bytes=1))
+        length = timeline.makespan_s if name == "zb-h1" else timeline.span_s.max()
+        assert length == pytest.approx(m * (f + i + w) + (p - 1) * (f + i - factor * w), rel=1e-9)
+        assert timeline.peak_bytes.max() == factor * (p - 1) + 1
+
+
+def test_equal_passes_in_a_v_leave_no_bubble():
+    for (p, few, _), (f, _) in zip(SIZES, TIMES, strict=True):
+        m = max(few, 2 * p - 1)
+        zb_v = simulate(build("zb-v", p, m), StageCosts.uniform(2 * p, f, f, f, saved_bytes=1))
+        assert zb_v.span_s == pytest.approx(np.full(p, 6 * m * f), rel=1e-9)
+        assert zb_v.peak_bytes.tolist() == [2 * p] * p
 
 
 def test_dualpipe_v():
-    for p, few, _ in SIZES:
-        m = max(few, 2 * p)
-        timeline = simulate(build("dualpipe-v", p, m, overlap=True), StageCosts.uniform(2 * p, saved_bytes=1))
-        assert timeline.makespan_s == 6 * m + (p - 1) * (3 + 2 - 3)
+    for (p, few, _), (f, _), part in zip(SIZES, TIMES, RNG.uniform(0, 1, 200), strict=True):
+        m, saved_s = max(few, 2 * p), part * f
+        costs = StageCosts.uniform(2 * p, f, f, f, overlap_saved_s=saved_s, saved_bytes=1)
+        timeline = simulate(build("dualpipe-v", p, m, overlap=True), costs)
+        both = 3 * f - saved_s  # a forward overlapped with a backward
+        assert timeline.idle_s.max() == pytest.approx((p - 1) * (both + 2 * f - 3 * f), rel=1e-9, abs=1e-9)
         assert timeline.peak_bytes.tolist() == [2 * p + 1] * p
-    for p, _, _ in SIZES[:40]:
-        costs = StageCosts.uniform(2 * p, overlap_saved_s=0.5)
-        faster = simulate(build("dualpipe-v", p, 4 * p, overlap=True), costs)
-        assert faster.idle_s.max() == pytest.approx((p - 1) * (2.5 + 2 - 3))
+
+
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 7), (4, 8), (5, 12), (8, 16)])
+def test_schedules_with_controlled_memory(p, m):
+    costs = StageCosts.uniform(2 * p, saved_bytes=1, held_bytes=0.5)
+    bubble = (p - 1) * 6.0  # that of 1F1B on stages twice as long
+    for name, held, part, beyond in (("v-half", (p + 2) // 2, 1 / 2, 0), ("v-min", (p + 4) // 3, 2 / 3, 6)):
+        timeline = simulate(build(name, p, m), costs)
+        assert timeline.peak_bytes.max() <= 2 * held
+        assert timeline.makespan_s - 6 * m <= part * bubble + beyond
 
 
 def test_unequal_stages_lie_between_recurrence_and_simple_formula():
@@ -131,6 +160,12 @@ def test_asynchronous_throughput_and_weight_versions():
     costs = StageCosts.of(f, b, np.zeros(3))
     times = [makespan("pipedream", 3, m, 1, costs) for m in (40, 80)]
     assert (times[1] - times[0]) / 40 == pytest.approx(max(f + b))
+    for (p, _, _), seed in zip(SIZES, range(200), strict=True):
+        f, b = np.random.default_rng(seed).uniform(0.5, 2.0, (2, p))
+        f[seed % p] = (f + b).max()  # one stage clearly the slowest, so that the period settles soon
+        costs = StageCosts.of(f, b, np.zeros(p))
+        few, many = (makespan("pipedream", p, m, 1, costs) for m in (60, 80))
+        assert (many - few) / 20 == pytest.approx(max(f + b), rel=1e-9)
     for p in range(1, 9):
         assert weight_versions(build("pipedream", p, 3 * p)) == [p - rank for rank in range(p)]
         assert max(weight_versions(build("pipedream-2bw", p, 5 * p))) == min(2, p)

@@ -72,7 +72,8 @@ def schedule(
     if memory_limit is not None and _limits_itself(name):
         given["memory_limit"] = float(memory_limit)
     costs_of = _costs_of(costs, (forward, input_grad, weight_grad))
-    program = verify(_program(name, ranks, microbatches, chunks, costs_of, transfer, given))
+    counts = memory_limit is not None
+    program = verify(_program(name, ranks, microbatches, chunks, costs_of, transfer, given, counts))
     timeline = simulate(program, costs_of(program.num_stages), transfer)
     if memory_limit is not None and "memory_limit" not in given:
         _check_limit(program, peak_activations(program), memory_limit)
@@ -101,7 +102,7 @@ def _costs_of(table: Path | None, passes: tuple[float, float, float]) -> CostsOf
 
 def _program(
     name: str, ranks: int, microbatches: int, chunks: int | None, costs_of: CostsOf, transfer: float,
-    options: dict[str, Any],
+    options: dict[str, Any], counts_activations: bool,
 ) -> Program:  # fmt: skip
     from stagewright.schedule import FAMILIES, build
 
@@ -111,12 +112,15 @@ def _program(
     if {"times", "seconds"} & set(accepted):
         # One microbatch is enough to learn how many stages the schedule places.
         num_stages = build(name, ranks, 1, chunks).num_stages
-        options = {**_given_times(accepted, costs_of(num_stages), transfer), **options}
+        # An activation is held until its weight gradient is done, though half of its bytes may go before.
+        held = 1.0 if counts_activations else 0.5
+        options = {**_given_times(accepted, costs_of(num_stages), transfer, held), **options}
     return build(name, ranks, microbatches, chunks, **options)
 
 
-def _given_times(accepted: Iterable[str], costs: StageCosts, transfer: float) -> dict[str, Any]:
-    """The times, as the schedules that are made for given times take them."""
+def _given_times(accepted: Iterable[str], costs: StageCosts, transfer: float, held: float) -> dict[str, Any]:
+    """The times, as the schedules that are made for given times take them; `held` of an activation's memory
+    waits for its weight gradient."""
     import numpy as np
 
     passes = costs.forward_s, costs.input_grad_s, costs.weight_grad_s
@@ -124,7 +128,7 @@ def _given_times(accepted: Iterable[str], costs: StageCosts, transfer: float) ->
         from stagewright.schedule.automatic import StageTimes
 
         ones = np.ones(costs.num_stages)
-        return {"times": StageTimes(*passes, transfer * ones[1:], ones, ones / 2)}
+        return {"times": StageTimes(*passes, transfer * ones[1:], ones, held * ones)}
     from stagewright.schedule.families.greedy import PassSeconds
 
     forward, input_grad, weight_grad = (seconds.tolist() for seconds in passes)
