@@ -57,7 +57,9 @@ def make_plan(
         clip_norm=clip_norm,
     )
     reference = resolve(model, overrides)
-    graph = trace(reference, microbatch_size, job.sequence_length, job.torch_name, tp=tp)
+    graph = trace(
+        reference, microbatch_size, tp=tp, **job.traced("cuda")
+    )  # as for clusters nothing describes
     program = build_schedule(schedule, pp, num_microbatches, num_chunks)
     stages = program.num_stages
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]

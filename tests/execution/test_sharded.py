@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cells import SMALL_LLAMA, Cell, Outcome, train
+from cells import SMALL_LLAMA, Cell, Outcome, predicted, train
 
 from multiprocess import run_ranks
 
@@ -37,11 +37,19 @@ def check_equal(cell: Cell, ranks: Sequence[Outcome]) -> None:
             assert difference <= allowed, f"{cell}: gradient of {name} is off by {difference}"
 
 
+def check_memory(cell: Cell, ranks: Sequence[Outcome], folder: Path) -> None:
+    """The bytes at the peak are those predicted."""
+    wanted = predicted(cell.plan(folder))
+    for rank, outcome in enumerate(ranks):
+        assert outcome.peak_bytes == pytest.approx(wanted[rank // cell.dp], rel=0.01), f"{cell}, rank {rank}"
+
+
 def test_replicas_of_a_whole_model(tmp_path: Path) -> None:
     cells = [Cell(sharding=level, pp=1, overrides=SMALL_LLAMA) for level in (0, 1, 2, 3)]
     found = outcomes(cells, tmp_path)
     for cell, ranks in found.items():
         check_equal(cell, ranks)
+        check_memory(cell, ranks, tmp_path)
         assert ranks[0].losses == pytest.approx(found[cells[0]][0].losses, rel=1e-12)
 
 
@@ -53,3 +61,4 @@ def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
     ]
     for cell, ranks in outcomes(cells, tmp_path).items():
         check_equal(cell, ranks)
+        check_memory(cell, ranks, tmp_path)

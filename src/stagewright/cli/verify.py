@@ -52,6 +52,7 @@ def _document(found: Verification) -> dict[str, Any]:
         "dtype": found.dtype,
         "schedule": found.schedule,
         "num_ranks": found.num_ranks,
+        "num_replicas": found.num_replicas,
         "num_stages": found.num_stages,
         "loss": _number(found.loss),
         "loss_difference": _number(found.loss_difference),
@@ -77,7 +78,9 @@ def _lines(found: Verification) -> list[str]:
     return [
         f"{found.model}, {layers}, {found.num_parameters:,} parameters, {found.dtype}, "
         f"{found.sequence_length} tokens a sample: {found.schedule} with {found.num_stages} stages on "
-        f"{found.num_ranks} processes against one process",
+        f"{found.num_ranks * found.num_replicas} processes"
+        + (f" ({found.num_replicas} replicas)" if found.num_replicas > 1 else "")
+        + " against one process",
         f"loss {found.loss:.6f}, largest difference {found.loss_difference:.1e}",
         f"{found.num_gradients} gradients, {found.num_equal} of them equal to the last bit"
         + (worst if found.num_equal < found.num_gradients else ""),

@@ -2,7 +2,7 @@
 
 The copy has fewer layers and shorter samples, and float64 parameters where its operators have such kernels. One batch
 is trained plainly in this process and then, with the plan's schedule, placement and number of stages, by one process
-per pipeline rank, each of which compares the gradients it holds.
+per pipeline rank (and by two replicas where the plan has more than one), each of which compares the gradients it holds.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from stagewright.execution.launch import start_ranks
 from stagewright.execution.random import keyed
 from stagewright.graph import OperatorGraph
 from stagewright.graph.cutting import Cutting
+from stagewright.graph.flat import PARAMETERS
+from stagewright.graph.stage import carve
 from stagewright.planning.job import Job
-from stagewright.planning.plan import ModelSection, Plan, cut_names, stage_cuts
+from stagewright.planning.plan import ModelSection, Plan, cut_names, stage_cuts, stage_program
+from stagewright.planning.sharding import sharded_program, without_sharding
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -34,6 +37,7 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
 
 MAX_SEQUENCE_LENGTH = 64
 MAX_MICROBATCH_SIZE = 2
+MAX_REPLICAS = 2
 PLAIN = "plain.safetensors"
 OUTCOME = "outcome.json"
 
@@ -61,6 +65,7 @@ class Verification:
     sequence_length: int
     num_stages: int
     num_ranks: int
+    """Of one replica."""
     schedule: str
     loss: float
     loss_difference: float
@@ -70,6 +75,7 @@ class Verification:
     """Gradients equal to the last bit."""
     worst: Difference
     tolerance: float
+    num_replicas: int = 1
 
     @property
     def holds(self) -> bool:
@@ -92,7 +98,7 @@ def verify(
 
     Args:
         model: reference of the model that the plan was made for.
-        plan: only one replica of it is run.
+        plan: at most two replicas of it are run.
         num_layers: of the copy; default one per stage, and at least two.
         report: told what is being done.
 
@@ -109,9 +115,10 @@ def verify(
         folder = Path(scratch)
         reduced, graph, plain = _train_plainly(original, plan, num_layers, folder, report)
         reduced.save(folder / "plan.json")
-        report(f"training it pipelined by {plan.pp} processes")
+        num_ranks = plan.pp * reduced.dp
+        report(f"training it pipelined by {num_ranks} processes")
         arguments = [str(folder / "plan.json"), "--out", str(folder)]
-        start_ranks(plan.pp, "stagewright.execution.verification_worker", arguments, folder)
+        start_ranks(num_ranks, "stagewright.execution.verification_worker", arguments, folder)
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     return _judged(reduced, graph, plain, outcome)
 
@@ -131,6 +138,7 @@ def _judged(reduced: Plan, graph: OperatorGraph, plain: _Plain, outcome: Mapping
         sequence_length=reduced.job.sequence_length,
         num_stages=reduced.num_stages,
         num_ranks=reduced.pp,
+        num_replicas=reduced.dp,
         schedule=reduced.schedule,
         loss=plain.loss,
         loss_difference=abs(outcome["loss"] - plain.loss) / max(abs(plain.loss), 1e-30),
@@ -184,7 +192,7 @@ def _plain(
     plan: Plan, reference: ModelReference, graph: OperatorGraph, folder: Path, report: Report
 ) -> _Plain:
     """One batch under autograd, microbatch after microbatch; gradients go to a file, under every name they have."""
-    job, count = plan.job, plan.num_microbatches
+    job, count = plan.job, plan.num_microbatches * plan.dp
     built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
     num_parameters = sum(parameter.numel() for parameter in built.module.parameters())
     report(f"training {num_parameters:,} parameters in {job.torch_name} plainly")
@@ -244,14 +252,15 @@ def _layers_of(reference: ModelReference) -> int | None:
 def reduced_plan(
     plan: Plan, original: ModelReference, reference: ModelReference, dtype: Dtype, report: Report
 ) -> tuple[Plan, OperatorGraph]:
-    """`plan` for one replica of the reduced model, with at most two samples a microbatch; and the model's graph.
+    """`plan` for two replicas at most of the reduced model, with at most two samples a microbatch; and the model's graph.
 
     Raises:
         PlanError: the reduced model cannot be cut into as many stages.
     """
     microbatch_size = min(plan.microbatch_size, MAX_MICROBATCH_SIZE)
+    dp = min(plan.dp, MAX_REPLICAS)
     job = Job(
-        global_batch=plan.num_microbatches * microbatch_size,
+        global_batch=plan.num_microbatches * microbatch_size * dp,
         sequence_length=min(plan.job.sequence_length, MAX_SEQUENCE_LENGTH),
         dtype=dtype,
         seed=plan.job.seed,
@@ -263,14 +272,15 @@ def reduced_plan(
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have
     else:
         names = cut_names(graph, scaled_cuts(_fractions(plan, original, report), graph))
-        plan = _without_names(plan)
+        plan = _resharded(_without_names(plan), names, graph)
     section = ModelSection(
         text=reference.text,
         overrides=dict(reference.overrides),
         digest=reference.digest,
         name=reference.name,
     )
-    changes = {"model": section, "job": job, "dp": 1, "microbatch_size": microbatch_size, "cuts": names}
+    changes = {"model": section, "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
+        "reduce_dtype": None}  # fmt: skip
     return plan.model_copy(update=changes), graph
 
 
@@ -281,6 +291,18 @@ def _without_names(plan: Plan) -> Plan:
         for policy in plan.memory_policy
     ]
     return plan.model_copy(update={"memory_policy": tuple(policies)})
+
+
+def _resharded(plan: Plan, names: tuple[str, ...], graph: OperatorGraph) -> Plan:
+    """`plan` with parameters gathered for the weight gradients of the stages of another model."""
+    program = stage_program(plan)
+    levels = [level if plan.dp > 1 else 0 for level in plan.sharding]
+    if not any(level >= PARAMETERS for level in levels):
+        return plan
+    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
+    stages = carve(graph, [position[name] for name in names])
+    resharded = sharded_program(without_sharding(program), stages, levels)
+    return plan.model_copy(update={"program": tuple(tuple(map(str, ranks)) for ranks in resharded.ranks)})
 
 
 def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[float]:
