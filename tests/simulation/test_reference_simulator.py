@@ -17,10 +17,14 @@ POSTS = SENT | {Kind.RECV_F, Kind.RECV_B}
 
 
 class Reference:
-    """Start and end of every action of a program; transfers of one pair of ranks go one at a time."""
+    """Start and end of every action of a program; transfers of one pair of ranks, or all that one rank
+    sends, go one at a time."""
 
-    def __init__(self, program: Program, costs: StageCosts, transfer_s, edges) -> None:
+    def __init__(
+        self, program: Program, costs: StageCosts, transfer_s, edges, contention=Contention.PAIR
+    ) -> None:
         self.program, self.costs, self.transfer_s, self.edges = program, costs, transfer_s, edges
+        self.contention = contention
         self.rank_of = program.placement.rank_of_stage
         self.place = {a: (r, i) for r, actions in enumerate(program.ranks) for i, a in enumerate(actions)}
         self.end = lru_cache(maxsize=None)(self._end)
@@ -49,18 +53,22 @@ class Reference:
         kinds = [Kind.F] if direction is Kind.F else [Kind.I, Kind.B]
         return next(Action(k, stage, m) for k in kinds if Action(k, stage, m) in self.place)
 
-    def departures(self, source: int, target: int) -> list[tuple[Kind, int, int, int]]:
-        """What rank `source` sends rank `target`, in the order of its sends."""
+    def departures(self, source: int, target: int | None) -> list[tuple[Kind, int, int, int]]:
+        """What rank `source` sends rank `target`, or any rank, in the order of its sends."""
         found = []
         for a in self.program.ranks[source]:
             if self.program.is_lowered:
-                if a.kind in SENT and self.rank_of[a.peer] == target:
+                if a.kind in SENT and target in (None, self.rank_of[a.peer]):
                     found.append((Kind.F if a.kind is Kind.SEND_F else Kind.B, a.stage, a.peer, a.microbatch))
             elif a.kind in (Kind.F, Kind.I, Kind.B):
                 direction = Kind.F if a.kind is Kind.F else Kind.B
                 ends = [(x, y) if direction is Kind.F else (y, x) for x, y in self.edges]
                 users = sorted(
-                    user for maker, user in ends if maker == a.stage and self.rank_of[user] == target
+                    user
+                    for maker, user in ends
+                    if maker == a.stage
+                    and self.rank_of[user] != source
+                    and target in (None, self.rank_of[user])
                 )
                 found += [(direction, a.stage, user, a.microbatch) for user in users]
         return found
@@ -74,7 +82,9 @@ class Reference:
         if self.program.is_lowered:
             send, receive = (Kind.SEND_F, Kind.RECV_F) if direction is Kind.F else (Kind.SEND_B, Kind.RECV_B)
             times += [self.end(Action(send, stage, m, user)), self.end(Action(receive, user, m, stage))]
-        queue = self.departures(source, target)
+        if self.contention is Contention.NONE:
+            return max(times) + self.transfer_s(stage, user)
+        queue = self.departures(source, target if self.contention is Contention.PAIR else None)
         place = queue.index((direction, stage, user, m))
         if place:
             times.append(self.arrival(*queue[place - 1]))
@@ -90,15 +100,16 @@ def costs_and_transfers(seed: int, num_stages: int):
     return costs, lambda source, target: float(table[source, target])
 
 
+@pytest.mark.parametrize("contention", Contention)
 @pytest.mark.parametrize("lowered", [False, True])
 @pytest.mark.parametrize("seed", range(120))
-def test_random_programs_take_the_same_time(seed, lowered):
+def test_random_programs_take_the_same_time(seed, lowered, contention):
     program, edges = random_program(seed)
     if lowered:
         program = insert_communication(program, edges, ahead=seed % 3)
     costs, transfers = costs_and_transfers(seed, program.num_stages)
-    reference = Reference(program, costs, transfers, edges)
-    timeline = simulate(program, costs, transfers, edges=edges)
+    reference = Reference(program, costs, transfers, edges, contention)
+    timeline = simulate(program, costs, transfers, edges=edges, contention=contention)
     for rank in range(program.num_ranks):
         for event in timeline.events(rank):
             assert event.end_s == pytest.approx(reference.end(event.action), rel=1e-12, abs=1e-12)
