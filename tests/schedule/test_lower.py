@@ -37,7 +37,7 @@ def test_receives_posted_a_few_computations_ahead_cost_no_time(name, transfer_s)
     costs = StageCosts.uniform(program.num_stages)
     unlimited = simulate(program, costs, transfer_s).makespan_s
     enough = 4 if name == "hanayo" else 2  # its stages change direction, so more lies between post and use
-    for ahead, most in ((1, 1.03), (enough, 1 + 1e-12)):
+    for ahead, most in ((1, 1.05), (enough, 1 + 1e-12)):
         lowered = insert_communication(program, ahead=ahead)
         assert simulate(lowered, costs, transfer_s).makespan_s <= most * unlimited
 
