@@ -15,6 +15,7 @@ from stagewright.planning.plan import Plan, load_plan, stage_program
 from stagewright.planning.predict import rank_memories
 
 NUM_STEPS = 2
+SMALL_GPT2 = (("num_hidden_layers", 2), ("n_embd", 32), ("vocab_size", 96))
 SMALL_LLAMA = (
     ("num_hidden_layers", 4), ("hidden_size", 32), ("intermediate_size", 64), ("vocab_size", 96),
     ("num_attention_heads", 4), ("num_key_value_heads", 2), ("head_dim", 8),
@@ -114,6 +115,25 @@ def _train_one(plan: Plan, plain: Plain) -> Outcome:
         session.peak_bytes,
         {name: (value - getattr(before, name)) // NUM_STEPS for name, value in vars(traffic).items()},
     )
+
+
+def evaluate(rank: int, num_ranks: int, paths: list[str]) -> list[float]:
+    """The loss in evaluation mode after two steps of training each plan."""
+    import torch
+    import torch.distributed as dist
+
+    from stagewright.execution.session import Session
+
+    dist.init_process_group("gloo")
+    losses = []
+    for path in paths:
+        session = Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
+        for step in range(NUM_STEPS):
+            session.train_step(step)
+        losses.append(session.evaluate(7))
+    dist.barrier()
+    dist.destroy_process_group()
+    return losses
 
 
 def _order(plan: Plan, stage: int) -> tuple[int, ...]:

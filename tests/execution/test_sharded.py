@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cells import SMALL_LLAMA, Cell, Outcome, predicted, train
+from cells import SMALL_GPT2, SMALL_LLAMA, Cell, Outcome, evaluate, predicted, train
 
 from multiprocess import run_ranks
 
@@ -62,3 +62,14 @@ def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
     for cell, ranks in outcomes(cells, tmp_path).items():
         check_equal(cell, ranks)
         check_memory(cell, ranks, tmp_path)
+
+
+def test_evaluation_gathers_parameters(tmp_path: Path) -> None:
+    """With dropout and tied embeddings, and parameters that exist in parts only between batches."""
+    cells = [
+        Cell("tiny-gpt2", "gpipe", sharding=level, pp=1, num_microbatches=1, overrides=SMALL_GPT2)
+        for level in (0, 3)
+    ]
+    paths = [str(cell.plan(tmp_path)) for cell in cells]
+    whole, sharded = run_ranks(evaluate, 2, paths, timeout=90)[0]
+    assert sharded == pytest.approx(whole, rel=1e-12)

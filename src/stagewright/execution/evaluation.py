@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -85,11 +85,16 @@ def _forward_only(stage: Stage) -> Stage:
     )
 
 
-def evaluation_weights(stages: Sequence[Stage], trained: Weights, device: torch.device) -> Weights:
-    """The tensors of a rank's evaluation stages: those that are trained, by name and without copies."""
+def evaluation_weights(
+    stages: Sequence[Stage], trained: Weights, device: torch.device, absent: Collection[str] = ()
+) -> Weights:
+    """The tensors of a rank's evaluation stages: those that are trained, by name and without copies.
+
+    Those named in `absent` are gathered when they are used.
+    """
     tensors = {trained.names[value]: tensor for value, tensor in trained.tensors.items()}
     for stage in stages:
         for value in stage.constants:
             constant = stage.value(value)
             tensors[constant.name] = from_contents(stage.graph.constants[constant.name], constant.meta)
-    return Weights(stages, tensors, device)
+    return Weights(stages, tensors, device, absent=absent)

@@ -23,13 +23,14 @@ from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edg
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
-from stagewright.graph.flat import Flat, flats, of_stages
+from stagewright.graph.flat import PARAMETERS, Flat, flats, of_stages
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor_parallel import GROUP, parallelism
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
+from stagewright.schedule.sharding import insert_gathers
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
@@ -295,13 +296,20 @@ class Session:
             **job.traced(plan.cluster.kind),
         )
         stages = forward_stages(graph, self.graph, [stage.start for stage in self.stages[1:]])
-        program = insert_communication(forward_program(stage_program(plan)), stage_edges(stages))
+        forwards = forward_program(stage_program(plan))
+        gathered = [stage.index for stage in stages if self._is_gathered(stage.index)]
+        program = insert_communication(insert_gathers(forwards, stages=gathered), stage_edges(stages))
         own = [stage for stage in stages if plan.placement[stage.index] == rank]
-        weights = evaluation_weights(own, self.weights, self.device)
+        weights = evaluation_weights(own, self.weights, self.device, self.shards.gathered_names())
         groups = (self.pipeline, self.pipeline)
         return RankRunner(
-            stages, program, rank, self.replica_ranks, weights, self.device, 1.0, job.seed, groups, self.watch
-        )
+            stages, program, rank, self.replica_ranks, weights, self.device, 1.0, job.seed, groups, self.watch,
+            self.shards,
+        )  # fmt: skip
+
+    def _is_gathered(self, stage: int) -> bool:
+        """Whether the replicas of a stage, of whatever rank, share out its parameters."""
+        return self.plan.dp > 1 and self.plan.sharding[stage] >= PARAMETERS
 
     # -- record -----------------------------------------------------------------------------------------------------
 
