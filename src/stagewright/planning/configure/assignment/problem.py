@@ -1,0 +1,142 @@
+"""The places of a configuration and what it costs to put units of devices there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError
+from stagewright.planning.configure.assignment.kernels import cost
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """`num_replicas` pipelines of `num_stages` places; a unit of devices (a tensor-parallel group) takes each.
+
+    Args:
+        hop: [unit, unit] seconds of a step that a pipeline waits between two of its units, both ways.
+        ring: [unit, unit] seconds of a step to pass a stage's gradients from one unit to the next of its ring.
+        ring_share: [stage] what a stage has of the gradients that `ring` is for.
+        fill: [unit, stage] seconds of one microbatch, forward and backward.
+        busy: [unit, stage] seconds of all other microbatches.
+    """
+
+    num_replicas: int
+    num_stages: int
+    hop: Floats
+    ring: Floats
+    ring_share: Floats
+    fill: Floats
+    busy: Floats
+
+    def __post_init__(self) -> None:
+        units, stages = self.num_units, self.num_stages
+        wanted = {
+            "hop": (units, units), "ring": (units, units), "ring_share": (stages,),
+            "fill": (units, stages), "busy": (units, stages),
+        }  # fmt: skip
+        for name, shape in wanted.items():
+            if getattr(self, name).shape != shape:
+                raise InputError(f"{name} has shape {getattr(self, name).shape}: give {shape}")
+
+    @property
+    def num_units(self) -> int:
+        return self.num_replicas * self.num_stages
+
+    def seconds(self, order: Ints) -> float:
+        """Seconds of a step with unit ``order[replica * num_stages + stage]`` at each place.
+
+        The slowest pipeline passes one microbatch, its slowest unit the others, then the slowest ring reduces gradients.
+        Source: Pipette's objective (Yim et al., DATE 2024), with every stage's ring, both directions of a link and the
+        units' own times. Ignores: several rings and pipelines on one link at a time.
+        """
+        return float(cost(order, *self.arrays))
+
+    @property
+    def arrays(self) -> tuple[int, int, Floats, Floats, Floats, Floats, Floats]:
+        """As the kernels take it."""
+        return (
+            self.num_replicas, self.num_stages, self.hop, self.ring, self.ring_share, self.fill, self.busy,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """`units[replica * num_stages + stage]` at each place; seconds of a step that depend on it."""
+
+    units: tuple[int, ...]
+    seconds: float
+    seconds_in_order: float
+    """Of the units in their own order."""
+    is_proved: bool
+    """Whether no assignment is better."""
+    num_tried: int
+
+
+def grid_of(
+    cluster: Cluster,
+    *,
+    tp: int,
+    num_replicas: int,
+    num_stages: int,
+    boundary_bytes: float,
+    gradient_bytes: Floats,
+    num_exposed: float,
+    unit_seconds: Floats | None = None,
+    num_microbatches: int = 1,
+) -> Grid:
+    """The places of a configuration on `cluster`, whose units are `tp` ranks in a row.
+
+    Args:
+        boundary_bytes: what a device hands to the next stage per microbatch.
+        gradient_bytes: [stage] what a device reduces over its replicas.
+        num_exposed: how often per step a pipeline waits for its transfers.
+        unit_seconds: [unit, stage] forward and backward of a microbatch; none: equal everywhere.
+
+    Raises:
+        InputError: the widths do not fill the cluster, or a unit would span nodes of several kinds.
+    """
+    num_units = num_replicas * num_stages
+    if num_units * tp != cluster.num_devices:
+        raise InputError(
+            f"tp {tp} x {num_replicas} replicas x {num_stages} stages are {num_units * tp} devices, but cluster "
+            f"'{cluster.name}' has {cluster.num_devices}: choose widths whose product is that"
+        )
+    latency, rate = _unit_links(cluster, tp, num_units)
+    there = latency + boundary_bytes / rate
+    share = 2 * (num_replicas - 1) / num_replicas
+    heaviest = float(np.max(gradient_bytes)) or 1.0
+    ring = share * heaviest / rate + 2 * (num_replicas - 1) * latency
+    seconds = np.zeros((num_units, num_stages)) if unit_seconds is None else np.asarray(unit_seconds, float)
+    return Grid(
+        num_replicas, num_stages, num_exposed * (there + there.T), ring, np.asarray(gradient_bytes) / heaviest,
+        seconds, (num_microbatches - 1) * seconds,
+    )  # fmt: skip
+
+
+def _unit_links(cluster: Cluster, tp: int, num_units: int) -> tuple[Floats, Floats]:
+    """Latency and bytes/s from unit to unit: those of the slowest pair of their devices; a unit to itself is free."""
+    latency, rate = np.zeros((num_units, num_units)), np.full((num_units, num_units), np.inf)
+    known: dict[tuple[int, int], tuple[float, float]] = {}
+    by_node = cluster.measured is None or cluster.measured.between == "nodes"
+    nodes = [cluster.node_of(unit * tp) for unit in range(num_units)]
+    for a in range(num_units):
+        for b in range(num_units):
+            if a == b:
+                continue
+            key = (nodes[a], nodes[b]) if by_node and tp <= _devices(cluster, nodes[a]) else (-1 - a, -1 - b)
+            if key not in known:
+                links = [cluster.link_between(a * tp + i, b * tp + i) for i in range(tp)]
+                known[key] = max(one.latency_s for one in links), min(one.bandwidth for one in links)
+            latency[a, b], rate[a, b] = known[key]
+    return latency, rate
+
+
+def _devices(cluster: Cluster, node: int) -> int:
+    return len(cluster.ranks_of(node))
