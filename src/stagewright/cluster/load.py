@@ -10,6 +10,7 @@ from typing import Any
 from stagewright.cluster.catalog import catalog_cluster, catalog_node, device_names, is_catalog_name
 from stagewright.cluster.cluster import Cluster, NodeGroup
 from stagewright.cluster.device import Device
+from stagewright.cluster.matrices import with_matrices
 from stagewright.cluster.strict import validated
 from stagewright.cluster.toml import write_toml
 from stagewright.errors import InputError, nearest
@@ -71,6 +72,8 @@ def _from_file(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: not valid TOML: {error}") from None
     document.setdefault("name", path.stem)
+    if isinstance(document.get("measured"), dict):
+        document["measured"] = with_matrices(document["measured"], path.parent)
     nodes = document.get("nodes")
     if isinstance(nodes, list):
         document["nodes"] = [

@@ -1,0 +1,82 @@
+"""Measured links from CSV files: one row per sender, one column per receiver."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import InputError
+from stagewright.units import parse_bytes
+
+_MATRICES = ("bandwidth", "latency_s")
+_UNIT_KEY = "bandwidth_unit"
+
+
+def read_matrix(path: Path, scale: float = 1.0) -> tuple[tuple[float, ...], ...]:
+    """The square matrix in a CSV file, times `scale`; a line and a column of names are optional. The diagonal, which is
+    not a link, may be empty.
+
+    Raises:
+        InputError: names the file, the row and what it breaks.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.reader(file) if row]
+    except OSError as error:
+        raise InputError(f"matrix '{path}' cannot be read ({error.strerror}): check the path") from None
+    if rows and not _is_number(rows[0][-1]):
+        rows = rows[1:]
+    size = len(rows)
+    found = []
+    for number, row in enumerate(rows):
+        cells = row[1:] if len(row) == size + 1 else row
+        if len(cells) != size:
+            raise InputError(
+                f"{path}: row {number} has {len(cells)} entries for {size} rows: give a square matrix"
+            )
+        found.append(tuple(_entry(cell, number == column, path) * scale for column, cell in enumerate(cells)))
+    return tuple(found)
+
+
+def with_matrices(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The `measured` table of a cluster file with the matrices of the CSV files it names, relative to `folder`.
+
+    `bandwidth_unit` (say ``MB/s``) is that of the file; bytes per second without it.
+    """
+    filled = {key: value for key, value in measured.items() if key != _UNIT_KEY}
+    sources = dict(measured.get("sources", {}))
+    for key in _MATRICES:
+        named = measured.get(key)
+        if isinstance(named, str):
+            scale = _scale(measured.get(_UNIT_KEY, "B/s")) if key == "bandwidth" else 1.0
+            filled[key] = read_matrix(folder / named, scale)
+            sources.setdefault(key, named)
+    return filled | {"sources": sources}
+
+
+def _scale(unit: str) -> float:
+    """
+    >>> _scale("MB/s")
+    1000000.0
+    """
+    if not unit.endswith("/s"):
+        raise InputError(f"{_UNIT_KEY} = '{unit}': write bytes per second, e.g. MB/s or GB/s")
+    return float(parse_bytes(f"1 {unit.removesuffix('/s')}"))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _entry(text: str, is_diagonal: bool, path: Path) -> float:
+    if is_diagonal and not text.strip():
+        return 0.0
+    if not _is_number(text):
+        raise InputError(f"{path}: '{text}' is no number: give one figure per pair")
+    return float(text)

@@ -1,0 +1,64 @@
+"""Link matrices in CSV files beside a cluster file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError
+
+CLUSTER = """
+[[nodes]]
+count = 3
+device = "a100-80"
+devices_per_node = 2
+
+[measured]
+bandwidth = "links.csv"
+bandwidth_unit = "GB/s"
+"""
+
+
+def written(folder: Path, links: str, cluster: str = CLUSTER) -> Path:
+    (folder / "links.csv").write_text(links)
+    (folder / "three.toml").write_text(cluster)
+    return folder / "three.toml"
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        "x,a,b,c\na,,10,20\nb,11,,21\nc,12,22,\n",
+        "a,b,c\n0,10,20\n11,0,21\n12,22,0\n",
+        "0,10,20\n11,0,21\n12,22,0",
+    ],
+)
+def test_a_file_of_links_overrides_the_description_in_each_direction(tmp_path: Path, links: str) -> None:
+    cluster = load_cluster(written(tmp_path, links))
+    assert cluster.link_between(0, 2).bandwidth == 10e9
+    assert cluster.link_between(2, 0).bandwidth == 11e9
+    assert cluster.link_between(4, 3).bandwidth == 22e9
+    assert cluster.measured is not None and cluster.measured.source_of("bandwidth") == "links.csv"
+
+
+@pytest.mark.parametrize(
+    ("links", "message"),
+    [
+        ("0,1,2\n1,0,2", "square"),
+        ("0,x,1\n1,0,1\n1,1,0", "no number"),
+        ("0,0,1\n1,0,1\n1,1,0", "must be positive"),
+    ],
+)
+def test_wrong_matrices_are_named(tmp_path: Path, links: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_cluster(written(tmp_path, links))
+
+
+def test_a_missing_file_and_a_wrong_unit_are_named(tmp_path: Path) -> None:
+    path = written(tmp_path, "0", CLUSTER.replace("links.csv", "other.csv"))
+    with pytest.raises(InputError, match=r"other\.csv"):
+        load_cluster(path)
+    with pytest.raises(InputError, match="MB/s or GB/s"):
+        load_cluster(written(tmp_path, "0", CLUSTER.replace("GB/s", "GB")))
