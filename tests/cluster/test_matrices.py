@@ -46,7 +46,7 @@ def test_a_file_of_links_overrides_the_description_in_each_direction(tmp_path: P
 @pytest.mark.parametrize(
     ("links", "message"),
     [
-        ("0,1,2\n1,0,2", "square"),
+        ("0,1,2,3\n1,0,2,3", "square"),
         ("0,x,1\n1,0,1\n1,1,0", "no number"),
         ("0,0,1\n1,0,1\n1,1,0", "must be positive"),
     ],
