@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from stagewright.cli.options import Json, Model, Output, Settings, parse_settings
+from stagewright.cli import joint
+from stagewright.cli.options import Json, Output, Settings, parse_settings
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.planning import (
-    ClusterName,
     DataWidth,
     Dtype,
     GlobalBatch,
@@ -34,8 +34,20 @@ _SHOWN = 5
 
 
 def plan(
-    model: Model,
-    cluster: ClusterName,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A bundled name (`stagewright models`), config.json, Hugging Face directory or id, or "
+            "package.module:factory.",
+        ),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            "--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml."
+        ),
+    ] = None,
     job: JobFile = None,
     global_batch: GlobalBatch = None,
     sequence_length: JobSequenceLength = None,
@@ -84,12 +96,31 @@ def plan(
             min=1, help="Plans to show (default 5); with -o all of them are written: FILE, FILE-2, ..."
         ),
     ] = None,
+    costs: joint.Costs = None,
+    ranks: joint.Ranks = None,
+    microbatches: joint.Microbatches = None,
+    speeds: joint.Speeds = None,
+    bandwidth: joint.Bandwidth = None,
+    seconds: joint.Seconds = 10.0,
+    seed: joint.Seed = 0,
+    robust: joint.Robust = 0.0,
     as_json: Json = False,
 ) -> None:
     """Find the best configurations for a cluster.
 
-    Tries every pipeline and data-parallel width, microbatch size and schedule unless they are given.
+    Tries every pipeline and data-parallel width, microbatch size and schedule unless they are given. With
+    --costs TABLE in place of a model: the best partition, placement and schedule for layers of those costs.
     """
+    if costs is not None:
+        if model is not None or cluster is not None:
+            raise InputError("--costs takes the place of MODEL and --cluster: leave them out")
+        request = joint.Request(
+            costs, ranks, microbatches, speeds, bandwidth, memory_limit, seconds, seed, robust
+        )
+        joint.plan_costs(request, output, as_json)
+        return
+    if model is None or cluster is None:
+        raise InputError("give a MODEL and --cluster, or --costs TABLE with --ranks and --microbatches")
     from stagewright.cluster import load_cluster
     from stagewright.planning import search
     from stagewright.planning.plan import REDUCE_TYPES

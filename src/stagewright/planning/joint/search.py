@@ -14,13 +14,14 @@ from functools import partial
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.anneal import NO_BACKLOG, anneal, makespan_of
+from stagewright.planning.joint.anneal import NO_BACKLOG, anneal, due_dates, makespan_of, window_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
-from stagewright.planning.joint.kernels import Rule
-from stagewright.planning.joint.layout import Layout
+from stagewright.planning.joint.kernels import Order, Rule, Stages, list_schedule
+from stagewright.planning.joint.layout import Layout, build_stages
+from stagewright.planning.joint.orders import improve_order
 from stagewright.planning.joint.packing import pack
-from stagewright.planning.joint.plan import JointPlan, scheduled
+from stagewright.planning.joint.plan import JointPlan, encode_order, judged, scheduled
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
@@ -31,12 +32,18 @@ Report = Callable[[float, float], None]
 
 _WORK_PER_ROUND = 1_500_000
 """Actions that one core schedules in a round: a tenth to a quarter of a second."""
+_CALL = 200
+"""Actions that take as long as what every schedule costs besides."""
 _SHARES = (0.0003, 0.001, 0.0001, 0.003)
 """Losses accepted at the start of a round, as shares of the makespan; each round takes the next."""
 _WORK_OF_TUNER = 5_000_000
 _STRETCHES = (0.0, 1.5, 3.0, 5.0)
 _COARSE = 0.6
 """Share of a search in which large batches are cut short."""
+_POLISH = 0.75
+"""Share of a search after which the orders themselves are improved."""
+_CHEAPER = 8
+"""How many orders are timed in the time of one list schedule."""
 _EXACT = 1e-9
 
 
@@ -90,6 +97,15 @@ class State:
         return Policy(self.rule, self.shifts)
 
 
+@dataclass(frozen=True, eq=False)
+class Ordered:
+    """A layout with a complete order of every rank's passes and its makespan."""
+
+    makespan_s: float
+    state: State
+    order: Order
+
+
 def search(
     problem: Problem,
     effort: Effort | None = None,
@@ -119,6 +135,7 @@ class _Search:
         self.began = time.monotonic()
         self.rng = np.random.default_rng(seed)
         self.pool: list[State] = []
+        self.ordered: list[Ordered] = []
         self.num_rounds = 0
         full = problem.num_microbatches
         short = min(full, max(4 * problem.num_ranks, 16))
@@ -180,21 +197,34 @@ class _Search:
     def _is_over(self) -> bool:
         if self.stop.is_set() or not self.pool:
             return True
-        if self.pool[0].makespan_s <= self.bound.seconds * (1 + self.effort.gap + _EXACT):
+        if self._best_s() <= self.bound.seconds * (1 + self.effort.gap + _EXACT):
             return True
         return self._done() >= 1
+
+    def _best_s(self) -> float:
+        return min((each.makespan_s for each in (*self.pool, *self.ordered)), default=np.inf)
 
     def _done(self) -> float:
         """The share of the effort that is spent."""
         if self.effort.rounds is not None:
-            return self.num_rounds / max(1, self.effort.rounds)
+            return self.num_rounds / self.effort.rounds if self.effort.rounds else 1.0
         return (time.monotonic() - self.began) / max(1e-9, self.effort.seconds)
 
     def _round(self, workers: ThreadPoolExecutor) -> None:
-        """Anneal a state of the pool on every core; what they find joins the pool."""
-        if self._done() > _COARSE:
+        """Anneal a state of the pool, or towards the end improve an order, on every core."""
+        if self._done() >= _COARSE:
             self._use_whole_batch(workers)
-        steps = max(20, _WORK_PER_ROUND // (3 * self.problem.layers.num_layers * self.batch[0]))
+        if self._done() >= _POLISH:
+            self._polish(workers)
+        else:
+            self._anneal(workers)
+        self.num_rounds += 1
+        if self.report is not None:
+            self.report(self._best_s(), self.bound.seconds)
+
+    def _anneal(self, workers: ThreadPoolExecutor) -> None:
+        """What is found joins the pool."""
+        steps = max(20, _WORK_PER_ROUND // (_CALL + 3 * self.problem.layers.num_layers * self.batch[0]))
         tasks = []
         for worker in range(self.effort.num_workers):
             turn = self.num_rounds * self.effort.num_workers + worker
@@ -204,9 +234,39 @@ class _Search:
             task = partial(anneal, state.ranks, state.cuts, state.rule, state.shifts, self.problem.tables)
             tasks.append(workers.submit(task, self.batch, steps, share, seed))
         self._keep([State(*task.result()) for task in tasks])
-        self.num_rounds += 1
-        if self.report is not None:
-            self.report(self.pool[0].makespan_s, self.bound.seconds)
+
+    def _polish(self, workers: ThreadPoolExecutor) -> None:
+        """Improve the orders of the pool in turn."""
+        if not self.ordered:
+            self.ordered = list(workers.map(self._order_of, self.pool))
+        actions = 3 * self.problem.layers.num_layers * self.problem.num_microbatches
+        steps = max(100, _CHEAPER * _WORK_PER_ROUND // (_CALL + actions))
+        tasks = []
+        for worker in range(min(self.effort.num_workers, len(self.ordered))):
+            place = (self.num_rounds * self.effort.num_workers + worker) % len(self.ordered)
+            share = _SHARES[int(self.rng.integers(len(_SHARES)))]
+            seed = int(self.rng.integers(1 << 31))
+            each = self.ordered[place]
+            task = partial(
+                improve_order, self._stages(each.state), self.problem.num_microbatches,
+                each.order.passes, each.order.stages,
+            )  # fmt: skip
+            bound = self.bound.seconds * (1 + _EXACT)
+            tasks.append((place, workers.submit(task, steps, share, bound, seed)))
+        for place, task in tasks:
+            makespan, passes, which = task.result()
+            if makespan < self.ordered[place].makespan_s:
+                self.ordered[place] = Ordered(makespan, self.ordered[place].state, Order(passes, which))
+
+    def _order_of(self, state: State) -> Ordered:
+        stages = self._stages(state)
+        window = window_of(stages, state.rule.depth)
+        due = due_dates(stages, state.rule, state.shifts)
+        M = self.problem.num_microbatches
+        return Ordered(state.makespan_s, state, list_schedule(stages, M, state.rule, window, due, np.inf)[1])
+
+    def _stages(self, state: State) -> Stages:
+        return build_stages(state.ranks, state.cuts, *self.problem.tables)
 
     def _use_whole_batch(self, workers: ThreadPoolExecutor) -> None:
         """From now on time all microbatches."""
@@ -226,6 +286,7 @@ class _Search:
     def _found(self) -> Found:
         fitting = [each for each in self.baselines if each.fits]
         made = [scheduled("joint search", self.problem, state.layout, state.policy) for state in self.pool]
+        made += [self._improved(each) for each in self.ordered]
         plans = [*(each for each in made if each is not None and each.fits), *fitting]
         if not plans:
             raise PlanError(
@@ -236,6 +297,11 @@ class _Search:
             plans[0], self.bound, self.baselines, tuple(plans[1:]),
             self.num_rounds, time.monotonic() - self.began,
         )  # fmt: skip
+
+    def _improved(self, ordered: Ordered) -> JointPlan:
+        layout = ordered.state.layout
+        program = encode_order("joint search", layout, self._stages(ordered.state), ordered.order)
+        return judged("joint search", self.problem, layout, program, ordered.state.policy)
 
 
 def _rule(stretch: float) -> Rule:

@@ -1,0 +1,155 @@
+"""`stagewright plan --costs`: the best partition, placement and schedule for a table of layer costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.cost_table import LayerCosts, read_cost_table
+from stagewright.cli.output import check_writable, print_document, show, write_whole
+from stagewright.cli.progress import Progress
+from stagewright.errors import InputError
+from stagewright.units import format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from stagewright.planning.joint.plan import JointPlan
+    from stagewright.planning.joint.problem import Problem
+    from stagewright.planning.joint.search import Found
+
+Costs = Annotated[
+    Path | None,
+    typer.Option("--costs", metavar="TABLE", help="Costs per layer, CSV or JSON, in place of a model."),
+]
+Ranks = Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="With --costs: ranks.")]
+Microbatches = Annotated[
+    int | None, typer.Option("--microbatches", "-m", min=1, help="With --costs: microbatches per batch.")
+]
+Speeds = Annotated[
+    str | None,
+    typer.Option(
+        "--speeds", metavar="A,B,...", help="With --costs: the speed of each rank, 1 as in the table."
+    ),
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        "--bandwidth", metavar="SIZE", help="With --costs: bytes a second between ranks, e.g. 25GiB."
+    ),
+]
+Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="With --costs: how long to search.")]
+Seed = Annotated[int, typer.Option("--seed", help="With --costs: seed of the search.")]
+Robust = Annotated[
+    float,
+    typer.Option(
+        "--robust", min=0.0, max=90.0, metavar="PERCENT", help="With --costs: shortest at worst for such errors."
+    ),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `plan --costs` was asked for."""
+
+    costs: Path
+    ranks: int | None
+    microbatches: int | None
+    speeds: str | None
+    bandwidth: str | None
+    memory_limit: str | None
+    seconds: float
+    seed: int
+    robust: float
+
+
+def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
+    """Search, explain and print; write the program to `output`.
+
+    Raises:
+        InputError: a missing number, or a table, list or file that cannot be used.
+        PlanError: no plan fits the memory.
+    """
+    from stagewright.planning.joint.explain import ablation, most_robust, sensitivity
+    from stagewright.planning.joint.search import Effort, search
+    from stagewright.report import joint as report
+    from stagewright.schedule import verify
+
+    check_writable(output)
+    problem = _problem(request)
+    with Progress(f"planning {request.costs}") as progress:
+
+        def told(best_s: float, bound_s: float) -> None:
+            progress(f"best {format_seconds(best_s)}, nothing below {format_seconds(bound_s)}")
+
+        found = search(problem, Effort(seconds=request.seconds), seed=request.seed, report=told)
+    plan = most_robust(found, request.robust / 100) if request.robust else found.best
+    verify(plan.program)
+    steps, errors = ablation(found), sensitivity(plan)
+    if output is not None:
+        write_whole(output, _file_text(output, found, plan))
+    if as_json:
+        print_document(report.joint_document(found, plan, steps, errors, output))
+        return
+    show(
+        report.joint_heading(found, plan), report.ranks_table(plan), report.ablation_table(steps),
+        report.runners_up_table(found, plan), report.sensitivity_table(errors),
+    )  # fmt: skip
+    if output is not None:
+        show(f"Wrote {output}. `stagewright schedule {output}` draws its program.")
+
+
+def _problem(request: Request) -> Problem:
+    from stagewright.planning.joint.problem import LayerTable, Problem
+
+    if request.ranks is None or request.microbatches is None:
+        raise InputError("--costs also needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
+    rows = read_cost_table(request.costs)
+    table = LayerTable.of(
+        _column(rows, "forward_s"), _column(rows, "input_grad_s"), _column(rows, "weight_grad_s"),
+        parameter_bytes=_column(rows, "parameter_bytes"), saved_bytes=_column(rows, "activation_bytes"),
+        boundary_bytes=_column(rows, "boundary_bytes"),
+    )  # fmt: skip
+    memory = float("inf") if request.memory_limit is None else float(parse_bytes(request.memory_limit))
+    bandwidth = float("inf") if request.bandwidth is None else float(parse_bytes(request.bandwidth))
+    return Problem.of(
+        table, request.ranks, request.microbatches,
+        speed=_speeds(request.speeds, request.ranks), memory_bytes=memory, bytes_per_s=bandwidth,
+    )  # fmt: skip
+
+
+def _column(rows: Sequence[LayerCosts], name: str) -> list[float]:
+    return [getattr(row, name) for row in rows]
+
+
+def _speeds(text: str | None, num_ranks: int) -> list[float]:
+    """
+    >>> _speeds("1, 0.5", 2), _speeds(None, 2)
+    ([1.0, 0.5], [1.0, 1.0])
+    """
+    if text is None:
+        return [1.0] * num_ranks
+    try:
+        speeds = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise InputError(f"--speeds {text}: write numbers with commas, e.g. 1,1,0.5,1") from None
+    if len(speeds) != num_ranks or min(speeds) <= 0:
+        raise InputError(f"--speeds {text}: give {num_ranks} positive numbers, one per rank")
+    return speeds
+
+
+def _file_text(path: Path, found: Found, plan: JointPlan) -> str:
+    """The program as text (.txt) or, with the layers of every stage beside it, as JSON."""
+    import json
+
+    if path.suffix == ".txt":
+        return plan.program.to_text()
+    document = plan.program.to_document()
+    more = {
+        "cuts": list(plan.layout.cuts),
+        "makespan_seconds": plan.makespan_s,
+        "lower_bound_seconds": found.bound.seconds,
+    }
+    return json.dumps(document | more) + "\n"

@@ -1,0 +1,127 @@
+"""What a joint search found, as a document and as tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from stagewright.planning.joint.explain import Sensitivity, Step
+from stagewright.planning.joint.plan import JointPlan
+from stagewright.planning.joint.search import Found
+from stagewright.report.tables import plural, table
+from stagewright.units import format_bytes, format_seconds
+
+_SHOWN = 6
+
+
+def joint_document(
+    found: Found, plan: JointPlan, steps: tuple[Step, ...], errors: tuple[Sensitivity, ...], path: Path | None
+) -> dict[str, Any]:
+    """Of `plan --costs --json`: the plan, the bound, what it was compared with and why it is good."""
+    return {
+        "path": None if path is None else str(path),
+        "makespan_seconds": plan.makespan_s,
+        "lower_bound_seconds": found.bound.seconds,
+        "lower_bound": found.bound.why,
+        "gap": found.bound.gap(plan.makespan_s),
+        "num_stages": plan.layout.num_stages,
+        "cuts": list(plan.layout.cuts),
+        "rank_of_stage": list(plan.layout.rank_of_stage),
+        "schedule": plan.name,
+        "num_microbatches": plan.problem.num_microbatches,
+        "bubble_fraction": plan.timeline.bubble_fraction,
+        "ranks": [
+            {"busy_seconds": busy, "idle_seconds": idle, "peak_bytes": peak}
+            for busy, idle, peak in zip(
+                plan.timeline.busy_s.tolist(), plan.timeline.idle_s.tolist(), plan.timeline.peak_bytes.tolist(), strict=True
+            )
+        ],
+        "ablation": [{"decision": step.decision, "makespan_seconds": step.makespan_s} for step in steps],
+        "sensitivity": [
+            {"error": each.error, "mean": each.mean, "worst": each.worst, "worst_to_even_1f1b": each.worst_to_even}
+            for each in errors
+        ],
+        "runners_up": [_summary(each) for each in found.runners_up[:_SHOWN]],
+        "baselines": [_summary(each) for each in found.baselines],
+        "search": {"rounds": found.num_rounds, "seconds": found.seconds},
+    }  # fmt: skip
+
+
+def _summary(plan: JointPlan) -> dict[str, Any]:
+    return {
+        "schedule": plan.name,
+        "num_stages": plan.layout.num_stages,
+        "makespan_seconds": plan.makespan_s,
+        "peak_bytes": plan.peak_bytes,
+        "fits": plan.fits,
+    }
+
+
+def joint_heading(found: Found, plan: JointPlan) -> str:
+    """What the best plan takes, and how far from the bound it is at most."""
+    problem = plan.problem
+    return (
+        f"{plural(problem.layers.num_layers, 'layer')} on {plural(problem.num_ranks, 'rank')}, "
+        f"{problem.num_microbatches} microbatches: {format_seconds(plan.makespan_s)} per batch, at most "
+        f"{found.bound.gap(plan.makespan_s):.1%} above what any plan can reach "
+        f"({format_seconds(found.bound.seconds)}: {found.bound.why})"
+    )
+
+
+def ranks_table(plan: JointPlan) -> Table:
+    """Layers, time and memory of every rank."""
+    timeline = plan.timeline
+    rows = []
+    starts = (0, *plan.layout.cuts)
+    for rank in range(timeline.num_ranks):
+        stages = plan.layout.placement.stages_of(rank)
+        layers = " ".join(_span(starts[stage], plan.layout.ends[stage]) for stage in stages)
+        idle = timeline.idle_s[rank] / timeline.makespan_s
+        busy, peak = format_seconds(timeline.busy_s[rank]), format_bytes(timeline.peak_bytes[rank])
+        rows.append((rank, layers, busy, f"{idle:.1%}", peak))
+    return table("Ranks", ("rank", "layers", "busy", "idle", "peak"), rows, text=2)
+
+
+def _span(start: int, end: int) -> str:
+    """
+    >>> _span(3, 6), _span(3, 4)
+    ('3-5', '3')
+    """
+    return f"{start}" if end == start + 1 else f"{start}-{end - 1}"
+
+
+def ablation_table(steps: tuple[Step, ...]) -> Table:
+    """What each decision adds to the ones before it."""
+    rows = []
+    before = steps[0].makespan_s
+    for step in steps:
+        gain = "" if step is steps[0] else f"{before / step.makespan_s - 1:+.1%}"
+        whole = f"{steps[0].makespan_s / step.makespan_s:.2f}x"
+        rows.append((step.decision, format_seconds(step.makespan_s), gain, whole))
+        before = step.makespan_s
+    return table("Where the gain comes from", ("decision", "batch", "faster by", "in all"), rows)
+
+
+def runners_up_table(found: Found, plan: JointPlan) -> Table:
+    """The next best plans of each kind and what they lose."""
+    rows = []
+    seen = {plan.name}
+    for each in found.runners_up:
+        if each.name not in seen and len(rows) < _SHOWN:
+            seen.add(each.name)
+            loss = each.makespan_s / plan.makespan_s - 1
+            rows.append((each.name, each.layout.num_stages, format_seconds(each.makespan_s), f"{loss:+.1%}"))
+    return table("Runners-up", ("plan", "stages", "batch", "slower by"), rows)
+
+
+def sensitivity_table(errors: tuple[Sensitivity, ...]) -> Table:
+    """What wrong costs do to the plan."""
+    rows = [
+        (f"{each.error:.0%}", f"{each.mean - 1:+.1%}", f"{each.worst - 1:+.1%}", f"{1 / each.worst_to_even:.2f}x")
+        for each in errors
+    ]  # fmt: skip
+    return table(
+        "With wrong costs", ("each layer off by up to", "batch, mean", "worst", "least gain over even 1F1B"), rows
+    )  # fmt: skip
