@@ -9,6 +9,7 @@ import typer
 from stagewright.cli.options import Json, Settings, parse_settings
 from stagewright.cli.output import print_document, show
 from stagewright.cli.planning import (
+    Compiled,
     DataWidth,
     Dtype,
     GlobalBatch,
@@ -17,6 +18,7 @@ from stagewright.cli.planning import (
     MemoryLimit,
     PipelineWidth,
     PlannedCluster,
+    SequenceParallel,
     TensorWidth,
     cluster_of,
     is_plan,
@@ -42,10 +44,12 @@ def estimate(
     global_batch: GlobalBatch = None,
     sequence_length: JobSequenceLength = None,
     dtype: Dtype = None,
+    compiled: Compiled = False,
     memory_limit: MemoryLimit = None,
     pp: PipelineWidth = None,
     dp: DataWidth = None,
     tp: TensorWidth = None,
+    sequence_parallel: SequenceParallel = False,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     stack: Annotated[
@@ -71,12 +75,6 @@ def estimate(
     recompute: Annotated[
         str | None, typer.Option(metavar="WAY", help="none, selective or full.", rich_help_panel=_PANEL)
     ] = None,
-    sequence_parallel: Annotated[
-        bool,
-        typer.Option(
-            "--sequence-parallel", help="Split norms and dropout over --tp.", rich_help_panel=_PANEL
-        ),
-    ] = False,
     shard_optimizer: Annotated[
         bool, typer.Option("--shard-optimizer", help="The distributed optimizer.", rich_help_panel=_PANEL)
     ] = False,
@@ -93,7 +91,7 @@ def estimate(
 
     megatron = {
         "cp": cp, "ep": ep, "num_chunks": chunks, "recompute": recompute,
-        "sequence_parallel": sequence_parallel or None, "shards_optimizer": shard_optimizer or None,
+        "shards_optimizer": shard_optimizer or None,
     }  # fmt: skip
     megatron = {name: value for name, value in megatron.items() if value is not None}
     if stack in MEGATRON_STACKS and not is_plan(subject):
@@ -104,7 +102,10 @@ def estimate(
             dtype=dtype,
             memory_limit=memory_limit,
         )
-        given = {"dp": dp, "tp": tp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule}
+        given = {
+            "dp": dp, "tp": tp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule,
+            "sequence_parallel": sequence_parallel or None,
+        }  # fmt: skip
         megatron |= {name: value for name, value in given.items() if value is not None}
         _show_megatron(
             resolve(subject, parse_settings(settings)), _cluster(cluster), wanted, stack, megatron, as_json
@@ -119,8 +120,9 @@ def estimate(
         if is_plan(subject):
             _refuse_with_a_plan(
                 job=job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
+                compiled=compiled or None,
                 memory_limit=memory_limit, pp=pp, dp=dp, tp=tp, microbatch=microbatch, schedule=schedule,
-                set=settings,
+                sequence_parallel=sequence_parallel or None, set=settings,
             )  # fmt: skip
             plan = load_plan(subject)
             on = cluster_of(plan, cluster)
@@ -131,12 +133,14 @@ def estimate(
                 global_batch=global_batch,
                 sequence_length=sequence_length,
                 dtype=dtype,
+                compiled=compiled or None,
                 memory_limit=memory_limit,
             )
             on = _cluster(cluster)
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
-                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, microbatch=microbatch or 1,
+                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, sequence_parallel=sequence_parallel,
+                microbatch=microbatch or 1,
                 schedule=schedule or "1f1b", stack=stack, report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)

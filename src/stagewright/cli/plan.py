@@ -13,6 +13,7 @@ from stagewright.cli import joint
 from stagewright.cli.options import Json, Output, Settings, parse_settings
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.planning import (
+    Compiled,
     DataWidth,
     Dtype,
     GlobalBatch,
@@ -20,6 +21,7 @@ from stagewright.cli.planning import (
     JobSequenceLength,
     MemoryLimit,
     PipelineWidth,
+    SequenceParallel,
     read_job,
     warn,
 )
@@ -52,6 +54,7 @@ def plan(
     global_batch: GlobalBatch = None,
     sequence_length: JobSequenceLength = None,
     dtype: Dtype = None,
+    compiled: Compiled = False,
     memory_limit: MemoryLimit = None,
     pp: PipelineWidth = None,
     dp: DataWidth = None,
@@ -61,6 +64,7 @@ def plan(
             metavar="N|auto", help="Ranks that share every layer; auto tries all widths within a node."
         ),
     ] = "1",
+    sequence_parallel: SequenceParallel = False,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
     schedule: Annotated[
         list[str] | None,
@@ -141,13 +145,15 @@ def plan(
         global_batch=global_batch,
         sequence_length=sequence_length,
         dtype=dtype,
+        compiled=compiled or None,
         memory_limit=memory_limit,
     )
     reference = resolve(model, parse_settings(settings))
     with Progress(f"planning {model}") as progress:
         found = search.plan(
             reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
-            tp=_tensor_width(tp), microbatch=microbatch, recompute=cast("search.Recompute", recompute), offload=offload,
+            tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
+            recompute=cast("search.Recompute", recompute), offload=offload,
             zero=zero, reduce_dtype=cast('Literal["fp32", "bf16"] | None', reduce_dtype),
         )  # fmt: skip
     warn(found.warnings)

@@ -30,13 +30,20 @@ JobFile = Annotated[
 ]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per optimizer step.")]
 JobSequenceLength = Annotated[int | None, typer.Option("--sequence-length", help="Tokens per sample.")]
-Dtype = Annotated[str | None, typer.Option("--dtype", help="bf16, fp32, fp64 or autocast; default bf16.")]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")
+]
+Compiled = Annotated[bool, typer.Option("--compiled", help="Predict compiled execution: fused operators.")]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
 ]
 PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
 TensorWidth = Annotated[
     int | None, typer.Option("--tp", min=1, help="Tensor-parallel width: ranks that share every layer.")
+]
+SequenceParallel = Annotated[
+    bool,
+    typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers."),
 ]
 DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
 

@@ -10,8 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.cluster import Cluster, Device
+from stagewright.cluster.device import precision_name
 from stagewright.errors import InputError
 from stagewright.estimation.collectives import collective_seconds
+from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, short_name, work
 from stagewright.graph import Node, OperatorGraph
@@ -34,6 +36,9 @@ to 800 cycles (Jia et al., arXiv 1804.06826; Luo et al., arXiv 2402.13499)."""
 DEPTHWISE_EFFICIENCY = 0.15
 """Part of the float32 peak that a depthwise convolution attains: every multiply-add needs an element from the first-level
 cache, which serves a quarter of the multiply-adds, and neighbouring filters share little. A guess within that limit."""
+
+_CASTS = 2
+"""Kernels that cast the operands of a product in fp8."""
 
 _NOT_RECOMPUTED = 4 / 5
 """Of the five products of fused attention's backward, one computes the scores again."""
@@ -105,8 +110,19 @@ def cost(found: Work, device: Device) -> Cost:
 class Costing:
     """Costs of the nodes of a graph on a device; equal nodes are looked at once."""
 
-    def __init__(self, graph: OperatorGraph, device: Device, cluster: Cluster | None = None) -> None:
-        """`cluster` has the links of a graph whose layers several ranks share."""
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        device: Device,
+        cluster: Cluster | None = None,
+        products: str | None = None,
+        compiled: bool = False,
+    ) -> None:
+        """`cluster` has the links of a graph whose layers several ranks share; `products` is the type in which products
+        are computed where it is not that of their operands (``tf32``, ``fp8``); `compiled` as `estimation.compiled` says.
+        """
+        self.products = products
+        self.fusions: dict[int, Fusion] = fused(graph) if compiled else {}
         self.graph = graph
         self.device = device
         found = parallelism(graph)
@@ -118,23 +134,63 @@ class Costing:
         self.cluster = cluster
         self.without_rule: set[str] = set()
         self._by_signature: dict[int, Cost] = {}
+        self._fused_costs: dict[int, Cost] = {}
         self._of_graph = graph.values.__getitem__
 
     def of(self, node: Node, value: Lookup) -> Cost:
         """The cost of a node, of the graph or made by carving."""
+        if node.id in self.fusions and self.graph.nodes[node.id] is node:
+            return self._fused(node)
         known = self._by_signature.get(node.signature) if node.signature >= 0 else None
         if known is not None:
             return known
         found = work(node, value)
         if not found.has_rule:
             self.without_rule.add(short_name(node.op))
-        made = cost(found, self.device)
+        made = self._in_products(found)
         if self.num_ranks > 1 and self.cluster is not None:
             sent_s = collective_seconds(node, value, self.cluster, self.num_ranks)
             made = replace(made, device_s=made.device_s + sent_s)
         if node.signature >= 0:
             self._by_signature[node.signature] = made
         return made
+
+    def _fused(self, node: Node) -> Cost:
+        """The cost of a node that a compiler computes in the kernel of another one, or another one in its kernel."""
+        known = self._fused_costs.get(node.id)
+        if known is None:
+            fusion = self.fusions[node.id]
+            found = work(node, self._of_graph)
+            busy = kernel_seconds(replace(found, bytes_moved=fusion.bytes_moved), self.device)
+            if fusion.is_launched:
+                busy += self.device.launch_overhead_s
+            host = self.device.host_overhead_s if fusion.is_launched else 0.0
+            on_cpu = self.device.kind == "cpu"
+            known = (
+                Cost(busy + host, 0.0, found.flop, found.flop)
+                if on_cpu
+                else Cost(busy, host, found.flop, found.flop)
+            )
+            self._fused_costs[node.id] = known
+        return known
+
+    def _in_products(self, found: Work) -> Cost:
+        """The cost of an operator, with its product in the type that the job computes products in."""
+        if self.products is None or found.kernel is not Kernel.MATMUL:
+            return cost(found, self.device)
+        if self.products == "tf32":
+            return cost(replace(found, dtype="tf32") if found.dtype == "float32" else found, self.device)
+        if precision_name(found.dtype) not in ("bf16", "fp16") or not self._has_fp8:
+            return cost(found, self.device)
+        # Both operands are scaled and cast first: read in two bytes, written in one, which the product reads.
+        plain = cost(replace(found, dtype="fp8"), self.device)
+        casts_s = self.device.memory_seconds(found.bytes_moved) + _CASTS * self.device.launch_overhead_s
+        host_s = plain.host_s + _CASTS * self.device.host_overhead_s
+        return replace(plain, device_s=plain.device_s + casts_s, host_s=host_s)
+
+    @property
+    def _has_fp8(self) -> bool:
+        return bool(self.device.peak_flops.fp8 and self.device.matmul_efficiency.fp8)
 
     def seconds(self, nodes: Iterable[Node], value: Lookup | None = None) -> float:
         """Time of a function: the device's work or the host's, whichever takes longer.
@@ -151,6 +207,10 @@ class Costing:
     @cached_property
     def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
         """Device seconds, host seconds, FLOP and model FLOP of every node of the graph."""
+        if self.fusions:
+            found = [self.of(node, self._of_graph) for node in self.graph.nodes]
+            each = np.array([(c.device_s, c.host_s, c.flop, c.model_flop) for c in found]).reshape(-1, 4)
+            return each[:, 0], each[:, 1], each[:, 2], each[:, 3]
         signatures = np.fromiter((node.signature for node in self.graph.nodes), np.int64)
         distinct, first, inverse = np.unique(signatures, return_index=True, return_inverse=True)
         costs = [self.of(self.graph.nodes[index], self._of_graph) for index in first]

@@ -13,7 +13,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from stagewright.errors import RunError
+from stagewright.errors import InputError, RunError
 from stagewright.execution.record import Record, load_record
 from stagewright.planning.plan import Plan, load_plan
 
@@ -49,6 +49,8 @@ def run(
         RunError: a rank failed; names the rank and the action.
     """
     loaded = load_plan(plan)
+    if loaded.job.not_run is not None:
+        raise InputError(f"{plan}: {loaded.job.not_run}")
     folder = (
         Path(out)
         if out is not None

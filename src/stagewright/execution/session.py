@@ -63,6 +63,8 @@ class Session:
     ) -> None:
         self.plan = plan
         self.device = device
+        if device.type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = plan.job.products == "tf32"
         self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp)
         if dist.get_world_size() != self.mesh.size:
             raise RunError(
@@ -77,8 +79,7 @@ class Session:
             plan.microbatch_size,
             device=device.type,
             report=report,
-            tp=plan.tp,
-            **job.traced(plan.cluster.kind),
+            **plan.traced(),
         )
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
@@ -292,8 +293,7 @@ class Session:
             plan.microbatch_size,
             device=self.device.type,
             training=False,
-            tp=plan.tp,
-            **job.traced(plan.cluster.kind),
+            **plan.traced(),
         )
         stages = forward_stages(graph, self.graph, [stage.start for stage in self.stages[1:]])
         forwards = forward_program(stage_program(plan))

@@ -11,12 +11,18 @@ from stagewright.errors import InputError, PlanError
 from stagewright.estimation.breakdown import Share, breakdown
 from stagewright.estimation.stack import find_stack, step_memory
 from stagewright.estimation.stages import BodyCosts
-from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.job import Job
-from stagewright.planning.plan import ClusterSection, Plan, stage_cuts, stage_policies, stage_program
-from stagewright.planning.predict import Pipeline, pipeline, predict
+from stagewright.planning.plan import (
+    ClusterSection,
+    Plan,
+    shared_layers,
+    stage_cuts,
+    stage_policies,
+    stage_program,
+)
+from stagewright.planning.predict import Pipeline, costing, pipeline, predict
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -35,6 +41,7 @@ def estimate(
     dp: int | None = None,
     pp: int | None = None,
     tp: int = 1,
+    sequence_parallel: bool = False,
     microbatch: int = 1,
     schedule: str = "1f1b",
     stack: str = OWN_STACK,
@@ -45,7 +52,8 @@ def estimate(
 
     A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
     follows from the number of devices (by default one replica), and the partition is the one a search would
-    take; `tp` ranks share every layer. `stack` names whose execution is predicted, by default Stagewright's own.
+    take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. `stack`
+    names whose execution is predicted, by default Stagewright's own.
 
     Raises:
         InputError: widths that do not fit the cluster or the batch, a model without a job, a stack that is not
@@ -60,9 +68,12 @@ def estimate(
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
-    choice = _choice(cluster, job, dp, pp, tp, microbatch, schedule)
-    traced = job.traced(cluster.device.kind) | ({"tp": tp} if tp > 1 else {})
-    body = _costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster)
+    choice = replace(
+        _choice(cluster, job, dp, pp, tp, microbatch, schedule),
+        sequence_parallel=sequence_parallel and tp > 1,
+    )
+    traced = job.traced(cluster.device.kind) | shared_layers(tp, sequence_parallel)
+    body = _costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _run_by(stack, plan, cluster, report, trace)
 
@@ -80,7 +91,7 @@ def estimate_breakdown(
         InputError: another breakdown.
         PlanError: the model has changed since.
     """
-    return breakdown(_costs(graph_of(plan, report, trace), cluster).costing, by)
+    return breakdown(_costs(graph_of(plan, report, trace), cluster, plan.job).costing, by)
 
 
 def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cached_trace) -> OperatorGraph:
@@ -109,7 +120,7 @@ def line_of(
         PlanError: the model has changed, or does not have the plan's cuts.
         ScheduleError: the program does not run.
     """
-    return _line(plan, _costs(graph_of(plan, report, trace), cluster), cluster)
+    return _line(plan, _costs(graph_of(plan, report, trace), cluster, plan.job), cluster)
 
 
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -119,7 +130,7 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
             f"the plan needs {plan.num_ranks} devices (dp {plan.dp}{shared} x pp {plan.pp}), but cluster "
             f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
         )
-    body = _costs(graph_of(plan, report, trace), cluster)
+    body = _costs(graph_of(plan, report, trace), cluster, plan.job)
     predictions = predict(_line(plan, body, cluster), body)
     return plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
 
@@ -168,8 +179,8 @@ def _trace(
     return trace(reference, size, report=report, **traced)
 
 
-def _costs(graph: OperatorGraph, cluster: Cluster) -> BodyCosts:
-    return BodyCosts(graph, Costing(graph, cluster.device, cluster))
+def _costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
+    return BodyCosts(graph, costing(graph, cluster, job))
 
 
 def _choice(

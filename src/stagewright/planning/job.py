@@ -24,7 +24,10 @@ def _parse_amount(value: Any) -> Any:
         raise ValueError(str(error)) from None  # so that it is reported with its file and key
 
 
-_TORCH_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64", "autocast": "float32"}
+_TORCH_NAMES = {
+    "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp64": "float64",
+    "autocast": "float32",
+}  # fmt: skip
 
 
 class Job(StrictModel):
@@ -32,7 +35,8 @@ class Job(StrictModel):
 
     `dtype` is the type of parameters and computation. With ``bf16``, gradients are added up in fp32 and the
     optimizer keeps fp32 master weights: 18 bytes a parameter in all; with ``fp32`` it is 16 bytes. With ``autocast``
-    parameters are fp32 and the model is computed under bf16 autocast, by the rules of the cluster's devices.
+    parameters are fp32 and the model is computed under bf16 autocast, by the rules of the cluster's devices. ``tf32`` is
+    fp32 with products in tf32, ``fp8`` is bf16 with products in fp8 where the device has it, ``fp16`` is as bf16.
 
     >>> job = Job(global_batch=8, sequence_length=128, dtype="bf16", memory_limit="16GiB")
     >>> job.torch_name, job.memory_limit
@@ -46,7 +50,9 @@ class Job(StrictModel):
     """Samples per optimizer step, over all replicas."""
     sequence_length: int = Field(ge=1)
     """Tokens per sample; models without sequences ignore it."""
-    dtype: Literal["fp32", "bf16", "fp64", "autocast"] = "bf16"
+    dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
+    compiled: bool = False
+    """Whether operators that are bound by memory are taken to be fused, as by TorchInductor."""
     optimizer: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -66,13 +72,27 @@ class Job(StrictModel):
 
     @property
     def computed_in(self) -> str:
-        """The dtype of matrix products: that of parameters, or the one autocast casts them to."""
-        return self.autocast or self.torch_name
+        """The dtype of matrix products: that of parameters, or the one they are cast to."""
+        return self.products or self.autocast or self.torch_name
+
+    @property
+    def products(self) -> str | None:
+        """The precision that matrix products are computed in, where it is no type of tensors in the graph."""
+        return self.dtype if self.dtype in ("tf32", "fp8") else None
 
     @property
     def autocast(self) -> str | None:
         """What autocast casts to, as torch names it; None without autocast."""
         return "bfloat16" if self.dtype == "autocast" else None
+
+    @property
+    def not_run(self) -> str | None:
+        """What of this job is predicted but not run, and what to do about it; None if all of it runs."""
+        if self.dtype in ("fp8", "fp16"):
+            return f"training in {self.dtype} is predicted, not run: plan with --dtype bf16"
+        if self.compiled:
+            return "compiled execution is predicted, not run: plan without --compiled"
+        return None
 
     def traced(self, target: str) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for this job's graph, for devices of type `target`."""

@@ -12,7 +12,8 @@ from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, 
 from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import Precision, ResidentBytes, resident_bytes
-from stagewright.estimation.time import optimizer_seconds
+from stagewright.estimation.time import Costing, optimizer_seconds
+from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import OPTIMIZER, PARAMETERS, Flat, flats, of_stages
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage, carve
@@ -110,6 +111,17 @@ def pipeline(
     return Pipeline(memories, summaries, program, cluster, job, dp, tp=shared.size if shared else 1)
 
 
+def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
+    """Costs of the operators of `graph` as `job` computes them on the devices of `cluster`.
+
+    Raises:
+        InputError: the device has no figures for the precision of the job's products.
+    """
+    if job.products is not None:
+        cluster.device.matmul_flops(job.products)
+    return Costing(graph, cluster.device, cluster, job.products, job.compiled)
+
+
 def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
     """All predictions for `line`; `memories` of its ranks if they are known already."""
     timeline = run_timeline(line)
@@ -164,7 +176,7 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
         boundary_bytes=sum(summary.sent_bytes.values()),
         recomputed_bytes=summary.recomputed_bytes,
         offloaded_bytes=summary.offloaded_bytes,
-        recompute_seconds=summary.rebuild_s,
+        recompute_seconds=summary.rebuild_s + summary.remade_s,
     )
 
 
@@ -274,7 +286,7 @@ def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, float]) -> flo
 
 def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device) -> float:
     num_parameters = gradient_bytes / ITEM_BYTES[Precision.of(job.torch_name).gradient]
-    has_master = job.dtype == "bf16"
+    has_master = ITEM_BYTES[job.torch_name] < ITEM_BYTES["float32"]
     return optimizer_seconds(num_parameters, device, has_master, clips=job.clip_norm is not None)
 
 

@@ -13,7 +13,6 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import Precision
-from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import (
@@ -29,8 +28,8 @@ from stagewright.planning.candidate import (
 )
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
-from stagewright.planning.plan import Plan
-from stagewright.planning.predict import lower_bound_seconds, run_timeline
+from stagewright.planning.plan import Plan, shared_layers
+from stagewright.planning.predict import costing, lower_bound_seconds, run_timeline
 from stagewright.planning.ranking import ranked
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -79,6 +78,7 @@ def plan(
     pp: int | None = None,
     dp: int | None = None,
     tp: int | None = 1,
+    sequence_parallel: bool = False,
     microbatch: int | None = None,
     recompute: Recompute = "auto",
     offload: bool = True,
@@ -93,6 +93,7 @@ def plan(
         schedules: names of schedule families to try.
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
         tp: ranks that share every layer; None tries all widths within a node that divide the model.
+        sequence_parallel: whether those ranks split the sequence between the layers' products.
         recompute: whether stages recompute what they save: ``none``, ``full``, or ``auto``, as much as memory asks for.
         offload: with ``auto``, whether stages may move what they save to the host and back.
         zero: what replicas share out, 0 to 3, gradients summed as stages finish; by default they are summed at the end of
@@ -110,7 +111,7 @@ def plan(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype
     )
     for shared in tensor_widths_of(cluster, tp):
-        search.share_layers(shared)
+        search.share_layers(shared, sequence_parallel and shared > 1)
         try:
             widths = widths_of(cluster, job, pp, dp, shared)
             for size in _microbatch_sizes(widths, job, microbatch):
@@ -203,7 +204,7 @@ class _Search:
         self.report = report
         self.schedules = schedules
         self.trace = trace
-        self.tp = 1
+        self.tp, self.sequence_parallel = 1, False
         self.plans: list[Plan] = []
         self.excluded: list[Excluded] = []
         self.misses: list[Candidate] = []
@@ -212,9 +213,9 @@ class _Search:
         self.without_rule: set[str] = set()
         self.roughly_missed: list[tuple[int, Choice]] = []
 
-    def share_layers(self, num_ranks: int) -> None:
+    def share_layers(self, num_ranks: int, sequence_parallel: bool) -> None:
         """From now on, configurations in which so many ranks share every layer."""
-        self.tp = num_ranks
+        self.tp, self.sequence_parallel = num_ranks, sequence_parallel
         self.latest = None
 
     def choices(self, size: int, width: tuple[int, int]) -> Iterator[Choice]:
@@ -225,7 +226,18 @@ class _Search:
             return
         for schedule in self.schedules if pp > 1 else self.schedules[:1]:
             full = self.recompute == "full" and pp > 1
-            yield Choice(dp, pp, size, count, schedule, full, self.zero, self.reduce_dtype, self.tp)
+            yield Choice(
+                dp,
+                pp,
+                size,
+                count,
+                schedule,
+                full,
+                self.zero,
+                self.reduce_dtype,
+                self.tp,
+                self.sequence_parallel,
+            )
 
     def work_out(self, size: int, choices: list[Choice]) -> bool:
         """Every choice with microbatches of `size` samples; false if none of them came near fitting."""
@@ -245,9 +257,9 @@ class _Search:
 
     def _trace(self, size: int, tp: int) -> BodyCosts:
         self.report(f"tracing microbatches of {size}" + (f" for tp {tp}" if tp > 1 else ""))
-        traced = self.job.traced(self.cluster.device.kind) | ({"tp": tp} if tp > 1 else {})
+        traced = self.job.traced(self.cluster.device.kind) | shared_layers(tp, self.sequence_parallel)
         graph = self.trace(self.reference, size, report=self.report, **traced)
-        return BodyCosts(graph, Costing(graph, self.cluster.device, self.cluster))
+        return BodyCosts(graph, costing(graph, self.cluster, self.job))
 
     def _fitting(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> list[Choice]:
         return [choice for choice in choices if self._may_fit(choice, body, scale)]
