@@ -64,6 +64,21 @@ def test_offloading_and_recomputing_equal_plain_autograd(name: str) -> None:
     check(name, [Policy(offload=frozenset(stage.saved)) for stage in stages], split=False)
 
 
+def test_named_values_are_made_again_where_they_are_used() -> None:
+    """What a policy names is alive from its first use in the backward; all at once from the backward's beginning."""
+    _, graph, *_ = prepared("Convolution")
+    (plain,) = carve(graph, [])
+    (stage,) = carve(graph, [], [Policy(recompute=frozenset(plain.saved[::2]))])
+    assert stage.rebuild.nodes == () and stage.remade.nodes
+    again = {node.id for node in stage.remade.nodes}
+    places = [place for place, node in enumerate(stage.backward.nodes) if node.id in again]
+    assert len(places) == len(again) and places != list(range(len(places)))
+    for place in places:
+        made = {value for value in stage.backward.nodes[place].outputs if value is not None}
+        following = stage.backward.nodes[place + 1 :]
+        assert any(made & {*node.inputs} for node in following)
+
+
 def test_what_is_rebuilt_is_not_kept() -> None:
     _, graph, *_ = prepared("Convolution")
     (plain,), (stage,) = carve(graph, []), carve(graph, [], [RECOMPUTE_ALL])

@@ -30,6 +30,8 @@ class StageSummary:
     weight_grad_s: float
     backward_s: float
     rebuild_s: float
+    remade_s: float
+    """Spent by both `input_grad_s` and `backward_s` on making saved values again."""
     parameter_bytes: int
     num_parameters: int
     saved_bytes: int
@@ -44,7 +46,7 @@ class StageSummary:
 def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     """What the functions of a carved stage take."""
     stage = memory.stage
-    functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild)
+    functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.remade)
     seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
     metas = [stage.value(value).meta for value in stage.parameters]
     return StageSummary(
@@ -54,7 +56,7 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
         parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
         num_parameters=sum(meta.num_elements for meta in metas),
         saved_bytes=memory.saved_bytes,
-        recomputed_bytes=stage.held_bytes(stage.rebuild.outputs),
+        recomputed_bytes=stage.held_bytes((*stage.rebuild.outputs, *stage.remade.outputs)),
         offloaded_bytes=stage.held_bytes(stage.offloaded),
         sent_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.sends},
         returned_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.grad_sends},

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Policy:
     """Values of the joint graph that a stage does not keep from F to its backward; all others it keeps.
 
-    * `recompute`: made again from what is kept, right before the backward; `everything` means all of them, so that only
-      what the stage was given is kept.
+    * `recompute`: made again from what is kept, each right before the backward uses it; `everything` means all of them at
+      once before the backward, so that only what the stage was given is kept.
     * `offload`: moved to the host after F and brought back before the backward.
 
     A value stands for its whole storage, views included. Ids that a stage does not save are ignored.

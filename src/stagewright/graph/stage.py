@@ -8,6 +8,9 @@ Nothing is traced again. A stage's functions are
 * `rebuild` (R), which makes again what a policy did not let F keep, from what it kept: the operators of F a second time,
   on the same inputs and with the same random numbers, so that I and W cannot tell the difference.
 
+R makes everything at once if nothing is kept. Values that a policy names are made again one by one (`remade`), each inside
+B or I right before it is used, so that only those are alive that lie between two kept ones; then R has nothing to do.
+
 A value that several stages need travels along the chain of its consumers; its cotangent travels back along the same
 chain, so that every stage adds its contributions to the relayed cotangent in the order in which autograd would. The
 cotangent of the loss does not travel: it is a constant, resident on every stage that uses it.
@@ -24,6 +27,7 @@ from stagewright.graph.cutting import Cutting, Routes
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
 from stagewright.graph.locate import Located
 from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.weaving import woven
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
 __all__ = ["ACCUMULATE", "Function", "Stage", "Transfer", "carve"]
@@ -77,6 +81,7 @@ class Stage:
     mutations: tuple[tuple[int, int], ...]
     computes_loss: bool
     local_bytes: dict[int, int] = field(default_factory=dict)  # storages the graph does not know -> bytes
+    remade: Function = Function((), (), ())  # what B and I make again on their way
 
     def value(self, index: int) -> Value:
         return self.extra[index] if index in self.extra else self.graph.values[index]
@@ -194,6 +199,16 @@ class _StageCarver:
         rebuild = self._rebuild(nodes.forward, needed, resident)
         saved = _distinct((*(value for value in needed if value not in rebuild.outputs), *rebuild.inputs))
         relayed = _used(weight_grad, at_hand | by_input_grad)
+        input_grad = nodes.input_grad
+        remade = Function((), (), ())
+        if not self.policy.everything:
+            remade, rebuild = rebuild, remade
+            again = _outputs(remade.nodes)
+            backward = woven(backward, remade.nodes)
+            input_grad = tuple(woven(input_grad, remade.nodes, relayed))
+            needed = _distinct((*(value for value in needed if value not in again), *remade.inputs))
+            by_input_grad |= again
+            at_hand -= again
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
         loss = [self.graph.loss] if self.computes_loss else []
         return Stage(
@@ -210,8 +225,8 @@ class _StageCarver:
             derived=nodes.derived,
             forward=Function(nodes.forward, (*arrived, *inputs), _distinct((*sent, *saved, *loss, *changed))),
             input_grad=Function(
-                nodes.input_grad,
-                _distinct((*_used(nodes.input_grad, at_hand), *cotangents)),
+                input_grad,
+                _distinct((*_used(input_grad, at_hand), *cotangents)),
                 _distinct((*grad_sent, *(value for value in relayed if value in by_input_grad))),
             ),
             weight_grad=Function(tuple(weight_grad), relayed, ()),
@@ -227,6 +242,7 @@ class _StageCarver:
             gradients=self.weights.gradients,
             mutations=self.mutations,
             computes_loss=self.computes_loss,
+            remade=remade,
         )
 
     # -- nodes ------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from stagewright.planning.predict import (
     rank_memories,
     shortened,
 )
+from stagewright.planning.saving.anchors import anchors
 from stagewright.planning.saving.exact import MAX_UNITS, choose_exactly
 from stagewright.planning.saving.greedy import choose
 from stagewright.planning.saving.problem import (
@@ -27,7 +28,7 @@ from stagewright.planning.saving.problem import (
     policies,
     stage_units,
 )
-from stagewright.schedule import Action, Kind, Program
+from stagewright.schedule import Program
 from stagewright.schedule.saving import insert_offloading, insert_recomputation
 
 _ROUNDS = 12
@@ -66,7 +67,7 @@ def fit(line: Pipeline, body: BodyCosts, *, offload: bool = True, exact: bool = 
     `exact` takes the integer program in place of the greedy choice, for ranks of few enough saved values.
     """
     memories = rank_memories(line)
-    units = tuple(unit for stage in line.stages for unit in stage_units(stage))
+    units = _units(line, body)
     searches = [_RankSearch(line, body, memory, units, offload, exact) for memory in memories]
     active = [search for search in searches if search.excess > 0]
     for _ in range(_ROUNDS):
@@ -80,6 +81,17 @@ def fit(line: Pipeline, body: BodyCosts, *, offload: bool = True, exact: bool = 
     chosen = with_choice(line, body, units, found)
     best = tuple(search.best.memory for search in searches if search.best is not None)
     return Fitted(chosen, best, units, found)
+
+
+def _units(line: Pipeline, body: BodyCosts) -> tuple[Unit, ...]:
+    """The units of all stages; anchors are kept or offloaded."""
+    found = [unit for stage in line.stages for unit in stage_units(stage)]
+    roots = {root: body.graph.values[root].storage for unit in found for root in unit.values}
+    held, _ = anchors(body.graph, body.cuts.value_bytes, sorted({*roots.values()}))
+    return tuple(
+        replace(unit, recomputable=False) if held & {roots[root] for root in unit.values} else unit
+        for unit in found
+    )
 
 
 def with_choice(line: Pipeline, body: BodyCosts, units: Sequence[Unit], choice: Choice) -> Pipeline:
@@ -161,12 +173,11 @@ class _RankSearch:
             own = [unit for unit in units if unit.stage == number]
             seconds |= chain_seconds(stage, own, body.costing)
         alive = {stage: sum(one.stage == stage for one in kept.alive) for stage in self.stages}
-        used = _used_stages(kept.at)
-        copies = {stage: float(count - (stage in used)) for stage, count in alive.items()}
+        copies = {stage: float(max(count, 1)) for stage, count in alive.items()}
         device = self.line.cluster.device
         link = 1 / device.host_link_bandwidth if offload and device.kind != "cpu" else float("inf")
         free = min(self.line.summaries[stage].forward_s for stage in self.stages)
-        parked = {stage: max(0.0, count - 1.0) for stage, count in copies.items()}
+        parked = {stage: max(0.0, count - 2.0) for stage, count in copies.items()}
         return Problem(tuple(units), seconds, 0.0, copies, parked, link, free / len(self.stages))
 
     def propose(self) -> bool:
@@ -193,7 +204,7 @@ class _RankSearch:
 
     def _everything(self) -> Choice:
         units = self.problem.units
-        return Choice(frozenset(index for index, unit in enumerate(units) if unit.recomputable))
+        return Choice(frozenset(index for index, unit in enumerate(units) if unit.chain))
 
     def learn(self, memory: RankMemory) -> None:
         """Takes in what the latest choice takes when replayed."""
@@ -216,14 +227,3 @@ class _RankSearch:
             self.need += self.step
         else:
             self.need = (self.low + self.high) / 2
-
-
-def _used_stages(action: str) -> set[int]:
-    """Stages of which the action of the peak uses one of the sets that are alive: not those of a forward.
-
-    >>> _used_stages("2B0"), _used_stages("2F0"), _used_stages("optimizer step")
-    ({2}, set(), set())
-    """
-    if not action[:1].isdigit():
-        return set()
-    return {part.stage for part in Action.parse(action).parts if part.kind is not Kind.F}

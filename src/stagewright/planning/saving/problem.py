@@ -1,9 +1,9 @@
 """The values that the stages of a rank save, and what it costs and saves not to keep each of them.
 
-A stage that recomputes runs everything it needs once, in one go, right before its backward (`Stage.rebuild`). So
-an operator that several recomputed values need runs once, and a recomputed value is at hand for those computed from
-it: what a value costs is the chain of operators back to the next values that the backward needs anyway, each of which
-is either kept or recomputed for its own sake. The time of a choice is that of the union of its chains.
+A backward makes what it needs again right before it uses it, each value once (`Stage.remade`). So an operator that
+several recomputed values need runs once, and a recomputed value is at hand for those computed from it: what a value costs
+is the chain of operators back to the next values that the backward needs anyway, each of which is either kept or
+recomputed for its own sake. The time of a choice is that of the union of its chains.
 """
 
 from __future__ import annotations
@@ -39,14 +39,13 @@ class Problem:
 
     * `seconds`: of every operator of a chain;
     * `needed`: bytes that must be saved;
-    * `copies`: per stage, sets of saved values alive at the peak beside the one that is being used: how often
-      the bytes of a recomputed unit count;
-    * `parked_copies`: the same for an offloaded unit, of which a set on its way back is alive as well;
+    * `copies`: per stage, sets of saved values alive at the peak: how often the bytes of a recomputed unit count;
+    * `parked_copies`: the same for an offloaded unit, of which the set in use and one on its way back are alive;
     * `link_s_per_byte`: time to move a byte to the host, infinite for no offloading;
     * `free_s`: link time per microbatch that costs nothing.
 
-    Ignores: what recomputing keeps in addition (values received for the forward only), and the peak's moving elsewhere.
-    The replay that follows every choice counts both.
+    Ignores: recomputed values that are alive while they are used, what recomputing keeps in addition (values received for
+    the forward only), and the peak's moving elsewhere. The replay that follows every choice counts them all.
     """
 
     units: tuple[Unit, ...]

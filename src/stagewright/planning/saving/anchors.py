@@ -1,0 +1,66 @@
+"""Values that are worth keeping because all else between two of them can be made again from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.graph import OperatorGraph, Part
+
+Ints = NDArray[np.int64]
+
+_WINDOWS = (6, 12, 24, 48, 96)
+"""Operators to either side among which a cut must be narrowest; wider windows until few enough bytes are anchors."""
+
+_MOST_SHARE = 0.3
+"""Anchors may be this much of what is saved."""
+
+
+def narrow_places(widths: Sequence[float] | NDArray[np.number], window: int) -> Ints:
+    """Cuts that no cut within `window` positions is narrower than; ends do not count.
+
+    >>> narrow_places([0, 5, 3, 5, 5, 2, 4, 0], 2).tolist()
+    [2, 5]
+    """
+    inside = np.asarray(widths, np.float64)[1:-1]
+    if not len(inside):
+        return np.array([], np.int64)
+    padded = np.pad(inside, window, constant_values=np.inf)
+    least = np.lib.stride_tricks.sliding_window_view(padded, 2 * window + 1).min(axis=1)
+    return np.flatnonzero(inside <= least) + 1
+
+
+def anchors(
+    graph: OperatorGraph, widths: NDArray[np.number], saved: Sequence[int]
+) -> tuple[frozenset[int], Ints]:
+    """Which of the storages `saved` (root values) the forward carries across narrow cuts, and the positions of these.
+
+    `widths` are the bytes that cross each position of the body. If they were recomputed, everything from the stage's
+    beginning would be made again at once.
+    """
+    place = {root: graph.position.get(graph.values[root].node, -1) for root in saved}
+    last = _last_forward_use(graph)
+    total = sum(graph.storage_bytes[root] for root in saved)
+    found: frozenset[int] = frozenset()
+    narrow = np.array([], np.int64)
+    for window in _WINDOWS:
+        narrow = narrow_places(widths, window)
+        after = {root: np.searchsorted(narrow, place[root], side="right") for root in saved}
+        found = frozenset(
+            root for root in saved if after[root] < len(narrow) and narrow[after[root]] <= last.get(root, -1)
+        )
+        if sum(graph.storage_bytes[root] for root in found) <= _MOST_SHARE * total:
+            break
+    return found, narrow
+
+
+def _last_forward_use(graph: OperatorGraph) -> dict[int, int]:
+    """Root -> the last position of the body that uses its storage."""
+    last: dict[int, int] = {}
+    for node in graph.nodes:
+        if node.part is Part.FORWARD:
+            for value in node.inputs:
+                last[graph.values[value].storage] = graph.position[node.id]
+    return last
