@@ -14,6 +14,7 @@ from stagewright.planning.plan import (
     Predictions,
     StagePolicy,
     cut_names,
+    shared_layers,
 )
 from stagewright.planning.sharding import sharded_program
 from stagewright.schedule.families import build as build_schedule
@@ -41,6 +42,7 @@ def make_plan(
     sequence_length: int = 32,
     reduce_dtype: str | None = None,
     tp: int = 1,
+    sequence_parallel: bool = False,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -57,9 +59,8 @@ def make_plan(
         clip_norm=clip_norm,
     )
     reference = resolve(model, overrides)
-    graph = trace(
-        reference, microbatch_size, tp=tp, **job.traced("cuda")
-    )  # as for clusters nothing describes
+    traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
+    graph = trace(reference, microbatch_size, **traced)
     program = build_schedule(schedule, pp, num_microbatches, num_chunks)
     stages = program.num_stages
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]
@@ -79,6 +80,7 @@ def make_plan(
         cluster=ClusterSection(name="local", num_devices=pp * dp * tp, device="cpu"),
         dp=dp,
         tp=tp,
+        sequence_parallel=sequence_parallel,
         pp=pp,
         num_stages=stages,
         microbatch_size=microbatch_size,

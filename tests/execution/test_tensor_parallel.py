@@ -27,9 +27,10 @@ class Case:
     dp: int = 1
     dtype: str = "fp64"
     overrides: tuple[tuple[str, object], ...] = ()
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
-        return f"{self.model} tp {self.tp} pp {self.pp} dp {self.dp} {self.dtype}"
+        return f"{self.model} tp {self.tp} pp {self.pp} dp {self.dp}{' sp' if self.sequence_parallel else ''} {self.dtype}"
 
     @property
     def num_ranks(self) -> int:
@@ -40,6 +41,7 @@ class Case:
         make_plan(
             path, self.model, "1f1b", self.pp, self.dp, 2, self.dtype, overrides=dict(self.overrides),
             microbatch_size=2, sequence_length=16, tp=self.tp,
+            sequence_parallel=self.sequence_parallel,
         )  # fmt: skip
         return path
 
@@ -64,6 +66,10 @@ TWO = [
     Case("tiny-gpt2", 2, overrides=GPT2),
     Case("tiny-bert", 2, overrides=BERT),
     Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL),
+    Case("tiny-llama", 2, overrides=LLAMA, sequence_parallel=True),
+    Case("tiny-gpt2", 2, overrides=GPT2, sequence_parallel=True),
+    Case("tiny-bert", 2, overrides=BERT, sequence_parallel=True),
+    Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL, sequence_parallel=True),
 ]
 FOUR = [
     Case("tiny-llama", 4, overrides=(*LLAMA, ("num_key_value_heads", 4), ("vocab_size", 97))),
@@ -113,7 +119,7 @@ def _train_one(plan: Any) -> dict[str, Any]:
 
     session = Session(plan, torch.device("cpu"), None, random_weights=True)
     plain = Plain(plan)
-    loss, wanted_loss = session.accumulate(0), plain.loss()
+    loss, wanted_loss = session.accumulate(0), plain.loss
     wanted = plain.gradients(tuple(range(plan.num_microbatches)))
     largest = max(float(gradient.abs().max()) for gradient in wanted.values())
     differences = {

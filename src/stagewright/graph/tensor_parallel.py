@@ -124,15 +124,26 @@ def local_draws(graph: OperatorGraph) -> frozenset[int]:
 
 
 def verify_parallel(graph: OperatorGraph) -> None:
-    """Check that the ranks agree on what all of them hold: the loss, buffers and the gradients of whole parameters.
+    """Check that the ranks agree on what all of them hold: the loss, buffers and the gradients of whole parameters; and
+    that collectives are given what differs between ranks.
 
     Raises:
-        ContractError: they would not; names the parameter or buffer.
+        ContractError: they would not; names the parameter, buffer or operator.
     """
     found = parallelism(graph)
     if found is None:
         return
     local = local_values(graph)
+    for node in graph.nodes:
+        if (node.op in COLLECTIVES and node.inputs[0] not in local) or (
+            node.op == SHARD and node.inputs[0] in local
+        ):
+            what = (
+                "splits what every rank has another of"
+                if node.op == SHARD
+                else "sums or gathers what all ranks have"
+            )
+            raise ContractError(f"an operator {what}: {graph.describe(node)}")
     if graph.loss in local:
         raise ContractError(
             f"model '{graph.name}' split over {found.size} ranks has another loss on each of them"

@@ -56,6 +56,8 @@ class Choice:
     """Type in which gradients are summed over replicas."""
     tp: int = 1
     """Ranks that share every layer."""
+    sequence_parallel: bool = False
+    """Whether they split the sequence between the layers' products."""
 
     @property
     def level(self) -> int:
@@ -287,6 +289,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         cluster=ClusterSection.of(cluster),
         dp=choice.dp,
         tp=choice.tp,
+        sequence_parallel=choice.sequence_parallel,
         pp=choice.pp,
         num_stages=program.num_stages,
         microbatch_size=choice.microbatch_size,

@@ -169,6 +169,8 @@ class Plan(StrictModel):
     dp: int = Field(ge=1)
     tp: int = Field(default=1, ge=1)
     """Ranks that share every layer of a stage."""
+    sequence_parallel: bool = False
+    """Whether they split the sequence between the layers' products."""
     pp: int = Field(ge=1)
     num_stages: int = Field(ge=1)
     microbatch_size: int = Field(ge=1)
@@ -234,7 +236,7 @@ class Plan(StrictModel):
 
     def traced(self) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
-        return {**self.job.traced(self.cluster.kind), "tp": self.tp}
+        return self.job.traced(self.cluster.kind) | shared_layers(self.tp, self.sequence_parallel)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`; readers see the old file or the whole new one."""
@@ -254,6 +256,15 @@ class Plan(StrictModel):
     def json_schema(cls) -> dict[str, Any]:
         """The JSON schema of `plan.json`."""
         return cls.model_json_schema()
+
+
+def shared_layers(tp: int, sequence_parallel: bool = False) -> dict[str, Any]:
+    """The part of the arguments of `stagewright.tracing.cache.trace` that says how ranks share layers.
+
+    >>> shared_layers(1), shared_layers(2, True)
+    ({}, {'tp': 2, 'splits_sequence': True})
+    """
+    return {"tp": tp, "splits_sequence": sequence_parallel} if tp > 1 else {}
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -37,6 +37,7 @@ def trace(
     use_cache: bool = True,
     training: bool = True,
     tp: int = 1,
+    splits_sequence: bool = False,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -52,6 +53,7 @@ def trace(
         report: called with a short text at each phase of a trace that is not in the cache.
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
+        splits_sequence: whether those ranks also split the sequence between the layers' products.
 
     Raises:
         InputError: the reference cannot be resolved or built, or not split over `tp` ranks.
@@ -69,6 +71,7 @@ def trace(
         "autocast": autocast,
         "training": training,
         "tp": tp,
+        "splits_sequence": splits_sequence and tp > 1,
     }
     path = _cache_directory() / f"{_key(facts)}.graph"
     if use_cache and (graph := _load(path)) is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from stagewright.graph import OperatorGraph
-from stagewright.graph.tensor_parallel import verify_parallel
+from stagewright.graph.tensor_parallel import even, verify_parallel
 from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.autocast import autocast_of
@@ -42,7 +42,9 @@ def trace_reference(
     built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
     if facts.get("tp", 1) > 1:
-        facts["tensor_parallel"] = parallelise(built.module, facts["tp"])
+        if facts.get("splits_sequence"):
+            even("the sequence length", sequence_length, facts["tp"])
+        facts["tensor_parallel"] = parallelise(built.module, facts["tp"], facts.get("splits_sequence", False))
     return trace_module(built.module, built.inputs, reference.name, facts, report)
 
 

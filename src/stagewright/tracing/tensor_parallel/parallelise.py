@@ -19,17 +19,22 @@ from stagewright.tracing.tensor_parallel.layers import (
 )
 from stagewright.tracing.tensor_parallel.operators import all_reduce, enter
 from stagewright.tracing.tensor_parallel.plans import DIVIDED, FUSED_QKV, matches, plan_of
+from stagewright.tracing.tensor_parallel.sequence import around, entering, split_sequence
 
 
-def parallelise(model: nn.Module, size: int) -> TensorParallel:
+def parallelise(model: nn.Module, size: int, sequence: bool = False) -> TensorParallel:
     """Change `model` (a loss around ``net``) into that of one of `size` ranks; all ranks have the same.
+
+    With `sequence`, what lies between its split layers works on parts of the sequence.
 
     Raises:
         InputError: no plan is known, or heads or features do not divide.
     """
     surgeon = _Surgeon(model, size)
-    surgeon.operate()
-    return TensorParallel(size, shards=surgeon.shards())
+    plan = surgeon.operate()
+    if sequence:
+        split_sequence(surgeon.net, plan, size)
+    return TensorParallel(size, sequence, surgeon.shards())
 
 
 class _Surgeon:
@@ -63,7 +68,8 @@ class _Surgeon:
         named = self.model.named_parameters(remove_duplicate=False)
         return {name: self.cut[id(parameter)] for name, parameter in named if id(parameter) in self.cut}
 
-    def operate(self) -> None:
+    def operate(self) -> dict[str, str]:
+        """Split the layers; returns the plan followed."""
         plan = plan_of(self.net)
         self._check_heads(plan)
         done = self._vocabulary() if isinstance(self.model, CausalLanguageModel | MaskedLanguageModel) else []
@@ -81,6 +87,7 @@ class _Surgeon:
         for module in self.net.modules():
             for name in DIVIDED.get(type(module).__name__, ()):
                 setattr(module, name, even(name, getattr(module, name), self.size))
+        return plan
 
     def _check_heads(self, plan: dict[str, str]) -> None:
         """Heads that are split over ranks must be whole on each."""
@@ -154,18 +161,18 @@ class _Surgeon:
             raise InputError(f"'{path}' is no embedding, so it cannot be split by tokens: run with --tp 1")
         padding = -module.num_embeddings % self.size
         self._split(module, "weight", 0, padding=padding)
-        module.__class__ = _combined(type(module), VocabularyEmbedding)
+        module.__class__ = _by_tokens(type(module))
         module.width = self.size  # type: ignore[assignment]
 
     def _used_locally(self, path: str) -> None:
         """Whole parameters in the middle of local work: their gradients are summed."""
         module = self.net.get_submodule(path)
-        module.__class__ = _entering(type(module), tuple(module._parameters))
+        module.__class__ = entering(type(module), tuple(module._parameters))
         module.width = self.size  # type: ignore[assignment]
 
     def _experts(self, path: str) -> None:
         module = self.net.get_submodule(path)
-        module.__class__ = _combined(type(module), _Experts)
+        module.__class__ = around(_Experts, type(module))
         module.width = self.size  # type: ignore[assignment]
 
     # -- vocabulary -------------------------------------------------------------------------------------------------
@@ -206,23 +213,8 @@ class _Experts:
 
 
 @functools.cache
-def _combined(own: type, added: type) -> type:
-    """A class that does what `added` says: around what `own` does, or instead of what `own` builds on."""
-    if added is VocabularyEmbedding:
-        return added if own is nn.Embedding else type(f"Parallel{own.__name__}", (own, added), {})
-    return type(f"Parallel{own.__name__}", (added, own), {})
-
-
-@functools.cache
-def _entering(own: type, names: tuple[str, ...]) -> type:
-    """`own` with parameters that are entered wherever they are read."""
-
-    def read(name: str) -> property:
-        return property(lambda module: _entered(module, name))
-
-    return type(f"Parallel{own.__name__}", (own,), {name: read(name) for name in names})
-
-
-def _entered(module: Any, name: str) -> Tensor | None:
-    parameter = module._parameters[name]
-    return None if parameter is None else enter(parameter, GROUP, module.width)
+def _by_tokens(own: type) -> type:
+    """A kind of embedding that looks its rows up among those of this rank."""
+    if own is nn.Embedding:
+        return VocabularyEmbedding
+    return type(f"Parallel{own.__name__}", (own, VocabularyEmbedding), {})
