@@ -5,6 +5,7 @@ from stagewright.simulation.costs import StageCosts
 from stagewright.simulation.critical_path import critical_path
 from stagewright.simulation.difference import difference
 from stagewright.simulation.encoding import EncodedProgram, encode
+from stagewright.simulation.shared_links import SharedLinks
 from stagewright.simulation.simulate import simulate
 from stagewright.simulation.streams import Contention
 from stagewright.simulation.timeline import Timeline
@@ -13,6 +14,7 @@ from stagewright.simulation.transfer_times import TransferTimes, transfer_times
 __all__ = [
     "Contention",
     "EncodedProgram",
+    "SharedLinks",
     "StageCosts",
     "Timeline",
     "TransferTimes",

@@ -61,7 +61,7 @@ class Links(NamedTuple):
 
 # The helpers own no memory. Counting references to the arrays of `tables` and `links` at each of their calls
 # would take several times as long as the work itself.
-_helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
+helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
 
 
 @numba.njit(cache=True, nogil=True)
@@ -88,7 +88,7 @@ def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, 
         while index < offsets[rank + 1]:
             p = pattern[index]
             m = microbatch[index]
-            begin, missing = _ready(p, m, now, tables, known)
+            begin, missing = ready_at(p, m, now, tables, known)
             if missing >= 0:
                 waits_for[rank] = missing
                 break
@@ -127,8 +127,8 @@ def run(pattern, microbatch, offsets, tables, num_links, is_shared, start, end, 
     return reached
 
 
-@_helper
-def _ready(p, m, now, tables, known):
+@helper
+def ready_at(p, m, now, tables, known):
     """When pattern `p` of microbatch `m` has all it needs, and a token that is not known yet or -1."""
     for n in range(tables.need_offsets[p], tables.need_offsets[p + 1]):
         token = tables.need_first[n] + m * tables.need_step[n]
@@ -140,7 +140,7 @@ def _ready(p, m, now, tables, known):
     return now, -1
 
 
-@_helper
+@helper
 def _carry(slot, depart, tables, links):
     """When what departs at `depart` or as soon as its link is free arrives."""
     link = tables.slot_link[slot]
@@ -150,7 +150,7 @@ def _carry(slot, depart, tables, links):
     return links.free[link]
 
 
-@_helper
+@helper
 def _wake(token, rank, waits_for, ready, num_ready):
     """Make `rank` ready if it waits for `token`; return the number of ready ranks."""
     if waits_for[rank] != token:
@@ -160,7 +160,7 @@ def _wake(token, rank, waits_for, ready, num_ready):
     return num_ready + 1
 
 
-@_helper
+@helper
 def _queue(slot, token, posted, sent, tables, links):
     """Put a transfer at the end of its link's queue."""
     link = tables.slot_link[slot]
@@ -172,7 +172,7 @@ def _queue(slot, token, posted, sent, tables, links):
     links.tail[link] = place + 1
 
 
-@_helper
+@helper
 def _drain(link, known, tables, links, waits_for, ready, num_ready):
     """Start the transfers at the head of the link's queue whose receives are posted."""
     while links.head[link] < links.tail[link]:
@@ -190,16 +190,22 @@ def _drain(link, known, tables, links, waits_for, ready, num_ready):
 @numba.njit(cache=True)
 def _links(pattern, tables, num_links, is_shared):
     """Idle links, with room in every queue for the transfers of the program that wait for their receives."""
-    lengths = np.zeros(num_links + 1, np.int64)
-    if np.any(tables.make_travel == WHEN_POSTED):
-        for p in pattern:
-            for n in range(tables.make_offsets[p], tables.make_offsets[p + 1]):
-                if tables.make_travel[n] == WHEN_POSTED:
-                    lengths[tables.slot_link[tables.make_slot[n]] + 1] += 1
-    offsets = np.cumsum(lengths)
+    offsets = queue_offsets(pattern, tables, num_links)
     room = offsets[-1]
     return Links(
         np.zeros(num_links), is_shared,
         np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room),
         offsets[:-1].copy(), offsets[:-1].copy(),
     )  # fmt: skip
+
+
+@numba.njit(cache=True)
+def queue_offsets(pattern, tables, num_links):
+    """Where the queue of each link begins and ends when all its transfers wait for their receives."""
+    lengths = np.zeros(num_links + 1, np.int64)
+    if np.any(tables.make_travel == WHEN_POSTED):
+        for p in pattern:
+            for n in range(tables.make_offsets[p], tables.make_offsets[p + 1]):
+                if tables.make_travel[n] == WHEN_POSTED:
+                    lengths[tables.slot_link[tables.make_slot[n]] + 1] += 1
+    return np.cumsum(lengths)
