@@ -1,7 +1,7 @@
 """What stages recompute and offload: the greedy choice against the integer program, and replayed against the limit.
 
-Stages are quarters of traced models, with 1 to 7 further sets of saved values in flight, a random share of the bytes to save,
-and for every other one a link to the host that hides a random share of them. Both choices solve the same problem
+Stages are quarters of traced models, with 1 to 7 further sets of saved values in flight, a random share of the bytes to
+save, and for every other one a link to the host that hides a random share of them. Both choices solve the same problem
 (`stagewright.planning.saving.problem`). Gaps are in added time, of the best choice's or of a thousandth of all chains where
 that is larger (choices that cost next to nothing).
 

@@ -92,8 +92,9 @@ class Leaves:
         needed = self.demand(stage, start, stop) - terms.capacity
         if needed <= 0:
             return 0.0
-        if not terms.recompute or terms.copies <= 1:
+        if not terms.recompute:
             return math.inf
+        needed += self.ranges.most_work(start, stop)
         given = self.ranges.givable
         inside = (given.place >= start) & (given.place < stop)
         sizes, costs = given.num_bytes[inside], given.seconds[inside] * terms.slowness
@@ -107,7 +108,7 @@ def _least_mixed(terms: Terms, sizes: Floats, costs: Floats, needed: float, free
     The time is convex in the bytes offloaded: what hides in `free_s` is offloaded first, and more as long as the link takes
     less time for it than recomputing does. Bytes offloaded leave fewer to recompute. Ignores: that values are whole.
     """
-    copies, parked = terms.copies - 1, terms.copies - 2
+    copies, parked = terms.copies, terms.copies - 2
     most = float(sizes.sum()) * copies - needed
     if most < -1e-12 * needed:
         return math.inf

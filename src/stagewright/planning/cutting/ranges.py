@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.planning.saving.anchors import anchors
 from stagewright.planning.saving.problem import chain_seconds, groups_of, stage_units
 
 Floats = NDArray[np.float64]
@@ -78,6 +79,8 @@ class Ranges:
     boundary_bytes: Floats
     legal: Ints
     givable: Givable
+    work_bytes: Floats | None = None
+    """Per position, what is alive of recomputed values while those of its piece, between two kept ones, are used."""
 
     @property
     def size(self) -> int:
@@ -86,6 +89,10 @@ class Ranges:
     @cached_property
     def most_transient(self) -> RangeMaximum:
         return RangeMaximum(self.transient_bytes)
+
+    @cached_property
+    def most_work(self) -> RangeMaximum:
+        return RangeMaximum(np.zeros(self.size) if self.work_bytes is None else self.work_bytes)
 
 
 def ranges_of(body: BodyCosts) -> Ranges:
@@ -103,7 +110,7 @@ def ranges_of(body: BodyCosts) -> Ranges:
         _transients(body.graph),
         body.boundary_bytes,
         body.legal_cuts,
-        _givable(body),
+        *_givable(body),
     )
 
 
@@ -140,16 +147,25 @@ def _transients(graph: OperatorGraph) -> Floats:
     return most
 
 
-def _givable(body: BodyCosts) -> Givable:
+def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
+    """What may be recomputed, anchors kept, and per position how much of that lies between the anchors around it."""
     from stagewright.graph.stage import carve
 
     graph = body.graph
     (whole,) = carve(graph, [])
-    units = [unit for unit in stage_units(whole) if unit.recomputable]
+    every = stage_units(whole)
+    held, narrow = anchors(
+        graph, body.cuts.value_bytes, sorted({root for unit in every for root in unit.values})
+    )
+    units = [unit for unit in every if unit.recomputable and not held & {*unit.values}]
     seconds = chain_seconds(whole, units, body.costing)
     shares = dict.fromkeys(range(len(units)), 0.0)
     for users, cost in groups_of(units, seconds):
         for user in users:
             shares[user] += cost / len(users)
     places = [graph.position[graph.values[unit.values[0]].node] for unit in units]
-    return Givable.sorted(places, [unit.num_bytes for unit in units], list(shares.values()))
+    sizes = [float(unit.num_bytes) for unit in units]
+    piece = np.searchsorted(narrow, places, side="right")
+    bytes_of_piece = np.bincount(piece, weights=sizes, minlength=len(narrow) + 1)
+    work = bytes_of_piece[np.searchsorted(narrow, np.arange(body.size), side="right")]
+    return Givable.sorted(places, sizes, list(shares.values())), work

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 
+from stagewright.planning.cutting.binary import binary
 from stagewright.planning.cutting.bisection import Found, bisect, bottleneck
 from stagewright.planning.cutting.leaves import Leaves
 
@@ -14,9 +15,10 @@ _ROUNDS = 20
 
 
 def best_partition(leaves: Leaves) -> Found | None:
-    """The partition that bisection finds, its cuts moved as long as that makes the slowest stage faster; None if nothing
-    fits."""
-    found = bisect(leaves)
+    """The better one of bisection and halving, its cuts moved as long as that makes the slowest stage faster; None if
+    nothing fits."""
+    both = [found for found in (bisect(leaves), binary(leaves)) if found is not None]
+    found = min(both, key=lambda one: one.seconds, default=None)
     return found if found is None else refined(leaves, found)
 
 
