@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -103,10 +102,10 @@ class _State:
 
     def copied(self) -> _State:
         """What is inside the inner collections is never changed, only replaced."""
-        other = copy(self)
-        for name in ("size", "references", "held", "waiting", "posted", "sending", "away"):
-            setattr(other, name, dict(getattr(self, name)))
-        return other
+        return _State(
+            dict(self.size), dict(self.references), dict(self.held), dict(self.waiting), dict(self.posted),
+            dict(self.sending), dict(self.away), self.live, self.next_key, self.script,
+        )  # fmt: skip
 
     def new(self, num_bytes: int) -> Key:
         self.next_key += 1
