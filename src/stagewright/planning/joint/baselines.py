@@ -16,6 +16,8 @@ from stagewright.schedule.program import Program
 
 _MOST_ACTIONS_SEARCHED = 200
 """Families that search themselves are left out of larger problems."""
+_MOST_ACTIONS = 50_000
+"""Of larger problems only the families that frameworks run by name: a program takes a microsecond per action."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,15 @@ class Family:
     placement: Callable[[int, int], Placement]
     chunks: tuple[int | None, ...] = (None,)
     searches: bool = False
+    is_common: bool = False
 
 
 FAMILIES = (
-    Family("1f1b", lambda ranks, _: linear(ranks)),
-    Family("interleaved-1f1b", loop, (2, 3, 4, 6, 8)),
-    Family("zb-h1", lambda ranks, _: linear(ranks)),
+    Family("1f1b", lambda ranks, _: linear(ranks), is_common=True),
+    Family("interleaved-1f1b", loop, (2, 3, 4, 6, 8), is_common=True),
+    Family("zb-h1", lambda ranks, _: linear(ranks), is_common=True),
     Family("zb-h2", lambda ranks, _: linear(ranks)),
-    Family("zb-v", lambda ranks, _: v(ranks)),
+    Family("zb-v", lambda ranks, _: v(ranks), is_common=True),
     Family("interleaved-zb", loop, (2, 4)),
     Family("dualpipe-v", lambda ranks, _: v(ranks)),
     Family("gpipe", lambda ranks, _: linear(ranks)),
@@ -55,8 +58,11 @@ def even_1f1b(problem: Problem) -> JointPlan:
 
 def baselines(problem: Problem) -> Iterator[JointPlan]:
     """Every family on even and on balanced stages, whether or not it fits the memory; 1F1B on even stages
-    first."""
+    first. Large problems are compared with the common families only."""
+    is_large = 3 * problem.layers.num_layers * problem.num_microbatches > _MOST_ACTIONS
     for family in FAMILIES:
+        if is_large and not family.is_common:
+            continue
         for num_chunks in _chunks(family, problem):
             placement = family.placement(problem.num_ranks, num_chunks or 1)
             if placement.num_stages > problem.layers.num_layers:
@@ -81,6 +87,8 @@ def _chunks(family: Family, problem: Problem) -> list[int | None]:
     """How many stages per rank: those of the family, and for 1F1B also as many as there are layers for."""
     most = problem.layers.num_layers // problem.num_ranks
     chunks = [number for number in family.chunks if number is None or number <= most]
+    if 3 * problem.layers.num_layers * problem.num_microbatches > _MOST_ACTIONS:
+        chunks = chunks[:1]
     if family.name == "interleaved-1f1b" and most > 1 and most not in chunks:
         chunks.append(most)
     return chunks

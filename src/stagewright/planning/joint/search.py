@@ -36,7 +36,10 @@ _CALL = 200
 """Actions that take as long as what every schedule costs besides."""
 _SHARES = (0.0003, 0.001, 0.0001, 0.003)
 """Losses accepted at the start of a round, as shares of the makespan; each round takes the next."""
-_WORK_OF_TUNER = 5_000_000
+_SHARE_OF_TUNER = 0.15
+"""Of the time, for AdaPtis' tuner."""
+_JUDGED = 4
+"""How many of the plans found are simulated at the end."""
 _STRETCHES = (0.0, 1.5, 3.0, 5.0)
 _COARSE = 0.6
 """Share of a search in which large batches are cut short."""
@@ -44,7 +47,7 @@ _POLISH = 0.75
 """Share of a search after which the orders themselves are improved."""
 _CHEAPER = 8
 """How many orders are timed in the time of one list schedule."""
-_EXACT = 1e-9
+_EXACT = 2e-6  # the precision of the packing bound
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,9 @@ class _Search:
     def _compared(self) -> tuple[JointPlan, ...]:
         """Every family, and what AdaPtis' tuner makes of the problem, shortest first."""
         plans = list(baselines(self.problem))
-        work = 3 * self.problem.layers.num_layers * self.problem.num_microbatches
+        seconds = np.inf if self.effort.rounds is not None else _SHARE_OF_TUNER * self.effort.seconds
         with suppress(PlanError):
-            plans.append(tune(self.problem, min(400, max(10, _WORK_OF_TUNER // work))).best)
+            plans.append(tune(self.problem, max_seconds=seconds).best)
         return tuple(sorted(plans, key=lambda each: each.makespan_s))
 
     def _open(self, workers: ThreadPoolExecutor) -> None:
@@ -285,8 +288,8 @@ class _Search:
 
     def _found(self) -> Found:
         fitting = [each for each in self.baselines if each.fits]
-        made = [scheduled("joint search", self.problem, state.layout, state.policy) for state in self.pool]
-        made += [self._improved(each) for each in self.ordered]
+        found = sorted([*self.ordered, *self.pool], key=lambda each: each.makespan_s)
+        made = [self._judged(each) for each in found[:_JUDGED]]
         plans = [*(each for each in made if each is not None and each.fits), *fitting]
         if not plans:
             raise PlanError(
@@ -298,10 +301,12 @@ class _Search:
             self.num_rounds, time.monotonic() - self.began,
         )  # fmt: skip
 
-    def _improved(self, ordered: Ordered) -> JointPlan:
-        layout = ordered.state.layout
-        program = encode_order("joint search", layout, self._stages(ordered.state), ordered.order)
-        return judged("joint search", self.problem, layout, program, ordered.state.policy)
+    def _judged(self, found: State | Ordered) -> JointPlan | None:
+        state = found if isinstance(found, State) else found.state
+        if isinstance(found, State):
+            return scheduled("joint search", self.problem, state.layout, state.policy)
+        program = encode_order("joint search", state.layout, self._stages(state), found.order)
+        return judged("joint search", self.problem, state.layout, program, state.policy)
 
 
 def _rule(stretch: float) -> Rule:

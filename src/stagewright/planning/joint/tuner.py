@@ -11,6 +11,7 @@ Source: Guo et al. 2025, "AdaPtis" (arXiv 2509.23722); github.com/guojihu-hana/P
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -50,13 +51,14 @@ class Bubbles:
         return self.boundary_s + self.residual_s
 
 
-def tune(problem: Problem, max_simulated: int = 400) -> Tuned:
-    """Tune from even stages, one per rank, until no phase helps or `max_simulated` plans were tried.
+def tune(problem: Problem, max_simulated: int = 400, max_seconds: float = np.inf) -> Tuned:
+    """Tune from even stages, one per rank, until no phase helps, `max_simulated` plans were tried or the
+    time is up.
 
     Raises:
         PlanError: the even partition does not fit the memory.
     """
-    return _Tuner(problem, max_simulated).run()
+    return _Tuner(problem, max_simulated, time.monotonic() + max_seconds).run()
 
 
 def bubbles_of(plan: JointPlan) -> Bubbles:
@@ -86,8 +88,8 @@ def phases(problem: Problem, bubbles: Bubbles) -> tuple[str, ...]:
 
 
 class _Tuner:
-    def __init__(self, problem: Problem, max_simulated: int) -> None:
-        self.problem, self.max_simulated = problem, max_simulated
+    def __init__(self, problem: Problem, max_simulated: int, until: float) -> None:
+        self.problem, self.max_simulated, self.until = problem, max_simulated, until
         self.num_simulated = 0
         self.tried: set[tuple[Layout, Rule]] = set()
         self.kept: list[str] = []
@@ -108,7 +110,7 @@ class _Tuner:
         assert best.policy is not None
         for phase in phases(self.problem, bubbles):
             for layout, rule in self._proposals(phase, best.layout, best.policy.rule, bubbles):
-                if self.num_simulated >= self.max_simulated:
+                if self.num_simulated >= self.max_simulated or time.monotonic() > self.until:
                     return None
                 plan = self._simulated(layout, rule)
                 if plan is not None and plan.makespan_s < best.makespan_s * (1 - 1e-9):
