@@ -12,6 +12,7 @@ from stagewright.cli import (
     check,
     clusters,
     compare,
+    configure,
     demo,
     estimate,
     models,
@@ -81,7 +82,7 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
+    plan.plan, configure.configure, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
     verify.verify, trace.trace, schedule.schedule,
     probe.probe, models.models, clusters.clusters, schema.schema, demo.demo,
 )  # fmt: skip

@@ -71,10 +71,10 @@ class _Alive:
 
     total: int = 0
     layers: int = 0
-    peak: tuple[int, int, int, str] = (0, 0, 0, "")
+    peak: tuple[int, int, int, Action | None] = (0, 0, 0, None)
 
-    def observe(self, transient: int, at: str) -> None:
-        if self.total + transient > sum(self.peak[:2]):
+    def observe(self, transient: int, at: Action) -> None:
+        if self.total + transient > self.peak[0] + self.peak[1]:
             self.peak = (self.total, transient, self.layers, at)
 
     def add(self, total: int, layers: int) -> None:
@@ -126,18 +126,28 @@ def _stages(layers: Layers) -> list[_Stage]:
     layout = layers.layout
     counts = layout.layers(layers.shape.num_layers)
     again = layout.recomputed_layers or tuple(count * (layout.recompute == "full") for count in counts)
+    num_dense = layers.shape.num_dense if layers.shape.experts else 0
+    kinds: dict[bool, tuple[tuple[int, int], tuple[list[Step], list[Step]]]] = {}
+
+    def kind(index: int) -> tuple[tuple[int, int], tuple[list[Step], list[Step]]]:
+        """Parameters and steps, plain and recomputed, of a layer; equal ones are made once."""
+        dense = index < num_dense
+        if dense not in kinds:
+            kinds[dense] = (layers.parameters(index), (layers.layer(index, False), layers.layer(index, True)))
+        return kinds[dense]
+
     found, first = [], 0
     for stage, count in enumerate(counts):
         is_first, is_last = stage == 0, stage == len(counts) - 1
         numbers = range(first, first + count)
-        parameters = [layers.parameters(index) for index in numbers]
+        parameters = [kind(index)[0] for index in numbers]
         found.append(
             _Stage(
                 layers.embedding() if is_first else [],
                 [
                     step
                     for place, index in enumerate(numbers)
-                    for step in layers.layer(index, place < again[stage])
+                    for step in kind(index)[1][place < again[stage]]
                 ],
                 layers.head() if is_last else [],
                 sum(rest for _, rest in parameters) + layers.edge_parameters(is_first, is_last),
@@ -161,7 +171,7 @@ def _footprint(rank: int, program: Program, stages: list[_Stage], layers: Layers
         "workspace": layers.stack.workspace_bytes,
     }
     count = sum(stage.num_parameters + stage.num_expert_parameters for stage in own)
-    return RankFootprint(rank, count, categories, at, of_layers)
+    return RankFootprint(rank, count, categories, "" if at is None else str(at), of_layers)
 
 
 def _act(alive: _Alive, action: Action, stage: _Stage) -> None:
@@ -170,12 +180,12 @@ def _act(alive: _Alive, action: Action, stage: _Stage) -> None:
     match action.kind:
         case Kind.F:
             alive.add(stage.saved, stage.saved_by_layers)
-            alive.observe(0, str(action))
+            alive.observe(0, action)
         case Kind.B:
-            alive.observe(stage.transient, str(action))
+            alive.observe(stage.transient, action)
             alive.add(-stage.saved, -stage.saved_by_layers)
         case Kind.I:
-            alive.observe(stage.transient, str(action))
+            alive.observe(stage.transient, action)
             alive.add(left - stage.saved, left - stage.saved_by_layers)
         case Kind.W:
             alive.add(-left, -left)

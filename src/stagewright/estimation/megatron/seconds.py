@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stagewright.cluster import (
@@ -72,6 +72,10 @@ class PassSeconds:
         return max(self.device_s + self.exposed_s, self.host_s)
 
 
+LayerSeconds = tuple[PassSeconds, PassSeconds, PassSeconds]
+"""Forward, gradient of the input, gradients of weights."""
+
+
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of one microbatch on a stage."""
@@ -97,6 +101,8 @@ class Clock:
     fusion: Fusion
     cluster: Cluster
     first_rank: int = 0
+    known: dict[tuple[Layout, bool], LayerSeconds] = field(default_factory=dict, compare=False)
+    """Layers timed before; clocks of one model, runtime and cluster may share it."""
 
     @cached_property
     def body(self) -> Body:
@@ -164,7 +170,7 @@ class Clock:
         host += sum(self.fusion.peer_host_s * (len(self.ranks(one.axis)) - 1) for one in what.collectives)
         return PassSeconds(device, exposed, host)
 
-    def passes(self, what: Passes) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
+    def passes(self, what: Passes) -> LayerSeconds:
         """Forward, gradient of the input, gradients of weights."""
         return (
             self.pass_seconds(what.forward),
@@ -192,17 +198,22 @@ class Clock:
     def _collectives(self) -> dict[Collective, float]:
         return {}
 
-    @cached_property
-    def _layers(self) -> dict[bool, tuple[PassSeconds, PassSeconds, PassSeconds]]:
-        """By whether the layer has experts."""
-        return {}
-
-    def layer(self, index: int) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
+    def layer(self, index: int) -> LayerSeconds:
         """One layer; equal ones are looked at once."""
         has_experts = self.shape.experts is not None and index >= self.shape.num_dense
-        if has_experts not in self._layers:
-            self._layers[has_experts] = self.passes(self.body.layer(index))
-        return self._layers[has_experts]
+        key = (self._one_layer, has_experts)
+        if key not in self.known:
+            self.known[key] = self.passes(self.body.layer(index))
+        return self.known[key]
+
+    @cached_property
+    def _one_layer(self) -> Layout:
+        """What the seconds of a layer depend on: no stages, replicas or microbatches beyond those of its experts."""
+        layout = self.layout
+        return replace(
+            layout, pp=1, dp=max(1, layout.ep // layout.cp), num_microbatches=1, schedule="1f1b", num_chunks=1,
+            layers_per_stage=None, recomputed_layers=None, recompute="none", shards_optimizer=False,
+        )  # fmt: skip
 
     def _stage(self, stage: int, layers: range, num_again: int) -> StageSeconds:
         ends = []

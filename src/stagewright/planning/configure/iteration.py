@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from inspect import signature
 from itertools import pairwise
@@ -13,7 +13,7 @@ from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds,
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape
 from stagewright.estimation.megatron.fusion import Fusion
 from stagewright.estimation.megatron.layer import Layers
-from stagewright.estimation.megatron.seconds import Clock, StageSeconds
+from stagewright.estimation.megatron.seconds import Clock, LayerSeconds, StageSeconds
 from stagewright.schedule import FAMILIES, Placement, Program, build
 from stagewright.simulation import EncodedProgram, StageCosts, encode, simulate
 
@@ -47,10 +47,12 @@ class Run:
     stack: MegatronStack
     fusion: Fusion
     cluster: Cluster
+    known: dict[tuple[Layout, bool], LayerSeconds] = field(default_factory=dict, compare=False)
+    """Layers timed before, as in `Clock`."""
 
     @cached_property
     def clock(self) -> Clock:
-        return Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster)
+        return Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster, known=self.known)
 
     @cached_property
     def transfer_s(self) -> float:
@@ -84,6 +86,18 @@ class Run:
             for rank in range(layout.pp)
         )
 
+    def parameters_of_ranks(self) -> tuple[tuple[int, int], ...]:
+        """As `parameters`, for the layout's own schedule."""
+        layout = self.layout
+        return self.parameters(_encoded(layout.schedule, layout.pp, layout.pp, layout.num_chunks).placement)
+
+    def gradient_bytes(self, own: int, rest: int) -> float:
+        """Gradients of so many parameters as they are added up."""
+        in_fp32 = (
+            self.stack.fp32_gradients if self.layout.fp32_gradients is None else self.layout.fp32_gradients
+        )
+        return (4.0 if in_fp32 else 2.0) * (own + rest)
+
     def costs(self, stages: tuple[StageSeconds, ...] | None = None) -> StageCosts:
         """Stages as the simulator takes them; a transfer keeps its sender busy, as Megatron's does."""
         stages = stages or self.clock.stages
@@ -97,18 +111,16 @@ class Run:
     def reduce_seconds(self, own: int, rest: int) -> float:
         """Gradients of so many parameters (of experts, and others) over the replicas of a stage."""
         layout, clock = self.layout, self.clock
-        in_fp32 = self.stack.fp32_gradients if layout.fp32_gradients is None else layout.fp32_gradients
-        width = 4 if in_fp32 else 2
         total = 0.0
         for count, axis in ((rest, "dp"), (own, "expert dp")):
             ranks = clock.ranks(axis)
             if not count or len(ranks) < 2:
                 continue
             if layout.shards_optimizer:
-                total += reduce_scatter_seconds(self.cluster, width * count, ranks)
+                total += reduce_scatter_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
                 total += all_gather_seconds(self.cluster, 2.0 * count, ranks)
             else:
-                total += all_reduce_seconds(self.cluster, width * count, ranks)
+                total += all_reduce_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
         return total
 
     def embedding_seconds(self) -> float:
@@ -134,18 +146,34 @@ class Run:
 
         Ignores: overlap of gradients' reduction with the backward; skew between replicas; other users of the network.
         """
-        layout = self.layout
-        encoded = encoded_program(layout) if program is None else encode(program)
-        pipeline = simulate(encoded, self.costs()).makespan_s
-        counts = self.parameters(encoded.placement)
+        placement, pipeline = self._pipeline(program)
+        counts = set(self.parameters(placement))
         reduces = max(self.reduce_seconds(own, rest) for own, rest in counts)
         optimizer = max(self.optimizer_seconds(own, rest) for own, rest in counts)
         return StepTime(pipeline, reduces + self.embedding_seconds(), optimizer, self.fusion.step_host_s)
 
+    def _pipeline(self, program: Program | None) -> tuple[Placement, float]:
+        """Placement and seconds of all passes.
 
-def encoded_program(layout: Layout) -> EncodedProgram:
-    """The layout's program as the simulator runs it."""
-    return _encoded(layout.schedule, layout.pp, layout.num_microbatches, layout.num_chunks)
+        The layout's own schedules repeat themselves once all ranks alternate, so that two lengths tell all longer ones.
+        """
+        costs, layout = self.costs(), self.layout
+        if program is not None:
+            return program.placement, simulate(encode(program), costs).makespan_s
+        count, pp = layout.num_microbatches, layout.pp
+        short, longer = (2 * pp, 3 * pp) if layout.schedule in _PERIODIC else (count, count)
+        if count <= longer:
+            encoded = _encoded(layout.schedule, pp, count, layout.num_chunks)
+            return encoded.placement, simulate(encoded, costs).makespan_s
+        first, second = (
+            simulate(_encoded(layout.schedule, pp, num, layout.num_chunks), costs).makespan_s
+            for num in (short, longer)
+        )
+        placement = _encoded(layout.schedule, pp, short, layout.num_chunks).placement
+        return placement, second + (count - longer) * (second - first) / pp
+
+
+_PERIODIC = ("1f1b", "interleaved-1f1b")
 
 
 @lru_cache(maxsize=256)

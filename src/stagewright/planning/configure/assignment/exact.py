@@ -15,7 +15,7 @@ LARGEST = 9
 
 
 def best_of_all(grid: Grid) -> Assignment:
-    """The optimum, and the first of equal ones in lexicographic order.
+    """The optimum: the default where nothing is better, else the first in lexicographic order.
 
     Raises:
         InputError: too many units to look at all orders.
@@ -27,6 +27,7 @@ def best_of_all(grid: Grid) -> Assignment:
         )
     in_order = np.arange(size, dtype=np.int64)
     best = exhaust(in_order.copy(), *grid.arrays)
-    return Assignment(
-        tuple(best.tolist()), grid.seconds(best), grid.seconds(in_order), True, math.factorial(size)
-    )
+    least, by_default = grid.seconds(best), grid.seconds(grid.default)
+    if least == by_default:
+        best = grid.default
+    return Assignment(tuple(best.tolist()), least, by_default, True, math.factorial(size))

@@ -25,6 +25,7 @@ class Grid:
         ring_share: [stage] what a stage has of the gradients that `ring` is for.
         fill: [unit, stage] seconds of one microbatch, forward and backward.
         busy: [unit, stage] seconds of all other microbatches.
+        by_default: the unit at each place when nobody chooses; none: units in their own order.
     """
 
     num_replicas: int
@@ -34,6 +35,7 @@ class Grid:
     ring_share: Floats
     fill: Floats
     busy: Floats
+    by_default: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         units, stages = self.num_units, self.num_stages
@@ -48,6 +50,11 @@ class Grid:
     @property
     def num_units(self) -> int:
         return self.num_replicas * self.num_stages
+
+    @property
+    def default(self) -> Ints:
+        """The unit at each place when nobody chooses."""
+        return np.array(self.by_default or range(self.num_units), dtype=np.int64)
 
     def seconds(self, order: Ints) -> float:
         """Seconds of a step with unit ``order[replica * num_stages + stage]`` at each place.
@@ -72,8 +79,8 @@ class Assignment:
 
     units: tuple[int, ...]
     seconds: float
-    seconds_in_order: float
-    """Of the units in their own order."""
+    seconds_by_default: float
+    """Of the units where nobody chooses."""
     is_proved: bool
     """Whether no assignment is better."""
     num_tried: int
@@ -91,7 +98,8 @@ def grid_of(
     unit_seconds: Floats | None = None,
     num_microbatches: int = 1,
 ) -> Grid:
-    """The places of a configuration on `cluster`, whose units are `tp` ranks in a row.
+    """The places of a configuration on `cluster`, whose units are `tp` ranks in a row; by default the replicas of a stage
+    are next to each other, as Megatron numbers them.
 
     Args:
         boundary_bytes: what a device hands to the next stage per microbatch.
@@ -117,6 +125,7 @@ def grid_of(
     return Grid(
         num_replicas, num_stages, num_exposed * (there + there.T), ring, np.asarray(gradient_bytes) / heaviest,
         seconds, (num_microbatches - 1) * seconds,
+        tuple(stage * num_replicas + replica for replica in range(num_replicas) for stage in range(num_stages)),
     )  # fmt: skip
 
 

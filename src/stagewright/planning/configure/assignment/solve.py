@@ -9,17 +9,17 @@ from stagewright.planning.configure.assignment.kernels import anneal, best_permu
 from stagewright.planning.configure.assignment.problem import Assignment, Grid, Ints
 
 _ALL_ORDERS = 8
-_STEPS_TIMES_UNITS, _FEWEST_STEPS = 16_000_000, 200_000
+_STEPS_TIMES_UNITS, _FEWEST_STEPS = 10_000_000, 100_000
 _DESCENT = 128
 """Units up to which every neighbour is looked at."""
 _WINDOW = 6
 """Places that are exchanged in all ways at once."""
 _HOT, _COLD = 0.05, 1e-5
-"""First and last temperature as a part of the cost in order."""
+"""First and last temperature as a part of the default's cost."""
 
 
 def assign(grid: Grid, *, num_steps: int | None = None, num_starts: int = 8, seed: int = 0) -> Assignment:
-    """A good assignment, never worse than the units in their own order; the same for the same arguments.
+    """A good assignment, never worse than the default; the same for the same arguments.
 
     All orders are looked at for up to eight units. Otherwise simulated annealing with Pipette's five moves (reverse,
     insert, swap, move a part, move it reversed) shares `num_steps` among `num_starts`; then descent through all swaps,
@@ -29,14 +29,14 @@ def assign(grid: Grid, *, num_steps: int | None = None, num_starts: int = 8, see
     if grid.num_units <= _ALL_ORDERS:
         return best_of_all(grid)
     num_steps = num_steps or max(_FEWEST_STEPS, _STEPS_TIMES_UNITS // grid.num_units)
-    in_order = np.arange(grid.num_units, dtype=np.int64)
-    first = grid.seconds(in_order)
+    by_default = grid.default
+    first = grid.seconds(by_default)
     if np.ptp(grid.hop[~np.eye(grid.num_units, dtype=bool)]) == 0 and np.ptp(grid.fill) == 0:
-        return Assignment(tuple(in_order.tolist()), first, first, True, 1)  # all links and units are equal
+        return Assignment(tuple(by_default.tolist()), first, first, True, 1)  # all links and units are equal
     generator = np.random.default_rng(seed)
-    found: list[Ints] = [in_order]
+    found: list[Ints] = [by_default]
     for index in range(num_starts):
-        start = in_order if index == 0 else generator.permutation(in_order)
+        start = by_default if index == 0 else generator.permutation(by_default)
         steps = max(1, num_steps // num_starts)
         best = anneal(start, steps, _HOT * first, _COLD * first, seed + index, *grid.arrays)
         found.append(_repaired(grid, best, generator))

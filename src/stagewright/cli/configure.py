@@ -1,0 +1,145 @@
+"""`stagewright configure`: widths of every kind of parallelism for a model on a cluster, before anything is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+from stagewright.cli.options import Json, Model, Settings, parse_settings
+from stagewright.cli.output import check_writable, print_document, show, write_whole
+from stagewright.cli.planning import (
+    ClusterName,
+    GlobalBatch,
+    JobFile,
+    JobSequenceLength,
+    MemoryLimit,
+    PipelineWidth,
+    TensorWidth,
+    read_job,
+)
+from stagewright.cli.progress import Progress
+from stagewright.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from stagewright.planning.configure.assignment import Assignment
+    from stagewright.planning.configure.objective import Objective, Offer
+
+_SHOWN = 5
+
+
+def configure(
+    model: Model,
+    cluster: ClusterName,
+    job: JobFile = None,
+    global_batch: GlobalBatch = None,
+    sequence_length: JobSequenceLength = None,
+    memory_limit: MemoryLimit = None,
+    tp: TensorWidth = None,
+    pp: PipelineWidth = None,
+    cp: Annotated[int | None, typer.Option("--cp", min=1, help="Context-parallel width.")] = None,
+    ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel width.")] = None,
+    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
+    stack: Annotated[
+        str, typer.Option(metavar="NAME", help="The runtime whose kernels and memory are predicted.")
+    ] = "megatron-core+te",
+    objective: Annotated[str, typer.Option(metavar="WHAT", help="speed, cost, or time-to-train.")] = "speed",
+    price: Annotated[float | None, typer.Option(min=0, help="Dollars per device and hour.")] = None,
+    tokens: Annotated[
+        float, typer.Option(min=1, help="Tokens to train on with a small batch, for days and dollars.")
+    ] = 1e12,
+    critical_batch: Annotated[
+        float | None, typer.Option(min=1, help="Batch in samples at which twice the tokens are needed.")
+    ] = None,
+    settings: Settings = None,
+    ranks: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write node and device of every rank of the best (CSV)."),
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, max=10, help="Configurations to show.")] = _SHOWN,
+    as_json: Json = False,
+) -> None:
+    """Find the best widths of tensor, context, expert, pipeline and data parallelism for a cluster."""
+    from stagewright.cluster import load_cluster
+    from stagewright.estimation.megatron import shape_of
+    from stagewright.planning.configure.money import Target
+    from stagewright.planning.configure.objective import OBJECTIVES, offers
+    from stagewright.planning.configure.space import Bounds
+    from stagewright.tracing.models.reference import resolve
+
+    check_writable(ranks)
+    if objective not in OBJECTIVES:
+        known = ", ".join(OBJECTIVES)
+        raise InputError(f"--objective {objective}{nearest(objective, OBJECTIVES)}: give one of {known}")
+    target = load_cluster(cluster)
+    wanted = read_job(
+        job, global_batch=global_batch, sequence_length=sequence_length, memory_limit=memory_limit
+    )
+    reference = resolve(model, parse_settings(settings))
+    if reference.config is None:
+        raise InputError(f"'{reference.text}' is a factory: configure reads widths from a model's config")
+    with Progress(f"configuring {model}") as progress:
+        found = offers(
+            shape_of(reference.config), target, wanted, cast("Objective", objective),
+            Target(tokens, critical_batch), price_per_hour=price, stack=stack,
+            bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), report=progress,
+        )  # fmt: skip
+        placed = _placed(reference.config, found[0], stack)
+    if ranks is not None:
+        _write_ranks(ranks, found[0], placed)
+    if as_json:
+        from stagewright.report.configurations import offer_document
+
+        print_document(
+            {
+                "objective": objective,
+                "sizes": [offer_document(one) for one in found],
+                "units": list(placed.units),
+            }
+        )
+        return
+    _show(found, placed, top, ranks)
+
+
+def _placed(config: Mapping[str, Any], best: Offer, stack: str) -> Assignment:
+    from stagewright.estimation.megatron import find_megatron_stack, shape_of
+    from stagewright.planning.configure.ranks import placed
+
+    first = best.configured.configurations[0]
+    return placed(shape_of(config), find_megatron_stack(stack), first, best.cluster, stack)
+
+
+def _write_ranks(path: Path, best: Offer, placed: Assignment) -> None:
+    from stagewright.planning.configure.ranks import rank_lines
+
+    layout = best.configured.configurations[0].layout
+    lines = rank_lines(placed, layout.tp, layout.pp, best.cluster)
+    write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
+
+
+def _show(found: tuple[Offer, ...], placed: Assignment, top: int, ranks: Path | None) -> None:
+    from dataclasses import replace
+
+    from stagewright.report.configurations import (
+        assignment_line,
+        configurations_table,
+        left_out_table,
+        offers_table,
+    )
+
+    best = found[0]
+    configured = best.configured
+    shown = replace(configured, configurations=configured.configurations[:top])
+    job = best.job
+    show(f"{best.cluster.name}: {job.global_batch} samples of {job.sequence_length} tokens per step")
+    show(configurations_table(shown))
+    excluded = left_out_table(configured)
+    if excluded is not None:
+        show(excluded)
+    show(f"{configured.num_bounded} more cannot be faster than the ones found.", offers_table(found))
+    if placed.seconds < placed.seconds_by_default:
+        show(assignment_line(placed))
+    if ranks is not None:
+        show(f"Wrote {ranks}.")

@@ -1,0 +1,80 @@
+"""Whether a configuration fits: a bound that takes microseconds, then the replay of its program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from stagewright.estimation.megatron import Layout, MegatronStack, Shape, footprints
+from stagewright.estimation.megatron.layer import Layers, saved_bytes
+from stagewright.estimation.megatron.reserve import reserved_bytes
+from stagewright.estimation.megatron.stack import HALF, OPTIMIZER_BYTES
+from stagewright.schedule import Program, build
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Reserved bytes of the fullest rank, or a bound below them that is too much already."""
+
+    peak_bytes: int
+    usable_bytes: int
+    is_bound: bool = False
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.usable_bytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a model's configurations on devices with `usable_bytes` for their allocator."""
+
+    shape: Shape
+    stack: MegatronStack
+    usable_bytes: int
+
+    def of(self, layout: Layout) -> Memory:
+        """The fullest rank of a layout, under its own program."""
+        least = self.least(layout)
+        if least > self.usable_bytes:
+            return Memory(least, self.usable_bytes, is_bound=True)
+        short = replace(layout, num_microbatches=_enough(layout))
+        program = _program(short.schedule, short.pp, short.num_microbatches, short.num_chunks)
+        ranks = footprints(self.shape, short, self.stack, program)
+        peak = max(reserved_bytes(rank, self.shape, layout, self.stack) for rank in ranks)
+        return Memory(peak, self.usable_bytes)
+
+    def least(self, layout: Layout) -> int:
+        """What the first rank needs at least: its layers' state, and what they keep of the microbatches in flight.
+
+        Ignores: embeddings, transient memory; interleaving, which keeps more.
+        """
+        layers = Layers(self.shape, layout, self.stack)
+        counts = layout.layers(self.shape.num_layers)[:: layout.pp]
+        num = sum(counts)
+        own, rest = self._parameters(layout)
+        in_fp32 = self.stack.fp32_gradients if layout.fp32_gradients is None else layout.fp32_gradients
+        shards = layout.dp * layout.cp if layout.shards_optimizer else 1
+        each = (HALF + (4 if in_fp32 else HALF)) * (own + rest)
+        each += OPTIMIZER_BYTES * rest // shards + OPTIMIZER_BYTES * own // max(1, shards // layout.ep)
+        kept = min(
+            saved_bytes(layers.layer(index, layout.recompute == "full"))
+            for index in (0, self.shape.num_layers - 1)
+        )
+        return num * (each + min(layout.pp, layout.num_microbatches) * kept)
+
+    def _parameters(self, layout: Layout) -> tuple[int, int]:
+        """The fewest of any layer on one device: of experts, and others."""
+        layers = Layers(self.shape, layout, self.stack)
+        return min((layers.parameters(index) for index in (0, self.shape.num_layers - 1)), key=sum)
+
+
+def _enough(layout: Layout) -> int:
+    """Microbatches after which a program keeps no more than before."""
+    wanted = layout.pp + 1 if layout.num_chunks == 1 else 2 * layout.pp
+    return min(layout.num_microbatches, wanted)
+
+
+@lru_cache(maxsize=256)
+def _program(schedule: str, pp: int, num_microbatches: int, num_chunks: int) -> Program:
+    return build(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)

@@ -1,0 +1,64 @@
+"""What training to a target takes in days and dollars, by size of cluster and batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stagewright.errors import InputError
+
+DAY, HOUR = 86_400.0, 3_600.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is to be reached, as training with a very small batch would need it.
+
+    Args:
+        tokens: tokens of a run whose batch is far below critical.
+        critical_batch: batch in samples at which twice the tokens are needed; None: every batch needs as many.
+    """
+
+    tokens: float
+    critical_batch: float | None = None
+
+    def tokens_with(self, global_batch: int) -> float:
+        """Tokens needed with a batch of so many samples.
+
+        Source: McCandlish et al. 2018 (arXiv 1812.06162), equation 2.11: samples grow with 1 + B / B_crit. Ignores: that
+        the critical batch grows during training.
+
+        >>> Target(1e9, 100).tokens_with(50)
+        1500000000.0
+        """
+        return self.tokens * (1 + global_batch / self.critical_batch) if self.critical_batch else self.tokens
+
+
+@dataclass(frozen=True)
+class Bill:
+    """One way to the target."""
+
+    num_devices: int
+    global_batch: int
+    tokens: float
+    days: float
+    dollars: float | None
+
+
+def bill(
+    target: Target,
+    global_batch: int,
+    tokens_per_second: float,
+    num_devices: int,
+    price_per_hour: float | None,
+) -> Bill:
+    """Days and dollars to the target at a rate.
+
+    >>> bill(Target(8.64e9), 8, 1e5, 16, 2.0)
+    Bill(num_devices=16, global_batch=8, tokens=8640000000.0, days=1.0, dollars=768.0)
+    """
+    if tokens_per_second <= 0:
+        raise InputError(f"{tokens_per_second} tokens per second reach no target: give a positive rate")
+    needed = target.tokens_with(global_batch)
+    seconds = needed / tokens_per_second
+    dollars = None if price_per_hour is None else seconds / HOUR * num_devices * price_per_hour
+    return Bill(num_devices, global_batch, needed, seconds / DAY, dollars)

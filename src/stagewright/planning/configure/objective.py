@@ -1,0 +1,99 @@
+"""Which configuration is best for what: speed, cost, or time to a target; over sizes of the cluster and of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.estimation.megatron import Shape
+from stagewright.planning.configure.money import Bill, Target, bill
+from stagewright.planning.configure.search import Configured, configure
+from stagewright.planning.configure.space import Bounds
+from stagewright.planning.job import Job
+
+Objective = Literal["speed", "cost", "time-to-train"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The configurations of one size of cluster and batch, and what the best of them takes to the target."""
+
+    cluster: Cluster
+    job: Job
+    configured: Configured
+    bill: Bill
+
+
+def offers(
+    shape: Shape,
+    cluster: Cluster,
+    job: Job,
+    objective: Objective,
+    target: Target,
+    *,
+    price_per_hour: float | None = None,
+    stack: str = "megatron-core+te",
+    bounds: Bounds | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+) -> tuple[Offer, ...]:
+    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train.
+
+    Raises:
+        InputError: cost without a price.
+        PlanError: nothing fits on any size.
+    """
+    price = price_per_hour if price_per_hour is not None else cluster.device.price_per_hour
+    if objective == "cost" and price is None:
+        raise InputError(
+            f"device '{cluster.device.name}' has no price: give --price, dollars per device and hour"
+        )
+    found: list[Offer] = []
+    failure: PlanError | InputError | None = None
+    for part, sized in _sizes(cluster, job, objective):
+        report(f"{part.num_devices} devices, {sized.global_batch} samples")
+        try:
+            made = configure(shape, part, sized, stack=stack, bounds=bounds)
+        except (PlanError, InputError) as error:
+            failure = failure or error
+            continue
+        rate = made.configurations[0].tokens_per_second
+        found.append(
+            Offer(part, sized, made, bill(target, sized.global_batch, rate, part.num_devices, price))
+        )
+    if not found:
+        raise failure or PlanError("nothing to try: give a larger cluster")
+    if objective == "cost":
+        return tuple(sorted(found, key=lambda offer: offer.bill.dollars or 0.0))
+    return tuple(sorted(found, key=lambda offer: offer.bill.days))
+
+
+def _sizes(cluster: Cluster, job: Job, objective: Objective) -> Iterator[tuple[Cluster, Job]]:
+    batches = [job.global_batch]
+    if objective == "time-to-train":
+        batches = [job.global_batch * 2**power // 4 for power in range(5) if job.global_batch * 2**power >= 4]
+    for part in [cluster] if objective == "speed" else halves(cluster):
+        for batch in batches:
+            yield part, job.model_copy(update={"global_batch": batch})
+
+
+def halves(cluster: Cluster) -> list[Cluster]:
+    """The cluster and what is left of it when half of its equal nodes are taken away, again and again.
+
+    >>> from stagewright.cluster import load_cluster
+    >>> [part.num_devices for part in halves(load_cluster("32x-h100"))]
+    [32, 16, 8]
+    """
+    (group,) = cluster.nodes if len(cluster.nodes) == 1 else (None,)
+    if group is None or cluster.measured is not None:
+        return [cluster]
+    found, num = [cluster], group.count
+    while num % 2 == 0:
+        num //= 2
+        part = group.model_copy(update={"count": num})
+        name = f"{num * group.devices_per_node} of {cluster.name}"
+        found.append(Cluster(name=name, nodes=(part,), sources=cluster.sources))
+    return found

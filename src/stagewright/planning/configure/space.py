@@ -1,0 +1,126 @@
+"""The configurations a search looks at, and why others are none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from stagewright.cluster import Cluster
+from stagewright.estimation.megatron import Layout, Shape
+from stagewright.estimation.megatron.layout import Recompute
+from stagewright.planning.job import Job
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a search tries; widths are powers of two but for what is left to data parallelism."""
+
+    largest_tp: int = 8
+    largest_cp: int = 8
+    largest_ep: int = 64
+    largest_microbatch: int = 8
+    chunks: tuple[int, ...] = (1, 2, 4)
+    recompute: tuple[Recompute, ...] = RECOMPUTE
+    shards_optimizer: tuple[bool, ...] = (True,)
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    microbatch: int | None = None
+    """A width that is given is the only one tried."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Everything that decides what one device computes for a microbatch."""
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    ep: int
+    microbatch_size: int
+    num_microbatches: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """What the seconds of one layer depend on."""
+        return self.tp, self.cp, self.ep, self.microbatch_size
+
+
+def powers(largest: int) -> list[int]:
+    """
+    >>> powers(6)
+    [1, 2, 4]
+    """
+    found = [1]
+    while found[-1] * 2 <= largest:
+        found.append(found[-1] * 2)
+    return found
+
+
+def widths(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> Iterator[Widths]:
+    """All widths that use every device and divide the batch, the heads and the experts."""
+    devices, per_node = cluster.num_devices, len(cluster.ranks_of(0))
+    experts = shape.experts.num_experts if shape.experts else 1
+    tps = [bounds.tp] if bounds.tp else powers(min(bounds.largest_tp, per_node, shape.num_heads))
+    cps = [bounds.cp] if bounds.cp else powers(bounds.largest_cp)
+    eps = [bounds.ep] if bounds.ep else powers(min(bounds.largest_ep, experts))
+    sizes = [bounds.microbatch] if bounds.microbatch else powers(bounds.largest_microbatch)
+    for tp, cp in product(tps, cps):
+        if shape.num_heads % tp or job.sequence_length % (2 * cp if cp > 1 else 1) or devices % (tp * cp):
+            continue
+        for pp in _pipelines(devices // (tp * cp), shape.num_layers, bounds.pp):
+            dp = devices // (tp * cp * pp)
+            if job.global_batch % dp:
+                continue
+            samples = job.global_batch // dp
+            for ep, size in product(eps, sizes):
+                if samples % size == 0 and experts % ep == 0 and (dp * cp) % ep == 0:
+                    yield Widths(tp, cp, pp, dp, ep, size, samples // size)
+
+
+def _pipelines(devices: int, num_layers: int, given: int | None) -> list[int]:
+    if given is not None:
+        return [given] if devices % given == 0 and given <= num_layers else []
+    return [pp for pp in range(1, min(devices, num_layers) + 1) if devices % pp == 0]
+
+
+def schedules(one: Widths, num_layers: int, bounds: Bounds) -> Iterator[tuple[str, int]]:
+    """Families and stages per rank that these widths allow."""
+    for chunks in bounds.chunks if one.pp > 1 else (1,):
+        if chunks == 1:
+            yield "1f1b", 1
+        elif num_layers >= one.pp * chunks and one.num_microbatches % one.pp == 0:
+            yield "interleaved-1f1b", chunks
+
+
+def layout_of(
+    one: Widths,
+    job: Job,
+    schedule: str,
+    num_chunks: int,
+    recompute: Recompute,
+    shards: bool,
+    layers: tuple[int, ...] | None,
+) -> Layout:
+    """The layout of one configuration; sequence parallelism goes with tensor parallelism."""
+    return Layout(
+        job.sequence_length,
+        tp=one.tp,
+        pp=one.pp,
+        dp=one.dp,
+        cp=one.cp,
+        ep=one.ep,
+        microbatch_size=one.microbatch_size,
+        num_microbatches=one.num_microbatches,
+        schedule=schedule,
+        num_chunks=num_chunks,
+        sequence_parallel=one.tp > 1,
+        recompute=recompute,
+        shards_optimizer=shards and one.dp * one.cp > 1,
+        layers_per_stage=layers,
+    )

@@ -1,0 +1,37 @@
+"""`stagewright configure` on small jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from stagewright.cli.app import app
+
+JOB = ["--cluster", "16x-h100", "--global-batch", "16", "--sequence-length", "4096", "--cp", "1"]
+
+
+def test_the_document_has_configurations_reasons_and_places(tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks.csv"
+    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB, "--json", "--ranks", str(ranks)])
+    assert done.exit_code == 0, done.output
+    document = json.loads(done.stdout)
+    (size,) = document["sizes"]
+    best = size["configurations"][0]
+    assert best["tp"] * best["pp"] * best["dp"] == 16
+    assert best["lower_bound_seconds"] <= best["step_seconds"]
+    assert all(one["nearest"] for one in size["excluded"])
+    assert len(ranks.read_text().splitlines()) == 17
+    assert sorted(document["units"]) == list(range(16 // best["tp"]))
+
+
+def test_the_tables_name_the_objective_s_sizes() -> None:
+    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB, "--objective", "cost", "--price", "2"])
+    assert done.exit_code == 0, done.output
+    assert "dollars" in done.stdout and "Left out" in done.stdout
+
+
+def test_an_unknown_objective_and_a_factory_are_refused() -> None:
+    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB, "--objective", "sped"])
+    assert done.exit_code == 2

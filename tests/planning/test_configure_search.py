@@ -1,0 +1,144 @@
+"""The search over widths: nothing it leaves out is better, and nothing it keeps is too large."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.estimation.megatron import Experts, Shape, find_megatron_stack, footprints
+from stagewright.estimation.megatron.fusion import find_fusion
+from stagewright.planning.configure import iteration
+from stagewright.planning.configure.balance import balanced_layers
+from stagewright.planning.configure.fitting import Room
+from stagewright.planning.configure.iteration import Run
+from stagewright.planning.configure.money import Target
+from stagewright.planning.configure.objective import offers
+from stagewright.planning.configure.ranks import placed, rank_lines
+from stagewright.planning.configure.search import Configured, _Search, configure
+from stagewright.planning.configure.space import Bounds, layout_of, widths
+from stagewright.planning.job import Job
+
+SHAPE = Shape(24, 4096, 14336, 32, 128256, 8, 128, gated=True, has_bias=False, tied=False)
+CLUSTER = load_cluster("16x-h100")
+JOB = Job(global_batch=32, sequence_length=4096)
+STACK = "megatron-core+te"
+
+
+@cache
+def found() -> Configured:
+    return configure(SHAPE, CLUSTER, JOB)
+
+
+def test_configurations_come_fastest_first_use_all_devices_and_fit() -> None:
+    steps = [one.step_s for one in found().configurations]
+    assert steps == sorted(steps)
+    for one in found().configurations:
+        layout = one.layout
+        assert layout.tp * layout.cp * layout.pp * layout.dp == 16
+        assert layout.dp * layout.microbatch_size * layout.num_microbatches == 32
+        assert one.bound_s <= one.step_s
+        assert one.memory.fits
+        peak = max(rank.peak_bytes for rank in footprints(SHAPE, layout, find_megatron_stack(STACK)))
+        assert peak <= one.memory.peak_bytes <= CLUSTER.device.usable_bytes
+
+
+def test_nothing_left_out_is_faster() -> None:
+    everything = configure(SHAPE, CLUSTER, JOB, keep=100_000, bounds=Bounds(largest_cp=2, chunks=(1, 2)))
+    few = configure(SHAPE, CLUSTER, JOB, keep=3, bounds=Bounds(largest_cp=2, chunks=(1, 2)))
+    assert everything.num_bounded == 0 < few.num_bounded
+    assert [one.layout for one in few.configurations] == [one.layout for one in everything.configurations[:3]]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
+@pytest.mark.parametrize("num_microbatches", [4, 12, 16, 44])
+def test_two_lengths_of_a_program_tell_all_longer_ones(
+    schedule: str, num_microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = 2 if schedule == "interleaved-1f1b" else 1
+    one = next(one for one in widths(SHAPE, CLUSTER, JOB, Bounds(tp=4, cp=1, pp=4)) if one.dp == 1)
+    layout = layout_of(one, JOB, schedule, chunks, "none", False, None)
+    layout = replace(layout, num_microbatches=num_microbatches)
+    run = Run(SHAPE, layout, find_megatron_stack(STACK), find_fusion(STACK), CLUSTER)
+    short = run.step().pipeline_s
+    monkeypatch.setattr(iteration, "_PERIODIC", ())
+    assert run.step().pipeline_s == pytest.approx(short, rel=1e-12)
+
+
+def test_bounds_of_memory_are_below_what_a_replay_finds() -> None:
+    room = Room(SHAPE, find_megatron_stack(STACK), 10**15)
+    for number, one in enumerate(widths(SHAPE, CLUSTER, JOB, Bounds(largest_cp=2))):
+        if number % 5 == 0 and one.pp > 1:
+            for recompute in ("none", "full"):
+                layout = layout_of(one, JOB, "1f1b", 1, recompute, True, None)
+                assert room.least(layout) <= room.of(layout).peak_bytes
+
+
+def test_stages_balance_embedding_and_head() -> None:
+    assert balanced_layers(10, 4, 1.0, 0.1, 1.5) == (3, 3, 3, 1)
+    assert sum(balanced_layers(126, 16, 1.0, 0.2, 2.3)) == 126
+    with pytest.raises(InputError, match="cannot fill"):
+        balanced_layers(3, 4, 1.0, 0.0, 0.0)
+
+
+def test_what_is_left_out_says_by_how_much() -> None:
+    with pytest.raises(PlanError, match=r"no configuration fits .* misses .* GiB"):
+        configure(SHAPE, load_cluster("1x-h100"), JOB)
+    with pytest.raises(InputError, match="no widths divide"):
+        configure(SHAPE, CLUSTER, JOB, bounds=Bounds(tp=3))
+    with pytest.raises(InputError, match="mixes devices"):
+        configure(SHAPE, load_cluster("8x-h100+8x-a100-80"), JOB)
+
+
+def test_experts_are_spread_where_that_is_faster() -> None:
+    sparse = Shape(
+        16,
+        2048,
+        6144,
+        32,
+        151936,
+        4,
+        128,
+        gated=True,
+        has_bias=False,
+        tied=False,
+        experts=Experts(64, 4, 768),
+    )
+    best = configure(sparse, load_cluster("8x-h100"), JOB).configurations[0]
+    assert best.layout.ep > 1
+    assert (best.layout.dp * best.layout.cp) % best.layout.ep == 0
+
+
+def test_cost_tries_parts_of_the_cluster_and_time_other_batches() -> None:
+    bounds = Bounds(largest_cp=1, chunks=(1,))
+    by_cost = offers(SHAPE, CLUSTER, JOB, "cost", Target(1e9), price_per_hour=2.0, bounds=bounds)
+    assert {one.bill.num_devices for one in by_cost} == {8, 16}
+    costs = [one.bill.dollars or 0.0 for one in by_cost]
+    assert costs == sorted(costs)
+    by_time = offers(SHAPE, CLUSTER, JOB, "time-to-train", Target(1e9, 16.0), bounds=bounds)
+    assert {one.bill.global_batch for one in by_time} >= {8, 32, 128}
+    assert by_time[0].bill.days == min(one.bill.days for one in by_time)
+    with pytest.raises(InputError, match="--price"):
+        offers(SHAPE, CLUSTER, JOB, "cost", Target(1e9))
+
+
+def test_every_device_gets_one_rank() -> None:
+    best = found().configurations[0]
+    order = placed(SHAPE, find_megatron_stack(STACK), best, CLUSTER, STACK)
+    lines = rank_lines(order, best.layout.tp, best.layout.pp, CLUSTER)
+    assert len({tuple(line.split(",")[1:]) for line in lines}) == 16
+    assert order.seconds <= order.seconds_by_default
+
+
+def test_a_search_keeps_its_own_bounds() -> None:
+    search = _Search(
+        SHAPE, CLUSTER, JOB, find_megatron_stack(STACK), find_fusion(STACK), Bounds(largest_cp=1)
+    )
+    candidates = list(search.candidates(list(widths(SHAPE, CLUSTER, JOB, search.bounds))))
+    for one in candidates[::17]:
+        layout = search.layout(one)
+        run = Run(SHAPE, layout, search.stack, search.fusion, CLUSTER)
+        assert search.bound_s(one) <= run.step().seconds
