@@ -83,6 +83,14 @@ def test_shared_layers_equal_whole_ones(cases: list[Case], tmp_path: Path) -> No
     check(cases, tmp_path)
 
 
+@pytest.mark.slow
+def test_layers_stages_and_replicas_at_once(tmp_path: Path) -> None:
+    """Eight processes: two ranks to a layer, two stages, two replicas."""
+    check(
+        [Case("tiny-llama", 2, 2, 2, overrides=LLAMA), Case("tiny-gpt2", 2, 2, 2, overrides=GPT2)], tmp_path
+    )
+
+
 def check(cases: list[Case], folder: Path) -> None:
     paths = [str(case.plan(folder)) for case in cases]
     found = run_ranks(train_all, cases[0].num_ranks, paths, timeout=180)

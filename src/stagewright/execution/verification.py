@@ -26,10 +26,11 @@ from stagewright.graph.cutting import Cutting
 from stagewright.graph.flat import PARAMETERS
 from stagewright.graph.stage import carve
 from stagewright.planning.job import Job
-from stagewright.planning.plan import ModelSection, Plan, cut_names, stage_cuts, stage_program
+from stagewright.planning.plan import ModelSection, Plan, cut_names, shared_layers, stage_cuts, stage_program
 from stagewright.planning.sharding import sharded_program, without_sharding
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
+from stagewright.tracing.models.overrides import DROPOUT
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
@@ -115,10 +116,9 @@ def verify(
         folder = Path(scratch)
         reduced, graph, plain = _train_plainly(original, plan, num_layers, folder, report)
         reduced.save(folder / "plan.json")
-        num_ranks = plan.pp * reduced.dp
-        report(f"training it pipelined by {num_ranks} processes")
+        report(f"training it pipelined by {reduced.num_ranks} processes")
         arguments = [str(folder / "plan.json"), "--out", str(folder)]
-        start_ranks(num_ranks, "stagewright.execution.verification_worker", arguments, folder)
+        start_ranks(reduced.num_ranks, "stagewright.execution.verification_worker", arguments, folder)
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     return _judged(reduced, graph, plain, outcome)
 
@@ -137,7 +137,7 @@ def _judged(reduced: Plan, graph: OperatorGraph, plain: _Plain, outcome: Mapping
         dtype=dtype,
         sequence_length=reduced.job.sequence_length,
         num_stages=reduced.num_stages,
-        num_ranks=reduced.pp,
+        num_ranks=reduced.pp * reduced.tp,
         num_replicas=reduced.dp,
         schedule=reduced.schedule,
         loss=plain.loss,
@@ -174,6 +174,8 @@ def _train_plainly(
 ) -> tuple[Plan, OperatorGraph, _Plain]:
     """The reduced plan, its graph and the plain run: in float64, or in float32 where an operator lacks float64."""
     reference = reduced_model(original, plan.num_stages, num_layers)
+    if plan.tp > 1:
+        reference = _without_dropout(reference)
     dtypes: tuple[Dtype, ...] = ("fp64", "fp32")
     for dtype in dtypes:
         try:
@@ -243,6 +245,13 @@ def reduced_model(original: ModelReference, num_stages: int, num_layers: int | N
     return resolve(original.text, {**original.overrides, "num_hidden_layers": wanted})
 
 
+def _without_dropout(reference: ModelReference) -> ModelReference:
+    """The model without dropout, which draws other numbers for what ranks share; a factory as it is."""
+    if reference.config is None:
+        return reference
+    return resolve(reference.text, {**reference.overrides, DROPOUT: 0.0})
+
+
 def _layers_of(reference: ModelReference) -> int | None:
     config = reference.config or {}
     found = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
@@ -266,7 +275,8 @@ def reduced_plan(
         seed=plan.job.seed,
         num_steps=1,
     )
-    graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind))
+    shared = shared_layers(plan.tp, plan.sequence_parallel)
+    graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind), **shared)
     if reference == original and plan.job.autocast is None:  # whose operators have other names
         names = plan.cuts
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have
@@ -310,7 +320,7 @@ def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[flo
     stages = plan.predictions.stages
     if stages:
         return [stage.start / stages[-1].stop for stage in stages[1:]]
-    graph = trace(original, plan.microbatch_size, report=report, **plan.job.traced(plan.cluster.kind))
+    graph = trace(original, plan.microbatch_size, report=report, **plan.traced())
     return [cut / len(graph.body) for cut in stage_cuts(plan, graph)]
 
 
@@ -341,9 +351,9 @@ def _is_legal(graph: OperatorGraph, cut: int) -> bool:
     return True
 
 
-def largest_difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest difference of two elements over the largest of `wanted`; NaN where either has one."""
+def largest_difference(found: torch.Tensor, wanted: torch.Tensor, least: float = 1e-30) -> float:
+    """The largest difference of two elements over the largest of `wanted` (at least `least`); NaN where either has one."""
     if torch.equal(found, wanted):
         return 0.0
-    scale = max(float(wanted.abs().max()), 1e-30)
+    scale = max(float(wanted.abs().max()), least)
     return float((found - wanted).abs().max()) / scale

@@ -133,13 +133,19 @@ class VocabularyCrossEntropy(nn.Module):
             first = group_rank(GROUP, logits.device) * held
             is_padding = torch.arange(held, device=logits.device) + first >= self.num_classes
             logits = logits.masked_fill(is_padding, torch.finfo(logits.dtype).min / 2)
-        per_rank = all_gather(logits.logsumexp(-1).unsqueeze(0), 0, GROUP, self.size, sums=False)
+        per_rank = all_gather(log_sum_exp(logits).unsqueeze(0), 0, GROUP, self.size, sums=False)
         column, is_here = own_rows(labels, held)
         own = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1)
         chosen = all_reduce(torch.where(is_here, own, own.new_zeros(())), GROUP, self.size)
         counts = labels != self.ignored
-        losses = torch.where(counts, per_rank.logsumexp(0) - chosen, chosen.new_zeros(()))
+        losses = torch.where(counts, log_sum_exp(per_rank.t()) - chosen, chosen.new_zeros(()))
         return losses.sum() / counts.sum()
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """Over the last dimension, in steps that each make one tensor: PyTorch's operator makes more inside."""
+    largest = x.detach().amax(-1, keepdim=True)
+    return (x - largest).exp().sum(-1).log() + largest.squeeze(-1)
 
 
 def own_rows(tokens: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
