@@ -46,7 +46,14 @@ class StageSummary:
 def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     """What the functions of a carved stage take."""
     stage = memory.stage
-    functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.remade)
+    functions = (
+        stage.forward,
+        stage.input_grad,
+        stage.weight_grad,
+        stage.backward,
+        stage.rebuild,
+        stage.remade,
+    )
     seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
     metas = [stage.value(value).meta for value in stage.parameters]
     return StageSummary(

@@ -167,5 +167,7 @@ def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
     sizes = [float(unit.num_bytes) for unit in units]
     piece = np.searchsorted(narrow, places, side="right")
     bytes_of_piece = np.bincount(piece, weights=sizes, minlength=len(narrow) + 1)
-    work = bytes_of_piece[np.searchsorted(narrow, np.arange(body.size), side="right")]
+    work: Floats = bytes_of_piece[np.searchsorted(narrow, np.arange(body.size), side="right")].astype(
+        np.float64
+    )
     return Givable.sorted(places, sizes, list(shares.values())), work
