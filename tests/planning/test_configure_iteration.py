@@ -102,6 +102,13 @@ def test_experts_exchange_tokens_and_split_their_weights(node: Cluster) -> None:
     assert experts == [Kernel("matmul", experts[0].flop, experts[0].num_bytes, 1)]
 
 
+def test_devices_without_bf16_compute_in_fp16() -> None:
+    old = run(load_cluster("8x-v100-32"))
+    assert (old.clock.dtype, run(load_cluster("8x-a100-80")).clock.dtype) == ("fp16", "bf16")
+    least = products(old) * old.layout.num_microbatches / old.clock.device.matmul_flops("fp16")
+    assert old.step().seconds > least
+
+
 def test_an_unknown_policy_names_the_nearest() -> None:
     with pytest.raises(InputError, match="megatron-lm"):
         find_fusion("megatron-ml")

@@ -21,10 +21,13 @@ from stagewright.estimation.megatron.stack import MegatronStack
 from stagewright.estimation.megatron.work import Body
 from stagewright.estimation.time import OVERLAP
 
-HALF_TYPE = "bf16"
+
+def half_type(device: Device) -> str:
+    """The half precision a device computes products in."""
+    return "bf16" if device.matmul_efficiency.bf16 else "fp16"
 
 
-def kernel_seconds(kernel: Kernel, device: Device, dtype: str = HALF_TYPE) -> float:
+def kernel_seconds(kernel: Kernel, device: Device, dtype: str) -> float:
     """One kernel (or its `num` equal ones) on the device, without what the host takes to launch it.
 
     Source and ignores: `stagewright.estimation.time.kernel_seconds`.
@@ -113,6 +116,11 @@ class Clock:
         return self.cluster.device_of(self.first_rank)
 
     @cached_property
+    def dtype(self) -> str:
+        """What products are computed in."""
+        return half_type(self.device)
+
+    @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
         """Every stage of the layout."""
         counts, found, first = self.layout.layers(self.shape.num_layers), [], 0
@@ -181,7 +189,7 @@ class Clock:
     def _kernel(self, kernel: Kernel) -> float:
         known = self._kernels.get(kernel)
         if known is None:
-            known = self._kernels[kernel] = kernel_seconds(kernel, self.device)
+            known = self._kernels[kernel] = kernel_seconds(kernel, self.device, self.dtype)
         return known
 
     def _collective(self, collective: Collective) -> float:
