@@ -82,8 +82,9 @@ def _tools(model: str) -> tuple[float, float]:
     from stagewright.tracing.models.build import build
     from stagewright.tracing.models.reference import resolve
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        built = build(resolve(model), 1, LENGTH, "float32", seed=0)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    built = build(resolve(model), 1, LENGTH, "float32", fake_mode=mode)
+    with mode:
         optimizer = torch.optim.AdamW(built.module.parameters())
         tracker = MemTracker()
         tracker.track_external(built.module, optimizer)
