@@ -9,7 +9,7 @@ from stagewright.cli.app import app
 from stagewright.schedule import Program, verify
 
 TABLE = "layer,forward_s,input_grad_s,weight_grad_s,activation_bytes\n" + "".join(
-    f"layer{n},{1 + n % 3},{2 + n % 2},1,100\n" for n in range(10)
+    f"layer{n},{1 + n % 3},{2 + n % 2},1,100\n" for n in range(6)
 )
 
 
@@ -27,7 +27,7 @@ def table(tmp_path):
 def test_the_document_and_the_program_agree(table, tmp_path):
     output = tmp_path / "program.json"
     done = plan(
-        "--costs", str(table), "--ranks", "2", "--microbatches", "4", "--seconds", "0.5", "--json", "-o", str(output)
+        "--costs", str(table), "--ranks", "2", "--microbatches", "3", "--seconds", "0.1", "--json", "-o", str(output)
     )  # fmt: skip
     document = json.loads(done.stdout)
     assert (
