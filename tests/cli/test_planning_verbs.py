@@ -71,6 +71,13 @@ def test_without_a_number_only_the_best_plan_is_written(planned: dict, tmp_path:
     assert [file.name for file in tmp_path.iterdir()] == ["best.json"]
 
 
+def test_the_largest_batch_has_as_many_microbatches_as_were_asked_for(planned: dict) -> None:
+    asked = ("--pp", "2", "--schedule", "1f1b", "--memory-limit", "55MiB", "--recompute", "none")
+    found = document("plan", *MODEL, *CLUSTER, *JOB, *asked, "--objective", "batch")["plans"]
+    assert found[0]["num_microbatches"] == 8 and found[0]["microbatch_size"] > 1
+    assert found[0]["reserved_peak_bytes"] <= 55 * 2**20
+
+
 def test_the_plan_table_has_one_row_per_plan(planned: dict) -> None:
     shown = call("plan", *MODEL, *CLUSTER, *JOB, "--pp", "2", "--microbatch", "1").stdout
     rows = [line.split() for line in shown.splitlines() if " x 1 " in line]
@@ -171,6 +178,7 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         (("plan", *MODEL, *CLUSTER, *JOB, "-o", "no/such/plan.json"), "there is no folder"),
         (("plan", *MODEL, *CLUSTER, "--job", "no.toml"), "job file 'no.toml' cannot be read"),
         (("plan", *MODEL, "--cluster", "512x-h100", "--pp", "512", *JOB), "512 stages need 511 cuts"),
+        (("plan", *MODEL, *CLUSTER, *JOB, "--objective", "bach"), "did you mean 'batch'?"),
         (("estimate", *MODEL, *JOB), "give --cluster"),
         (("run", "no.json"), "plan 'no.json' cannot be read"),
         (("simulate", __file__), "is not JSON"),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _SCHEDULES = ("1f1b", "gpipe")
 _SHOWN = 5
+_OBJECTIVES = ("speed", "batch")
 
 
 def plan(
@@ -77,6 +78,10 @@ def plan(
     offload: Annotated[
         bool, typer.Option(help="Whether auto may also move saved values to the host and back.")
     ] = True,
+    objective: Annotated[
+        str,
+        typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
+    ] = "speed",
     zero: Annotated[
         int | None,
         typer.Option(
@@ -127,6 +132,7 @@ def plan(
         raise InputError("give a MODEL and --cluster, or --costs TABLE with --ranks and --microbatches")
     from stagewright.cluster import load_cluster
     from stagewright.planning import search
+    from stagewright.planning.batch import largest_batch
     from stagewright.planning.plan import REDUCE_TYPES
     from stagewright.tracing.models.reference import resolve
 
@@ -139,6 +145,8 @@ def plan(
         raise InputError(
             f"--reduce-dtype {reduce_dtype}{nearest(reduce_dtype, REDUCE_TYPES)}: give fp32 or bf16"
         )
+    if objective not in _OBJECTIVES:
+        raise InputError(f"--objective {objective}{nearest(objective, _OBJECTIVES)}: give speed or batch")
     target = load_cluster(cluster)
     wanted = read_job(
         job,
@@ -150,7 +158,8 @@ def plan(
     )
     reference = resolve(model, parse_settings(settings))
     with Progress(f"planning {model}") as progress:
-        found = search.plan(
+        find = largest_batch if objective == "batch" else search.plan
+        found = find(
             reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
             tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
             recompute=cast("search.Recompute", recompute), offload=offload,
