@@ -87,15 +87,15 @@ class ContrastiveLoss(nn.Module):
         ) / 2
 
 
-def gpt2(microbatch_size: int, sequence_length: int) -> Made:
+def gpt2(attention: str, microbatch_size: int, sequence_length: int) -> Made:
     """gpt2-large. Attention's dropout is inside the fused kernel and leaves no mask, so it is off here."""
     config: Any = GPT2Config(n_embd=1280, n_layer=36, n_head=20, attn_pdrop=0.0)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
     return CausalLoss(GPT2LMHeadModel(config)), {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def t5(microbatch_size: int, sequence_length: int) -> Made:
+def t5(attention: str, microbatch_size: int, sequence_length: int) -> Made:
     """t5-large, whose attention has a bias of its own and is computed step by step."""
     modeling_t5.eager_attention_forward = _attention_with_bias
     config: Any = T5Config(
@@ -107,7 +107,7 @@ def t5(microbatch_size: int, sequence_length: int) -> Made:
         vocab_size=32128,
     )
     config.decoder_start_token_id = 0
-    config._attn_implementation = "eager"
+    config._attn_implementation = attention
     tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)
     inputs = {name: tokens.clone() for name in ("input_ids", "decoder_input_ids", "labels")}
     net = T5ForConditionalGeneration(config)
@@ -148,7 +148,7 @@ def _attention_with_bias(
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
-def clip(microbatch_size: int, sequence_length: int, image: int = 336) -> Made:
+def clip(attention: str, microbatch_size: int, sequence_length: int, image: int = 336) -> Made:
     """CLIP ViT-L/14-336."""
     text = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     vision = {
@@ -156,7 +156,7 @@ def clip(microbatch_size: int, sequence_length: int, image: int = 336) -> Made:
         "image_size": 336, "patch_size": 14,
     }  # fmt: skip
     config: Any = CLIPConfig(text_config=text, vision_config=vision, projection_dim=768)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     inputs = {
         "input_ids": torch.zeros(microbatch_size, sequence_length, dtype=torch.int64),
         "pixel_values": torch.zeros(microbatch_size, 3, image, image),
@@ -164,7 +164,7 @@ def clip(microbatch_size: int, sequence_length: int, image: int = 336) -> Made:
     return ContrastiveLoss(CLIPModel(config)), inputs
 
 
-def llama(microbatch_size: int, sequence_length: int) -> Made:
+def llama(attention: str, microbatch_size: int, sequence_length: int) -> Made:
     """Llama-3.2-1B."""
     sdpa_attention.use_gqa_in_sdpa = _copies_heads
     config: Any = LlamaConfig(
@@ -179,11 +179,11 @@ def llama(microbatch_size: int, sequence_length: int) -> Made:
         rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
         tie_word_embeddings=True,
     )
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     return _causal(LlamaForCausalLM(config), microbatch_size, sequence_length, upcast=True)
 
 
-def gemma(microbatch_size: int, sequence_length: int) -> Made:
+def gemma(attention: str, microbatch_size: int, sequence_length: int) -> Made:
     """Gemma-2B."""
     sdpa_attention.use_gqa_in_sdpa = _copies_heads
     config: Any = GemmaConfig(
@@ -195,7 +195,7 @@ def gemma(microbatch_size: int, sequence_length: int) -> Made:
         num_key_value_heads=1,
         head_dim=256,
     )
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     return _causal(GemmaForCausalLM(config), microbatch_size, sequence_length, upcast=True)
 
 
@@ -217,15 +217,17 @@ def _causal(net: nn.Module, microbatch_size: int, sequence_length: int, upcast: 
     return CausalLoss(net, upcast), {"input_ids": tokens, "labels": tokens.clone()}
 
 
-def convnext(microbatch_size: int, image: int = 224) -> Made:
+def convnext(attention: str, microbatch_size: int, image: int = 224) -> Made:
     """ConvNeXtV2-huge with 1,000 classes."""
     net = ConvNeXtV2(depths=(3, 3, 27, 3), widths=(352, 704, 1408, 2816), num_classes=1000)
     return _classes(net, microbatch_size, image)
 
 
-def vit(microbatch_size: int, image: int = 224) -> Made:
+def vit(attention: str, microbatch_size: int, image: int = 224) -> Made:
     """ViT-huge/14 in the layout of CLIP's image tower, with 1,000 classes."""
-    net = VisionTransformer(image, patch=14, width=1280, depth=32, heads=16, num_classes=1000)
+    net = VisionTransformer(
+        image, patch=14, width=1280, depth=32, heads=16, num_classes=1000, fused=attention == "sdpa"
+    )
     return _classes(net, microbatch_size, image)
 
 
@@ -244,6 +246,7 @@ _T5_FEED_FORWARD = r"encoder\.block\.\d+\.layer\.1|decoder\.block\.\d+\.layer\.2
 class Family:
     """How a measured model is built, from its batch and then its sequence length or image size (or both).
 
+    * `build`: takes the path that attention takes in front of the sizes: `sdpa`, `eager` or `none`.
     * `layer`: paths of the modules that its runs with activation checkpointing computed twice.
     * `returned`: linear layers whose results the model returns beside the loss: logits, and what makes the keys and
       values of the cache, which language models return even when they train.
@@ -267,20 +270,27 @@ MODELS = {
 }
 
 
-def make(name: str, batch: int, sequence_length: int | None, image: int | None, dtype: str) -> Made:
+ATTENTION = ("sdpa", "eager", "none")
+
+
+def make(
+    name: str, attention: str, batch: int, sequence_length: int | None, image: int | None, dtype: str
+) -> Made:
     """The model of a measured row and its inputs, on fake tensors, with parameters and images of `dtype`.
 
     Raises:
-        SystemExit: a name that is not among `MODELS`.
+        SystemExit: a name that is not among `MODELS`, or a path of attention that is not among `ATTENTION`.
     """
     if name not in MODELS:
         raise SystemExit(f"no model '{name}': one of {', '.join(MODELS)}")
+    if attention not in ATTENTION:
+        raise SystemExit(f"attention '{attention}' of {name}: one of {', '.join(ATTENTION)}")
     sizes = [size for size in (sequence_length, image) if size is not None]
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[dtype])
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), no_init_weights():
-            module, inputs = MODELS[name].build(batch, *sizes)
+            module, inputs = MODELS[name].build(attention, batch, *sizes)
             net: Any = module.net
             if hasattr(net, "tie_weights"):
                 net.tie_weights()  # left out together with the initialisation

@@ -77,13 +77,15 @@ class ResponseMLP(nn.Module):
 class VisionTransformer(nn.Module):
     """Patches, a class token and positions, a norm in front of the blocks, the class token's norm and classifier behind."""
 
-    def __init__(self, image: int, patch: int, width: int, depth: int, heads: int, num_classes: int) -> None:
+    def __init__(
+        self, image: int, patch: int, width: int, depth: int, heads: int, num_classes: int, fused: bool
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch, bias=False)
         self.first = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.zeros(1, (image // patch) ** 2 + 1, width))
         self.norm_pre = nn.LayerNorm(width, eps=1e-5)
-        self.blocks = nn.Sequential(*(AttentionBlock(width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(AttentionBlock(width, heads, fused) for _ in range(depth)))
         self.norm = nn.LayerNorm(width, eps=1e-5)
         self.head = nn.Linear(width, num_classes)
 
@@ -93,9 +95,15 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(self.blocks(self.norm_pre(rows)))[:, 0])
 
 
+def _stepwise(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    return scores.softmax(dim=-1) @ value
+
+
 class AttentionBlock(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, fused: bool) -> None:
         super().__init__()
+        self.mix = functional.scaled_dot_product_attention if fused else _stepwise
         self.heads = heads
         self.norm1 = nn.LayerNorm(width, eps=1e-5)
         self.qkv = nn.Linear(width, 3 * width)
@@ -108,6 +116,6 @@ class AttentionBlock(nn.Module):
         batch, length, width = rows.shape
         parts = self.qkv(self.norm1(rows)).reshape(batch, length, 3, self.heads, -1)
         query, key, value = parts.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(query, key, value)
+        mixed = self.mix(query, key, value)
         rows = rows + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
         return rows + self.fc2(functional.gelu(self.fc1(self.norm2(rows))))

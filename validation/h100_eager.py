@@ -35,6 +35,7 @@ class Case:
     """One measured configuration; `image` and `sequence_length` are None where they do not apply."""
 
     model: str
+    attention: str
     batch: int
     sequence_length: int | None
     image: int | None
@@ -45,12 +46,13 @@ class Case:
     reserved_bytes: float
 
     @classmethod
-    def of(cls, record: dict[str, str]) -> Case:
+    def of(cls, record: dict[str, str], attention: str) -> Case:
         def size(key: str) -> int | None:
             return int(record[key]) if int(record[key]) > 0 else None
 
         return cls(
             record["model"],
+            attention,
             int(record["batch"]),
             size("seq_len"),
             size("image"),
@@ -72,14 +74,25 @@ class Case:
 
 
 def read(folder: Path) -> list[Case]:
-    with (folder / "eager_h100_single_gpu.csv").open(newline="") as file:
-        return [Case.of(record) for record in csv.DictReader(file)]
+    """The rows of `folder`, with the path that attention takes in their models: the folder's own or the shipped file."""
+    paths = {record["model"]: record["attention"] for record in _records(DATA / "attention.csv")}
+    if (folder / "attention.csv").is_file():
+        paths |= {record["model"]: record["attention"] for record in _records(folder / "attention.csv")}
+    rows = _records(folder / "eager_h100_single_gpu.csv")
+    return [Case.of(row, row.get("attention") or paths.get(row["model"], "none")) for row in rows]
+
+
+def _records(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def graph_of(case: Case) -> OperatorGraph:
     from stagewright.tracing.trace import trace_module
 
-    module, inputs = make(case.model, case.batch, case.sequence_length, case.image, _DTYPES[case.precision])
+    module, inputs = make(
+        case.model, case.attention, case.batch, case.sequence_length, case.image, _DTYPES[case.precision]
+    )
     facts = {"target": "cuda", "autocast": "float16" if case.precision == "MP" else None}
     return trace_module(module, inputs, case.model, facts)
 
