@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from stagewright.cluster import load_cluster
+from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
 from stagewright.graph.policy import RECOMPUTE_ALL
@@ -17,6 +18,8 @@ from stagewright.planning.saving.exact import choose_exactly
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.saving.greedy import choose
 from stagewright.planning.saving.problem import Problem, chain_seconds, stage_units
+from stagewright.planning.shortening import shortened
+from stagewright.schedule import insert_communication
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.tracing.cache import trace
 
@@ -90,3 +93,32 @@ def test_the_greedy_choice_is_near_the_best(share: float, link: float) -> None:
 
 def test_both_say_when_nothing_saves_enough() -> None:
     assert choose(problem(1.01)) is None and choose_exactly(problem(1.01)) is None
+
+
+def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:
+    job = Job(global_batch=80, sequence_length=32, dtype="fp32")
+    program = make_program(Choice(1, 4, 2, 40, "1f1b"))
+    cuts = [body().size * stage // 4 for stage in range(1, 4)]
+    plain = pipeline(body(), cuts, program, CLUSTER, job, 1)
+    limit = fullest(plain) - 2**22
+    found = fit(
+        pipeline(body(), cuts, program, CLUSTER, job.model_copy(update={"memory_limit": limit}), 1), body()
+    )
+    assert found is not None and found.choice.recomputed | found.choice.offloaded
+    edges = stage_edges(found.line.stages)
+    short = shortened(found.line.program)
+    assert short.num_microbatches < 10
+    for rank, known in enumerate(found.memories):
+        resident = found.line.resident(rank)
+        whole = replay_rank(
+            found.line.memories, insert_communication(found.line.program, edges), rank, resident, 0
+        )
+        assert (whole.peak_bytes, whole.categories) == (known.peak_bytes, known.categories)
+        part = replay_rank(
+            found.line.memories,
+            insert_communication(short, edges),
+            rank,
+            resident,
+            40 - short.num_microbatches,
+        )
+        assert part.peak_bytes == known.peak_bytes

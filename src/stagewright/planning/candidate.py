@@ -17,9 +17,10 @@ from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy, cut_names
-from stagewright.planning.predict import Pipeline, built, pipeline, predict, rank_memories, reserved_bytes
+from stagewright.planning.predict import Pipeline, pipeline, predict, rank_memories, reserved_bytes
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program
+from stagewright.planning.shortening import built
 from stagewright.schedule import Kind, Program
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
@@ -195,9 +196,17 @@ def make_candidate(
     return best
 
 
-def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
-    """`choice` with the given partition."""
-    program = make_program(choice)
+def with_cuts(
+    body: BodyCosts,
+    choice: Choice,
+    cuts: Sequence[int],
+    cluster: Cluster,
+    job: Job,
+    program: Program | None = None,
+) -> Candidate:
+    """`choice` with the given partition, and with the given program in place of that of its schedule."""
+    if program is None:
+        program = make_program(choice)
     line = _sharded(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
     memories = tuple(rank_memories(line))
     fullest = max(reserved_bytes(memory, cluster) for memory in memories)

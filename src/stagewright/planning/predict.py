@@ -21,14 +21,9 @@ from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Predictions, RankPrediction, SavedPrediction, StagePrediction
-from stagewright.planning.sharding import (
-    Collectives,
-    gathered_flats,
-    reduced_flats,
-    sharded_like,
-    without_sharding,
-)
-from stagewright.schedule import Kind, Program, build, insert_communication
+from stagewright.planning.sharding import Collectives, gathered_flats, reduced_flats
+from stagewright.planning.shortening import shortened
+from stagewright.schedule import Kind, Program, insert_communication
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline, simulate
 
@@ -293,13 +288,15 @@ def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device) -> float
 def lower_bound_seconds(
     body: BodyCosts, num_microbatches: int, pp: int, job: Job, num_shards: int = 1
 ) -> float:
-    """No contiguous partition and no schedule is faster on `pp` ranks: the work of the batch shared evenly,
-    or one microbatch through the whole model, and the optimizer step shared evenly, by `num_shards` replicas too."""
+    """No partition and no schedule is faster on `pp` ranks: the work of the batch shared evenly, or one microbatch
+    through the whole model, its weight gradients on the way, and the optimizer step shared evenly, by `num_shards`
+    replicas too."""
     total = float(body.seconds[-1])
+    chain = total - float(body.weight_grad_seconds[-1]) if pp > 1 else total
     precision = Precision.of(job.torch_name)
     gradients = body.state_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
     step = _optimizer_seconds(job, float(gradients) / pp / num_shards, body.costing.device)
-    return max(total * num_microbatches / pp, total) + step
+    return max(total * num_microbatches / pp, chain) + step
 
 
 # -- memory -------------------------------------------------------------------------------------------------
@@ -320,26 +317,6 @@ def rank_memories(line: Pipeline) -> list[RankMemory]:
 def lowered(program: Program, edges: tuple[Edge, ...]) -> Program:
     """With transfers; kept, because every partition of a search has the same few programs."""
     return insert_communication(program, edges)
-
-
-@lru_cache(maxsize=8)
-def shortened(program: Program) -> Program:
-    """The 1F1B program of as many microbatches as show every state of its memory; other programs as they are.
-
-    Once every rank alternates between F and B, each microbatch repeats the state of the one before.
-    """
-    enough = program.num_ranks + 4
-    if program.name != "1f1b" or program.num_microbatches <= enough:
-        return program
-    if built(program.name, program.num_ranks, program.num_microbatches) != without_sharding(program):
-        return program
-    return sharded_like(program, built(program.name, program.num_ranks, enough))
-
-
-@lru_cache(maxsize=64)
-def built(name: str, num_ranks: int, num_microbatches: int) -> Program:
-    """The computations of every rank, in order; kept, because all partitions of a search have the same."""
-    return build(name, num_ranks, num_microbatches)
 
 
 def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:

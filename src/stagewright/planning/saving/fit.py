@@ -15,7 +15,6 @@ from stagewright.planning.predict import (
     lowered,
     pipeline,
     rank_memories,
-    shortened,
 )
 from stagewright.planning.saving.anchors import anchors
 from stagewright.planning.saving.exact import MAX_UNITS, choose_exactly
@@ -28,6 +27,7 @@ from stagewright.planning.saving.problem import (
     policies,
     stage_units,
 )
+from stagewright.planning.shortening import shortened
 from stagewright.schedule import Program
 from stagewright.schedule.saving import insert_offloading, insert_recomputation
 
