@@ -102,7 +102,7 @@ def _advance(
     while reached[rank] < offsets[rank + 1]:
         index = reached[rank]
         p, m = pattern[index], microbatch[index]
-        begin, missing = ready_at(p, m, stream_free[rank, 0], tables, known)
+        begin, missing = ready_at(np.uint64(p), m, stream_free[rank, 0], tables, known)
         if missing >= 0:
             waits_for[rank] = missing
             return
