@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,10 @@ import typer
 from stagewright.cli.options import Json
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.errors import InputError
+
+_TIME_LIMIT_S = 600.0
+"""For one collective of a cluster's probe, before a rank is taken for lost."""
 
 Processes = Annotated[int, typer.Option("--processes", "-n", min=1, help="Processes that work at once.")]
 
@@ -20,28 +25,71 @@ def probe(
     ] = None,
     processes: Processes = 1,
     device: Annotated[str, typer.Option(help="cpu (each process a share of the cores) or cuda.")] = "cpu",
+    cluster: Annotated[
+        bool,
+        typer.Option("--cluster", help="As a rank of a launcher such as torchrun: measure all its hosts."),
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CLUSTER", help="With --cluster: devices and nodes are known, measure links only."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure this machine as a cluster to plan for.
+    """Measure this machine, or with --cluster all hosts of a launcher, as a cluster to plan for.
 
-    Takes about ten seconds; all processes work at once, so that what they share shows.
+    This machine takes about ten seconds; all processes work at once, so that what they share shows. With --cluster every
+    pair of ranks is measured in both directions, and the first rank writes the file and its matrices (CSV).
     """
+    if base is not None and not cluster:
+        raise InputError("--base says what is known of a launcher's hosts: give it with --cluster")
+    if cluster:
+        _probe_hosts(output, device, base, as_json)
+        return
     check_writable(output)
     with Progress("importing torch") as progress:
         from stagewright.execution import probe as prober
 
-        cluster = prober.probe(
+        found = prober.probe(
             device, processes, lambda what, fraction: progress(f"measuring: {what}", fraction)
         )
     if output is not None:
         from stagewright.cluster import save_cluster
 
-        save_cluster(cluster, output, "Measured by `stagewright probe` on the machine it describes.")
+        save_cluster(found, output, "Measured by `stagewright probe` on the machine it describes.")
     if as_json:
-        print_document(cluster.model_dump(mode="json", exclude_none=True))
+        print_document(found.model_dump(mode="json", exclude_none=True))
         return
     from stagewright.report.clusters import cluster_summary
 
-    show(cluster_summary(cluster))
+    show(cluster_summary(found))
     if output is not None:
         show(f"\nWrote {output}; plan for it with `--cluster {output}`.")
+
+
+def _probe_hosts(output: Path | None, device: str, base: str | None, as_json: bool) -> None:
+    """What `probe --cluster` does on each rank of a launcher."""
+    from stagewright.cluster import load_cluster, save_cluster
+
+    known = None if base is None else load_cluster(base)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        check_writable(output)
+    from stagewright.execution import cluster_probe
+
+    with cluster_probe.joined(device, _TIME_LIMIT_S) as target, Progress("probing the cluster") as progress:
+        report = progress if is_first else lambda what, fraction: None
+        found = cluster_probe.probe_cluster(target, known, progress=report)
+    if found is None:
+        return
+    if output is not None:
+        save_cluster(found, output, "Measured by `stagewright probe --cluster` on the hosts it describes.")
+    if as_json:
+        print_document(found.model_dump(mode="json", exclude_none=True))
+        return
+    from stagewright.report.clusters import cluster_summary, links_summary
+
+    show(cluster_summary(found), links_summary(found))
+    if output is not None:
+        show(f"\nWrote {output} and its matrices; plan for it with `--cluster {output}`.")

@@ -11,12 +11,14 @@ from stagewright.cluster.collectives import (
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
+from stagewright.cluster.measured import MeasuredCollective
 
 __all__ = [
     "Cluster",
     "Device",
     "Link",
     "MeasuredBandwidth",
+    "MeasuredCollective",
     "NodeGroup",
     "PerPrecision",
     "PerPrecisionFraction",

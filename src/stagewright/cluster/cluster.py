@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from stagewright.cluster.device import Device
 from stagewright.cluster.link import Link
+from stagewright.cluster.measured import MeasuredCollective
 from stagewright.cluster.strict import SourcedModel
 from stagewright.errors import InputError
 
@@ -76,11 +77,13 @@ class MeasuredBandwidth(SourcedModel):
 class Cluster(SourcedModel):
     """Ranks 0, 1, ... number the devices node after node, in the order of `nodes`."""
 
-    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "nodes"})
+    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "nodes", "collectives"})
 
     name: str = Field(min_length=1)
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
     measured: MeasuredBandwidth | None = None
+    collectives: tuple[MeasuredCollective, ...] = ()
+    """Curves that correct what the links alone predict of collectives."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.nodes))
@@ -94,6 +97,17 @@ class Cluster(SourcedModel):
                 raise ValueError(
                     f"measured.bandwidth has {size} rows but the cluster has {wanted} "
                     f"{self.measured.between}: give one row and one column for each"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _collectives_of_all(self) -> Cluster:
+        for curve in self.collectives:
+            wanted = self.num_devices if curve.spans == "cluster" else len(self.ranks_of(0))
+            if curve.num_ranks != wanted:
+                raise ValueError(
+                    f"collectives: {curve.operation} over the {curve.spans} was measured on {curve.num_ranks} ranks, but "
+                    f"there are {wanted}: measure on all of them, or leave it out"
                 )
         return self
 

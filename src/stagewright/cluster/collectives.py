@@ -6,19 +6,22 @@ network adapters.
 
 Source: ring and tree algorithms and their cost in Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH", IJHPCA 19 (2005); the ring and double-binary-tree choice of
-NCCL 2.4. Ignores: in-network reduction (SHARP, NVLS), protocol switches of the library, contention with
-other communicators beyond the even split of the adapters, and skew of arrival.
+NCCL 2.4. Where a cluster has measured curves of all-reduce, all-gather or reduce-scatter, what the links
+predict is corrected by the ratio seen on the measured ranks at that size. Ignores: in-network reduction
+(SHARP, NVLS), protocol switches of the library, contention with other communicators beyond the even split of
+the adapters, and skew of arrival.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from stagewright.cluster.cluster import Cluster
 from stagewright.cluster.link import Link
+from stagewright.cluster.measured import Operation, between
 
 _T = TypeVar("_T")
 
@@ -108,10 +111,39 @@ def all_gather_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
 
     Source and ignores: the module.
     """
+    return _one_way(cluster, num_bytes, ranks, "all-gather")
+
+
+def _one_way(cluster: Cluster, num_bytes: float, ranks: Sequence[int], operation: Operation) -> float:
     if len(ranks) < 2:
         return 0.0
     group = _group(cluster, ranks)
+    return _as_measured(cluster, operation, _ring_seconds, num_bytes, group)
+
+
+def _ring_seconds(group: _Group, num_bytes: float) -> float:
     return group.ring_latency_s + (group.size - 1) / group.size * num_bytes / group.ring_bandwidth
+
+
+def _as_measured(
+    cluster: Cluster,
+    operation: Operation,
+    modelled: Callable[[_Group, float], float],
+    num_bytes: float,
+    group: _Group,
+) -> float:
+    """What `modelled` says, times how much longer than it said the operation took where it was measured."""
+    seconds = modelled(group, num_bytes)
+    if not cluster.collectives or num_bytes <= 0:
+        return seconds
+    span = "cluster" if group.num_nodes > 1 else "node"
+    for curve in cluster.collectives:
+        if curve.operation == operation and curve.spans == span:
+            whole = _group(cluster, range(cluster.num_devices) if span == "cluster" else cluster.ranks_of(0))
+            pairs = zip(curve.num_bytes, curve.seconds, strict=True)
+            ratios = tuple(taken / modelled(whole, size) for size, taken in pairs)
+            return seconds * between(curve.num_bytes, ratios, num_bytes)
+    return seconds
 
 
 def reduce_scatter_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -119,7 +151,7 @@ def reduce_scatter_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[i
 
     Source: the module; an all-gather with its arrows reversed. Ignores: the module's, and the additions.
     """
-    return all_gather_seconds(cluster, num_bytes, ranks)
+    return _one_way(cluster, num_bytes, ranks, "reduce-scatter")
 
 
 def all_reduce_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
@@ -130,7 +162,10 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     """
     if len(ranks) < 2:
         return 0.0
-    group = _group(cluster, ranks)
+    return _as_measured(cluster, "all-reduce", _all_reduce_seconds, num_bytes, _group(cluster, ranks))
+
+
+def _all_reduce_seconds(group: _Group, num_bytes: float) -> float:
     volume_s = (group.size - 1) / group.size * num_bytes / group.ring_bandwidth
     ring, tree = group.ring_latency_s + volume_s, group.tree_latency_s + volume_s / TREE_BANDWIDTH
     return 2 * min(ring, tree)

@@ -10,7 +10,7 @@ from typing import Any
 from stagewright.cluster.catalog import catalog_cluster, catalog_node, device_names, is_catalog_name
 from stagewright.cluster.cluster import Cluster, NodeGroup
 from stagewright.cluster.device import Device
-from stagewright.cluster.matrices import with_matrices
+from stagewright.cluster.matrices import matrices_beside, with_matrices
 from stagewright.cluster.strict import validated
 from stagewright.cluster.toml import write_toml
 from stagewright.errors import InputError, nearest
@@ -45,8 +45,13 @@ def load_cluster(name_or_path: str | Path, overrides: Mapping[str, Any] | None =
 
 
 def save_cluster(cluster: Cluster, path: str | Path, provenance: str) -> None:
-    """Writes `cluster` as TOML that `load_cluster` reads back, under a comment with `provenance`."""
+    """Writes `cluster` as TOML that `load_cluster` reads back, under a comment with `provenance`.
+
+    Measured links become CSV files beside it.
+    """
     document = cluster.model_dump(mode="python", exclude_none=True)
+    if "measured" in document:
+        document = matrices_beside(document, Path(path))
     write_toml(path, document, provenance)
 
 

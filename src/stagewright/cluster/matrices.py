@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,25 @@ def with_matrices(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             filled[key] = read_matrix(folder / named, scale)
             sources.setdefault(key, named)
     return filled | {"sources": sources}
+
+
+def matrices_beside(document: Mapping[str, Any], target: Path) -> dict[str, Any]:
+    """`document` of a cluster with its matrices in CSV files beside the file `target` that it is meant for."""
+    measured = dict(document["measured"])
+    for key in _MATRICES:
+        if key in measured:
+            file = target.with_name(f"{target.stem}-{key.removesuffix('_s')}.csv")
+            _write_matrix(file, measured[key])
+            measured[key] = file.name
+    return {**document, "measured": measured}
+
+
+def _write_matrix(path: Path, matrix: Sequence[Sequence[float]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        for sender, row in enumerate(matrix):
+            writer.writerow(["" if sender == receiver else f"{x:.6g}" for receiver, x in enumerate(row)])
 
 
 def _scale(unit: str) -> float:

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from stagewright.errors import RunError
 
 # torch 2.13 renamed both; the old names stay, with a warning.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 @dataclass
@@ -61,13 +61,13 @@ class Replicas:
         """Fill `whole` with every replica's `shard`, which may be a part of it."""
         self.traffic.num_gathers += 1
         self.traffic.gathered_bytes += (self.size - 1) * _num_bytes(shard)
-        return _pending(_all_gather(_real(whole), _real(shard), group=self.gathers, async_op=True), doing)
+        return _pending(all_gather(_real(whole), _real(shard), group=self.gathers, async_op=True), doing)
 
     def scatter_sum(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
         """Add up every replica's `whole` and leave this one's part in `shard`, which may be a part of it."""
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += (self.size - 1) * _num_bytes(shard)
-        work = _reduce_scatter(_real(shard), _real(whole), group=self.sums, async_op=True)
+        work = reduce_scatter(_real(shard), _real(whole), group=self.sums, async_op=True)
         return _pending(work, doing)
 
     def sum(self, whole: torch.Tensor, doing: str) -> Pending:

@@ -200,13 +200,19 @@ def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:
 # From the figures of all processes to a description.
 
 
-def describe(found: list[Measurements], device_type: str, threads: int) -> Cluster:
-    """The cluster of equal devices that its processes' measurements agree on: the median of each figure."""
-    source = _source(device_type, len(found), threads)
+def describe(
+    found: list[Measurements], device_type: str, threads: int, num_devices: int | None = None
+) -> Cluster:
+    """The node of equal devices that its processes' measurements agree on: the median of each figure.
+
+    `num_devices` of the node, where `found` is not of one node only.
+    """
+    num_devices = num_devices or len(found)
+    source = source_text(device_type, num_devices, threads)
     figures = {
         **_arithmetic(found, device_type),
         **_memory(found),
-        "memory_bytes": _memory_bytes(device_type, len(found)),
+        "memory_bytes": _memory_bytes(device_type, num_devices),
         "launch_overhead_s": _median(found, "launch_overhead_s"),
         "host_overhead_s": _median(found, "host_overhead_s"),
     }
@@ -222,7 +228,7 @@ def describe(found: list[Measurements], device_type: str, threads: int) -> Clust
         sources={**dict.fromkeys(figures, source), "reserve_fraction": guess},
         **figures,
     )
-    return _one_node(device, len(found), _link(found, device.memory_bandwidth, source), source)
+    return _one_node(device, num_devices, _link(found, device.memory_bandwidth, source), source)
 
 
 def _median(found: list[Measurements], name: str) -> float:
@@ -298,7 +304,8 @@ def _one_node(device: Device, count: int, link: Link, source: str) -> Cluster:
     return Cluster(name="local", nodes=(group,))
 
 
-def _source(device_type: str, processes: int, threads: int) -> str:
+def source_text(device_type: str, processes: int, threads: int) -> str:
+    """Where a measured figure comes from."""
     load = f"{processes} process{'es' if processes > 1 else ''} at once"
     if device_type == "cpu":
         load += f", {threads} thread{'s' if threads > 1 else ''} each"

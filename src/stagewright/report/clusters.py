@@ -34,6 +34,53 @@ def _tera(device: Device, precision: str) -> str:
     return "" if peak is None else f"{peak / TERA:.4g}"
 
 
+_SLOW = 0.5
+_SHOWN = 10
+
+
+def links_summary(cluster: Cluster) -> Table:
+    """The measured links between ranks: those that are slower than half of the middle one inside or between nodes, the
+    slowest first, or the extremes where none is.
+    """
+    spans = {"inside a node": _links(cluster, inside=True), "between nodes": _links(cluster, inside=False)}
+    rows = []
+    for span, links in spans.items():
+        if not links:
+            continue
+        middle = links[len(links) // 2][0]
+        rows.append((span, "middle", _rate(middle), format_seconds(_middle_latency(links)), ""))
+        slow = [link for link in links if link[0] < _SLOW * middle]
+        for bandwidth, latency, a, b in slow[:_SHOWN]:
+            path = f"rank {a} to rank {b}"
+            rows.append(
+                (span, path, _rate(bandwidth), format_seconds(latency), f"slow: {bandwidth / middle:.2f}x")
+            )
+        if len(slow) > _SHOWN:
+            rows.append((span, f"{len(slow) - _SHOWN} more slow links", "", "", ""))
+    return table("", ("links", "from, to", "bandwidth", "latency", ""), rows, text=2)
+
+
+def _links(cluster: Cluster, inside: bool) -> list[tuple[float, float, int, int]]:
+    """Bandwidth, latency, sender and receiver of every pair, the slowest first."""
+    ranks = range(cluster.num_devices)
+    links = [
+        (link.bandwidth, link.latency_s, a, b)
+        for a in ranks
+        for b in ranks
+        if a != b and (cluster.node_of(a) == cluster.node_of(b)) is inside
+        for link in (cluster.link_between(a, b),)
+    ]
+    return sorted(links)
+
+
+def _middle_latency(links: list[tuple[float, float, int, int]]) -> float:
+    return sorted(latency for _, latency, _, _ in links)[len(links) // 2]
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / GIGA:.3g} GB/s"
+
+
 def cluster_summary(cluster: Cluster) -> Table:
     """What a probe found: one line per figure of the first node's device and links."""
     node = cluster.nodes[0]

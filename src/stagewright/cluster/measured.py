@@ -1,0 +1,56 @@
+"""What was measured of a cluster's collectives: curves of seconds by bytes."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from stagewright.cluster.strict import SourcedModel
+
+Operation = Literal["all-reduce", "all-gather", "reduce-scatter"]
+Span = Literal["node", "cluster"]
+
+
+class MeasuredCollective(SourcedModel):
+    """Seconds of one collective by bytes of its whole buffer, on all ranks of a node or of the cluster."""
+
+    not_figures: ClassVar[frozenset[str]] = frozenset({"operation", "spans", "num_ranks"})
+
+    operation: Operation
+    spans: Span
+    num_ranks: int = Field(ge=2)
+    num_bytes: tuple[float, ...] = Field(min_length=1)
+    seconds: tuple[float, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _is_a_curve(self) -> MeasuredCollective:
+        if len(self.num_bytes) != len(self.seconds):
+            raise ValueError(
+                f"{len(self.num_bytes)} sizes but {len(self.seconds)} times: give one time for each size"
+            )
+        if min(self.num_bytes) <= 0 or min(self.seconds) <= 0:
+            raise ValueError("sizes and times must be positive")
+        if any(low >= high for low, high in zip(self.num_bytes, self.num_bytes[1:], strict=False)):
+            raise ValueError("num_bytes must grow from entry to entry")
+        return self
+
+
+def between(sizes: tuple[float, ...], values: tuple[float, ...], size: float) -> float:
+    """The value at `size`, linear over the logarithm of sizes between two of them, and the nearest one beyond both ends.
+
+    >>> between((1.0, 100.0), (1.0, 3.0), 10.0)
+    2.0
+    >>> between((1.0, 100.0), (1.0, 3.0), 1000.0)
+    3.0
+    """
+    if size <= sizes[0]:
+        return values[0]
+    if size >= sizes[-1]:
+        return values[-1]
+    right = bisect_right(sizes, size)
+    low, high = sizes[right - 1], sizes[right]
+    part = math.log(size / low) / math.log(high / low)
+    return values[right - 1] + part * (values[right] - values[right - 1])

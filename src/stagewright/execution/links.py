@@ -1,0 +1,223 @@
+"""Measures the links between ranks pair by pair, and collectives by size; every rank of the group takes part."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+
+import torch
+import torch.distributed as dist
+
+from stagewright.execution.collectives import all_gather, reduce_scatter
+from stagewright.execution.probe_measurements import linear_fit
+from stagewright.units import KIB, MIB
+
+Pair = tuple[int, int]
+Progress = Callable[[str, float], None]
+
+MESSAGE_BYTES = (4, 64 * KIB, MIB, 4 * MIB, 16 * MIB)
+COLLECTIVE_BYTES = (4 * KIB, 64 * KIB, MIB, 4 * MIB)
+_LONGEST_S = 0.1
+"""No larger message is tried on a link, and no larger buffer in a collective, once one takes as long as this."""
+_MOST_REPEATS = 50
+_FITTED = 2
+"""The largest sizes, over which the bandwidth is fitted: what is in flight or in a token bucket hides in small ones."""
+
+
+def rounds(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
+    """All pairs of ranks in rounds that meet no node twice, so that no two pairs of a round share an adapter.
+
+    Inside the nodes first, all nodes at once; then node by node in the rounds of a tournament.
+
+    >>> rounds([[0, 1], [2, 3]])
+    [[(0, 1), (2, 3)], [(0, 2)], [(0, 3)], [(1, 2)], [(1, 3)]]
+    >>> [sorted(one) for one in rounds([[0], [1], [2], [3]])]
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    inside = [list(combinations(ranks, 2)) for ranks in nodes]
+    found = _in_turn(inside)
+    for matches in _tournament(len(nodes)):
+        found += _in_turn([list(product(nodes[a], nodes[b])) for a, b in matches])
+    return found
+
+
+def _in_turn(lists: list[list[Pair]]) -> list[list[Pair]]:
+    """The first of every list, then the second of every list that has one, and so on."""
+    longest = max(map(len, lists), default=0)
+    return [[pairs[turn] for pairs in lists if turn < len(pairs)] for turn in range(longest)]
+
+
+def _tournament(count: int) -> list[list[Pair]]:
+    """Rounds in which each of `count` players meets every other once (the circle method)."""
+    players: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        matches = zip(players[:half], reversed(players[half:]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in matches if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]
+    return found
+
+
+@dataclass(frozen=True)
+class LinkCurve:
+    """(Bytes, seconds) of messages from `sender` to `receiver`, each with an empty answer."""
+
+    sender: int
+    receiver: int
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def latency_s(self) -> float:
+        """Half of the round trip of a message of next to nothing: the clocks of two hosts do not tell the ways apart."""
+        return self.points[0][1] / 2
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes/s of this direction."""
+        sizes, seconds = zip(*self.points[1:][-_FITTED:], strict=True)
+        return linear_fit(sizes, [max(s - 2 * self.latency_s, 0.05 * s) for s in seconds])[0]
+
+
+def measure_links(
+    nodes: Sequence[Sequence[int]],
+    device: torch.device,
+    seconds_per_size: float = 0.05,
+    progress: Progress = lambda what, fraction: None,
+) -> list[LinkCurve]:
+    """The curves from this rank to every other, after all ranks have measured all pairs, both directions of each in turn."""
+    rank, found = dist.get_rank(), []
+    plan = rounds(nodes)
+    for number, pairs in enumerate(plan):
+        progress("links", number / len(plan))
+        dist.barrier()
+        for a, b in pairs:
+            for sender, receiver in ((a, b), (b, a)):
+                if rank == sender:
+                    found.append(LinkCurve(sender, receiver, _send_all(receiver, device, seconds_per_size)))
+                elif rank == receiver:
+                    _receive_all(sender, device)
+    return found
+
+
+def _send_all(receiver: int, device: torch.device, box_s: float) -> tuple[tuple[float, float], ...]:
+    """Messages of growing size to `receiver`, which is told how many will follow."""
+    points: list[tuple[float, float]] = []
+    for size in MESSAGE_BYTES:
+        go = len(points) <= _FITTED or points[-1][1] < _LONGEST_S
+        _tell(receiver, int(go), device)
+        if not go:
+            break
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        first = _round_trip(buffer, receiver)
+        repeats = 0 if first > _LONGEST_S else max(3, min(_MOST_REPEATS, int(box_s / first)))
+        _tell(receiver, repeats, device)
+        samples = [_round_trip(buffer, receiver) for _ in range(repeats)] or [first]
+        points.append((float(size), _quick(samples)))
+    return tuple(points)
+
+
+def _receive_all(sender: int, device: torch.device) -> None:
+    answer = torch.zeros(1, dtype=torch.uint8, device=device)
+    for size in MESSAGE_BYTES:
+        if not _told(sender, device):
+            return
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        _answer(buffer, answer, sender)
+        for _ in range(_told(sender, device)):
+            _answer(buffer, answer, sender)
+
+
+def _tell(receiver: int, number: int, device: torch.device) -> None:
+    dist.send(torch.tensor([number], device=device), receiver)
+
+
+def _told(sender: int, device: torch.device) -> int:
+    number = torch.zeros(1, dtype=torch.int64, device=device)
+    dist.recv(number, sender)
+    return int(number)
+
+
+def _answer(buffer: torch.Tensor, answer: torch.Tensor, sender: int) -> None:
+    dist.recv(buffer, sender)
+    dist.send(answer, sender)
+
+
+def _round_trip(buffer: torch.Tensor, receiver: int) -> float:
+    answer = torch.empty(1, dtype=torch.uint8, device=buffer.device)
+    _synchronize(buffer.device)
+    start = time.perf_counter()
+    dist.send(buffer, receiver)
+    dist.recv(answer, receiver)
+    _synchronize(buffer.device)
+    return time.perf_counter() - start
+
+
+def _quick(samples: list[float]) -> float:
+    """The fastest quarter: a process is often woken late on a shared machine, which says nothing about the link."""
+    return statistics.quantiles(samples, n=4)[0] if len(samples) > 1 else samples[0]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- collectives ----------------------------------------------------------------------------------------------------
+
+
+def measure_collectives(
+    group: dist.ProcessGroup | None, device: torch.device, seconds_per_size: float = 0.1
+) -> dict[str, list[tuple[float, float]]]:
+    """Operation -> (bytes of the whole buffer, seconds) on the ranks of `group`, all of which take part."""
+    size = dist.get_world_size(group)
+    found: dict[str, list[tuple[float, float]]] = {}
+    for name in ("all-reduce", "all-gather", "reduce-scatter"):
+        points: list[tuple[float, float]] = []
+        for wanted in COLLECTIVE_BYTES:
+            if points and points[-1][1] > _LONGEST_S:
+                break
+            call, num_bytes = _collective(name, -(-wanted // (4 * size)), size, group, device)
+            points.append((float(num_bytes), _timed(call, group, device, seconds_per_size)))
+        found[name] = points
+    return found
+
+
+def _collective(
+    name: str, part: int, size: int, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Callable[[], object], int]:
+    whole, shard = torch.zeros(part * size, device=device), torch.zeros(part, device=device)
+    calls: dict[str, Callable[[], object]] = {
+        "all-reduce": lambda: dist.all_reduce(whole, group=group),
+        "all-gather": lambda: all_gather(whole, shard, group=group),
+        "reduce-scatter": lambda: reduce_scatter(shard, whole, group=group),
+    }
+    return calls[name], whole.numel() * whole.element_size()
+
+
+def _timed(
+    call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device, box_s: float
+) -> float:
+    """Seconds until the last rank is through, which all of them agree on."""
+    first = _slowest(_once(call, group, device), group, device)
+    repeats = max(2, min(_MOST_REPEATS, int(box_s / first)))
+    samples = [_once(call, group, device) for _ in range(repeats)]
+    return _slowest(_quick(samples), group, device)
+
+
+def _once(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
+    dist.barrier(group)
+    _synchronize(device)
+    start = time.perf_counter()
+    call()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _slowest(seconds: float, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    found = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return float(found)

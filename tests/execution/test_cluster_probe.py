@@ -1,0 +1,85 @@
+"""The probe of a cluster: all pairs in disjoint rounds, and a slow link that is found where it was planted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import namespaces
+from multiprocess import run_ranks
+from stagewright.cli.app import app
+from stagewright.cluster import Cluster, load_cluster, save_cluster
+from stagewright.execution.links import LinkCurve, rounds
+from stagewright.report.clusters import links_summary
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=7))
+def test_rounds_meet_every_pair_once_and_no_node_twice(sizes: list[int]) -> None:
+    starts = [sum(sizes[:node]) for node in range(len(sizes))]
+    nodes = [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+    node_of = {rank: node for node, ranks in enumerate(nodes) for rank in ranks}
+    found = rounds(nodes)
+    assert Counter(pair for pairs in found for pair in pairs) == Counter(combinations(range(sum(sizes)), 2))
+    for pairs in found:
+        met = [node for pair in pairs for node in {node_of[rank] for rank in pair}]
+        assert len(met) == len(set(met))
+
+
+def test_a_curve_gives_latency_and_bandwidth() -> None:
+    points = tuple((float(size), 2e-4 + size / 1e8) for size in (4, 2**16, 2**20, 2**22))
+    curve = LinkCurve(0, 1, points)
+    assert curve.latency_s == pytest.approx(1e-4, rel=1e-3)
+    assert curve.bandwidth == pytest.approx(1e8, rel=1e-3)
+
+
+def test_without_a_launcher_the_probe_says_how_to_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    result = CliRunner().invoke(app, ["probe", "--cluster"])
+    assert result.exit_code != 0 and "torchrun" in result.stderr
+
+
+HOSTS, RATE, SLOW_RATE = 3, 1e9 / 8, 2e8 / 8
+BASE = """
+[[nodes]]
+count = 3
+device = "a100-80"
+devices_per_node = 1
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
+def test_a_planted_slow_link_is_found_in_its_direction(tmp_path: Path) -> None:
+    (tmp_path / "base.toml").write_text(BASE)
+    with namespaces.hosts(HOSTS, "1gbit", {(2, 0): "200mbit"}) as made:
+        found = run_ranks(probe_on_hosts, HOSTS, made, tmp_path)[0]
+    save_cluster(found, tmp_path / "probed.toml", "a test")
+    probed = load_cluster(tmp_path / "probed.toml")
+    assert probed.measured is not None and probed.measured.between == "ranks"
+    for a in range(HOSTS):
+        for b in range(HOSTS):
+            if a != b:
+                wanted = SLOW_RATE if (a, b) == (2, 0) else RATE
+                assert probed.link_between(a, b).bandwidth == pytest.approx(wanted, rel=0.25), (a, b)
+    slow = [row for row in links_summary(probed).columns[1].cells if "to" in str(row)]
+    assert slow == ["rank 2 to rank 0"]
+    # Summed around a ring of all three, so over the slow link too: 2 * 2/3 of the buffer.
+    curve = next(one for one in probed.collectives if one.operation == "all-reduce")
+    assert curve.seconds[-1] > 0.8 * 4 / 3 * curve.num_bytes[-1] / RATE
+
+
+def probe_on_hosts(rank: int, num_ranks: int, made: list[namespaces.Host], folder: Path) -> Any:
+    import torch
+
+    from stagewright.execution.cluster_probe import probe_cluster
+
+    namespaces.join(made[rank], rank, num_ranks)
+    found: Cluster | None = probe_cluster(torch.device("cpu"), load_cluster(folder / "base.toml"), 0.02)
+    return found
