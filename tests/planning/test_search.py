@@ -17,8 +17,9 @@ from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, stage_cuts, stage_program
 from stagewright.planning.ranking import AS_FAST
-from stagewright.planning.search import Found, plan, widths_of
+from stagewright.planning.search import Found, plan
 from stagewright.planning.shortening import shortened
+from stagewright.planning.widths import widths_of
 from stagewright.schedule import build, insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB

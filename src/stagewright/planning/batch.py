@@ -8,7 +8,8 @@ from typing import Any
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.job import Job
-from stagewright.planning.search import Found, plan, tensor_widths_of, widths_of
+from stagewright.planning.search import Found, plan
+from stagewright.planning.widths import tensor_widths_of, widths_of
 from stagewright.tracing.models.reference import ModelReference
 
 _CLOSE = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -171,47 +172,52 @@ def fastest_partition(body: BodyCosts, choice: Choice, cluster: Cluster) -> tupl
     return found
 
 
-def make_candidate(
-    body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, start: Sequence[int] | None = None
-) -> Candidate:
-    """The fastest partition (or the one cut at `start`) if it fits the memory limit; otherwise a partition within
-    memory, or of those tried the one that misses the limit by least.
+def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
+    """The fastest partition if it fits the memory limit; otherwise as `within_memory`.
 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    if start is None:
-        start = fastest_partition(body, choice, cluster)[0]
-    best = with_cuts(body, choice, start, cluster, job)
-    latest = best
+    start = fastest_partition(body, choice, cluster)[0]
+    return within_memory(with_cuts(body, choice, start, cluster, job), body)
+
+
+def within_memory(start: Candidate, body: BodyCosts) -> Candidate:
+    """`start` if it fits the memory limit; otherwise a partition within memory, or of those tried the one that misses the
+    limit by least."""
+    best = latest = start
+    cluster, job = start.line.cluster, start.line.job
     for _ in range(_MEMORY_ROUNDS):
         if best.excess_bytes <= 0:
             break
-        found = best_partition(body, choice, cluster, _budget(body, latest, job))
+        found = best_partition(body, start.choice, cluster, _budget(body, latest, job))
         if found is None or found[0] == latest.cuts:
             break
-        latest = with_cuts(body, choice, found[0], cluster, job)
+        latest = with_cuts(body, start.choice, found[0], cluster, job)
         if latest.excess_bytes < best.excess_bytes:
             best = latest
     return best
 
 
-def with_cuts(
-    body: BodyCosts,
-    choice: Choice,
-    cuts: Sequence[int],
-    cluster: Cluster,
-    job: Job,
-    program: Program | None = None,
-) -> Candidate:
-    """`choice` with the given partition, and with the given program in place of that of its schedule."""
-    if program is None:
-        program = make_program(choice)
-    line = _sharded(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
+def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
+    """`choice` with the given partition."""
+    return of_line(choice, with_program(body, choice, cuts, make_program(choice), cluster, job))
+
+
+def with_program(
+    body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+) -> Pipeline:
+    """The given partition under the given computations, and what the replicas of `choice` share out."""
+    return _sharded(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
+
+
+def of_line(choice: Choice, line: Pipeline) -> Candidate:
+    """`line`, whose stages keep or recompute everything, with the memory of its ranks."""
     memories = tuple(rank_memories(line))
-    fullest = max(reserved_bytes(memory, cluster) for memory in memories)
-    excess = fullest - job.usable_bytes(cluster.device)
-    return Candidate(choice, line, tuple(cuts), memories, excess, _named(policies(program)))
+    fullest = max(reserved_bytes(memory, line.cluster) for memory in memories)
+    excess = fullest - line.job.usable_bytes(line.cluster.device)
+    cuts = tuple(stage.start for stage in line.stages[1:])
+    return Candidate(choice, line, cuts, memories, excess, _named(policies(line.program)))
 
 
 def _sharded(line: Pipeline, choice: Choice) -> Pipeline:
@@ -246,19 +252,19 @@ def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True)
 
 
 def least_saving(
-    kept: Sequence[Candidate], body: BodyCosts, job: Job, *, offload: bool = True
+    kept: Sequence[Candidate], body: BodyCosts, *, offload: bool = True, below_s: float = math.inf
 ) -> Candidate | None:
     """The partition that is fastest with what it must recompute and offload, which the partitions `kept`, where nothing
-    is, may be; None if nothing found fits."""
+    is, may be; None if nothing found fits, or nothing promises a batch of less than `below_s`."""
     first = kept[0]
-    line, share = first.line, first.choice.state_share(Precision.of(job.torch_name))
+    line, share = first.line, first.choice.state_share(Precision.of(first.line.job.torch_name))
+    known = {one.cuts: one for one in kept}
     for shrink in _SHRINKS:
-        others = [one.cuts for one in kept] if not shrink else []
         for cuts in cuts_to_try(
-            line, first.memories, body, in_flight(line.program), others,
-            state_share=share, offload=offload, shrink=shrink,
+            line, first.memories, body, in_flight(line.program), () if shrink else known,
+            state_share=share, offload=offload, shrink=shrink, below_s=below_s,
         )[:_MOST_FITTED]:  # fmt: skip
-            plain = with_cuts(body, first.choice, cuts, line.cluster, job)
+            plain = known.get(cuts) or with_cuts(body, first.choice, cuts, line.cluster, line.job)
             found = saving_candidate(plain, body, offload=offload)
             if found is not None:
                 return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,12 +27,14 @@ from stagewright.planning.candidate import (
     make_program,
     saved_counts,
     with_cuts,
+    within_memory,
 )
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.predict import costing, lower_bound_seconds, run_timeline
 from stagewright.planning.ranking import ranked
+from stagewright.planning.widths import microbatch_sizes, tensor_widths_of, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes, format_seconds
@@ -114,70 +118,43 @@ def plan(
         search.share_layers(shared, sequence_parallel and shared > 1)
         try:
             widths = widths_of(cluster, job, pp, dp, shared)
-            for size in _microbatch_sizes(widths, job, microbatch):
+            for size in microbatch_sizes(widths, job, microbatch):
                 choices = [choice for width in widths for choice in search.choices(size, width)]
-                if not search.work_out(size, choices):
+                if not search.gather(size, choices):
                     break
         except InputError as error:
             if tp is not None or shared == 1:
                 raise
             search.excluded.append(Excluded(str(error), dp or 1, pp or 1, tp=shared))
+    search.work_out()
     return search.result()
 
 
-def tensor_widths_of(cluster: Cluster, tp: int | None) -> list[int]:
-    """Numbers of ranks that may share layers: `tp`, or all that divide the devices of every node, the least first."""
-    if tp is not None:
-        if tp < 1 or cluster.num_devices % tp:
-            raise InputError(
-                f"tp = {tp} does not divide the {cluster.num_devices} devices of cluster '{cluster.name}': "
-                f"use one of {', '.join(str(n) for n in _divisors(cluster.num_devices))}"
-            )
-        return [tp]
-    return _divisors(math.gcd(*(group.devices_per_node for group in cluster.nodes)))
+@dataclass(frozen=True)
+class _Waiting:
+    """A choice to work out; `cuts` of its fastest partition, once they are known."""
+
+    choice: Choice
+    body: BodyCosts
+    cuts: tuple[int, ...] | None = None
 
 
-def widths_of(
-    cluster: Cluster, job: Job, pp: int | None, dp: int | None, tp: int = 1
-) -> list[tuple[int, int]]:
-    """All (dp, pp) that use every device and divide the batch, deepest pipelines first."""
-    count = cluster.num_devices // tp
-    for name, fixed in (("pp", pp), ("dp", dp)):
-        if fixed is not None and (fixed < 1 or count % fixed):
-            raise InputError(
-                f"{name} = {fixed} does not divide the {count} devices of cluster '{cluster.name}': "
-                f"use one of {', '.join(str(n) for n in _divisors(count))}"
-            )
-    found = [
-        (count // width, width)
-        for width in reversed(_divisors(count))
-        if pp in (None, width) and dp in (None, count // width) and job.global_batch % (count // width) == 0
-    ]
-    if not found:
-        wanted = f"dp {dp or 'any'} x pp {pp or 'any'}"
-        raise InputError(
-            f"{wanted} on {count} devices leaves no whole share of a global batch of {job.global_batch}: "
-            "dp x pp must be the number of devices and dp must divide the batch"
-        )
-    return found
+class _Queue:
+    """What waits, by a bound on its seconds; of equal bounds, what came first."""
 
+    def __init__(self) -> None:
+        self.entries: list[tuple[float, int, _Waiting]] = []
+        self.count = itertools.count()
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    def __len__(self) -> int:
+        return len(self.entries)
 
+    def push(self, bound: float, one: _Waiting) -> None:
+        heapq.heappush(self.entries, (bound, next(self.count), one))
 
-def _microbatch_sizes(widths: Sequence[tuple[int, int]], job: Job, fixed: int | None) -> list[int]:
-    """Sizes to try, growing: powers of two that divide a replica's share, or all divisors of odd shares."""
-    shares = {job.global_batch // dp for dp, _ in widths}
-    if fixed is not None:
-        if not any(share % fixed == 0 for share in shares):
-            raise InputError(
-                f"microbatch = {fixed} divides no replica's share of the global batch of {job.global_batch} "
-                f"({', '.join(map(str, sorted(shares)))} samples)"
-            )
-        return [fixed]
-    sizes = {size for share in shares for size in _divisors(share) if share % 2 or size & (size - 1) == 0}
-    return sorted(sizes)
+    def pop(self) -> tuple[float, _Waiting]:
+        bound, _, one = heapq.heappop(self.entries)
+        return bound, one
 
 
 class _Search:
@@ -207,6 +184,7 @@ class _Search:
         self.tp, self.sequence_parallel = 1, False
         self.plans: list[Plan] = []
         self.excluded: list[Excluded] = []
+        self.waiting = _Queue()
         self.misses: list[Candidate] = []
         self.too_many_stages: list[PlanError] = []
         self.latest: tuple[int, BodyCosts] | None = None
@@ -239,8 +217,8 @@ class _Search:
                 self.sequence_parallel,
             )
 
-    def work_out(self, size: int, choices: list[Choice]) -> bool:
-        """Every choice with microbatches of `size` samples; false if none of them came near fitting."""
+    def gather(self, size: int, choices: list[Choice]) -> bool:
+        """Every choice with microbatches of `size` samples that may fit waits to be worked out; false if none does."""
         if self.latest is not None:
             known, body = self.latest
             choices = self._fitting(choices, body, size / known)
@@ -249,11 +227,31 @@ class _Search:
         body = self._trace(size, self.tp)
         choices = self._fitting(choices, body, 1.0)
         for choice in choices:
-            self.report(str(choice))
-            self._work_out_one(choice, body)
+            shards = choice.dp if choice.level else 1
+            bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
+            self.waiting.push(bound, _Waiting(choice, body))
         self.without_rule |= body.costing.without_rule
         self.latest = size, body
         return bool(choices)
+
+    def work_out(self) -> None:
+        """Every choice that waits, the most promising first, so that what saving costs is worked out for few."""
+        while self.waiting:
+            bound, one = self.waiting.pop()
+            best = self._best_seconds()
+            if bound > _HOPELESS * best:
+                about = "at least" if one.cuts is None else "about"
+                self._exclude(one.choice, f"takes {about} {format_seconds(bound)} a step")
+            elif one.cuts is None:
+                cuts, seconds = fastest_partition(one.body, one.choice, self.cluster)
+                self.waiting.push(max(bound, seconds), replace(one, cuts=cuts))
+            else:
+                self.report(str(one.choice))
+                saves = self.recompute == "auto" and bound < best
+                self._work_out_within_memory(one.choice, one.body, one.cuts, saves)
+
+    def _best_seconds(self) -> float:
+        return min((found.predictions.step_seconds for found in self.plans), default=math.inf)
 
     def _trace(self, size: int, tp: int) -> BodyCosts:
         self.report(f"tracing microbatches of {size}" + (f" for tp {tp}" if tp > 1 else ""))
@@ -265,11 +263,18 @@ class _Search:
         return [choice for choice in choices if self._may_fit(choice, body, scale)]
 
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
-        """Whether state and saved values alone, the latter `scale` times those of `body`, fit in some partition."""
+        """Whether state and saved values alone, the latter `scale` times those of `body`, fit in some partition; where
+        saved values may be given up, those of one microbatch."""
         saved = saved_counts(make_program(choice))
         if self.recompute == "auto":
             saved = [min(count, 1) for count in saved]
-        counts = [count * scale for count in saved]
+        return self._partition_fits(choice, body, [count * scale for count in saved])
+
+    def _partition_fits(
+        self, choice: Choice, body: BodyCosts, counts: Sequence[float], kept: bool = False
+    ) -> bool:
+        """Whether some partition keeps the state and so many sets of saved values per stage, which are all there are if
+        `kept`; if none does, why is noted."""
         limit = self.job.usable_bytes(self.cluster.device)
         share = choice.state_share(Precision.of(self.job.torch_name))
         budget = MemoryBudget([float(limit)] * len(counts), counts, share)
@@ -283,25 +288,14 @@ class _Search:
         least = _least_bytes(body, counts, share)
         self.roughly_missed.append((least, choice))
         if least > limit:
-            reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}"
+            which = (
+                ", and cannot be the fastest if it gives any up" if self.recompute == "auto" and kept else ""
+            )
+            reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}{which}"
             self._exclude(choice, reason, least - limit)
         else:
             self._exclude(choice, f"no partition keeps every device within {format_bytes(limit)}")
         return False
-
-    def _work_out_one(self, choice: Choice, body: BodyCosts) -> None:
-        """Adds the plan of `choice`, or why there is none."""
-        shards = choice.dp if choice.level else 1
-        bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
-        best = min((found.predictions.step_seconds for found in self.plans), default=math.inf)
-        if bound > _HOPELESS * best:
-            self._exclude(choice, f"takes at least {format_seconds(bound)} a step")
-            return
-        start, seconds = fastest_partition(body, choice, self.cluster)
-        if seconds > _HOPELESS * best:
-            self._exclude(choice, f"takes about {format_seconds(seconds)} a step")
-            return
-        self._work_out_within_memory(choice, body, start, saves=self.recompute == "auto" and seconds < best)
 
     def _work_out_within_memory(
         self, choice: Choice, body: BodyCosts, start: Sequence[int], saves: bool
@@ -310,6 +304,9 @@ class _Search:
 
         `saves`: whether it may recompute or offload, which takes long to work out and only pays for what could be fastest.
         """
+        counts = saved_counts(make_program(choice))
+        if not saves and not self._partition_fits(choice, body, counts, kept=True):
+            return
         limit = self.job.usable_bytes(self.cluster.device)
         lost = 0  # to fragmentation, which only the replay of the allocator shows
         while True:
@@ -336,11 +333,13 @@ class _Search:
         self, body: BodyCosts, choice: Choice, start: Sequence[int], job: Job, saves: bool
     ) -> Candidate:
         """The partition within memory, or one that saves less than it would, whichever is faster."""
-        kept = make_candidate(body, choice, self.cluster, job, start)
-        if not saves or (kept.cuts == tuple(start) and kept.excess_bytes <= 0):
-            return kept
         fastest = with_cuts(body, choice, start, self.cluster, job)
-        saving = least_saving([fastest, kept], body, job, offload=self.offload)
+        if fastest.excess_bytes <= 0:
+            return fastest
+        kept = within_memory(fastest, body)
+        if not saves:
+            return kept
+        saving = least_saving([fastest, kept], body, offload=self.offload, below_s=self._best_seconds())
         fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
 

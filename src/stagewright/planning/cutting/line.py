@@ -33,6 +33,7 @@ def cuts_to_try(
     state_share: float = 1.0,
     offload: bool = True,
     shrink: float = 0.0,
+    below_s: float = math.inf,
 ) -> list[tuple[int, ...]]:
     """Partitions, the fastest first, by a simulation in which stages that do not fit recompute and offload: `others`, the
     one of least bottleneck, and those with narrower boundaries that are nearly as good. Without those that cannot fit.
@@ -42,6 +43,7 @@ def cuts_to_try(
         counts: per stage, the most sets of saved values in flight.
         state_share: part of the state of a stage that one replica keeps.
         shrink: part of the memory to leave free.
+        below_s: batches that take as long or longer are left out.
     """
     terms = terms_of(line, counts, state_share=state_share, offload=offload)
     leaves = Leaves(_ranges(body), _corrected(line, memories, Leaves(_ranges(body), terms), shrink))
@@ -50,7 +52,7 @@ def cuts_to_try(
     if found is not None:
         tried |= {found.cuts, *(narrowed(leaves, found, slack).cuts for slack in _SLACKS)}
     seconds = {cuts: _makespan(line, leaves, cuts) for cuts in tried}
-    return sorted((cuts for cuts in tried if math.isfinite(seconds[cuts])), key=lambda cuts: seconds[cuts])
+    return sorted((cuts for cuts in tried if seconds[cuts] < below_s), key=lambda cuts: seconds[cuts])
 
 
 def _makespan(line: Pipeline, leaves: Leaves, cuts: tuple[int, ...]) -> float:

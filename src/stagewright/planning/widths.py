@@ -1,0 +1,65 @@
+"""Widths and sizes that a search may try on a cluster."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError
+from stagewright.planning.job import Job
+
+
+def tensor_widths_of(cluster: Cluster, tp: int | None) -> list[int]:
+    """Numbers of ranks that may share layers: `tp`, or all that divide the devices of every node, the least first."""
+    if tp is not None:
+        if tp < 1 or cluster.num_devices % tp:
+            raise InputError(
+                f"tp = {tp} does not divide the {cluster.num_devices} devices of cluster '{cluster.name}': "
+                f"use one of {', '.join(str(n) for n in _divisors(cluster.num_devices))}"
+            )
+        return [tp]
+    return _divisors(math.gcd(*(group.devices_per_node for group in cluster.nodes)))
+
+
+def widths_of(
+    cluster: Cluster, job: Job, pp: int | None, dp: int | None, tp: int = 1
+) -> list[tuple[int, int]]:
+    """All (dp, pp) that use every device and divide the batch, deepest pipelines first."""
+    count = cluster.num_devices // tp
+    for name, fixed in (("pp", pp), ("dp", dp)):
+        if fixed is not None and (fixed < 1 or count % fixed):
+            raise InputError(
+                f"{name} = {fixed} does not divide the {count} devices of cluster '{cluster.name}': "
+                f"use one of {', '.join(str(n) for n in _divisors(count))}"
+            )
+    found = [
+        (count // width, width)
+        for width in reversed(_divisors(count))
+        if pp in (None, width) and dp in (None, count // width) and job.global_batch % (count // width) == 0
+    ]
+    if not found:
+        wanted = f"dp {dp or 'any'} x pp {pp or 'any'}"
+        raise InputError(
+            f"{wanted} on {count} devices leaves no whole share of a global batch of {job.global_batch}: "
+            "dp x pp must be the number of devices and dp must divide the batch"
+        )
+    return found
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def microbatch_sizes(widths: Sequence[tuple[int, int]], job: Job, fixed: int | None) -> list[int]:
+    """Sizes to try, growing: powers of two that divide a replica's share, or all divisors of odd shares."""
+    shares = {job.global_batch // dp for dp, _ in widths}
+    if fixed is not None:
+        if not any(share % fixed == 0 for share in shares):
+            raise InputError(
+                f"microbatch = {fixed} divides no replica's share of the global batch of {job.global_batch} "
+                f"({', '.join(map(str, sorted(shares)))} samples)"
+            )
+        return [fixed]
+    sizes = {size for share in shares for size in _divisors(share) if share % 2 or size & (size - 1) == 0}
+    return sorted(sizes)
