@@ -45,7 +45,7 @@ def test_without_a_launcher_the_probe_says_how_to_start_it(monkeypatch: pytest.M
     assert result.exit_code != 0 and "torchrun" in result.stderr
 
 
-HOSTS, RATE, SLOW_RATE = 3, 1e9 / 8, 2e8 / 8
+HOSTS, RATE, SLOW_RATE = 3, 400e6 / 8, 80e6 / 8
 BASE = """
 [[nodes]]
 count = 3
@@ -58,7 +58,7 @@ devices_per_node = 1
 @pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
 def test_a_planted_slow_link_is_found_in_its_direction(tmp_path: Path) -> None:
     (tmp_path / "base.toml").write_text(BASE)
-    with namespaces.hosts(HOSTS, "1gbit", {(2, 0): "200mbit"}) as made:
+    with namespaces.hosts(HOSTS, "400mbit", {(2, 0): "80mbit"}) as made:
         found = run_ranks(probe_on_hosts, HOSTS, made, tmp_path)[0]
     save_cluster(found, tmp_path / "probed.toml", "a test")
     probed = load_cluster(tmp_path / "probed.toml")
@@ -67,7 +67,7 @@ def test_a_planted_slow_link_is_found_in_its_direction(tmp_path: Path) -> None:
         for b in range(HOSTS):
             if a != b:
                 wanted = SLOW_RATE if (a, b) == (2, 0) else RATE
-                assert probed.link_between(a, b).bandwidth == pytest.approx(wanted, rel=0.25), (a, b)
+                assert probed.link_between(a, b).bandwidth == pytest.approx(wanted, rel=0.4), (a, b)
     slow = [row for row in links_summary(probed).columns[1].cells if "to" in str(row)]
     assert slow == ["rank 2 to rank 0"]
     # Summed around a ring of all three, so over the slow link too: 2 * 2/3 of the buffer.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
 
+from stagewright.execution.loss_scale import LossScale
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.planning.job import Job
@@ -18,9 +20,12 @@ class Optimizer:
     Where gradients are added up in another type than the parameters have (bf16 parameters, fp32 gradients), AdamW works
     on master copies of the gradients' type, and parameters are rounded from them after each step.
 
+    Gradients of a scaled loss are scaled back first; if one of them has overflowed, on whatever rank, nothing is updated.
+
     Args:
         pipeline: process group of the ranks of one replica; the norm is taken over them.
         shards: what replicas share out, their gradients summed already.
+        loss_scale: the factor on all gradients; None is 1.
     """
 
     def __init__(
@@ -30,7 +35,9 @@ class Optimizer:
         tied: TiedGroups,
         pipeline: dist.ProcessGroup | None,
         shards: Shards | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
+        self.loss_scale = loss_scale
         self.device = weights.device
         self.clip_norm = job.clip_norm
         self.tied = tied
@@ -70,14 +77,30 @@ class Optimizer:
         self.tied.reduce(self.gradients)
 
     def step(self) -> float:
-        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping."""
+        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping.
+
+        A norm that is not finite means that a gradient overflowed: with a scaled loss the step is left out, and the scale
+        is smaller from the next on.
+        """
         self.reduce()
-        gradients = self.gradients
-        norm = self._norm(gradients)
+        factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
+        norm = self._norm(self.gradients) * factor
+        if self.loss_scale is not None:
+            overflowed = not math.isfinite(norm)
+            self.loss_scale.update(overflowed)
+            if overflowed:
+                self.shards.drop_gradients()
+                return norm
         if self.clip_norm is not None:
-            scale = min(1.0, self.clip_norm / (norm + 1e-6))
-            if scale < 1.0 and gradients:
-                torch._foreach_mul_(list(gradients.values()), scale)
+            factor *= min(1.0, self.clip_norm / (norm + 1e-6))
+        self._update(factor)
+        return norm
+
+    def _update(self, factor: float) -> None:
+        """AdamW by `factor` times the gradients."""
+        gradients = self.gradients
+        if factor != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), factor)
         for value, target in self.targets.items():
             target.grad = gradients.pop(value, None)
         if self.adamw is not None:
@@ -88,7 +111,6 @@ class Optimizer:
         for value, master in self.masters.items():
             self.parameters[value].copy_(master)
         self.shards.spread()
-        return norm
 
     def _norm(self, gradients: Mapping[int, torch.Tensor]) -> float:
         whole = {value: gradient for value, gradient in gradients.items() if value not in self.sharded}

@@ -137,6 +137,11 @@ class RankRunner:
             )
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
+    def scale_loss(self, cotangent: float) -> None:
+        """Start backwards from another cotangent of each microbatch's loss."""
+        for runner in self.runners.values():
+            runner.scale_loss(cotangent)
+
     def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
         """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards.
 

@@ -29,6 +29,13 @@ class RankRecord(StrictModel):
     busy_seconds: float
     """Of computations; without waiting, transfers and the optimizer."""
     sent_bytes: int
+    """To other pipeline ranks, over all steps."""
+    num_gathers: int = 0
+    """Of flat buffers of parameters, over all steps; `num_reductions` are sums of gradients over replicas."""
+    num_reductions: int = 0
+    gathered_bytes: int = 0
+    """That left this rank on a ring of replicas; `reduced_bytes` for sums of gradients."""
+    reduced_bytes: int = 0
     actions: tuple[tuple[str, float, float], ...]
     """Text, start and end in seconds from this rank's beginning of the step."""
     began_seconds: float = 0.0
@@ -48,7 +55,8 @@ class Record(StrictModel):
     device: str
     versions: dict[str, str] = Field(default_factory=dict)
     losses: tuple[float, ...]
-    gradient_norms: tuple[float, ...]
+    gradient_norms: tuple[float | None, ...]
+    """Before clipping; None for a step of fp16 that changed nothing because a gradient overflowed."""
     step_seconds: tuple[float, ...]
     metered_steps: tuple[int, ...]
     """Steps left out of the timing: the first, and the one whose memory was counted."""

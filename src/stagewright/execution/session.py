@@ -16,6 +16,7 @@ from stagewright.execution.collectives import Replicas
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.evaluation import evaluation_weights, forward_program, forward_stages
 from stagewright.execution.loading import part_of, starting_tensors
+from stagewright.execution.loss_scale import LossScale
 from stagewright.execution.mesh import Mesh
 from stagewright.execution.meter import StorageMeter
 from stagewright.execution.optimizer import Optimizer
@@ -110,14 +111,14 @@ class Session:
             pipelines,
         )
         tied.count_elsewhere(self._counted_elsewhere())
-        loss_scale = 1.0 / (plan.num_microbatches * plan.dp)
+        self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         self.runner = RankRunner(
-            self.stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, device, loss_scale,
+            self.stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, device, self.cotangent,
             job.seed, (forward, backward), watch, self.shards, self.mesh.replica * plan.num_microbatches,
         )  # fmt: skip
         self.pipeline = forward
         self._evaluator: RankRunner | None = None
-        self.optimizer = Optimizer(self.weights, job, tied, whole_model, self.shards)
+        self.optimizer = Optimizer(self.weights, job, tied, whole_model, self.shards, self.loss_scale)
         self.last: BatchResult | None = None
         self._began = 0.0
         self._optimizer_seconds = 0.0
@@ -143,7 +144,7 @@ class Session:
     ) -> Weights:
         folder = None if random_weights else reference.weights
         tensors = starting_tensors(model, own, folder, self.part)
-        accumulate = torch.float32 if self.plan.job.dtype == "bf16" else None
+        accumulate = torch.float32 if self.plan.job.dtype in ("bf16", "fp16") else None
         return Weights(own, tensors, self.device, accumulate, mine)
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
@@ -179,6 +180,12 @@ class Session:
         return Replicas(self.mesh.replica, self.mesh.dp, gathers, sums)
 
     # -- training ---------------------------------------------------------------------------------------------------
+
+    @property
+    def cotangent(self) -> float:
+        """Of the loss of each microbatch, so that gradients are those of the mean loss, or of the scaled one."""
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return scale / (self.plan.num_microbatches * self.plan.dp)
 
     def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
         """The inputs of this replica's microbatches of a step."""
@@ -217,6 +224,8 @@ class Session:
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
         found = self.shards.whole_gradients(self.weights)
+        if self.loss_scale is not None:
+            found = {value: gradient / self.loss_scale.value for value, gradient in found.items()}
         named = {value: stage.value(value).name for stage in self.own for value in stage.parameters}
         return {named[value]: gradient for value, gradient in found.items()}
 
@@ -226,7 +235,10 @@ class Session:
         self._synchronize()
         computed = time.perf_counter()
         self.watch("optimizer step")
+        cotangent = self.cotangent
         norm = self.optimizer.step()
+        if self.cotangent != cotangent:
+            self.runner.scale_loss(self.cotangent)
         self._synchronize()
         end = time.perf_counter()
         self._optimizer_seconds = end - computed
@@ -324,6 +336,7 @@ class Session:
             reserved_peak_bytes=self.reserved_bytes,
             busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
             sent_bytes=self.runner.transport.num_bytes_sent,
+            **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),
             actions=tuple((str(m.action), m.start - self._began, m.end - self._began) for m in moments),
             began_seconds=self._began + offset.seconds,
             clock_error_seconds=offset.error_seconds,

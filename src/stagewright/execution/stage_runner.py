@@ -80,6 +80,7 @@ class StageRunner:
         }
         sources = {*stage.parameters, *stage.buffers, *stage.constants, stage.graph.seed}
         static = self._runnable(Function(stage.static, (), tuple(sorted(lasting & used))), sources, "static")
+        self._static = static
         self._run_resident(static)
         self._derive = self._runnable(
             Function(stage.derived, (), tuple(sorted(derived & used))), sources | lasting, "derived"
@@ -107,6 +108,11 @@ class StageRunner:
         self.step = step
         if not self.is_gathered:
             self._run_resident(self._derive)
+
+    def scale_loss(self, cotangent: float) -> None:
+        """Start backwards from another cotangent of each microbatch's loss."""
+        self.resident[self.stage.graph.seed].fill_(cotangent)
+        self._run_resident(self._static)
 
     def put_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Use gathered parameters, by name, from now on."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import sys
@@ -140,7 +141,9 @@ def _record(loaded: Any, torch: Any, target: Any, results: list[Any], metered: i
         device=str(target),
         versions={"torch": torch.__version__, "python": sys.version.split()[0]},
         losses=tuple(result.loss for result in results),
-        gradient_norms=tuple(result.gradient_norm for result in results),
+        gradient_norms=tuple(
+            result.gradient_norm if math.isfinite(result.gradient_norm) else None for result in results
+        ),
         step_seconds=tuple(result.seconds for result in results),
         metered_steps=tuple(sorted({0, metered})),
         predicted_step_seconds=loaded.predictions.step_seconds,
