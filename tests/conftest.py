@@ -22,12 +22,19 @@ settings.load_profile("all" if TEST_ALL else "gate")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "multiprocess: starts several processes; left out by ./check --fast")
+    config.addinivalue_line(
+        "markers", "matrix: of the whole matrix of the executor; make test-all, or -m matrix"
+    )
     config.addinivalue_line("markers", "slow: takes a minute or more; runs with STAGEWRIGHT_TEST_ALL=1 only")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if TEST_ALL:
         return
+    if "matrix" not in config.getoption("-m"):
+        left_out = [item for item in items if item.get_closest_marker("matrix")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: set STAGEWRIGHT_TEST_ALL=1 (make test-all)"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,12 @@ from plans import make_plan
 
 from stagewright.cluster import load_cluster
 from stagewright.execution.collectives import Traffic
+from stagewright.graph.flat import GRADIENTS
+from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import line_of
 from stagewright.planning.plan import Plan, load_plan, stage_program
-from stagewright.planning.predict import rank_memories
+from stagewright.planning.predict import Pipeline, rank_memories
+from stagewright.schedule import Action
 
 NUM_STEPS = 2
 SMALL_GPT2 = (("num_hidden_layers", 2), ("n_embd", 32), ("vocab_size", 96))
@@ -39,11 +45,12 @@ class Cell:
     reduce_dtype: str | None = None
 
     def __str__(self) -> str:
+        model = self.model.rpartition(":")[2]
         chunks = f" x {self.num_chunks} chunks" if self.num_chunks else ""
-        return f"{self.model} {self.schedule} zero {self.sharding} dp {self.dp} pp {self.pp}{chunks} {self.policy}"
+        return f"{model} {self.schedule} zero {self.sharding} dp {self.dp} pp {self.pp}{chunks} {self.policy}"
 
     def plan(self, folder: Path) -> Path:
-        path = folder / f"{str(self).replace(' ', '-')}.json"
+        path = folder / f"{zlib.crc32(repr(self).encode())}.json"
         make_plan(
             path, self.model, self.schedule, self.pp, self.dp, self.num_microbatches, self.dtype, NUM_STEPS,
             overrides=dict(self.overrides), microbatch_size=2, sharding=self.sharding, num_chunks=self.num_chunks,
@@ -58,7 +65,9 @@ class Outcome:
 
     loss: float
     gradients: dict[str, float]
-    tied: tuple[str, ...]
+    reordered: frozenset[str]
+    """Parameters whose gradients are added up in another order than plain training has: tied ones, and those that the
+    replicas sum several times in a batch."""
     losses: tuple[float, ...]
     peak_bytes: int
     traffic: dict[str, int]
@@ -68,6 +77,45 @@ class Outcome:
 def predicted(path: Path) -> list[int]:
     """Bytes at the peak of every pipeline rank, as predicted."""
     return [memory.peak_bytes for memory in rank_memories(line_of(load_plan(path), load_cluster("8x-h100")))]
+
+
+def expected_traffic(plan: Plan) -> list[dict[str, int]]:
+    """What every pipeline rank moves in one step, by the formulas of ZeRO on a ring: a part of ``(dp - 1) / dp`` of a
+    buffer for a gather or a scattered sum, twice that for an all-reduce."""
+    line = line_of(plan, load_cluster("8x-h100"))
+    return [vars(_traffic_of(plan, line, rank)) for rank in range(plan.pp)]
+
+
+def _traffic_of(plan: Plan, line: Pipeline, rank: int) -> Traffic:
+    traffic, own = Traffic(), set(line.program.placement.stages_of(rank))
+    for flat in line.flats:
+        stages = own.intersection(flat.stages)
+        if not stages:
+            continue
+        part = flat.num_elements * (plan.dp - 1) // plan.dp
+        gathers = {0: 0, 1: 1, 2: 1, 3: _times_gathered(line.program.actions(rank), stages)}[flat.level]
+        sums = sum(
+            action.kind == "REDUCE" and action.stage in stages for action in line.program.actions(rank)
+        )
+        sums = sums if flat.level >= 2 and len(flat.stages) == 1 else 1
+        traffic.num_gathers += gathers
+        traffic.gathered_bytes += gathers * part * ITEM_BYTES[flat.dtype]
+        traffic.num_reductions += sums
+        traffic.reduced_bytes += sums * part * ITEM_BYTES[flat.dtype] * (2 if flat.level == 0 else 1)
+    return traffic
+
+
+def _times_gathered(actions: Iterable[Action], stages: set[int]) -> int:
+    """How often a buffer that `stages` share is made whole."""
+    held: set[int] = set()
+    count = 0
+    for action in actions:
+        if action.kind == "GATHER" and action.stage in stages:
+            count += not held
+            held.add(action.stage)
+        elif action.kind == "RELEASE":
+            held.discard(action.stage)
+    return count
 
 
 def train(rank: int, num_ranks: int, paths: list[str]) -> list[Outcome]:
@@ -103,17 +151,28 @@ def _train_one(plan: Plan, plain: Plain) -> Outcome:
         for value, _ in stage.gradients:
             name = stage.value(value).name
             differences[name] = largest_difference(gradients[name], wanted[name])
-    users = [stage.value(value).name for stage in session.stages for value, _ in stage.gradients]
     traffic = session.shards.replicas.traffic if session.shards.replicas else Traffic()
     before = replace(traffic)
     results = [session.train_step(step, metered=step == 1) for step in range(NUM_STEPS)]
     return Outcome(
         abs(loss - plain.loss) / abs(plain.loss),
         differences,
-        tuple(name for name in set(users) if users.count(name) > 1),
+        _reordered(plan, session),
         tuple(result.loss for result in results),
         session.peak_bytes,
         {name: (value - getattr(before, name)) // NUM_STEPS for name, value in vars(traffic).items()},
+    )
+
+
+def _reordered(plan: Plan, session: Any) -> frozenset[str]:
+    sums = Counter(action.stage for action in stage_program(plan) if action.kind == "REDUCE")
+    users = Counter(stage.value(value).name for stage in session.stages for value, _ in stage.gradients)
+    return frozenset(
+        stage.value(value).name
+        for stage in session.stages
+        for value, _ in stage.gradients
+        if users[stage.value(value).name] > 1
+        or (sums[stage.index] > 1 and plan.sharding[stage.index] >= GRADIENTS)
     )
 
 
@@ -150,6 +209,8 @@ class Plain:
     """The model under autograd on the global batch: each replica's share added up in order, then the shares."""
 
     def __init__(self, plan: Plan) -> None:
+        import torch
+
         from stagewright.execution.data import SyntheticBatches
         from stagewright.tracing.cache import trace
         from stagewright.tracing.models.build import build
@@ -159,6 +220,8 @@ class Plain:
         self.size, self.seed = plan.microbatch_size, job.seed
         self.shares = [range(replica * share, (replica + 1) * share) for replica in range(plan.dp)]
         self.count = plan.dp * share
+        self.scale = job.loss_scale if job.dtype == "fp16" else 1.0
+        self.added_in = torch.float32 if job.torch_name in ("bfloat16", "float16") else None
         reference = resolve(plan.model.text, plan.model.overrides)
         self.graph = trace(reference, plan.microbatch_size, **job.traced(plan.cluster.kind))
         built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
@@ -177,13 +240,17 @@ class Plain:
     def _gradients(self, order: tuple[int, ...]) -> dict[str, Any]:
         total: dict[str, Any] = {}
         for share in self.shares:
-            self.module.zero_grad(set_to_none=True)
+            of_share: dict[str, Any] = {}
             for index in order:
-                (self._loss(share[index]) * (1.0 / self.count)).backward()
-            for name, parameter in self.module.named_parameters():
-                if parameter.grad is not None:
-                    total[name] = total[name] + parameter.grad if name in total else parameter.grad.clone()
-        return total
+                _add(of_share, self._of_microbatch(share[index]))
+            _add(total, of_share)
+        return {name: gradient / self.scale for name, gradient in total.items()}
+
+    def _of_microbatch(self, index: int) -> dict[str, Any]:
+        self.module.zero_grad(set_to_none=True)
+        (self._loss(index) * (self.scale / self.count)).backward()
+        found = {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+        return {name: gradient.to(self.added_in or gradient.dtype) for name, gradient in found.items()}
 
     def _loss(self, index: int) -> Any:
         from stagewright.execution.random import keyed
@@ -191,3 +258,8 @@ class Plain:
         inputs = self.batches.microbatch(0, index * self.size, self.graph)
         with keyed(self.seed, 0, index):
             return self.module(**inputs)
+
+
+def _add(total: dict[str, Any], gradients: dict[str, Any]) -> None:
+    for name, gradient in gradients.items():
+        total[name] = total[name] + gradient if name in total else gradient

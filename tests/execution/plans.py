@@ -43,6 +43,7 @@ def make_plan(
     reduce_dtype: str | None = None,
     tp: int = 1,
     sequence_parallel: bool = False,
+    loss_scale: float = 65536.0,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -57,6 +58,8 @@ def make_plan(
         learning_rate=3e-3,
         num_steps=num_steps,
         clip_norm=clip_norm,
+        loss_scale=loss_scale,
+        loss_scale_window=2,
     )
     reference = resolve(model, overrides)
     traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes

@@ -12,7 +12,7 @@ from multiprocess import run_ranks
 
 pytestmark = pytest.mark.multiprocess
 
-TIED_TOLERANCE = 1e-12
+TOLERANCE = 1e-12
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def check_equal(cell: Cell, ranks: Sequence[Outcome]) -> None:
         assert outcome.loss == 0.0, f"{cell}: the loss differs"
         assert outcome.losses == ranks[0].losses
         for name, difference in outcome.gradients.items():
-            allowed = TIED_TOLERANCE if name in outcome.tied else 0.0
+            allowed = TOLERANCE if name in outcome.reordered else 0.0
             assert difference <= allowed, f"{cell}: gradient of {name} is off by {difference}"
 
 

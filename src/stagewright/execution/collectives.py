@@ -64,10 +64,13 @@ class Replicas:
         return _pending(all_gather(_real(whole), _real(shard), group=self.gathers, async_op=True), doing)
 
     def scatter_sum(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
-        """Add up every replica's `whole` and leave this one's part in `shard`, which may be a part of it."""
+        """Add up every replica's `whole` and leave this one's part in `shard`, a part of it; the others are lost."""
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += (self.size - 1) * _num_bytes(shard)
-        work = reduce_scatter(_real(shard), _real(whole), group=self.sums, async_op=True)
+        if dist.get_backend(self.sums) == "gloo":  # which would sum all of a copy of `whole`
+            work = dist.all_reduce(_real(whole), group=self.sums, async_op=True)
+        else:
+            work = reduce_scatter(_real(shard), _real(whole), group=self.sums, async_op=True)
         return _pending(work, doing)
 
     def sum(self, whole: torch.Tensor, doing: str) -> Pending:

@@ -36,7 +36,7 @@ class Job(StrictModel):
     `dtype` is the type of parameters and computation. With ``bf16``, gradients are added up in fp32 and the
     optimizer keeps fp32 master weights: 18 bytes a parameter in all; with ``fp32`` it is 16 bytes. With ``autocast``
     parameters are fp32 and the model is computed under bf16 autocast, by the rules of the cluster's devices. ``tf32`` is
-    fp32 with products in tf32, ``fp8`` is bf16 with products in fp8 where the device has it, ``fp16`` is as bf16.
+    fp32 with products in tf32, ``fp8`` is bf16 with products in fp8 where the device has it, ``fp16`` is as bf16, with a scaled loss.
 
     >>> job = Job(global_batch=8, sequence_length=128, dtype="bf16", memory_limit="16GiB")
     >>> job.torch_name, job.memory_limit
@@ -60,6 +60,10 @@ class Job(StrictModel):
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float | None = Field(default=1.0, gt=0)
     """Largest norm of the gradient over all stages; None leaves gradients as they are."""
+    loss_scale: float = Field(default=65536.0, gt=0)
+    """What the loss is multiplied by at first in fp16; halved when a gradient overflows, and that step left out."""
+    loss_scale_window: int = Field(default=2000, ge=1)
+    """Steps without an overflow after which it is doubled."""
     num_steps: int = Field(default=20, ge=1)
     seed: int = Field(default=0, ge=0)
     memory_limit: Annotated[int | None, BeforeValidator(_parse_amount)] = Field(default=None, gt=0)
@@ -88,8 +92,8 @@ class Job(StrictModel):
     @property
     def not_run(self) -> str | None:
         """What of this job is predicted but not run, and what to do about it; None if all of it runs."""
-        if self.dtype in ("fp8", "fp16"):
-            return f"training in {self.dtype} is predicted, not run: plan with --dtype bf16"
+        if self.dtype == "fp8":
+            return "training in fp8 is predicted, not run: plan with --dtype bf16"
         if self.compiled:
             return "compiled execution is predicted, not run: plan without --compiled"
         return None

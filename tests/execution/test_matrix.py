@@ -1,0 +1,65 @@
+"""The whole matrix of the executor: equal to plain training, in the bytes promised, with the traffic of the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from cells import Cell, Outcome, expected_traffic, predicted, train
+from matrix import ASYNCHRONOUS, MODELS, batches, matrix
+
+from multiprocess import run_ranks
+from stagewright.planning.plan import load_plan
+from stagewright.schedule.families import FAMILIES
+
+TOLERANCE = 1e-12
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
+
+
+def test_the_matrix_has_something_of_everything() -> None:
+    cells = matrix()
+    assert len(cells) >= 120 and len(set(cells)) == len(cells)
+    assert {cell.schedule for cell in cells} == set(FAMILIES) - ASYNCHRONOUS
+    assert {cell.model for cell in cells} == set(MODELS)
+    assert {cell.policy for cell in cells} == {"keep", "recompute", "some", "offload"}
+    assert {(cell.pp, cell.dp) for cell in cells} >= {(1, 2), (2, 1), (2, 2), (4, 1)}
+    assert {cell.sharding for cell in cells if cell.dp > 1} == {0, 1, 2, 3}
+
+
+@pytest.mark.matrix
+@pytest.mark.multiprocess
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("cells", batches(), ids=lambda cells: f"{len(cells)} {cells[0]}")
+def test_cells(cells: Sequence[Cell], tmp_path: Path) -> None:
+    paths = [cell.plan(tmp_path) for cell in cells]
+    num_ranks = cells[0].pp * cells[0].dp
+    ranks = run_ranks(train, num_ranks, list(map(str, paths)), timeout=1000)
+    wrong = [
+        problem
+        for index, (cell, path) in enumerate(zip(cells, paths, strict=True))
+        for problem in problems(cell, path, [rank[index] for rank in ranks])
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def problems(cell: Cell, path: Path, ranks: Sequence[Outcome]) -> list[str]:
+    """What one cell does not keep to."""
+    found: list[str] = []
+    wanted, traffic = predicted(path), expected_traffic(load_plan(path))
+    for rank, outcome in enumerate(ranks):
+        where, pipeline_rank = f"{cell}, rank {rank}", rank // cell.dp
+        if outcome.loss != 0.0:
+            found.append(f"{where}: the loss is off by {outcome.loss}")
+        for name, difference in outcome.gradients.items():
+            if not difference <= (TOLERANCE if name in outcome.reordered else 0.0):
+                found.append(f"{where}: gradient of {name} is off by {difference}")
+        if abs(outcome.peak_bytes - wanted[pipeline_rank]) > 0.01 * wanted[pipeline_rank]:
+            found.append(f"{where}: {outcome.peak_bytes} bytes, predicted {wanted[pipeline_rank]}")
+        if outcome.traffic != traffic[pipeline_rank]:
+            found.append(f"{where}: traffic {outcome.traffic}, expected {traffic[pipeline_rank]}")
+    return found
