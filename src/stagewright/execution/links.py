@@ -78,7 +78,7 @@ class LinkCurve:
     def bandwidth(self) -> float:
         """Bytes/s of this direction."""
         sizes, seconds = zip(*self.points[1:][-_FITTED:], strict=True)
-        return linear_fit(sizes, [max(s - 2 * self.latency_s, 0.05 * s) for s in seconds])[0]
+        return linear_fit(sizes, seconds)[0]
 
 
 def measure_links(
