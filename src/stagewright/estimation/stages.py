@@ -74,7 +74,8 @@ class BodyCosts:
     """Costs of ranges of the body: `seconds`, `state_bytes` and `saved_bytes` have an entry per position
     and one more, and the cost of the range ``[i, j)`` is ``array[j] - array[i]``.
 
-    * `seconds`: forward, input gradient and weight gradient of one microbatch; `forward_seconds` of these;
+    * `seconds`: forward, input gradient and weight gradient of one microbatch; `forward_seconds` and
+      `weight_grad_seconds` of these;
     * `state_bytes`: parameters, gradients and optimizer state;
     * `saved_bytes`: what F leaves for the backward of one microbatch;
     * `boundary_bytes[i]`: what crosses a cut at `i` in one forward and one backward.
@@ -100,8 +101,15 @@ class BodyCosts:
 
     @cached_property
     def forward_seconds(self) -> Floats:
-        is_forward = np.fromiter((node.part is Part.FORWARD for node in self.graph.nodes), np.bool_)
-        return _prefix(self._places, np.where(is_forward, self._bound, 0.0), self.size)
+        return self._seconds_of(Part.FORWARD)
+
+    @cached_property
+    def weight_grad_seconds(self) -> Floats:
+        return self._seconds_of(Part.WEIGHT_GRAD)
+
+    def _seconds_of(self, part: Part) -> Floats:
+        is_part = np.fromiter((node.part is part for node in self.graph.nodes), np.bool_)
+        return _prefix(self._places, np.where(is_part, self._bound, 0.0), self.size)
 
     @cached_property
     def _bound(self) -> Floats:

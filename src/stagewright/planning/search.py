@@ -29,6 +29,7 @@ from stagewright.planning.candidate import (
     with_cuts,
     within_memory,
 )
+from stagewright.planning.finalists import JOINT, joint_plans
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import Plan, shared_layers
@@ -94,7 +95,7 @@ def plan(
 
     Args:
         report: told what the search is doing.
-        schedules: names of schedule families to try.
+        schedules: names of schedule families to try; with "joint" among them, the joint search improves the best.
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
         tp: ranks that share every layer; None tries all widths within a node that divide the model.
         sequence_parallel: whether those ranks split the sequence between the layers' products.
@@ -127,6 +128,8 @@ def plan(
                 raise
             search.excluded.append(Excluded(str(error), dp or 1, pp or 1, tp=shared))
     search.work_out()
+    if JOINT in schedules and recompute != "full":
+        search.search_jointly()
     return search.result()
 
 
@@ -179,7 +182,7 @@ class _Search:
         self.cluster = cluster
         self.job = job
         self.report = report
-        self.schedules = schedules
+        self.schedules = tuple(name for name in schedules if name != JOINT) or ("1f1b",)
         self.trace = trace
         self.tp, self.sequence_parallel = 1, False
         self.plans: list[Plan] = []
@@ -188,6 +191,7 @@ class _Search:
         self.misses: list[Candidate] = []
         self.too_many_stages: list[PlanError] = []
         self.latest: tuple[int, BodyCosts] | None = None
+        self.bodies: dict[tuple[int, int], BodyCosts] = {}
         self.without_rule: set[str] = set()
         self.roughly_missed: list[tuple[int, Choice]] = []
 
@@ -224,7 +228,7 @@ class _Search:
             choices = self._fitting(choices, body, size / known)
         if not choices:
             return False
-        body = self._trace(size, self.tp)
+        body = self.bodies[size, self.tp] = self._trace(size, self.tp)
         choices = self._fitting(choices, body, 1.0)
         for choice in choices:
             shards = choice.dp if choice.level else 1
@@ -249,6 +253,13 @@ class _Search:
                 self.report(str(one.choice))
                 saves = self.recompute == "auto" and bound < best
                 self._work_out_within_memory(one.choice, one.body, one.cuts, saves)
+
+    def search_jointly(self) -> None:
+        """Adds plans of the joint search that are faster than the best of the families."""
+        self.plans += joint_plans(
+            tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp], self.cluster, self.job,
+            self.reference, zero=self.zero, saves=self.recompute == "auto", offload=self.offload, report=self.report,
+        )  # fmt: skip
 
     def _best_seconds(self) -> float:
         return min((found.predictions.step_seconds for found in self.plans), default=math.inf)

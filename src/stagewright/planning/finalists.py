@@ -1,0 +1,236 @@
+"""The joint search for the best configurations of a model: cuts, placement and program found together.
+
+The families that a search tries come with one stage or a few per rank, cut for equal time. For the configurations
+that promise most, `joint_candidate` searches all three anew from the costs of small pieces of the traced model, and
+judges what it finds as every other candidate is judged: carved, simulated and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from stagewright.cluster import Cluster
+from stagewright.errors import PlanError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.state import Precision
+from stagewright.planning.candidate import (
+    Candidate,
+    Choice,
+    make_plan,
+    of_line,
+    saving_candidate,
+    with_program,
+)
+from stagewright.planning.job import Job
+from stagewright.planning.joint.plan import JointPlan
+from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.search import Effort, Found, search
+from stagewright.planning.joint.traced import Known, Wiring, cuts_of, piece_ends, problem_of, with_backwards
+from stagewright.planning.plan import Plan, StagePrediction
+from stagewright.planning.predict import Pipeline, run_timeline
+from stagewright.tracing.models.reference import ModelReference
+from stagewright.units import format_seconds
+
+JOINT = "joint"
+"""In place of the name of a family: cuts, placement and program from the joint search."""
+
+EFFORT = Effort(rounds=8)
+_JUDGED = 3
+"""Plans of one search that are carved and judged."""
+_TRIALS = 2
+"""How often memory is left free for fragmentation before a configuration is given up."""
+_SAVED = 1
+"""Of these, how many are made to fit by recomputing and offloading, which takes long."""
+
+
+def finalists(plans: Iterable[Plan], count: int = 2) -> list[Plan]:
+    """Of the pipelines that could still become the fastest plan, the fastest of each configuration: those
+    whose bounds are lowest, `count` at most."""
+    known = sorted(plans, key=lambda plan: plan.predictions.step_seconds)
+    shapes: dict[tuple[object, ...], Plan] = {}
+    for plan in known:
+        if plan.pp > 1 and plan.predictions.lower_bound_seconds < known[0].predictions.step_seconds:
+            key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size
+            shapes.setdefault(key, plan)
+    return sorted(shapes.values(), key=lambda plan: plan.predictions.lower_bound_seconds)[:count]
+
+
+def joint_plans(
+    plans: Sequence[Plan],
+    body_of: Callable[[Plan], BodyCosts],
+    cluster: Cluster,
+    job: Job,
+    reference: ModelReference,
+    *,
+    zero: int | None = None,
+    saves: bool = True,
+    offload: bool = True,
+    report: Callable[[str], None] = lambda stage: None,
+) -> Iterator[Plan]:
+    """Plans of the joint search that are faster than those of the families, `plans`, for the same configuration.
+
+    `body_of` has the costs of the model that a plan was made from.
+    """
+    best = min((plan.predictions.step_seconds for plan in plans), default=0.0)
+    for known in finalists(plans):
+        if known.predictions.lower_bound_seconds >= best:
+            continue
+        found = _joint_plan(known, body_of(known), cluster, job, reference, zero, saves, offload, report)
+        if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
+            best = min(best, found.predictions.step_seconds)
+            yield found
+
+
+def _joint_plan(
+    known: Plan,
+    body: BodyCosts,
+    cluster: Cluster,
+    job: Job,
+    reference: ModelReference,
+    zero: int | None,
+    saves: bool,
+    offload: bool,
+    report: Callable[[str], None],
+) -> Plan | None:
+    """Within memory that leaves room for what the allocator loses, which only the replay of a plan shows."""
+    choice, limit, lost = choice_of(known, zero), job.usable_bytes(cluster.device), 0
+    for _ in range(_TRIALS):
+        within = job.model_copy(update={"memory_limit": limit - lost}) if lost else job
+        candidate = joint_candidate(
+            known, body, choice, cluster, within, saves=saves, offload=offload, report=report
+        )
+        if candidate is None:
+            return None
+        found = make_plan(candidate, body, reference)
+        missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
+        if missing <= 0:
+            return found.model_copy(update={"job": job})
+        lost += max(missing, limit // 25)
+    return None
+
+
+def choice_of(plan: Plan, zero: int | None) -> Choice:
+    """The configuration of `plan`, its schedule to be found."""
+    return Choice(
+        plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, JOINT, False, zero,
+        plan.reduce_dtype, plan.tp, plan.sequence_parallel,
+    )  # fmt: skip
+
+
+def joint_candidate(
+    known: Plan,
+    body: BodyCosts,
+    choice: Choice,
+    cluster: Cluster,
+    job: Job,
+    *,
+    saves: bool = True,
+    offload: bool = True,
+    effort: Effort = EFFORT,
+    report: Callable[[str], None] = lambda stage: None,
+) -> Candidate | None:
+    """The fastest plan within memory that the joint search finds for the configuration of `known`, the best
+    plan of a family; None if nothing found fits.
+
+    Searched first as if there were memory for everything, and if the result lacks some within memory. With `saves`
+    plans that lack memory recompute or offload as much as they must.
+    """
+    ends = piece_ends(body, choice.pp)
+    wiring = Wiring(cluster, choice.pp, choice.dp * choice.tp)
+    fitting: list[Candidate] = []
+    for learnt in _assumptions(known, body, choice, job, saves):
+        problem = problem_of(body, ends, choice.num_microbatches, wiring, learnt)
+        found = _searched(problem, effort, report, str(choice))
+        if found is None:
+            continue
+        lines = sorted(
+            (
+                with_program(body, choice, cuts_of(plan, ends), program, cluster, job)
+                for plan in _worth_judging(found)
+                for program in dict.fromkeys((with_backwards(plan), plan.program))
+            ),
+            key=_makespan,
+        )
+        best = _first_that_fits([of_line(choice, line) for line in lines[:_JUDGED]], body, saves, offload)
+        fitting += [best] if best is not None else []
+        if best is not None and set(best.memory_policy) == {"keep"}:
+            break
+    return min(fitting, key=lambda each: _makespan(each.line), default=None)
+
+
+def _assumptions(known: Plan, body: BodyCosts, choice: Choice, job: Job, saves: bool) -> Iterator[Known]:
+    """What to search with, one after the other: memory for everything; then the memory there is, with as little
+    kept as in the stage of `known` that keeps least."""
+    learnt = learn(known, body, choice, job)
+    yield replace(learnt, memory_bytes=[float("inf")] * known.pp)
+    saving = [each for each in known.predictions.stages if each.recomputed_bytes + each.offloaded_bytes]
+    if not saves or not saving:
+        yield learnt
+        return
+    least = min(saving, key=_kept_share)
+    again = least.recompute_seconds / least.forward_seconds
+    yield replace(learnt, kept_share=_kept_share(least), remade_share=again)
+
+
+def _kept_share(stage: StagePrediction) -> float:
+    """The part of what a forward saves that stays in memory."""
+    made = stage.saved_bytes + stage.recomputed_bytes
+    return (stage.saved_bytes - stage.offloaded_bytes) / max(1, made)
+
+
+def _first_that_fits(
+    candidates: Sequence[Candidate], body: BodyCosts, saves: bool, offload: bool
+) -> Candidate | None:
+    """Of candidates in order, the first within memory; else the first that saving brings there."""
+    kept = next((one for one in candidates if one.excess_bytes <= 0), None)
+    if kept is not None or not saves:
+        return kept
+    found = (saving_candidate(one, body, offload=offload) for one in candidates[:_SAVED])
+    return next((one for one in found if one is not None), None)
+
+
+def learn(known: Plan, body: BodyCosts, choice: Choice, job: Job) -> Known:
+    """What the predictions of `known` say beyond the costs of ranges."""
+    stages, ranks = known.predictions.stages, known.predictions.ranks
+    extra = 0.0
+    share = choice.state_share(Precision.of(job.torch_name))
+    state = [0.0] * known.pp
+    for stage, rank in zip(stages, known.placement, strict=True):
+        took = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
+        extra += took - stage.recompute_seconds - float(body.seconds[stage.stop] - body.seconds[stage.start])
+        state[rank] += share * float(body.state_bytes[stage.stop] - body.state_bytes[stage.start])
+    limit = job.usable_bytes(known.cluster.load().device)
+    room = []
+    for rank, own in zip(ranks, state, strict=True):
+        beside = rank.reserved_peak_bytes - own - sum(saved.num_bytes for saved in rank.saved)
+        room.append(max(1.0, limit - max(0.0, beside)))
+    return Known(max(0.0, extra) / (3 * len(stages)), room, share)
+
+
+def _searched(problem: Problem, effort: Effort, report: Callable[[str], None], what: str) -> Found | None:
+    """None where no plan fits the memory of `problem`."""
+
+    def told(best_s: float, bound_s: float) -> None:
+        report(f"{what}: best batch {format_seconds(best_s)}, none below {format_seconds(bound_s)}")
+
+    try:
+        return search(problem, effort, report=told)
+    except PlanError:
+        return None
+
+
+def _worth_judging(found: Found) -> Iterator[JointPlan]:
+    """The best plans with different layouts, and the best of the families."""
+    layouts = set()
+    for plan in (found.best, *found.runners_up):
+        if plan.layout not in layouts and len(layouts) < _JUDGED:
+            layouts.add(plan.layout)
+            yield plan
+    family = next((plan for plan in found.baselines if plan.fits), None)
+    if family is not None and family.layout not in layouts:
+        yield family
+
+
+def _makespan(line: Pipeline) -> float:
+    return run_timeline(line).makespan_s

@@ -1,0 +1,52 @@
+"""The joint search for the best configurations of a traced model."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.estimation.stages import BodyCosts
+from stagewright.graph.stage import carve
+from stagewright.planning.finalists import JOINT, finalists
+from stagewright.planning.job import Job
+from stagewright.planning.plan import stage_cuts, stage_policies, stage_program
+from stagewright.planning.predict import Pipeline, costing, pipeline, run_timeline
+from stagewright.planning.search import Found, plan
+from stagewright.tracing.cache import trace
+
+CLUSTER = load_cluster("4x-h100")
+JOB = Job(global_batch=8, sequence_length=32, dtype="fp32")
+
+
+@cache
+def found() -> Found:
+    return plan("tiny-gemma", CLUSTER, JOB, schedules=("1f1b", "gpipe", JOINT), pp=4, microbatch=1)
+
+
+def test_the_joint_plan_is_first_and_no_family_is_faster() -> None:
+    best, *others = found().plans
+    assert best.schedule == JOINT
+    assert {"1f1b", "gpipe"} <= {other.schedule for other in others}
+    seconds = best.predictions.step_seconds
+    assert best.predictions.lower_bound_seconds <= seconds < 0.97 * others[0].predictions.step_seconds
+
+
+def test_the_joint_plan_is_complete() -> None:
+    best = found().plans[0]
+    program = stage_program(best)
+    assert program.num_ranks == 4 and program.num_microbatches == 8
+    graph = trace("tiny-gemma", 1, 32, "float32")
+    cuts = stage_cuts(best, graph)
+    body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
+    line: Pipeline = pipeline(body, cuts, program, CLUSTER, JOB, 1, stage_policies(best, graph))
+    assert run_timeline(line).bubble_fraction == pytest.approx(best.predictions.bubble_fraction)
+    assert len(carve(graph, cuts)) == best.num_stages
+
+
+def test_finalists_are_pipelines_that_could_still_win() -> None:
+    known = [item for item in found().plans if item.schedule != JOINT]
+    assert finalists(known) == [known[0]]
+    slow = known[0].predictions.model_copy(update={"lower_bound_seconds": 1.0})
+    assert finalists([known[0].model_copy(update={"predictions": slow})]) == []
