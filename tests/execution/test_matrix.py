@@ -14,6 +14,7 @@ from stagewright.planning.plan import load_plan
 from stagewright.schedule.families import FAMILIES
 
 TOLERANCE = 1e-12
+UNTRIED = {"tiny-gemma", "tiny-vit", "tiny-deepseek-v3", "tiny-nemotron-h"}
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +32,24 @@ def test_the_matrix_has_something_of_everything() -> None:
     assert {cell.sharding for cell in cells if cell.dp > 1} == {0, 1, 2, 3}
 
 
+@pytest.mark.multiprocess
+def test_models_that_no_other_test_trains(tmp_path: Path) -> None:
+    """The part of the matrix that is always tried, besides `test_equality` and `test_sharded`."""
+    chosen = {cell.model: cell for cell in matrix() if cell.pp * cell.dp == 2 and cell.model in UNTRIED}
+    assert set(chosen) == UNTRIED
+    check(list(chosen.values()), tmp_path)
+
+
 @pytest.mark.matrix
 @pytest.mark.multiprocess
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("cells", batches(), ids=lambda cells: f"{len(cells)} {cells[0]}")
 def test_cells(cells: Sequence[Cell], tmp_path: Path) -> None:
+    check(cells, tmp_path)
+
+
+def check(cells: Sequence[Cell], tmp_path: Path) -> None:
+    """Trains all of them, by the same group of processes."""
     paths = [cell.plan(tmp_path) for cell in cells]
     num_ranks = cells[0].pp * cells[0].dp
     ranks = run_ranks(train, num_ranks, list(map(str, paths)), timeout=1000)

@@ -17,16 +17,19 @@ def named(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_every_tensor_equals_that_of_the_whole_model(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in TINY), ("tiny-llama", "bfloat16")]
+)
+def test_every_tensor_equals_that_of_the_whole_model(name: str, dtype: str) -> None:
     reference = resolve(name)
-    whole = build(reference, 1, 32, seed=3)
-    model = DeferredModel(reference, 1, 32, seed=3)
+    whole = build(reference, 1, 32, dtype, seed=3)
+    model = DeferredModel(reference, 1, 32, dtype, seed=3)
     expected = named(whole.module)
     for one in reversed(expected):  # in another order than they were built, each on its own
         (made,) = model.tensors([one]).values()
         assert (made.dtype, made.stride()) == (expected[one].dtype, expected[one].stride())
         assert torch.equal(made, expected[one]), one
+        assert made.untyped_storage().nbytes() == expected[one].untyped_storage().nbytes(), one
     assert all(torch.equal(model.inputs[one], tensor) for one, tensor in whole.inputs.items())
 
 

@@ -70,6 +70,8 @@ class _Call:
     kwargs: dict[str, Any]
     made: tuple[_Layout | None, ...]
     draw: int | None
+    default_dtype: torch.dtype
+    """Of what `func` makes where its arguments name no type."""
 
     @property
     def met(self) -> set[int]:
@@ -103,7 +105,7 @@ class Tape(TorchDispatchMode):
         result = func(*args, **kwargs)
         leaves = result if isinstance(result, list | tuple) else (result,)
         made = tuple(self._note(leaf) if isinstance(leaf, FakeTensor) else None for leaf in leaves)
-        call = _Call(func, met[0], met[1], made, draw)
+        call = _Call(func, met[0], met[1], made, draw, torch.get_default_dtype())
         for storage in {layout.storage for layout in made if layout} | _changed(func, *met):
             self.writers.setdefault(storage, []).append(len(self.calls))
         self.calls.append(call)
@@ -137,9 +139,14 @@ class Tape(TorchDispatchMode):
 
     def _make(self, storage: int) -> torch.UntypedStorage:
         storages: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for index in self._needed(storage):
-                self._run(self.calls[index], storages)
+        before = torch.get_default_dtype()
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                for index in self._needed(storage):
+                    torch.set_default_dtype(self.calls[index].default_dtype)
+                    self._run(self.calls[index], storages)
+        finally:
+            torch.set_default_dtype(before)
         if storage not in storages:
             raise NotOnTape
         return storages[storage]
