@@ -36,7 +36,8 @@ class Job(StrictModel):
     `dtype` is the type of parameters and computation. With ``bf16``, gradients are added up in fp32 and the
     optimizer keeps fp32 master weights: 18 bytes a parameter in all; with ``fp32`` it is 16 bytes. With ``autocast``
     parameters are fp32 and the model is computed under bf16 autocast, by the rules of the cluster's devices. ``tf32`` is
-    fp32 with products in tf32, ``fp8`` is bf16 with products in fp8 where the device has it, ``fp16`` is as bf16, with a scaled loss.
+    fp32 with products in tf32, ``fp8`` is bf16 with products in fp8 where the device has it, ``fp16`` is as bf16, with a
+    scaled loss.
 
     >>> job = Job(global_batch=8, sequence_length=128, dtype="bf16", memory_limit="16GiB")
     >>> job.torch_name, job.memory_limit
