@@ -17,9 +17,11 @@ _ROUNDS = 20
 def best_partition(leaves: Leaves) -> Found | None:
     """The better one of bisection and halving, its cuts moved as long as that makes the slowest stage faster; None if
     nothing fits."""
-    both = [found for found in (bisect(leaves), binary(leaves)) if found is not None]
-    found = min(both, key=lambda one: one.seconds, default=None)
-    return found if found is None else refined(leaves, found)
+    found = bisect(leaves)
+    if found is None:  # which it says only where there is nothing to find
+        return None
+    halved = binary(leaves)
+    return refined(leaves, halved if halved is not None and halved.seconds < found.seconds else found)
 
 
 def refined(leaves: Leaves, found: Found) -> Found:
