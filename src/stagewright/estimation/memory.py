@@ -75,7 +75,7 @@ def replay_rank(
 @dataclass(frozen=True, slots=True)
 class _Peak:
     total: int
-    at: str
+    at: Action | str
     activations: int
     transient: int
     states: tuple[int, ...]
@@ -96,6 +96,7 @@ class _Replay:
         self.rank = rank
         self.resident = resident
         self.fixed = resident.total
+        """What is there whatever the microbatches hold; while flat buffers are whole, these too."""
         self.actions = program.actions(rank)
         self.flight = InFlight(memories, program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
@@ -103,27 +104,31 @@ class _Replay:
         self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)
         self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
         self.activations = 0
-        self.flat = FlatBytes(resident, self.actions)
+        self.flat = FlatBytes(resident, self.actions) if resident.flats else None
         self.peak = _Peak(-1, "", 0, 0, (), {})
 
     def run(self) -> RankMemory:
         self._observe("begin", self.resident.rederived, 0, self.resident.rederived)
         after: list[int] = []
         for index, action in enumerate(self.actions):
-            if self.resident.flats:
-                self._move(str(action), self.flat.before(index))
+            if self.flat is not None:
+                self._move(action, self.flat.before(index))
             self._act(action)
-            after.append(self.live + self.fixed + self.flat.total)
-        self._move("end of batch", self.flat.end())
+            after.append(self.live + self.fixed)
+        if self.flat is not None:
+            self._move("end of batch", self.flat.end())
         self.live -= sum(self.flight.sending_bytes(state) for state in self.states)
         transient = self.resident.step_transient
         self._observe("optimizer step", transient, 0, transient)
         return self._described(tuple(after))
 
-    def _move(self, at: str, steps: Iterable[int]) -> None:
+    def _move(self, at: Action | str, steps: Iterable[int]) -> None:
         """Flat buffers come and go, `steps` with so many bytes more for a moment."""
+        assert self.flat is not None
         for above in steps:
+            self.fixed = self.resident.total + self.flat.total
             self._observe(at, above, 0, above)
+        self.fixed = self.resident.total + self.flat.total
 
     def _act(self, action: Action) -> None:
         for part in (action,) if action.beside is None else action.parts:
@@ -147,17 +152,17 @@ class _Replay:
             step = self.flight.step(self.states[microbatch], event)
         except ScheduleError as error:
             raise ScheduleError(f"rank {self.rank}: {action}: {error}") from None
-        if self.live + step.above + self.fixed + self.flat.total > self.peak.total:
-            self._observe(str(action), step.above, step.activations, step.transient)
+        if self.live + step.above + self.fixed > self.peak.total:
+            self._observe(action, step.above, step.activations, step.transient)
         self.live += step.live
         self.activations += step.held
         self.states[microbatch] = step.after
 
-    def _observe(self, at: str, above: int, activations: int, transient: int) -> None:
+    def _observe(self, at: Action | str, above: int, activations: int, transient: int) -> None:
         """Note a moment with `above` more bytes than are listed, where that is more than ever before."""
-        total = self.live + above + self.fixed + self.flat.total
+        total = self.live + above + self.fixed
         if total > self.peak.total:
-            states, flat = tuple(self.states), dict(self.flat.categories)
+            states, flat = tuple(self.states), dict(self.flat.categories) if self.flat is not None else {}
             self.peak = _Peak(total, at, self.activations + activations, transient, states, flat)
 
     def _described(self, after: tuple[int, ...]) -> RankMemory:
@@ -169,14 +174,14 @@ class _Replay:
             "inputs": self.inputs,
             "activations": peak.activations,
             "transient": peak.transient,
-            "boundary": peak.total - self.fixed - listed,
+            "boundary": peak.total - self.resident.total - listed,
         }
         alive = tuple(
             Alive(stage, microbatch, num_bytes)
             for microbatch, state in enumerate(peak.states)
             for stage, num_bytes in self.flight.saved_bytes(state).items()
         )
-        return RankMemory(self.rank, peak.total, peak.at, categories, after, alive)
+        return RankMemory(self.rank, peak.total, str(peak.at), categories, after, alive)
 
 
 def _loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> int:

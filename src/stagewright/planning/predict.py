@@ -27,7 +27,7 @@ from stagewright.schedule import Kind, Program, insert_communication
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline, simulate
 
-_REPLAYED_RANKS = 4
+_REPLAYED_RANKS = 2
 _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
 
 
@@ -236,7 +236,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
         own = [flat for flat in of_stages(line.flats, (stage.index for stage in stages)) if flat.is_trained]
         collectives = line.collectives(stages[0].index)
         rest = collectives.reduce(flat for flat in own if not reduced.intersection(flat.stages))
-        gradients = _gradient_bytes(stages)
+        gradients = gradient_bytes(stages)
         for flat in own:
             if flat.level >= OPTIMIZER:
                 gradients |= {
@@ -252,7 +252,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
     return max(ends) + norm + max(steps)
 
 
-def _gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
+def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
     """Parameter -> bytes of its whole gradient, for a rank that holds `stages`."""
     found: dict[int, float] = {}
     for stage in stages:
