@@ -55,7 +55,7 @@ def test_the_plan_document_is_sorted_and_its_files_are_plans(planned: dict, fold
         assert plan["dp"] * plan["num_microbatches"] * plan["microbatch_size"] == 8
         assert plan["dp"] * plan["tp"] * plan["pp"] == 2
         assert plan["reserved_peak_bytes"] >= plan["allocated_peak_bytes"] > 0
-        assert plan["num_stages"] == loaded.num_stages and plan["schedule"] in ("1f1b", "gpipe")
+        assert plan["num_stages"] == loaded.num_stages and plan["schedule"] in ("1f1b", "gpipe", "joint")
 
 
 def test_configurations_that_do_not_fit_are_listed_with_the_reason(planned: dict) -> None:
@@ -79,7 +79,8 @@ def test_the_largest_batch_has_as_many_microbatches_as_were_asked_for(planned: d
 
 
 def test_the_plan_table_has_one_row_per_plan(planned: dict) -> None:
-    shown = call("plan", *MODEL, *CLUSTER, *JOB, "--pp", "2", "--microbatch", "1").stdout
+    words = "--pp", "2", "--microbatch", "1", "--schedule", "1f1b", "--schedule", "gpipe"
+    shown = call("plan", *MODEL, *CLUSTER, *JOB, *words).stdout
     rows = [line.split() for line in shown.splitlines() if " x 1 " in line]
     assert [row[:3] for row in rows] == [["2", "x", "1"]] * 2
     assert "tiny-llama on 2x-rtx3090" in shown

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +13,12 @@ from stagewright.errors import InputError, PlanError
 from stagewright.estimation.memory import StageMemory, replay_rank, stage_edges
 from stagewright.estimation.state import resident_bytes
 from stagewright.graph.stage import carve
+from stagewright.planning import search
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, stage_cuts, stage_program
 from stagewright.planning.ranking import AS_FAST
-from stagewright.planning.search import Found, plan
+from stagewright.planning.search import Found
 from stagewright.planning.shortening import shortened
 from stagewright.planning.widths import widths_of
 from stagewright.schedule import build, insert_communication
@@ -25,6 +26,8 @@ from stagewright.tracing.cache import trace
 from stagewright.units import MIB
 
 CLUSTER = load_cluster("4x-h100")
+
+plan = partial(search.plan, schedules=("1f1b", "gpipe"))
 
 
 def job(**more: Any) -> Job:

@@ -31,7 +31,6 @@ from stagewright.errors import InputError, nearest
 if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
-_SCHEDULES = ("1f1b", "gpipe")
 _SHOWN = 5
 _OBJECTIVES = ("speed", "batch")
 
@@ -69,7 +68,7 @@ def plan(
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
     schedule: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Schedules to try; repeatable; default 1f1b, gpipe."),
+        typer.Option(metavar="NAME", help="Schedules to try; repeatable; default 1f1b, gpipe, joint."),
     ] = None,
     recompute: Annotated[
         str,
@@ -160,7 +159,7 @@ def plan(
     with Progress(f"planning {model}") as progress:
         find = largest_batch if objective == "batch" else search.plan
         found = find(
-            reference, target, wanted, report=progress, schedules=schedule or _SCHEDULES, pp=pp, dp=dp,
+            reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
             tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
             recompute=cast("search.Recompute", recompute), offload=offload,
             zero=zero, reduce_dtype=cast('Literal["fp32", "bf16"] | None', reduce_dtype),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
+from stagewright.planning.finalists import JOINT
 from stagewright.planning.job import Job
-from stagewright.planning.search import Found, plan
+from stagewright.planning.search import SCHEDULES, Found, plan
 from stagewright.planning.widths import tensor_widths_of, widths_of
 from stagewright.tracing.models.reference import ModelReference
 
@@ -26,6 +27,7 @@ def largest_batch(
     dp: int | None = None,
     tp: int | None = 1,
     microbatch: int | None = None,
+    schedules: Sequence[str] = SCHEDULES,
     **options: Any,
 ) -> Found:
     """The plans with the largest batch, best first: every sample of the job's `global_batch` becomes a microbatch, and
@@ -40,6 +42,7 @@ def largest_batch(
     """
     if microbatch is not None:
         raise InputError(f"microbatch = {microbatch} is what the largest batch is searched by: leave it out")
+    options["schedules"] = [name for name in schedules if name != JOINT]  # a faster order lets no batch grow
     best: tuple[int, Found] | None = None
     refused: PlanError | InputError | None = None
     for dp_width, pp_width, tp_width in _widths(cluster, job, pp, dp, tp):

@@ -35,7 +35,11 @@ from stagewright.units import format_seconds
 JOINT = "joint"
 """In place of the name of a family: cuts, placement and program from the joint search."""
 
-EFFORT = Effort(rounds=8)
+_FEWEST_ROUNDS, _MOST_ROUNDS = 3, 16
+_ACTIONS_PER_ROUND = 750
+"""A search has a round for so many actions of a batch whose every piece is a stage, within the limits above."""
+_CLOSE_ENOUGH = 0.002
+"""A search ends this near to its bound; estimates are not that exact."""
 _JUDGED = 3
 """Plans of one search that are carved and judged."""
 _TRIALS = 2
@@ -127,7 +131,6 @@ def joint_candidate(
     *,
     saves: bool = True,
     offload: bool = True,
-    effort: Effort = EFFORT,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Candidate | None:
     """The fastest plan within memory that the joint search finds for the configuration of `known`, the best
@@ -141,7 +144,7 @@ def joint_candidate(
     fitting: list[Candidate] = []
     for learnt in _assumptions(known, body, choice, job, saves):
         problem = problem_of(body, ends, choice.num_microbatches, wiring, learnt)
-        found = _searched(problem, effort, report, str(choice))
+        found = _searched(problem, report, str(choice))
         if found is None:
             continue
         lines = sorted(
@@ -208,14 +211,16 @@ def learn(known: Plan, body: BodyCosts, choice: Choice, job: Job) -> Known:
     return Known(max(0.0, extra) / (3 * len(stages)), room, share)
 
 
-def _searched(problem: Problem, effort: Effort, report: Callable[[str], None], what: str) -> Found | None:
+def _searched(problem: Problem, report: Callable[[str], None], what: str) -> Found | None:
     """None where no plan fits the memory of `problem`."""
 
     def told(best_s: float, bound_s: float) -> None:
         report(f"{what}: best batch {format_seconds(best_s)}, none below {format_seconds(bound_s)}")
 
+    wanted = 3 * problem.layers.num_layers * problem.num_microbatches // _ACTIONS_PER_ROUND
+    rounds = min(max(wanted, _FEWEST_ROUNDS), _MOST_ROUNDS)
     try:
-        return search(problem, effort, report=told)
+        return search(problem, Effort(rounds=rounds, gap=_CLOSE_ENOUGH), report=told)
     except PlanError:
         return None
 

@@ -44,6 +44,9 @@ Trace = Callable[..., OperatorGraph]
 Recompute = Literal["auto", "none", "full"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
+SCHEDULES = ("1f1b", "gpipe", JOINT)
+"""Tried unless others are named."""
+
 _MOST_FRAGMENTS = 0.15
 """A configuration that loses more than this of its memory to fragmentation is no plan."""
 
@@ -79,7 +82,7 @@ def plan(
     job: Job,
     *,
     report: Callable[[str], None] = lambda stage: None,
-    schedules: Sequence[str] = ("1f1b", "gpipe"),
+    schedules: Sequence[str] = SCHEDULES,
     pp: int | None = None,
     dp: int | None = None,
     tp: int | None = 1,
