@@ -31,6 +31,10 @@ def run(
         bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0,
+    ranks: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a plan, one process per rank.
@@ -44,7 +48,14 @@ def run(
     _check_readable(data)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     record = launch.run(
-        plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout
+        plan,
+        data,
+        steps,
+        folder,
+        device=device,
+        random_weights=random_weights,
+        timeout=timeout,
+        ranks=ranks,
     )
     if record is None or os.environ.get("RANK", "0") != "0":
         return

@@ -1,5 +1,6 @@
 """Devices, links, nodes and the cost of their collectives; a catalog of hardware with its sources."""
 
+from stagewright.cluster.arranged import arranged
 from stagewright.cluster.cluster import Cluster, MeasuredBandwidth, NodeGroup
 from stagewright.cluster.collectives import (
     all_gather_seconds,
@@ -25,6 +26,7 @@ __all__ = [
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",
+    "arranged",
     "broadcast_seconds",
     "load_cluster",
     "reduce_scatter_seconds",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, Literal
@@ -152,7 +153,7 @@ class Cluster(SourcedModel):
             )
         return bisect_right(self._first_ranks, rank) - 1
 
-    def ranks_of(self, node: int) -> range:
+    def ranks_of(self, node: int) -> Sequence[int]:
         """The ranks on `node`."""
         return range(self._first_ranks[node], self._first_ranks[node + 1])
 
@@ -172,10 +173,14 @@ class Cluster(SourcedModel):
         under its own load, overrides the description and ignores it.
         """
         a, b = self.node_of(src), self.node_of(dst)
+        link = self._link_of_nodes(a, b, flows_per_node)
+        return link if self.measured is None else self.measured.applied(link, (src, dst), (a, b))
+
+    def _link_of_nodes(self, a: int, b: int, flows_per_node: int | None) -> Link:
         link = self._links.get((a, b, flows_per_node))
         if link is None:
             link = self._links[a, b, flows_per_node] = self._described_link(a, b, flows_per_node)
-        return link if self.measured is None else self.measured.applied(link, (src, dst), (a, b))
+        return link
 
     @cached_property
     def _links(self) -> dict[tuple[int, int, int | None], Link]:

@@ -16,6 +16,7 @@ from typing import Any
 from stagewright.errors import InputError, RunError
 from stagewright.execution.record import Record, load_record
 from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.rank_file import read_rank_file
 
 
 def run(
@@ -26,6 +27,7 @@ def run(
     device: str = "auto",
     random_weights: bool = False,
     timeout: float = 1800.0,
+    ranks: str | Path | None = None,
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -40,6 +42,7 @@ def run(
         device: ``cpu``, ``cuda`` or ``auto``.
         random_weights: start from the seed even where weights lie beside the model's config.
         timeout: seconds a rank may stay at one action.
+        ranks: a rank file that says which device each rank has; None takes the plan's.
 
     Returns:
         What was measured; None on the ranks of a launcher that are not the first.
@@ -59,6 +62,9 @@ def run(
     options = {"data": data, "steps": steps, "device": device, "timeout": timeout}
     arguments = [str(Path(plan).resolve()), "--out", str(folder)]
     arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
+    if ranks is not None:
+        found = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
+        arguments += [f"--devices={','.join(map(str, found))}"]
     arguments += ["--random-weights"] if random_weights else []
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _join(arguments, folder)

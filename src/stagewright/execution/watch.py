@@ -180,6 +180,20 @@ def _end_process(message: str) -> None:
     os._exit(1)
 
 
+def host_store() -> dist.Store | None:
+    """The rendezvous store, for as long as it is held, where this process has to be the one that hosts it: the first of a
+    launcher that, unlike torchrun, has none of its own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
+
+
+def group_store(timeout_s: float) -> dist.Store:
+    """A connection for the process group."""
+    return dist.PrefixStore("group", own_store(max(timeout_s, 60.0)))
+
+
 def own_store(timeout_s: float = 30.0) -> dist.Store:
     """A connection to the rendezvous store that no other thread of this process uses."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -49,6 +49,7 @@ def work(
     random_weights: bool,
     timeout: float,
     quiet: bool = False,
+    devices: str | None = None,
 ) -> Any:
     """Train the plan on this rank; the record on rank 0, None elsewhere.
 
@@ -61,7 +62,10 @@ def work(
 
     target = _device(device)
     loaded = load_plan(plan)
-    with member(out, target, timeout, quiet) as watch:
+    if devices is not None:
+        loaded = loaded.model_copy(update={"devices": tuple(map(int, devices.split(",")))})
+    launched = int(os.environ["RANK"])
+    with member(out, target, timeout, quiet, loaded.rank_on(launched)) as watch:
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.session import Session
         from stagewright.execution.watch import own_store
@@ -74,18 +78,18 @@ def work(
         for step in range(num_steps):
             result = session.train_step(step, metered=step == metered)
             results.append(result)
-            if watch.rank == 0:
+            if launched == 0:
                 progress(step, result)
         watch.at("comparing clocks")
         offset = clock_offset(own_store(timeout), watch.rank, watch.num_ranks)
         ranks = gather(session.rank_record(offset).model_dump_json())
-    if watch.rank != 0:
+    if launched != 0:
         return None
     return _record(loaded, torch, target, results, metered, ranks)
 
 
 @contextmanager
-def member(out: str, target: Any, timeout: float, quiet: bool) -> Iterator[Watch]:
+def member(out: str, target: Any, timeout: float, quiet: bool, rank: int | None = None) -> Iterator[Watch]:
     """Inside, this process is a rank of the group and watched; an error says which rank failed at what.
 
     Args:
@@ -93,20 +97,29 @@ def member(out: str, target: Any, timeout: float, quiet: bool) -> Iterator[Watch
         target: the `torch.device` of this rank.
         timeout: seconds a rank may stay at one action.
         quiet: leave it to the launcher to print what failed.
+        rank: of this process in the plan; that of the launcher where they are the same.
     """
     import torch.distributed as dist
 
-    from stagewright.execution.watch import Watch, own_store
+    from stagewright.execution.watch import Watch, group_store, host_store, own_store
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    launched, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = launched if rank is None else rank
 
     def end(message: str) -> None:
-        report_failure(out, rank, message, quiet)
+        report_failure(out, launched, message, quiet)
         os._exit(1)
 
+    host = host_store()
     watch = Watch(rank, world, own_store(), timeout, on_failure=end)
     watch.listen_for_termination()
-    dist.init_process_group("nccl" if target.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
+    dist.init_process_group(
+        "nccl" if target.type == "cuda" else "gloo",
+        store=group_store(timeout),
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
+    )
     watch.start()
     try:
         yield watch
@@ -115,6 +128,7 @@ def member(out: str, target: Any, timeout: float, quiet: bool) -> Iterator[Watch
     watch.stop()
     dist.barrier()
     dist.destroy_process_group()
+    del host
 
 
 def _failure(error: Exception, rank: int, watch: Any) -> RunError:
@@ -162,11 +176,11 @@ def _device(name: str) -> Any:
 
 
 def gather(document: str) -> list[Any]:
-    """Every rank's JSON document on rank 0, as bytes on the wire; nothing elsewhere."""
+    """Every rank's JSON document, in the order of ranks, on the launcher's rank 0; nothing elsewhere."""
     import torch
     import torch.distributed as dist
 
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     own = torch.tensor(list(document.encode()), dtype=torch.uint8, device=device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
@@ -176,7 +190,7 @@ def gather(document: str) -> list[Any]:
     padded[: own.numel()] = own
     gathered = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world)]
     dist.all_gather(gathered, padded)
-    if rank != 0:
+    if os.environ.get("RANK", "0") != "0":
         return []
     return [
         json.loads(bytes(item[: int(size)].tolist()).decode())
@@ -224,6 +238,7 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--devices", help="device of every rank, instead of the plan's")
     parser.add_argument("--quiet", action="store_true", help="leave it to the launcher to print what failed")
     return vars(parser.parse_args(arguments))
 

@@ -14,6 +14,7 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.job import Job
+from stagewright.planning.placing import on_devices
 from stagewright.planning.plan import (
     ClusterSection,
     Plan,
@@ -169,7 +170,7 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
 def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
     policies = stage_policies(plan, body.graph)
     cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
-    line = pipeline(body, cuts, program, cluster, plan.job, plan.dp, policies)
+    line = pipeline(body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.dp, policies)
     return replace(line, sharding=plan.sharding, reduce_dtype=plan.reduce_torch_name)
 
 

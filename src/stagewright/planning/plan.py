@@ -180,6 +180,8 @@ class Plan(StrictModel):
     """Names ``module:ordinal`` of the first operator of stages 1, 2, ..."""
     placement: tuple[int, ...]
     """Pipeline rank of every stage."""
+    devices: tuple[int, ...] = ()
+    """Device of every rank, in the numbering of the cluster: node after node. None given: rank r has device r."""
     schedule: str
     program: tuple[tuple[str, ...], ...]
     """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, OFFLOAD and
@@ -212,6 +214,8 @@ class Plan(StrictModel):
         ):
             if found != wanted:
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
+        if self.devices and sorted(self.devices) != list(range(self.num_ranks)):
+            raise ValueError(f"devices must name each of 0 to {self.num_ranks - 1} once: one device per rank")
         samples = self.microbatch_size * self.num_microbatches * self.dp
         if samples != self.job.global_batch:
             raise ValueError(
@@ -229,6 +233,10 @@ class Plan(StrictModel):
     def num_ranks(self) -> int:
         """Processes, each with a device."""
         return self.pp * self.dp * self.tp
+
+    def rank_on(self, device: int) -> int:
+        """The rank that has a device, which a launcher counts node after node."""
+        return self.devices.index(device) if self.devices else device
 
     def global_rank(self, pipeline_rank: int, replica: int, tensor_rank: int = 0) -> int:
         """The rank in the whole job: those that share layers are neighbours, and then replicas of one stage."""

@@ -46,5 +46,5 @@ def rank_lines(found: Assignment, tp: int, num_stages: int, cluster: Cluster) ->
             for shard in range(tp):
                 device = unit * tp + shard
                 node = cluster.node_of(device)
-                lines.append(f"{len(lines)},{node},{device - cluster.ranks_of(node).start}")
+                lines.append(f"{len(lines)},{node},{device - cluster.ranks_of(node)[0]}")
     return lines

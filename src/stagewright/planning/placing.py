@@ -1,0 +1,80 @@
+"""On which device of the cluster each rank of a plan is: by the links as they were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from stagewright.cluster import Cluster, arranged
+from stagewright.planning.configure.assignment import Grid, assign, grid_of
+from stagewright.planning.predict import Pipeline, gradient_bytes, run_timeline, step_seconds
+
+MOST_UNITS = 512
+"""Larger clusters are placed by `stagewright configure`, which knows no graph."""
+
+
+def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
+    """`line` with its ranks on the devices that make its step fastest, and the device of every rank; as it is, and no
+    devices, where the links are not measured or no order found is faster than the devices' own.
+    """
+    units = line.pp * line.dp
+    if line.cluster.measured is None or units < 2 or units > MOST_UNITS:
+        return line, ()
+    if units * line.tp != line.cluster.num_devices:
+        return line, ()
+    order = devices_of(assign(grid_of_line(line)).units, line.tp, line.dp, line.pp)
+    other = replace(line, cluster=arranged(line.cluster, order))
+    if _step(other) >= _step(line):
+        return line, ()
+    return other, order
+
+
+def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int) -> tuple[int, ...]:
+    """Device of every rank, in the order of ranks (stage, replica, shard), for ``units[replica * num_stages + stage]``.
+
+    >>> devices_of([0, 2, 1, 3], 1, 2, 2)
+    (0, 1, 2, 3)
+    >>> devices_of([1, 0], 2, 1, 2)
+    (2, 3, 0, 1)
+    """
+    return tuple(
+        units[replica * num_stages + stage] * tp + shard
+        for stage in range(num_stages)
+        for replica in range(num_replicas)
+        for shard in range(tp)
+    )
+
+
+def grid_of_line(line: Pipeline) -> Grid:
+    """The places of a carved model: its widest boundary and each pipeline rank's gradients."""
+    boundary = max((*_sent(line), 0))
+    gradients = [float(sum(gradient_bytes(line.stages_of(rank)).values())) for rank in range(line.pp)]
+    microbatches = line.program.num_microbatches
+    stages_per_rank = line.program.num_stages / line.pp
+    return grid_of(
+        line.cluster,
+        tp=line.tp,
+        num_replicas=line.dp,
+        num_stages=line.pp,
+        boundary_bytes=float(boundary),
+        gradient_bytes=np.array(gradients),
+        num_exposed=stages_per_rank * max(1.0, microbatches / line.pp),
+    )
+
+
+def _sent(line: Pipeline) -> list[int]:
+    return [size for summary in line.summaries for size in summary.sent_bytes.values()]
+
+
+def _step(line: Pipeline) -> float:
+    return step_seconds(line, run_timeline(line))
+
+
+def on_devices(cluster: Cluster, devices: Sequence[int]) -> Cluster:
+    """`cluster` as the ranks of a plan see it; as it is where the plan's devices are not among its own."""
+    if not devices or max(devices) >= cluster.num_devices:
+        return cluster
+    rest = sorted(set(range(cluster.num_devices)) - set(devices))
+    return arranged(cluster, (*devices, *rest))
