@@ -43,6 +43,7 @@ class Cell:
     dtype: str = "fp64"
     overrides: tuple[tuple[str, object], ...] = ()
     reduce_dtype: str | None = None
+    shard_size: int | None = None
 
     def __str__(self) -> str:
         model = self.model.rpartition(":")[2]
@@ -54,7 +55,7 @@ class Cell:
         make_plan(
             path, self.model, self.schedule, self.pp, self.dp, self.num_microbatches, self.dtype, NUM_STEPS,
             overrides=dict(self.overrides), microbatch_size=2, sharding=self.sharding, num_chunks=self.num_chunks,
-            policy=self.policy, sequence_length=16, reduce_dtype=self.reduce_dtype,
+            policy=self.policy, sequence_length=16, reduce_dtype=self.reduce_dtype, shard_size=self.shard_size,
         )  # fmt: skip
         return path
 
@@ -66,8 +67,8 @@ class Outcome:
     loss: float
     gradients: dict[str, float]
     reordered: frozenset[str]
-    """Parameters whose gradients are added up in another order than plain training has: tied ones, and those that the
-    replicas sum several times in a batch."""
+    """Parameters whose gradients are added up in another order than plain training has: tied ones, those that the replicas
+    sum several times in a batch, and all where there are more than two replicas."""
     losses: tuple[float, ...]
     peak_bytes: int
     traffic: dict[str, int]
@@ -92,7 +93,7 @@ def _traffic_of(plan: Plan, line: Pipeline, rank: int) -> Traffic:
         stages = own.intersection(flat.stages)
         if not stages:
             continue
-        part = flat.num_elements * (plan.dp - 1) // plan.dp
+        part = flat.num_elements - flat.shard_elements
         gathers = {0: 0, 1: 1, 2: 1, 3: _times_gathered(line.program.actions(rank), stages)}[flat.level]
         sums = sum(
             action.kind == "REDUCE" and action.stage in stages for action in line.program.actions(rank)
@@ -102,6 +103,10 @@ def _traffic_of(plan: Plan, line: Pipeline, rank: int) -> Traffic:
         traffic.gathered_bytes += gathers * part * ITEM_BYTES[flat.dtype]
         traffic.num_reductions += sums
         traffic.reduced_bytes += sums * part * ITEM_BYTES[flat.dtype] * (2 if flat.level == 0 else 1)
+        if flat.num_copies > 1:
+            size = flat.summed_elements * ITEM_BYTES[flat.dtype]
+            traffic.num_copy_sums += 1
+            traffic.copy_sum_bytes += 2 * (flat.num_copies - 1) * size // flat.num_copies
     return traffic
 
 
@@ -171,7 +176,8 @@ def _reordered(plan: Plan, session: Any) -> frozenset[str]:
         stage.value(value).name
         for stage in session.stages
         for value, _ in stage.gradients
-        if users[stage.value(value).name] > 1
+        if plan.dp > 2
+        or users[stage.value(value).name] > 1
         or (sums[stage.index] > 1 and plan.sharding[stage.index] >= GRADIENTS)
     )
 

@@ -44,6 +44,7 @@ def make_plan(
     tp: int = 1,
     sequence_parallel: bool = False,
     loss_scale: float = 65536.0,
+    shard_size: int | None = None,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -95,6 +96,7 @@ def make_plan(
         memory_policy=tuple(policies),
         sharding=levels,  # type: ignore[arg-type]
         reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
+        shard_size=shard_size,
         predictions=Predictions(
             step_seconds=1.0,
             lower_bound_seconds=0.5,

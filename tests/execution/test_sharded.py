@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from cells import SMALL_GPT2, SMALL_LLAMA, Cell, Outcome, evaluate, predicted, train
+from cells import SMALL_GPT2, SMALL_LLAMA, Cell, Outcome, evaluate, expected_traffic, predicted, train
 
 from multiprocess import run_ranks
+from stagewright.planning.plan import load_plan
 
 pytestmark = pytest.mark.multiprocess
 
@@ -62,6 +63,26 @@ def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
     for cell, ranks in outcomes(cells, tmp_path).items():
         check_equal(cell, ranks)
         check_memory(cell, ranks, tmp_path)
+
+
+def test_sharing_out_within_groups_of_copies(tmp_path: Path) -> None:
+    """Two groups of two replicas each; depth-first order sums within a group several times, over the copies once."""
+    cells = [
+        Cell(schedule=schedule, sharding=level, dp=4, pp=1, num_chunks=chunks, shard_size=2, overrides=SMALL_LLAMA)
+        for level, schedule, chunks in (
+            (0, "gpipe", None), (1, "gpipe", None), (2, "interleaved-1f1b", 4), (3, "breadth-first", 2),
+        )
+    ]  # fmt: skip
+    in_bf16 = Cell(sharding=2, dp=4, pp=1, shard_size=2, reduce_dtype="bf16", overrides=SMALL_LLAMA)
+    found = outcomes([*cells, in_bf16], tmp_path)
+    for cell, ranks in found.items():
+        check_memory(cell, ranks, tmp_path)
+        if cell is not in_bf16:
+            check_equal(cell, ranks)
+            traffic = expected_traffic(load_plan(cell.plan(tmp_path)))[0]
+            assert traffic["num_copy_sums"] > 0
+            assert all(outcome.traffic == traffic for outcome in ranks)
+    assert all(0 < max(ranks.gradients.values()) < 0.05 for ranks in found[in_bf16])
 
 
 def test_evaluation_gathers_parameters(tmp_path: Path) -> None:

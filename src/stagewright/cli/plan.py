@@ -96,6 +96,14 @@ def plan(
             metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are."
         ),
     ] = None,
+    shard_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Replicas that share out among each other at most, say those of a node; others hold copies.",
+        ),
+    ] = None,
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
@@ -163,6 +171,7 @@ def plan(
             tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
             recompute=cast("search.Recompute", recompute), offload=offload,
             zero=zero, reduce_dtype=cast('Literal["fp32", "bf16"] | None', reduce_dtype),
+            shard_size=shard_size,
         )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]

@@ -41,6 +41,9 @@ class FlatBytes:
         yield from self._apply(self._last)
         for flat in self._last.reduces:
             yield from self._settle(flat)
+            yield from self._cross(flat)
+        if self.resident.flats:
+            self.categories[SUMMED] = 0
 
     def _apply(self, change: Moves) -> Iterator[int]:
         live = self.categories
@@ -48,6 +51,8 @@ class FlatBytes:
             live[GATHERED] -= self._derived_bytes(stage)
         for flat in change.settles:
             yield from self._settle(flat)
+        for flat in change.crosses:
+            yield from self._cross(flat)
         for flat in change.releases:
             live[GATHERED] -= _parameter_bytes(flat)
         for flat in change.gathers:
@@ -73,6 +78,12 @@ class FlatBytes:
             self.categories[SHARDS] += _gradient_bytes(flat) // flat.num_shards
             yield 0
         self.categories[SUMMED] -= self._summed_bytes(flat)
+
+    def _cross(self, flat: Flat) -> Iterator[int]:
+        """A sum over copies takes bytes of its own, to the end of the batch, where it is of another type."""
+        if self.resident.wire is not None and flat.num_copies > 1 and self._is_cast(flat):
+            self.categories[SUMMED] += flat.summed_elements * ITEM_BYTES[self.resident.wire]
+            yield 0
 
     def _derived_bytes(self, stage: int) -> int:
         derived = self.resident.derived.get(stage)

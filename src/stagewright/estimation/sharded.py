@@ -6,6 +6,9 @@
 * REDUCE starts to sum them over the replicas. It is waited for at the next REDUCE of the rank, or at the end of the
   batch, and then a whole buffer is dropped.
 
+Where only some of the replicas share out, what they have summed is summed over the copies then: once per batch, started
+where the last sum of a buffer is waited for, and waited for at the end of the batch.
+
 Gradients that are not sharded stay in one buffer, so they are summed once, at the last REDUCE of a batch. The same goes for
 parameters of several stages. What no REDUCE has summed is summed at the end of the batch.
 """
@@ -28,6 +31,8 @@ class Moves:
 
     settles: tuple[Flat, ...] = ()
     """Sums that are waited for."""
+    crosses: tuple[Flat, ...] = ()
+    """Those of `settles` that no REDUCE is left for, if there are copies to sum them over."""
     releases: tuple[Flat, ...] = ()
     gathers: tuple[Flat, ...] = ()
     uses: tuple[int, ...] = ()
@@ -92,7 +97,7 @@ class _Account:
 
     def end(self) -> Moves:
         rest = tuple(flat for flat in self.flats if flat in self.added and flat not in self.summed)
-        return Moves(settles=self.summing, reduces=rest)
+        return Moves(settles=self.summing, crosses=self._crossing(self.summing), reduces=rest)
 
     def _gather(self, stage: int) -> Moves:
         fresh = tuple(flat for flat in self._sharded(stage) if not self.gathered.intersection(flat.stages))
@@ -113,7 +118,13 @@ class _Account:
         settled, self.summing = self.summing, ready
         self.summed.update(ready)
         self.open.difference_update(ready)
-        return Moves(settles=settled, reduces=ready)
+        return Moves(settles=settled, crosses=self._crossing(settled, ready), reduces=ready)
+
+    def _crossing(self, settled: tuple[Flat, ...], again: tuple[Flat, ...] = ()) -> tuple[Flat, ...]:
+        """What is summed for the last time in this batch, unless it is summed again at once."""
+        return tuple(
+            flat for flat in settled if flat.num_copies > 1 and self.left[flat] == 0 and flat not in again
+        )
 
     def _compute(self, action: Action) -> Moves:
         stages = [part.stage for part in action.parts]

@@ -22,6 +22,8 @@ class Traffic:
     num_reductions: int = 0
     gathered_bytes: int = 0
     reduced_bytes: int = 0
+    num_copy_sums: int = 0
+    copy_sum_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,15 +48,17 @@ class Pending:
 
 @dataclass
 class Replicas:
-    """The ranks that hold the same stages, of which this one has number `index`.
+    """The ranks that share out the same stages, of which this one has number `index`.
 
-    Gathers and sums have a process group each, so that neither queues behind the other.
+    Gathers and sums have a process group each, so that neither queues behind the other. Where other ranks hold copies of
+    what these share out, `copies` has those of this rank's part.
     """
 
     index: int
     size: int
     gathers: dist.ProcessGroup
     sums: dist.ProcessGroup
+    copies: dist.ProcessGroup | None = None
     traffic: Traffic = field(default_factory=Traffic)
 
     def gather(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
@@ -78,6 +82,13 @@ class Replicas:
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += 2 * (self.size - 1) * _num_bytes(whole) // self.size
         return _pending(dist.all_reduce(_real(whole), group=self.sums, async_op=True), doing)
+
+    def sum_copies(self, part: torch.Tensor, doing: str) -> Pending:
+        """Add up every copy of this rank's `part` in place."""
+        size = dist.get_world_size(self.copies)
+        self.traffic.num_copy_sums += 1
+        self.traffic.copy_sum_bytes += 2 * (size - 1) * _num_bytes(part) // size
+        return _pending(dist.all_reduce(_real(part), group=self.copies, async_op=True), doing)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every replica's `part`, a number, in place."""

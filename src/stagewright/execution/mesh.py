@@ -11,13 +11,20 @@ import torch.distributed as dist
 class Mesh:
     """Tensor rank t of pipeline rank p of replica d is global rank ``(p * dp + d) * tp + t``.
 
-    The ranks that share layers are neighbours, because they talk the most.
+    The ranks that share layers are neighbours, because they talk the most. Of the replicas, `shard_size` neighbours (None:
+    all) share out what they hold alike, and the others hold copies.
     """
 
     pp: int
     dp: int
     rank: int
     tp: int = 1
+    shard_size: int | None = None
+
+    @property
+    def num_shards(self) -> int:
+        """Replicas that share out among each other."""
+        return self.shard_size or self.dp
 
     @property
     def size(self) -> int:
@@ -47,11 +54,21 @@ class Mesh:
         ]
 
     def replica_groups(self) -> list[list[int]]:
-        """The ranks that hold the same parameters, for each pipeline and tensor rank."""
+        """The ranks that share out the same stages, for each pipeline and tensor rank and each copy."""
         return [
-            [self.global_rank(stage, replica, part) for replica in range(self.dp)]
+            [self.global_rank(stage, first + index, part) for index in range(self.num_shards)]
             for stage in range(self.pp)
             for part in range(self.tp)
+            for first in range(0, self.dp, self.num_shards)
+        ]
+
+    def copy_groups(self) -> list[list[int]]:
+        """The ranks that hold copies of the same part, for each pipeline and tensor rank and each part."""
+        return [
+            [self.global_rank(stage, replica, part) for replica in range(index, self.dp, self.num_shards)]
+            for stage in range(self.pp)
+            for part in range(self.tp)
+            for index in range(self.num_shards)
         ]
 
     def tensor_groups(self) -> list[list[int]]:

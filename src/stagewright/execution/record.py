@@ -36,6 +36,9 @@ class RankRecord(StrictModel):
     gathered_bytes: int = 0
     """That left this rank on a ring of replicas; `reduced_bytes` for sums of gradients."""
     reduced_bytes: int = 0
+    num_copy_sums: int = 0
+    """Of gradients over the copies of what some of the replicas share out; `copy_sum_bytes` left this rank for them."""
+    copy_sum_bytes: int = 0
     actions: tuple[tuple[str, float, float], ...]
     """Text, start and end in seconds from this rank's beginning of the step."""
     began_seconds: float = 0.0

@@ -66,7 +66,7 @@ class Session:
         self.device = device
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = plan.job.products == "tf32"
-        self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp)
+        self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp, plan.shard_size)
         if dist.get_world_size() != self.mesh.size:
             raise RunError(
                 f"the plan needs {self.mesh.size} processes (pp {plan.pp} x dp {plan.dp} x tp {plan.tp}), but "
@@ -93,7 +93,8 @@ class Session:
         self.own = own = [
             stage for stage in self.stages if plan.placement[stage.index] == self.mesh.pipeline_rank
         ]
-        every = flats(self.stages, plan.sharding, plan.dp) if plan.dp > 1 else ()
+        shards = self.mesh.num_shards
+        every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
         self.weights = self._weights(model, reference, own, random_weights, mine)
         del model
@@ -171,13 +172,15 @@ class Session:
         return {value for value, name in names.items() if name not in found.shards}
 
     def _replicas(self) -> Replicas | None:
-        """The ranks that hold the same stages; None where this is the only one."""
+        """The ranks that share out the same stages; None where there is one replica."""
         if self.mesh.dp == 1:
             return None
         groups = self.mesh.replica_groups()
         gathers, sums = self.mesh.group(groups), self.mesh.group(groups)
         assert gathers is not None and sums is not None
-        return Replicas(self.mesh.replica, self.mesh.dp, gathers, sums)
+        size = self.mesh.num_shards
+        copies = self.mesh.group(self.mesh.copy_groups()) if size < self.mesh.dp else None
+        return Replicas(self.mesh.replica % size, size, gathers, sums, copies)
 
     # -- training ---------------------------------------------------------------------------------------------------
 

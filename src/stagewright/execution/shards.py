@@ -44,6 +44,7 @@ class FlatBuffer:
             self._make_gradients()
         self._gathering: Pending | None = None
         self._summing: tuple[Pending, torch.Tensor] | None = None
+        self._crossing: tuple[Pending, torch.Tensor] | None = None
 
     def _take_parameters(self) -> None:
         whole = self._zeros(self.flat.num_elements, self.dtype)
@@ -123,9 +124,32 @@ class FlatBuffer:
             else:
                 self.gradient_shard.add_(wire[self.part])
         elif wire is not self.gradient:
-            assert self.gradient is not None
             part = self.part if self.flat.level >= OPTIMIZER else slice(None)
-            self.gradient[part].copy_(wire[part])
+            self._summed().copy_(wire[part])
+
+    def _summed(self) -> torch.Tensor:
+        """What this replica has of the summed gradients."""
+        summed = self.gradient if self.flat.level < OPTIMIZER else self.gradient_shard
+        assert summed is not None
+        return summed
+
+    def cross(self) -> None:
+        """Start to sum over the copies what this replica has of the sum, if there are any."""
+        if self.replicas.copies is None:
+            return
+        summed = self._summed()
+        wire = summed if self.wire == self.gradient_dtype else summed.to(self.wire)
+        self._crossing = self.replicas.sum_copies(wire, f"summing gradients of {self} over copies"), wire
+
+    def finish(self) -> None:
+        """Wait for the sum over the copies."""
+        if self._crossing is None:
+            return
+        pending, wire = self._crossing
+        self._crossing = None
+        pending.wait()
+        if self.wire != self.gradient_dtype:
+            self._summed().copy_(wire)
 
     def drop_gradients(self) -> None:
         """Let go of this replica's part of the sum, if it has a buffer of its own."""
@@ -195,6 +219,8 @@ class Shards:
         """What an action does with the buffers, but for handing parameters to its stage."""
         for flat in moves.settles:
             self.buffers[flat].settle()
+        for flat in moves.crosses:
+            self.buffers[flat].cross()
         for flat in moves.releases:
             self.buffers[flat].release()
         for flat in moves.gathers:
@@ -217,6 +243,9 @@ class Shards:
         self.before(moves)
         for flat in moves.reduces:
             self.buffers[flat].settle()
+            self.buffers[flat].cross()
+        for buffer in self.buffers.values():
+            buffer.finish()
 
     def spread(self) -> None:
         """After an update of the shards: make those parameters whole again that are kept whole."""

@@ -290,7 +290,7 @@ def reduced_plan(
         name=reference.name,
     )
     changes = {"model": section, "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
-        "reduce_dtype": None}  # fmt: skip
+        "reduce_dtype": None, "shard_size": None}  # fmt: skip
     return plan.model_copy(update=changes), graph
 
 

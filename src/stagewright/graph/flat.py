@@ -35,7 +35,8 @@ class Entry:
 class Flat:
     """Parameters of one type that the same stages use, in one buffer of `num_elements` in `num_shards` equal parts.
 
-    Parameters of several stages (tied ones) are sharded as the least sharded of these stages.
+    Parameters of several stages (tied ones) are sharded as the least sharded of these stages. There are `num_copies` of
+    every part, each in another group of `num_shards` replicas.
     """
 
     stages: tuple[int, ...]
@@ -45,6 +46,12 @@ class Flat:
     num_shards: int
     entries: tuple[Entry, ...]
     num_elements: int
+    num_copies: int = 1
+
+    @property
+    def summed_elements(self) -> int:
+        """What one replica has of the gradients, once those it shares them out with have summed them."""
+        return self.shard_elements if self.level >= OPTIMIZER else self.num_elements
 
     @property
     def shard_elements(self) -> int:
@@ -59,8 +66,10 @@ class Flat:
         return tuple(entry.value for entry in self.entries)
 
 
-def flats(stages: Sequence[Stage], levels: Sequence[int], num_shards: int) -> tuple[Flat, ...]:
-    """The flat buffers of all `stages` of a pipeline, whose sharding is `levels`, in `num_shards` parts.
+def flats(
+    stages: Sequence[Stage], levels: Sequence[int], num_shards: int, num_copies: int = 1
+) -> tuple[Flat, ...]:
+    """The flat buffers of all `stages` of a pipeline, whose sharding is `levels`, in `num_shards` parts of so many copies.
 
     Parameters that are not trained are in one only where they are sharded. The order is the same on every rank.
     """
@@ -77,7 +86,7 @@ def flats(stages: Sequence[Stage], levels: Sequence[int], num_shards: int) -> tu
             entries, end = _laid_out(stages[users[0]], values, dtype)
             step = num_shards * _aligned(1, dtype)
             total = -(-end // step) * step
-            found.append(Flat(users, dtype, bool(training), level, num_shards, entries, total))
+            found.append(Flat(users, dtype, bool(training), level, num_shards, entries, total, num_copies))
     return tuple(found)
 
 

@@ -61,6 +61,19 @@ class Choice:
     """Ranks that share every layer."""
     sequence_parallel: bool = False
     """Whether they split the sequence between the layers' products."""
+    most_sharing: int | None = None
+    """Replicas that share out among each other at most; the others hold copies."""
+
+    @property
+    def shard_size(self) -> int | None:
+        """Replicas that share out among each other: the most that divide all of them; None if that is all.
+
+        >>> [Choice(8, 1, 1, 1, "1f1b", zero=3, most_sharing=most).shard_size for most in (1, 3, 4, 8, None)]
+        [1, 2, 4, None, None]
+        """
+        if not self.level or self.most_sharing is None or self.most_sharing >= self.dp:
+            return None
+        return max(size for size in range(1, self.most_sharing + 1) if self.dp % size == 0)
 
     @property
     def level(self) -> int:
@@ -69,11 +82,13 @@ class Choice:
 
     def state_share(self, precision: Precision) -> float:
         """The part of the state of a stage that one replica keeps."""
-        return precision.kept_per_parameter(self.level, self.dp) / precision.bytes_per_parameter
+        kept = precision.kept_per_parameter(self.level, self.shard_size or self.dp)
+        return kept / precision.bytes_per_parameter
 
     def __str__(self) -> str:
         how = f"{self.schedule}, recomputed" if self.recompute else self.schedule
         how += f", zero {self.level}" if self.level else ""
+        how += f" within {self.shard_size}" if self.shard_size else ""
         shared = f" x tp {self.tp}" if self.tp > 1 else ""
         return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
@@ -228,7 +243,7 @@ def _sharded(line: Pipeline, choice: Choice) -> Pipeline:
     levels = (choice.level,) * len(line.stages)
     program = sharded_program(line.program, line.stages, levels)
     wire = None if choice.reduce_dtype is None else REDUCE_TYPES[choice.reduce_dtype]
-    return replace(line, program=program, sharding=levels, reduce_dtype=wire)
+    return replace(line, program=program, sharding=levels, reduce_dtype=wire, shard_size=choice.shard_size)
 
 
 def _named(found: Sequence[Policy]) -> tuple[Literal["keep", "recompute"], ...]:
@@ -319,5 +334,6 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         memory_policy=candidate.memory_policy,
         sharding=(choice.level,) * program.num_stages,  # type: ignore[arg-type]
         reduce_dtype=choice.reduce_dtype if choice.dp > 1 else None,
+        shard_size=choice.shard_size,
         predictions=predict(line, body, candidate.memories),
     )

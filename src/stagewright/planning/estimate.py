@@ -171,7 +171,8 @@ def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
     policies = stage_policies(plan, body.graph)
     cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
     line = pipeline(body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.dp, policies)
-    return replace(line, sharding=plan.sharding, reduce_dtype=plan.reduce_torch_name)
+    line = replace(line, sharding=plan.sharding, shard_size=plan.shard_size)
+    return replace(line, reduce_dtype=plan.reduce_torch_name)
 
 
 def _trace(

@@ -193,6 +193,8 @@ class Plan(StrictModel):
     None given: 0 for all."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
     """Type in which gradients are summed over replicas; by default the type they are added up in."""
+    shard_size: int | None = Field(default=None, ge=1)
+    """Replicas, neighbours in number, that share out among each other; the others hold copies. None: all of them."""
     predictions: Predictions
 
     @model_validator(mode="before")
@@ -216,6 +218,8 @@ class Plan(StrictModel):
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
         if self.devices and sorted(self.devices) != list(range(self.num_ranks)):
             raise ValueError(f"devices must name each of 0 to {self.num_ranks - 1} once: one device per rank")
+        if self.dp % (self.shard_size or 1):
+            raise ValueError(f"shard_size {self.shard_size} does not divide the {self.dp} replicas of dp")
         samples = self.microbatch_size * self.num_microbatches * self.dp
         if samples != self.job.global_batch:
             raise ValueError(

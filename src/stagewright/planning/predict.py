@@ -45,6 +45,8 @@ class Pipeline:
     """Per stage, what its replicas share out; none given: nothing."""
     reduce_dtype: str | None = None
     """Type in which gradients are summed over replicas, as torch names it; None is that of the gradients."""
+    shard_size: int | None = None
+    """Replicas that share out among each other, the others holding copies; None is all of them."""
     tp: int = 1
     """Ranks that share every layer; `memories` and `summaries` are those of one of them."""
 
@@ -52,12 +54,18 @@ class Pipeline:
     def flats(self) -> tuple[Flat, ...]:
         """The flat buffers of all stages; none where there is one replica."""
         levels = self.sharding or (0,) * len(self.memories)
-        return flats(self.stages, levels, self.dp) if self.dp > 1 else ()
+        copies = self.dp // self.num_shards
+        return flats(self.stages, levels, self.num_shards, copies) if self.dp > 1 else ()
+
+    @property
+    def num_shards(self) -> int:
+        """Replicas that share out among each other."""
+        return self.shard_size or self.dp
 
     def collectives(self, stage: int) -> Collectives:
         """What the replicas of a stage take to share it out."""
         rank = self.program.placement.rank_of_stage[stage]
-        return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype)
+        return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype, self.num_shards)
 
     def reduce_seconds(self, stage: int) -> float:
         """What REDUCE of a stage takes."""
@@ -121,6 +129,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     """All predictions for `line`; `memories` of its ranks if they are known already."""
     timeline = run_timeline(line)
     step = step_seconds(line, timeline)
+    shards = line.num_shards if any(line.sharding) else 1
     memories = rank_memories(line) if memories is None else memories
     reserved = reserved_peaks(line, memories)
     num_samples = line.program.num_microbatches * line.dp
@@ -128,7 +137,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     return Predictions(
         step_seconds=step,
         lower_bound_seconds=lower_bound_seconds(
-            body, line.program.num_microbatches, line.pp, line.job, line.dp if any(line.sharding) else 1
+            body, line.program.num_microbatches, line.pp, line.job, shards
         ),
         tokens_per_second=tokens / step,
         mfu=body.costing.model_flop * num_samples / (step * line.pp * line.dp * _peak(line)),
@@ -240,7 +249,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
         for flat in own:
             if flat.level >= OPTIMIZER:
                 gradients |= {
-                    value: size / line.dp for value, size in gradients.items() if value in flat.values
+                    value: size / line.num_shards for value, size in gradients.items() if value in flat.values
                 }
         part = timeline.encoded.rank_slice(rank)
         end = float(timeline.end_s[part].max(initial=0.0))

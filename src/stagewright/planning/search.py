@@ -92,6 +92,7 @@ def plan(
     offload: bool = True,
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
+    shard_size: int | None = None,
     trace: Trace = cached_trace,
 ) -> Found:
     """The best plans of `model` for `cluster` and `job`.
@@ -107,6 +108,7 @@ def plan(
         zero: what replicas share out, 0 to 3, gradients summed as stages finish; by default they are summed at the end of
             the batch and nothing is shared out.
         reduce_dtype: type in which gradients are summed over replicas; default the type they are added up in.
+        shard_size: at most so many replicas, neighbours, share out among each other, others hold copies; default all.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
 
     Raises:
@@ -116,8 +118,9 @@ def plan(
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
     search = _Search(
-        reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype
-    )
+        reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
+        shard_size,
+    )  # fmt: skip
     for shared in tensor_widths_of(cluster, tp):
         search.share_layers(shared, sequence_parallel and shared > 1)
         try:
@@ -176,7 +179,9 @@ class _Search:
         offload: bool,
         zero: int | None,
         reduce_dtype: Literal["fp32", "bf16"] | None,
+        shard_size: int | None,
     ) -> None:
+        self.shard_size = shard_size
         self.zero = zero
         self.reduce_dtype: Literal["fp32", "bf16"] | None = reduce_dtype
         self.recompute = recompute
@@ -222,6 +227,7 @@ class _Search:
                 self.reduce_dtype,
                 self.tp,
                 self.sequence_parallel,
+                self.shard_size,
             )
 
     def gather(self, size: int, choices: list[Choice]) -> bool:
@@ -234,7 +240,7 @@ class _Search:
         body = self.bodies[size, self.tp] = self._trace(size, self.tp)
         choices = self._fitting(choices, body, 1.0)
         for choice in choices:
-            shards = choice.dp if choice.level else 1
+            shards = choice.shard_size or choice.dp if choice.level else 1
             bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
             self.waiting.push(bound, _Waiting(choice, body))
         self.without_rule |= body.costing.without_rule

@@ -68,18 +68,30 @@ def reads_weights(stage: Stage) -> bool:
 class Collectives:
     """Seconds that a rank's replicas take to share out flat buffers, each collective on its own.
 
-    `ranks` are the global ranks of the replicas, `wire` the type (a torch name) in which gradients are summed.
+    `ranks` are the global ranks of the replicas, `wire` the type (a torch name) in which gradients are summed. The first
+    `num_shards` of them (None: all) share out, and so do the next ones; then gradients are summed over these copies.
     Source: `stagewright.cluster.collectives`. Ignores: that gathers, sums and transfers share the links.
     """
 
     cluster: Cluster
     ranks: Sequence[int]
     wire: str | None = None
+    num_shards: int | None = None
+
+    @property
+    def sharing(self) -> Sequence[int]:
+        """Ranks that share out among each other."""
+        return self.ranks[: self.num_shards]
+
+    @property
+    def copies(self) -> Sequence[int]:
+        """Ranks that hold the same part."""
+        return self.ranks[:: self.num_shards or len(self.ranks)]
 
     def gather(self, found: Iterable[Flat]) -> float:
         """Parameters made whole."""
         return sum(
-            all_gather_seconds(self.cluster, flat.num_elements * ITEM_BYTES[flat.dtype], self.ranks)
+            all_gather_seconds(self.cluster, flat.num_elements * ITEM_BYTES[flat.dtype], self.sharing)
             for flat in found
         )
 
@@ -87,10 +99,11 @@ class Collectives:
         """Gradients summed, on every replica or each replica's part on it."""
         seconds = 0.0
         for flat in found:
-            size = flat.num_elements * ITEM_BYTES[self.wire or Precision.of(flat.dtype).gradient]
-            scattered = flat.level >= OPTIMIZER
-            cost = reduce_scatter_seconds if scattered else all_reduce_seconds
-            seconds += cost(self.cluster, size, self.ranks)
+            item = ITEM_BYTES[self.wire or Precision.of(flat.dtype).gradient]
+            cost = reduce_scatter_seconds if flat.level >= OPTIMIZER else all_reduce_seconds
+            seconds += cost(self.cluster, flat.num_elements * item, self.sharing)
+            if len(self.copies) > 1:
+                seconds += all_reduce_seconds(self.cluster, flat.summed_elements * item, self.copies)
         return seconds
 
 

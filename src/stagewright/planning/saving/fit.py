@@ -60,15 +60,26 @@ class Fitted:
         return StagePolicy(recompute=recompute, offload=offload) if recompute or offload else "keep"
 
 
-def fit(line: Pipeline, body: BodyCosts, *, offload: bool = True, exact: bool = False) -> Fitted | None:
+Chooser = Callable[[Problem], Choice | None]
+"""Makes a choice that saves enough, or says that there is none."""
+
+
+def fit(
+    line: Pipeline,
+    body: BodyCosts,
+    *,
+    offload: bool = True,
+    exact: bool = False,
+    chooser: Chooser = choose,
+) -> Fitted | None:
     """`line`, which keeps everything, with as much recomputed and offloaded as its limit asks for; None if no choice
     found stays within the limit when replayed.
 
-    `exact` takes the integer program in place of the greedy choice, for ranks of few enough saved values.
+    `exact` takes the integer program in place of the greedy `chooser`, for ranks of few enough saved values.
     """
     memories = rank_memories(line)
-    units = _units(line, body)
-    searches = [_RankSearch(line, body, memory, units, offload, exact) for memory in memories]
+    units = line_units(line, body)
+    searches = [_RankSearch(line, body, memory, units, offload, exact, chooser) for memory in memories]
     active = [search for search in searches if search.excess > 0]
     for _ in range(_ROUNDS):
         active = [search for search in active if search.propose()]
@@ -83,7 +94,7 @@ def fit(line: Pipeline, body: BodyCosts, *, offload: bool = True, exact: bool = 
     return Fitted(chosen, best, units, found)
 
 
-def _units(line: Pipeline, body: BodyCosts) -> tuple[Unit, ...]:
+def line_units(line: Pipeline, body: BodyCosts) -> tuple[Unit, ...]:
     """The units of all stages; anchors are kept or offloaded."""
     found = [unit for stage in line.stages for unit in stage_units(stage)]
     roots = {root: body.graph.values[root].storage for unit in found for root in unit.values}
@@ -100,7 +111,7 @@ def with_choice(line: Pipeline, body: BodyCosts, units: Sequence[Unit], choice: 
     found = policies(units, choice, len(line.stages))
     program = saving_program(line.program, units, choice)
     chosen = pipeline(body, cuts, program, line.cluster, line.job, line.dp, found)
-    return replace(chosen, sharding=line.sharding, reduce_dtype=line.reduce_dtype)
+    return replace(chosen, sharding=line.sharding, reduce_dtype=line.reduce_dtype, shard_size=line.shard_size)
 
 
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
@@ -146,6 +157,7 @@ class _RankSearch:
         units: Sequence[Unit],
         offload: bool,
         exact: bool,
+        chooser: Chooser,
     ) -> None:
         self.line = line
         self.rank = kept.rank
@@ -159,7 +171,7 @@ class _RankSearch:
         self.numbers = [number for number, unit in enumerate(units) if unit.stage in self.stages]
         self.problem = self._problem([units[number] for number in self.numbers], kept, body, offload)
         few = len(self.numbers) <= MAX_UNITS
-        self.choose: Callable[[Problem], Choice | None] = choose_exactly if exact and few else choose
+        self.choose: Chooser = choose_exactly if exact and few else chooser
         self.low, self.high, self.need = 0.95 * self.excess, float("inf"), float(self.excess)
         self.step = 0.0
         self.seconds = float("inf")
