@@ -59,8 +59,8 @@ bandwidth_unit = "MB/s"
 
 
 def hosts_file(folder: Path, count: int, slow: tuple[int, int]) -> Path:
-    """Hosts joined at 25 MB/s, but for one pair at 2 MB/s both ways."""
-    rates = [["2" if {a, b} == set(slow) else "25" for b in range(count)] for a in range(count)]
+    """Hosts joined at 25 MB/s, but for one pair at 1 MB/s both ways."""
+    rates = [["1" if {a, b} == set(slow) else "25" for b in range(count)] for a in range(count)]
     (folder / "links.csv").write_text("\n".join(",".join(row) for row in rates) + "\n")
     (folder / "hosts.toml").write_text(HOSTS.format(count=count))
     return folder / "hosts.toml"
@@ -130,16 +130,16 @@ def work_as(rank: int, num_ranks: int, path: str, devices: str) -> dict | None:
 
 @pytest.mark.skipif(namespaces.why_not() is not None, reason=str(namespaces.why_not()))
 def test_ranks_around_a_slow_link_are_faster(tmp_path: Path) -> None:
-    """Real links: three hosts, of which two are joined ten times slower; the plan is measured against hosts in order."""
+    """Real links: three hosts, of which two are joined 25 times slower; the plan is measured against hosts in order."""
     plan = planned(load_cluster(hosts_file(tmp_path, 3, (0, 1))))
     plan.save(tmp_path / "placed.json")
     plan.model_copy(update={"devices": ()}).save(tmp_path / "in-order.json")
-    with namespaces.hosts(3, "200mbit", {(0, 1): "16mbit", (1, 0): "16mbit"}) as made:
+    with namespaces.hosts(3, "200mbit", {(0, 1): "8mbit", (1, 0): "8mbit"}) as made:
         seconds = [
             max(run_ranks(train_on_host, 3, made, str(tmp_path / name)))
             for name in ("placed.json", "in-order.json")
         ]
-    assert seconds[0] < 0.6 * seconds[1], seconds
+    assert seconds[0] < 0.7 * seconds[1], seconds
 
 
 def train_on_host(rank: int, num_ranks: int, made: list[namespaces.Host], path: str) -> float:
