@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
@@ -72,6 +72,13 @@ class ResidentBytes:
     @cached_property
     def total(self) -> int:
         return sum(self.categories.values())
+
+    def with_versions(self, count: int) -> ResidentBytes:
+        """With `count` versions of the parameters, for programs that step before all backwards of a version are done."""
+        if count <= 1:
+            return self
+        others = (count - 1) * self.categories.get("parameters", 0)
+        return replace(self, categories=self.categories | {"weight versions": others})
 
 
 def resident_bytes(

@@ -24,6 +24,7 @@ from stagewright.planning.plan import Predictions, RankPrediction, SavedPredicti
 from stagewright.planning.sharding import Collectives, gathered_flats, reduced_flats
 from stagewright.planning.shortening import shortened
 from stagewright.schedule import Kind, Program, insert_communication
+from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import StageCosts, Timeline, simulate
 
@@ -75,7 +76,8 @@ class Pipeline:
 
     def resident(self, pipeline_rank: int) -> ResidentBytes:
         """What a rank keeps from step to step."""
-        return resident_bytes(self.stages_of(pipeline_rank), self.flats, self.reduce_dtype)
+        found = resident_bytes(self.stages_of(pipeline_rank), self.flats, self.reduce_dtype)
+        return found.with_versions(_weight_versions(self.program)[pipeline_rank])
 
     @property
     def stages(self) -> list[Stage]:
@@ -194,6 +196,11 @@ def _peak(line: Pipeline) -> float:
             "figure to its description"
         )
     return peak
+
+
+@lru_cache(maxsize=64)
+def _weight_versions(program: Program) -> list[int]:
+    return weight_versions(program)
 
 
 # -- time ---------------------------------------------------------------------------------------------------

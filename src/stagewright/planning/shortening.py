@@ -8,6 +8,9 @@ from stagewright.planning.sharding import sharded_like, without_sharding
 from stagewright.schedule import Kind, Program, build
 from stagewright.schedule.saving import insert_offloading, insert_recomputation
 
+_PERIODIC = frozenset({"1f1b", "pipedream"})
+"""Families in which, once every rank alternates between F and B, each microbatch repeats the state of the one before."""
+
 _SAVING_KINDS = frozenset({Kind.R, Kind.OFFLOAD, Kind.FETCH})
 
 
@@ -19,12 +22,9 @@ def built(name: str, num_ranks: int, num_microbatches: int) -> Program:
 
 @lru_cache(maxsize=32)
 def shortened(program: Program) -> Program:
-    """The 1F1B program of as many microbatches as show every state of its memory; other programs as they are.
-
-    Once every rank alternates between F and B, each microbatch repeats the state of the one before.
-    """
+    """The 1F1B program (with or without steps in between) of as many microbatches as show every state of its memory; other programs as they are."""
     enough = program.num_ranks + 4
-    if program.name != "1f1b" or program.num_microbatches <= enough:
+    if program.name not in _PERIODIC or program.num_microbatches <= enough:
         return program
     saves = any(action.kind in _SAVING_KINDS for action in program)
     if saves and any(action.kind is Kind.GATHER for action in program):

@@ -46,7 +46,7 @@ def cuts_to_try(
         below_s: batches that take as long or longer are left out.
     """
     terms = terms_of(line, counts, state_share=state_share, offload=offload)
-    leaves = Leaves(_ranges(body), _corrected(line, memories, Leaves(_ranges(body), terms), shrink))
+    leaves = corrected(line, memories, Leaves(known_ranges(body), terms), shrink)
     found = best_partition(leaves)
     tried = set(others)
     if found is not None:
@@ -105,8 +105,10 @@ def _boundary_seconds(line: Pipeline, stage: int) -> float:
     return line.cluster.point_to_point_seconds(_PROBE_BYTES, *ends) / _PROBE_BYTES / 2
 
 
-def _corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, shrink: float) -> list[Terms]:
-    """Terms whose capacities are smaller by what the ranges do not see of `line`: inputs, buffers, what is kept apart."""
+def corrected(
+    line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, shrink: float = 0.0
+) -> Leaves:
+    """`leaves` whose capacities are smaller by what the ranges do not see of `line`: inputs, buffers, what is kept apart."""
     ends = [stage.start for stage in line.stages] + [leaves.ranges.size]
     terms = list(leaves.terms)
     for memory in memories:
@@ -116,9 +118,10 @@ def _corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, s
         for stage in stages:
             capacity = terms[stage].capacity * (1 - shrink) - unseen
             terms[stage] = terms[stage].with_capacity(capacity)
-    return terms
+    return Leaves(leaves.ranges, terms)
 
 
 @lru_cache(maxsize=4)
-def _ranges(body: BodyCosts) -> Ranges:
+def known_ranges(body: BodyCosts) -> Ranges:
+    """The ranges of a body, worked out once."""
     return ranges_of(body)

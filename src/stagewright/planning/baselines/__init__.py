@@ -1,0 +1,1 @@
+"""What other systems would do with a model and a pipeline, to compare with."""

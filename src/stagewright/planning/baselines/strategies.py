@@ -1,0 +1,130 @@
+"""Planners of other systems, each as it is published: which schedule, where the model is cut, what is recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from stagewright.cluster import Cluster
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.baselines.blocks import at_blocks, even_cuts, timed_cuts
+from stagewright.planning.baselines.choosers import knapsack
+from stagewright.planning.baselines.vpipe import suffix_cuts, with_suffixes
+from stagewright.planning.candidate import (
+    Candidate,
+    Choice,
+    fastest_partition,
+    in_flight,
+    least_saving,
+    with_cuts,
+)
+from stagewright.planning.cutting.exact import exact
+from stagewright.planning.cutting.leaves import Leaves
+from stagewright.planning.cutting.line import corrected, known_ranges, terms_of
+from stagewright.planning.job import Job
+from stagewright.planning.predict import reserved_bytes
+from stagewright.planning.saving.fit import fit
+
+Make = Callable[[BodyCosts, Choice, Cluster, Job], "Candidate | None"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A planner: `make` gives the candidate it would choose for a configuration, or None if it finds none that fits.
+
+    `asynchronous`: whether it steps without a flush, on several versions of the weights; such plans are predicted, not run.
+    """
+
+    name: str
+    what: str
+    schedule: str
+    make: Make
+    recompute: bool = False
+    asynchronous: bool = False
+
+    def candidate(self, body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+        """What it makes of a configuration, whose schedule is the strategy's; without a plan that fits, None or a candidate
+        that lacks memory.
+
+        Raises:
+            PlanError: the model cannot be cut into so many stages.
+        """
+        own = replace(choice, schedule=self.schedule, recompute=self.recompute and choice.pp > 1)
+        return self.make(body, own, cluster, job)
+
+
+def _even(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
+    return with_cuts(body, choice, even_cuts(body, choice.pp), cluster, job)
+
+
+def _timed(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
+    cuts = timed_cuts(body, known_ranges(body), choice.pp)
+    return with_cuts(body, choice, cuts, cluster, job)
+
+
+def _vpipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+    start = _timed(body, choice, cluster, job)
+    if start.excess_bytes <= 0:
+        return start
+    cuts = suffix_cuts(start, body)
+    moved = start if cuts == start.cuts else with_cuts(body, choice, cuts, cluster, job)
+    return with_suffixes(moved, body)
+
+
+def _adapipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+    start = _timed(body, choice, cluster, job)
+    terms = terms_of(start.line, in_flight(start.line.program), offload=False)
+    leaves = corrected(
+        start.line, start.memories, Leaves(at_blocks(body, known_ranges(body), choice.pp), terms)
+    )
+    found = exact(leaves)
+    if found is None:
+        return None
+    plain = start if found.cuts == start.cuts else with_cuts(body, choice, found.cuts, cluster, job)
+    fitted = fit(plain.line, body, offload=False, chooser=knapsack)
+    if fitted is None:
+        return None
+    fullest = max(reserved_bytes(memory, cluster) for memory in fitted.memories)
+    excess = fullest - job.usable_bytes(cluster.device)
+    return replace(
+        plain,
+        line=fitted.line,
+        memories=fitted.memories,
+        excess_bytes=excess,
+        memory_policy=fitted.memory_policy,
+    )
+
+
+def _own(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
+    start = with_cuts(body, choice, fastest_partition(body, choice, cluster)[0], cluster, job)
+    return start if start.excess_bytes <= 0 else least_saving([start], body)
+
+
+STRATEGIES = {
+    one.name: one
+    for one in (
+        Strategy("even", "1F1B, as many blocks for every stage, everything kept", "1f1b", _even),
+        Strategy(
+            "gpipe", "forwards, then backwards; as many blocks for every stage, all recomputed at once", "gpipe", _even,
+            recompute=True,
+        ),
+        Strategy(
+            "torchgpipe", "forwards, then backwards; blocks balanced by time, all recomputed at once", "gpipe", _timed,
+            recompute=True,
+        ),
+        Strategy("adapipe", "1F1B; blocks, and values recomputed by a knapsack, for the least time", "1f1b", _adapipe),
+        Strategy(
+            "pipedream", "asynchronous 1F1B with weight versions; blocks balanced by time, everything kept", "pipedream",
+            _timed, asynchronous=True,
+        ),
+        Strategy(
+            "vpipe", "asynchronous 1F1B with weight versions; blocks exchanged, ends of stages recomputed", "pipedream",
+            _vpipe, asynchronous=True,
+        ),
+        Strategy("own-1f1b", "Stagewright's cuts and savings under 1F1B, to compare with", "1f1b", _own),
+        Strategy(
+            "own-async", "Stagewright's cuts and savings under asynchronous 1F1B, to compare with", "pipedream", _own,
+            asynchronous=True,
+        ),
+    )
+}  # fmt: skip

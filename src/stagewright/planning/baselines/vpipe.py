@@ -1,0 +1,159 @@
+"""A vPipe-like plan: blocks of layers, the end of every stage in one checkpoint, blocks moved between neighbours.
+
+Source: Zhao et al. 2022, "vPipe" (IEEE TPDS 33(3)) and its released runtime (hku-systems/vpipe), whose plans are blocks
+per stage and the share of a stage, from its end, that one checkpoint recomputes. Its planner is not public: the partition
+is a local search in which neighbours exchange blocks. Ignores: swapping, which the released code does not do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.baselines.blocks import block_ends, moved_cuts
+from stagewright.planning.candidate import Candidate, in_flight
+from stagewright.planning.cutting.leaves import Leaves
+from stagewright.planning.cutting.line import corrected, known_ranges, terms_of
+from stagewright.planning.cutting.ranges import Ints
+from stagewright.planning.plan import StagePolicy
+from stagewright.planning.predict import allocatable_bytes, rank_memories, reserved_bytes
+from stagewright.planning.saving.fit import with_choice
+from stagewright.planning.saving.problem import Choice, Unit, stage_units
+
+
+def suffix_cuts(plain: Candidate, body: BodyCosts) -> tuple[int, ...]:
+    """The cuts of `plain` with blocks exchanged between neighbours until no exchange makes the slowest stage, with what
+    it must recompute, faster."""
+    line = plain.line
+    ends = block_ends(body, len(line.stages))
+    terms = terms_of(line, in_flight(line.program), offload=False)
+    leaves = corrected(line, plain.memories, Leaves(known_ranges(body), terms))
+
+    def cost(cuts: Sequence[int]) -> tuple[float, ...]:
+        bounds = [0, *cuts, body.size]
+        found = [_suffix(leaves, ends, stage, *bounds[stage : stage + 2]) for stage in range(len(terms))]
+        missing = sum(one.missing for one in found)
+        return missing, max(one.seconds for one in found), sum(one.seconds for one in found)
+
+    return moved_cuts(ends, plain.cuts, cost)
+
+
+@dataclass(frozen=True)
+class _Suffix:
+    """A stage whose blocks from `start` on are recomputed: seconds of a microbatch, and bytes it lacks even so."""
+
+    start: int
+    seconds: float
+    missing: float
+
+
+def _suffix(leaves: Leaves, ends: Ints, stage: int, start: int, stop: int) -> _Suffix:
+    """With as few blocks recomputed as fit; the set in use is whole while the backward runs."""
+    ranges, terms = leaves.ranges, leaves.terms[stage]
+    seconds, demand = leaves.seconds(stage, start, stop), leaves.demand(stage, start, stop)
+    inside = [int(end) for end in ends[(ends > start) & (ends < stop)]]
+    for begin in (stop, *reversed(inside), start):
+        freed = float(ranges.saved_bytes[stop] - ranges.saved_bytes[begin]) * (terms.copies - 1)
+        again = float(ranges.forward_seconds[stop] - ranges.forward_seconds[begin]) * terms.slowness
+        missing = max(0.0, demand - freed - terms.capacity)
+        if missing <= 0 or begin == start:
+            return _Suffix(begin, seconds + again, missing)
+    return _Suffix(start, math.inf, math.inf)
+
+
+def with_suffixes(plain: Candidate, body: BodyCosts) -> Candidate | None:
+    """`plain` with as few blocks of every stage recomputed as make it fit when replayed; None if all of them do not."""
+    search = _Suffixes(plain, body)
+    while search.lacking:
+        if not search.grow():
+            return None
+    return search.candidate
+
+
+class _Suffixes:
+    """Stages of a pipeline with one stage per rank whose suffixes grow until they fit."""
+
+    def __init__(self, plain: Candidate, body: BodyCosts) -> None:
+        self.plain, self.body = plain, body
+        line = plain.line
+        self.units = [unit for stage in line.stages for unit in stage_units(stage)]
+        self.place = [_place(body, unit) for unit in self.units]
+        ends = block_ends(body, len(line.stages))
+        self.begins = [
+            [stage.stop, *(int(e) for e in ends[::-1] if stage.start < e < stage.stop), stage.start]
+            for stage in line.stages
+        ]
+        self.grown = [0] * len(line.stages)
+        self.candidate = plain
+        self.lacking = self._lacking(plain.memories)
+
+    def grow(self) -> bool:
+        """Suffixes of stages that lack memory, longer by what that asks for; false if one is whole already."""
+        copies = in_flight(self.plain.line.program)
+        for stage, missing in self.lacking.items():
+            freed = 0.0
+            while freed < missing:
+                before = self._bytes(stage)
+                self.grown[stage] += 1
+                if self.grown[stage] == len(self.begins[stage]):
+                    return False
+                freed += (self._bytes(stage) - before) * (copies[stage] - 1)
+        self._replay()
+        return True
+
+    def _chosen(self, stage: int) -> list[int]:
+        begin = self.begins[stage][self.grown[stage]]
+        return [
+            index
+            for index, unit in enumerate(self.units)
+            if unit.stage == stage and unit.recomputable and self.place[index] >= begin
+        ]
+
+    def _bytes(self, stage: int) -> int:
+        return sum(self.units[index].num_bytes for index in self._chosen(stage))
+
+    def _replay(self) -> None:
+        chosen = [self._chosen(stage) for stage in range(len(self.grown))]
+        choice = Choice(frozenset(index for one in chosen for index in one))
+        line = with_choice(self.plain.line, self.body, self.units, choice)
+        memories = tuple(
+            _with_set_in_use(memory, self._bytes(line.program.placement.stages_of(memory.rank)[0]))
+            for memory in rank_memories(line)
+        )
+        limit = line.job.usable_bytes(line.cluster.device)
+        fullest = max(reserved_bytes(memory, line.cluster) for memory in memories)
+        names = [tuple(self.units[index].operator for index in one) for one in chosen]
+        policy = tuple(StagePolicy(recompute=one, offload=()) if one else "keep" for one in names)
+        self.candidate = replace(
+            self.plain, line=line, memories=memories, excess_bytes=fullest - limit, memory_policy=policy
+        )
+        self.lacking = self._lacking(memories)
+
+    def _lacking(self, memories: Sequence[RankMemory]) -> dict[int, int]:
+        """Stage -> bytes its rank has too many."""
+        line = self.plain.line
+        limit = allocatable_bytes(line.job, line.cluster)
+        return {
+            line.program.placement.stages_of(memory.rank)[0]: memory.peak_bytes - limit
+            for memory in memories
+            if memory.peak_bytes > limit
+        }
+
+
+def _place(body: BodyCosts, unit: Unit) -> int:
+    """Position of the operator that makes a unit."""
+    graph = body.graph
+    return graph.position[graph.values[unit.values[0]].node]
+
+
+def _with_set_in_use(memory: RankMemory, num_bytes: int) -> RankMemory:
+    """One checkpoint makes its whole set at once, which an executor that makes values one by one does not show."""
+    if not num_bytes:
+        return memory
+    categories = memory.categories | {
+        "activations": memory.categories.get("activations", 0) + num_bytes,
+    }
+    return replace(memory, peak_bytes=memory.peak_bytes + num_bytes, categories=categories)
