@@ -106,6 +106,15 @@ def test_an_estimate_of_a_model_takes_one_configuration(planned: dict) -> None:
     assert "Memory at the peak" in call("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2").stdout
 
 
+def test_an_estimate_of_a_model_knows_recomputation_and_sharding() -> None:
+    words = ("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "1", "--dp", "2")
+    plain, sharded = document(*words)["ranks"][0], document(*words, "--zero", "3")["ranks"][0]
+    assert sharded["categories"]["optimizer"] == pytest.approx(plain["categories"]["optimizer"] / 2, rel=0.01)
+    words = ("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2")
+    kept, recomputed = document(*words)["ranks"][0], document(*words, "--recompute", "full")["ranks"][0]
+    assert recomputed["allocated_peak_bytes"] < kept["allocated_peak_bytes"]
+
+
 def test_a_simulated_plan_is_the_program_of_the_plan(planned: dict, folder: Path) -> None:
     plan = load_plan(folder / "plan.json")
     found = document("simulate", folder / "plan.json")
@@ -181,6 +190,8 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         (("plan", *MODEL, "--cluster", "512x-h100", "--pp", "512", *JOB), "512 stages need 511 cuts"),
         (("plan", *MODEL, *CLUSTER, *JOB, "--objective", "bach"), "did you mean 'batch'?"),
         (("estimate", *MODEL, *JOB), "give --cluster"),
+        (("estimate", *MODEL, *CLUSTER, *JOB, "--recompute", "ful"), "did you mean 'full'?"),
+        (("estimate", *MODEL, *CLUSTER, *JOB, "--stack", "mist", "--zero", "1"), "give --shard-optimizer"),
         (("run", "no.json"), "plan 'no.json' cannot be read"),
         (("simulate", __file__), "is not JSON"),
     ],

@@ -18,15 +18,19 @@ from stagewright.cli.planning import (
     MemoryLimit,
     PipelineWidth,
     PlannedCluster,
+    ReduceDtype,
     SequenceParallel,
+    ShardSize,
     TensorWidth,
+    Zero,
+    checked_reduce_dtype,
     cluster_of,
     is_plan,
     read_job,
 )
 from stagewright.cli.progress import Progress
 from stagewright.cli.quick import without_collection
-from stagewright.errors import InputError
+from stagewright.errors import InputError, nearest
 from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 
 if TYPE_CHECKING:
@@ -52,6 +56,13 @@ def estimate(
     sequence_parallel: SequenceParallel = False,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(metavar="WAY", help="none (the default), full, or of Megatron's stacks selective."),
+    ] = None,
+    zero: Zero = None,
+    reduce_dtype: ReduceDtype = None,
+    shard_size: ShardSize = None,
     stack: Annotated[
         str,
         typer.Option(
@@ -72,9 +83,6 @@ def estimate(
         int | None,
         typer.Option(min=1, help="Stages per rank, with interleaved-1f1b.", rich_help_panel=_PANEL),
     ] = None,
-    recompute: Annotated[
-        str | None, typer.Option(metavar="WAY", help="none, selective or full.", rich_help_panel=_PANEL)
-    ] = None,
     shard_optimizer: Annotated[
         bool, typer.Option("--shard-optimizer", help="The distributed optimizer.", rich_help_panel=_PANEL)
     ] = False,
@@ -90,8 +98,7 @@ def estimate(
     from stagewright.tracing.models.reference import resolve
 
     megatron = {
-        "cp": cp, "ep": ep, "num_chunks": chunks, "recompute": recompute,
-        "shards_optimizer": shard_optimizer or None,
+        "cp": cp, "ep": ep, "num_chunks": chunks, "shards_optimizer": shard_optimizer or None,
     }  # fmt: skip
     megatron = {name: value for name, value in megatron.items() if value is not None}
     if stack in MEGATRON_STACKS and not is_plan(subject):
@@ -104,8 +111,9 @@ def estimate(
         )
         given = {
             "dp": dp, "tp": tp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule,
-            "sequence_parallel": sequence_parallel or None,
+            "sequence_parallel": sequence_parallel or None, "recompute": recompute,
         }  # fmt: skip
+        _refuse_on_megatron(zero=zero, reduce_dtype=reduce_dtype, shard_size=shard_size)
         megatron |= {name: value for name, value in given.items() if value is not None}
         _show_megatron(
             resolve(subject, parse_settings(settings)), _cluster(cluster), wanted, stack, megatron, as_json
@@ -122,7 +130,8 @@ def estimate(
                 job=job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
                 compiled=compiled or None,
                 memory_limit=memory_limit, pp=pp, dp=dp, tp=tp, microbatch=microbatch, schedule=schedule,
-                sequence_parallel=sequence_parallel or None, set=settings,
+                sequence_parallel=sequence_parallel or None, recompute=recompute, zero=zero,
+                reduce_dtype=reduce_dtype, shard_size=shard_size, set=settings,
             )  # fmt: skip
             plan = load_plan(subject)
             on = cluster_of(plan, cluster)
@@ -141,7 +150,8 @@ def estimate(
             found = estimating.estimate(
                 reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, sequence_parallel=sequence_parallel,
                 microbatch=microbatch or 1,
-                schedule=schedule or "1f1b", stack=stack, report=progress,
+                schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
+                reduce_dtype=checked_reduce_dtype(reduce_dtype), shard_size=shard_size, stack=stack, report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report.breakdown import breakdown_document, breakdown_table
@@ -177,6 +187,24 @@ def _show_megatron(
         print_document(footprint_document(found))
     else:
         show(footprint_heading(found), footprint_table(found))
+
+
+def _recomputes(way: str | None) -> bool:
+    ways = ("none", "full")
+    if way is not None and way not in ways:
+        raise InputError(
+            f"--recompute {way}{nearest(way, ways)}: give none or full, or one of Megatron's stacks"
+        )
+    return way == "full"
+
+
+def _refuse_on_megatron(**options: object) -> None:
+    """What has another name there."""
+    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
+    if given:
+        raise InputError(
+            f"Megatron's stacks have no {', '.join(given)}: give --shard-optimizer for the distributed optimizer"
+        )
 
 
 def _refuse_with_a_plan(**options: object) -> None:

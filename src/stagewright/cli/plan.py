@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -21,7 +21,11 @@ from stagewright.cli.planning import (
     JobSequenceLength,
     MemoryLimit,
     PipelineWidth,
+    ReduceDtype,
     SequenceParallel,
+    ShardSize,
+    Zero,
+    checked_reduce_dtype,
     read_job,
     warn,
 )
@@ -81,29 +85,9 @@ def plan(
         str,
         typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
     ] = "speed",
-    zero: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=3,
-            metavar="LEVEL",
-            help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.",
-        ),
-    ] = None,
-    reduce_dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are."
-        ),
-    ] = None,
-    shard_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Replicas that share out among each other at most, say those of a node; others hold copies.",
-        ),
-    ] = None,
+    zero: Zero = None,
+    reduce_dtype: ReduceDtype = None,
+    shard_size: ShardSize = None,
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
@@ -140,17 +124,12 @@ def plan(
     from stagewright.cluster import load_cluster
     from stagewright.planning import search
     from stagewright.planning.batch import largest_batch
-    from stagewright.planning.plan import REDUCE_TYPES
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
     if recompute not in search.RECOMPUTE:
         raise InputError(
             f"--recompute {recompute}{nearest(recompute, search.RECOMPUTE)}: give none, full or auto"
-        )
-    if reduce_dtype is not None and reduce_dtype not in REDUCE_TYPES:
-        raise InputError(
-            f"--reduce-dtype {reduce_dtype}{nearest(reduce_dtype, REDUCE_TYPES)}: give fp32 or bf16"
         )
     if objective not in _OBJECTIVES:
         raise InputError(f"--objective {objective}{nearest(objective, _OBJECTIVES)}: give speed or batch")
@@ -170,7 +149,7 @@ def plan(
             reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
             tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
             recompute=cast("search.Recompute", recompute), offload=offload,
-            zero=zero, reduce_dtype=cast('Literal["fp32", "bf16"] | None', reduce_dtype),
+            zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
             shard_size=shard_size,
         )  # fmt: skip
     warn(found.warnings)

@@ -6,11 +6,11 @@ import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from stagewright.errors import InputError
+from stagewright.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
@@ -46,6 +46,36 @@ SequenceParallel = Annotated[
     typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers."),
 ]
 DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
+Zero = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=3,
+        metavar="LEVEL",
+        help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.",
+    ),
+]
+ReduceDtype = Annotated[
+    str | None,
+    typer.Option(metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are."),
+]
+ShardSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Replicas that share out among each other at most, say those of a node; others hold copies.",
+    ),
+]
+
+
+def checked_reduce_dtype(text: str | None) -> Literal["fp32", "bf16"] | None:
+    """Raises `InputError` for a type in which no gradients are summed."""
+    from stagewright.planning.plan import REDUCE_TYPES
+
+    if text is not None and text not in REDUCE_TYPES:
+        raise InputError(f"--reduce-dtype {text}{nearest(text, REDUCE_TYPES)}: give fp32 or bf16")
+    return cast('Literal["fp32", "bf16"] | None', text)
 
 
 def read_job(path: Path | None, **options: Any) -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
@@ -45,6 +45,10 @@ def estimate(
     sequence_parallel: bool = False,
     microbatch: int = 1,
     schedule: str = "1f1b",
+    recompute: bool = False,
+    zero: int | None = None,
+    reduce_dtype: Literal["fp32", "bf16"] | None = None,
+    shard_size: int | None = None,
     stack: str = OWN_STACK,
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
@@ -53,8 +57,10 @@ def estimate(
 
     A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
     follows from the number of devices (by default one replica), and the partition is the one a search would
-    take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. `stack`
-    names whose execution is predicted, by default Stagewright's own.
+    take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. With `recompute`
+    stages recompute what they save; `zero` is what replicas share out (0 to 3), at most `shard_size` of them among
+    each other, with sums of gradients in `reduce_dtype`. `stack` names whose execution is predicted, by default
+    Stagewright's own.
 
     Raises:
         InputError: widths that do not fit the cluster or the batch, a model without a job, a stack that is not
@@ -72,6 +78,10 @@ def estimate(
     choice = replace(
         _choice(cluster, job, dp, pp, tp, microbatch, schedule),
         sequence_parallel=sequence_parallel and tp > 1,
+        recompute=recompute,
+        zero=zero,
+        reduce_dtype=reduce_dtype,
+        most_sharing=shard_size,
     )
     traced = job.traced(cluster.device.kind) | shared_layers(tp, sequence_parallel)
     body = _costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
