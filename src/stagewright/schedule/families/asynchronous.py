@@ -47,17 +47,19 @@ def weight_versions(program: Program) -> list[int]:
 
     A microbatch's backward uses the version its forward used; a version lives until the last such backward.
     """
+    if not any(action.kind is Kind.STEP for action in program):
+        return [1] * program.num_ranks
     return [max(_versions_over_time(actions), default=1) for actions in program.ranks]
 
 
 def _versions_over_time(actions: tuple[Action, ...]) -> Iterator[int]:
     newest = 0
-    version_of: dict[int | None, int] = {}
+    version_of: dict[tuple[int, int | None], int] = {}
     for action in actions:
         if action.kind is Kind.F:
-            version_of[action.microbatch] = newest
-        elif action.kind is Kind.B:
-            del version_of[action.microbatch]
+            version_of[action.stage, action.microbatch] = newest
+        elif action.kind in (Kind.B, Kind.W):
+            version_of.pop((action.stage, action.microbatch), None)
         elif action.kind is Kind.STEP:
             newest += 1
         yield len({newest, *version_of.values()})
