@@ -30,6 +30,8 @@ from stagewright.schedule.placement import linear
 BAR = 0.04
 DATA = Path(__file__).parent / "data" / "footprints"
 _RATES = Path(__file__).parent / "data" / "zero_bubble" / "bubble_rates.csv"
+ZERO_BUBBLE_VOCABULARY = 32_000
+"""The parameters that the models are named by, 14.6 and 28.3 x 10^9, leave room for 25,000 to 33,600 tokens."""
 GIB, MIB, GB = 2**30, 2**20, 10**9
 
 Record = dict[str, str]
@@ -153,7 +155,7 @@ def _zero_bubble_peak(
     schedule: str,
 ) -> int:
     shape, stack = (
-        Shape.gpt(num_layers, hidden, heads, 51200, tokens),
+        Shape.gpt(num_layers, hidden, heads, ZERO_BUBBLE_VOCABULARY, tokens),
         find_megatron_stack("megatron-deepspeed"),
     )
     num_chunks = {"1F1B-I": (num_layers + 2) // pp, "ZB-V": 2}.get(schedule, 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import cache
+from itertools import permutations
 
 import numpy as np
-from footprints import DATA, with_lighter_ends
+from footprints import DATA, ZERO_BUBBLE_VOCABULARY, with_lighter_ends
 from verdict import Row, arguments, show
 
 from stagewright.cluster import load_cluster
@@ -44,7 +46,7 @@ def run_of(record: Record) -> tuple[Run, str]:
         tokens, pp=pp, microbatch_size=size, num_microbatches=count, schedule=_FAMILIES[schedule],
         num_chunks=num_chunks, layers_per_stage=with_lighter_ends(num_layers, pp * num_chunks),
     )  # fmt: skip
-    shape = Shape.gpt(num_layers, hidden, heads, 51200, tokens)
+    shape = Shape.gpt(num_layers, hidden, heads, ZERO_BUBBLE_VOCABULARY, tokens)
     cluster = load_cluster("8x-a100-80" if pp <= 8 else f"{pp // 8}x8x-a100-80")
     return Run(shape, layout, find_megatron_stack("megatron-deepspeed"), FUSION, cluster), schedule
 
@@ -54,9 +56,12 @@ def program(run: Run, schedule: str) -> Program | None:
     layout = run.layout
     if schedule == "ZB-V":
         return build("zb-v", layout.pp, layout.num_microbatches)
-    if schedule not in ("ZB-1p", "ZB-2p"):
+    if schedule == "ZB-1p":  # its published bubble rates are those of ZB-H1
+        return build("zb-h1", layout.pp, layout.num_microbatches)
+    if schedule != "ZB-2p":
         return None
-    costs = run.costs()
+    placed = linear(layout.pp)
+    costs = run.costs(placed)
     stages = stage_bytes(run.shape, layout, run.stack)
     saved = np.array([stage.saved for stage in stages], float)
     held = np.array([stage.for_weights for stage in stages], float)
@@ -65,15 +70,14 @@ def program(run: Run, schedule: str) -> Program | None:
     times = StageTimes(
         costs.forward_s, costs.input_grad_s, costs.weight_grad_s, np.zeros(layout.pp - 1), saved, held
     )
-    copies = 2 if schedule == "ZB-2p" else 1
-    limit = copies * layout.pp * inner
-    return automatic(linear(layout.pp), layout.num_microbatches, times, limit, num_moves=0, num_patterns=0)
+    limit = 2 * layout.pp * inner
+    return automatic(placed, layout.num_microbatches, times, limit, by_span=True, num_moves=0, num_patterns=0)
 
 
 @cache
 def _seconds(key: tuple[tuple[str, str], ...]) -> float:
     run, schedule = run_of(dict(key))
-    return run.step(program(run, schedule)).seconds
+    return run.step(program(run, schedule), by_span=schedule.startswith("ZB")).seconds
 
 
 def rows(records: list[Record]) -> Iterator[Row]:
@@ -91,11 +95,30 @@ def rows(records: list[Record]) -> Iterator[Row]:
         )
 
 
+def swapped(records: list[Record], found: list[Row]) -> tuple[list[str], int]:
+    """Pairs of schedules of one model, width and batch whose order is predicted wrongly, and the number of all pairs."""
+    keys = ("model", "pp", "micro_batch", "n_microbatches")
+    wrong, num = [], 0
+    for (a, one), (b, other) in permutations(zip(records, found, strict=True), 2):
+        if any(a[key] != b[key] for key in keys) or one.measured >= other.measured:
+            continue
+        num += 1
+        if one.predicted >= other.predicted:
+            wrong.append(f"{one.label} before {b['schedule']}")
+    return wrong, num
+
+
 def main() -> None:
     """Print the verdict."""
     given = arguments(__doc__, DATA).parse_args()
     with (given.data / "zero_bubble_measured.csv").open(newline="", encoding="utf-8") as file:
-        show(list(rows(list(csv.DictReader(file)))), BAR, "samples/s/GPU", given.json)
+        records = list(csv.DictReader(file))
+    found = list(rows(records))
+    show(found, BAR, "samples/s/GPU", given.json)
+    if not given.json:
+        wrong, num = swapped(records, found)
+        print(f"order: {num - len(wrong)} of {num} pairs of schedules right; wrong: {wrong or 'none'}")
+        print(asdict(FUSION))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from functools import cached_property
 from stagewright.estimation.megatron.layer import Layers, Step, backward_peak, saved_bytes, weight_bytes
 from stagewright.estimation.megatron.layout import Layout
 from stagewright.estimation.megatron.shape import Shape
-from stagewright.estimation.megatron.stack import HALF, OPTIMIZER_BYTES, MegatronStack
+from stagewright.estimation.megatron.stack import MegatronStack
 from stagewright.schedule import Action, Kind, Program
 from stagewright.schedule.families import build
 
@@ -193,13 +193,14 @@ def _act(alive: _Alive, action: Action, stage: _Stage) -> None:
 
 def _state_bytes(own: list[_Stage], layers: Layers) -> dict[str, int]:
     layout, stack = layers.layout, layers.stack
-    in_fp32 = stack.fp32_gradients if layout.fp32_gradients is None else layout.fp32_gradients
     dense = sum(stage.num_parameters for stage in own)
     experts = sum(stage.num_expert_parameters for stage in own)
     shards = layout.dp * layout.cp if layout.shards_optimizer else 1
     expert_shards = max(1, shards // layout.ep)
-    return {
-        "parameters": HALF * (dense + experts),
-        "gradients": (4 if in_fp32 else HALF) * (dense + experts),
-        "optimizer": OPTIMIZER_BYTES * dense // shards + OPTIMIZER_BYTES * experts // expert_shards,
+    engine = {"engine": stack.engine_bytes * (dense + experts)} if stack.engine_bytes else {}
+    return engine | {
+        "parameters": stack.element_bytes * (dense + experts),
+        "gradients": stack.gradient_element_bytes(layout.fp32_gradients) * (dense + experts),
+        "optimizer": stack.optimizer_bytes * dense // shards
+        + stack.optimizer_bytes * experts // expert_shards,
     }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from stagewright.errors import InputError, nearest
+
+Transfers = Literal["sends block", "both block", "overlapped"]
 
 
 @dataclass(frozen=True)
@@ -12,6 +15,7 @@ class Fusion:
     """Costs of one runtime's kernels that follow from how it fuses, not from the device.
 
     * `softmax_forward`: times attention's scores are moved by scale, mask and softmax.
+    * `softmax_backward`: the same for their gradients, without dropout.
     * `rotary`: times queries, keys and values are moved to turn the first two.
     * `loss_forward`, `loss_backward`: bytes moved per logit.
     * `adding_bytes`: bytes moved per weight and microbatch to add its gradient up; 0 where the product does it.
@@ -19,6 +23,7 @@ class Fusion:
     * `latent_copies`: times queries and keys are moved to join their rotary parts (MLA).
     * `routing`: times the router's logits are moved.
     * `hides_gathers`: whether sequence-parallel collectives of the backward run beside its products.
+    * `transfers`: whether a rank stands still while it sends, while it sends or receives, or not at all (overlapped).
     * `scatters_boundaries`: whether tensor-parallel devices send a part each between nodes and gather behind.
     * `kernel_host_s`: what the host spends on a kernel, with the operators and autograd's work around it.
     * `peer_host_s`: what each further member of a collective adds while hosts are the bound: all wait for the slowest.
@@ -43,6 +48,8 @@ class Fusion:
     product_gap_s: float
     pass_host_s: float
     step_host_s: float
+    softmax_backward: float = 3
+    transfers: Transfers = "sends block"
 
 
 FUSIONS = {
@@ -71,13 +78,14 @@ FUSIONS = {
             step_host_s=1e-3,
         ),
         # The fork of the zero-bubble authors: its products add gradients up. Fitted on a third of the rows of
-        # `validation/zero_bubble_runs.py`: `loss_forward` and `pass_host_s`; the rest as above.
+        # `validation/zero_bubble_runs.py` and the order of schedules in all: the losses, `peer_host_s`, `pass_host_s` and
+        # `product_gap_s`; the rest as above.
         Fusion(
             "zero-bubble",
             softmax_forward=6.7,
             rotary=4,
-            loss_forward=12,
-            loss_backward=7,
+            loss_forward=9,
+            loss_backward=5.3,
             adding_bytes=0,
             optimizer_bytes=52,
             latent_copies=2,
@@ -85,9 +93,9 @@ FUSIONS = {
             hides_gathers=False,
             scatters_boundaries=False,
             kernel_host_s=7e-5,
-            peer_host_s=2.3e-5,
-            product_gap_s=6.3e-5,
-            pass_host_s=1e-4,
+            peer_host_s=6e-5,
+            product_gap_s=1.05e-4,
+            pass_host_s=2e-4,
             step_host_s=1e-3,
         ),
         # Megatron-LM 3.0 on its authors' cluster: one kernel for the softmax. Fitted: `product_gap_s`.
@@ -129,6 +137,27 @@ FUSIONS = {
             product_gap_s=4.9e-5,
             pass_host_s=2e-4,
             step_host_s=1.5e-2,
+        ),
+        # DeepSpeed's pipeline engine over Megatron-LM's layers in TF32: every send and receive stands for itself.
+        Fusion(
+            "deepspeed-tf32",
+            softmax_forward=6,
+            rotary=4,
+            loss_forward=40,
+            loss_backward=37,
+            adding_bytes=12,
+            optimizer_bytes=40,
+            latent_copies=2,
+            routing=4,
+            hides_gathers=False,
+            scatters_boundaries=False,
+            kernel_host_s=5.9e-5,
+            peer_host_s=1e-5,
+            product_gap_s=2e-5,
+            pass_host_s=3e-4,
+            step_host_s=1e-2,
+            softmax_backward=21,
+            transfers="both block",
         ),
     )
 }

@@ -68,14 +68,16 @@ def together(parts: Iterable[Passes]) -> Passes:
     return total
 
 
-def product(tokens: float, given: float, made: float, count: int = 1, adds_up: float = 0.0) -> Passes:
+def product(
+    tokens: float, given: float, made: float, count: int = 1, adds_up: float = 0.0, element_bytes: int = 2
+) -> Passes:
     """A linear layer, or `count` equal ones for `tokens` each that run at once (grouped); `adds_up` bytes are moved per
     weight to add its gradient to the others.
 
     The gradient of a weight costs as many FLOP as the product itself, and so does that of its input.
     """
     flop, weights = 2.0 * count * tokens * given * made, float(count * given * made)
-    moved = 2.0 * (count * tokens * (given + made) + weights)
+    moved = float(element_bytes) * (count * tokens * (given + made) + weights)
     kernel = Kernel("matmul", flop, moved)
     adding = (Kernel("memory", 0.0, adds_up * weights),) if adds_up else ()
     return Passes(Pass((kernel,)), Pass((kernel,)), Pass((kernel, *adding)))

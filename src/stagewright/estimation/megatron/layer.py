@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from stagewright.estimation.megatron.layout import Layout
 from stagewright.estimation.megatron.shape import Experts, Latent, Shape
-from stagewright.estimation.megatron.stack import HALF, MegatronStack
+from stagewright.estimation.megatron.stack import MegatronStack
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,16 @@ class Layers:
     @property
     def _residual(self) -> int:
         """The residual stream, split over the sequence."""
-        return HALF * self.layout.num_tokens * self.shape.hidden // self.layout.sequence_shards
+        return (
+            self.stack.element_bytes
+            * self.layout.num_tokens
+            * self.shape.hidden
+            // self.layout.sequence_shards
+        )
 
     def _split(self, elements: float) -> int:
         """Bytes of so many elements per token that tensor parallelism splits."""
-        return int(HALF * self.layout.num_tokens * elements) // self.layout.tp
+        return int(self.stack.element_bytes * self.layout.num_tokens * elements) // self.layout.tp
 
     def embedding(self) -> list[Step]:
         """Token ids, and the mask of the dropout that follows."""
@@ -67,7 +72,7 @@ class Layers:
         residual = self._residual
         return [
             Step("final norm", residual, residual, residual),
-            self._linear("logits", residual, HALF * logits, gathers=True),
+            self._linear("logits", residual, self.stack.element_bytes * logits, gathers=True),
             Step("loss", self.stack.saved_logit_bytes * logits, 0, at_once),
         ]
 
@@ -112,7 +117,7 @@ class Layers:
 
     def _mask(self) -> int:
         """A dropout mask of the residual stream, a byte per element."""
-        return self._residual // HALF if self.shape.drops else 0
+        return self._residual // self.stack.element_bytes if self.shape.drops else 0
 
     def _linear(self, name: str, given: int, made: int, gathers: bool = False) -> Step:
         """A product. With sequence parallelism its input is gathered again for the weight's gradient.
@@ -152,14 +157,21 @@ class Layers:
         if self._flash:
             return Step("attention", kept + 4 * heads, out, projected)
         scores = heads * layout.sequence_length
-        saved = HALF * scores + (scores + HALF * scores if shape.drops else 0)
+        saved = self.stack.element_bytes * scores + (
+            scores + self.stack.element_bytes * scores if shape.drops else 0
+        )
         made_again = saved if layout.recompute == "selective" else 0
-        in_passing = 2 * HALF * scores  # gradients of the weights behind and in front of the softmax
+        in_passing = (
+            2 * self.stack.element_bytes * scores
+        )  # gradients of the weights behind and in front of the softmax
         return Step("attention", kept + saved - made_again, out, projected, beside=made_again + in_passing)
 
     def _latent(self, latent: Latent) -> list[Step]:
         """Source: Megatron-Core's MLASelfAttention with a joint norm and product for both upward projections."""
-        shape, tokens = self.shape, HALF * self.layout.num_tokens // self.layout.sequence_shards
+        shape, tokens = (
+            self.shape,
+            self.stack.element_bytes * self.layout.num_tokens // self.layout.sequence_shards,
+        )
         residual = self._residual
         query = self._split(shape.num_heads * (latent.plain_size + latent.rotary_size))
         value = self._split(shape.num_heads * latent.value_size)
@@ -195,7 +207,7 @@ class Layers:
     def _mixture(self, experts: Experts) -> list[Step]:
         """Router in fp32; every token's copies in front of its experts; balanced routing."""
         tokens = self.layout.num_tokens // self.layout.sequence_shards
-        copies = HALF * tokens * experts.num_active
+        copies = self.stack.element_bytes * tokens * experts.num_active
         hidden, size = copies * self.shape.hidden, copies * experts.size
         logits = 4 * tokens * experts.num_experts
         steps = [

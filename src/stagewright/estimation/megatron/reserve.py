@@ -6,7 +6,7 @@ from stagewright.estimation.megatron.footprint import RankFootprint
 from stagewright.estimation.megatron.layer import Layers
 from stagewright.estimation.megatron.layout import Layout
 from stagewright.estimation.megatron.shape import Shape
-from stagewright.estimation.megatron.stack import HALF, MegatronStack
+from stagewright.estimation.megatron.stack import MegatronStack
 
 _LOGIT_COPIES = 3
 """Blocks as large as the logits that nothing else fits without a rest: logits, their gradient, half of the fp32 copy."""
@@ -22,5 +22,5 @@ def reserved_bytes(rank: RankFootprint, shape: Shape, layout: Layout, stack: Meg
     requests; expandable segments, which need less.
     """
     vocabulary = Layers(shape, layout, stack).padded_vocabulary()
-    logits = HALF * layout.num_tokens * vocabulary // layout.tp
+    logits = stack.element_bytes * layout.num_tokens * vocabulary // layout.tp
     return rank.peak_bytes + _LOGIT_COPIES * logits + _SMALL_BYTES

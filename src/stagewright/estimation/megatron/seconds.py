@@ -118,7 +118,7 @@ class Clock:
     @cached_property
     def dtype(self) -> str:
         """What products are computed in."""
-        return half_type(self.device)
+        return self.stack.computes_in or half_type(self.device)
 
     @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
@@ -135,7 +135,12 @@ class Clock:
     @property
     def boundary_bytes(self) -> float:
         """What a stage hands to the next per device."""
-        return 2.0 * self.layout.num_tokens * self.shape.hidden / self.layout.sequence_shards
+        return (
+            float(self.stack.element_bytes)
+            * self.layout.num_tokens
+            * self.shape.hidden
+            / self.layout.sequence_shards
+        )
 
     def collective_seconds(self, collective: Collective) -> float:
         """Alone on the links of the ranks along its axis."""

@@ -9,7 +9,7 @@ from stagewright.errors import InputError, nearest
 
 @dataclass(frozen=True)
 class MegatronStack:
-    """How one runtime executes a decoder in half precision with Adam.
+    """How one runtime executes a decoder with Adam.
 
     * `flash_attention`: attention's scores are never stored; False: softmax and dropout keep theirs.
     * `fp32_gradients`: gradients are added up in fp32 buffers, else in half precision.
@@ -17,6 +17,10 @@ class MegatronStack:
     * `logit_bytes`: per element of the logits, what is alive at the height of the loss.
     * `saved_logit_bytes`: of these, what stays until the backward.
     * `workspace_bytes`: the matrix library's, in front of everything else.
+    * `element_bytes`: of an element of parameters and activations.
+    * `optimizer_bytes`: per parameter: an fp32 master copy where parameters are halves, and two moments.
+    * `engine_bytes`: per parameter, what the training engine holds besides: flat copies, buckets, temporaries of its step.
+    * `computes_in`: the precision of products; None: the half precision of the device.
     """
 
     name: str
@@ -26,13 +30,15 @@ class MegatronStack:
     logit_bytes: int
     saved_logit_bytes: int
     workspace_bytes: int
+    element_bytes: int = 2
+    optimizer_bytes: int = 12
+    engine_bytes: int = 0
+    computes_in: str | None = None
 
+    def gradient_element_bytes(self, in_fp32: bool | None) -> int:
+        """Bytes of an element of gradients as they are added up; None: as the stack does it."""
+        return 4 if (self.fp32_gradients if in_fp32 is None else in_fp32) else self.element_bytes
 
-HALF = 2
-"""Bytes of an element of parameters and activations."""
-
-OPTIMIZER_BYTES = 12
-"""Per parameter: fp32 master copy and two moments."""
 
 MEGATRON_STACKS = {
     stack.name: stack
@@ -70,6 +76,22 @@ MEGATRON_STACKS = {
             logit_bytes=4,
             saved_logit_bytes=2,
             workspace_bytes=0,
+        ),
+        # DeepSpeed's pipeline over Megatron-LM's layers without half precision: fp32 values, products in TF32, logits whose
+        # exponentials are saved. Source: the runs published with Sailor (SOSP'25): one forward layer of OPT-350M at width 1
+        # does 78 TFLOP/s, above what GH200 reaches without TF32.
+        MegatronStack(
+            "deepspeed-tf32",
+            flash_attention=False,
+            fp32_gradients=True,
+            rotates_copies=False,
+            logit_bytes=12,
+            saved_logit_bytes=4,
+            workspace_bytes=0,
+            element_bytes=4,
+            optimizer_bytes=8,
+            engine_bytes=29,  # fitted on half of the runs of `validation/sailor.py`
+            computes_in="tf32",
         ),
     )
 }

@@ -20,7 +20,7 @@ from stagewright.estimation.megatron.kernels import (
 from stagewright.estimation.megatron.layer import Layers
 from stagewright.estimation.megatron.layout import Layout
 from stagewright.estimation.megatron.shape import Experts, Latent, Shape
-from stagewright.estimation.megatron.stack import HALF, MegatronStack
+from stagewright.estimation.megatron.stack import MegatronStack
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Body:
         logits = layout.num_tokens * vocabulary
         loss = stream(self.fusion.loss_forward * logits, self.fusion.loss_backward * logits)
         sums = [Collective("all-reduce", "tp", 4.0 * layout.num_tokens)] * 3 if layout.tp > 1 else []
-        linear = product(layout.num_tokens, shape.hidden, vocabulary, adds_up=self.fusion.adding_bytes)
+        linear = self._product(layout.num_tokens, shape.hidden, vocabulary)
         return together([self._norm(), self._enters(), linear, loss, collectives(sums, ())])
 
     def layer(self, index: int) -> Passes:
@@ -73,7 +73,12 @@ class Body:
     @property
     def _residual(self) -> float:
         """Bytes of the residual stream on one device."""
-        return HALF * self.layout.num_tokens * self.shape.hidden / self.layout.sequence_shards
+        return (
+            self.stack.element_bytes
+            * self.layout.num_tokens
+            * self.shape.hidden
+            / self.layout.sequence_shards
+        )
 
     @property
     def _heads(self) -> float:
@@ -99,13 +104,16 @@ class Body:
 
     def _linear(self, given: float, made: float, tokens: float | None = None) -> Passes:
         count = self.layout.num_tokens if tokens is None else tokens
-        return product(count, given, made, adds_up=self.fusion.adding_bytes)
+        return self._product(count, given, made)
+
+    def _product(self, tokens: float, given: float, made: float, count: int = 1) -> Passes:
+        return product(tokens, given, made, count, self.fusion.adding_bytes, self.stack.element_bytes)
 
     def _enters(self) -> Passes:
         """In front of products split by columns: gathers the sequence, or nothing; backward sums over the parts."""
         if self.layout.tp == 1:
             return Passes()
-        whole = HALF * self.layout.num_tokens * self.shape.hidden
+        whole = self.stack.element_bytes * self.layout.num_tokens * self.shape.hidden
         if not self.layout.sequence_parallel:
             return collectives((), [Collective("all-reduce", "tp", whole)])
         gather = Collective("all-gather", "tp", whole)
@@ -117,7 +125,7 @@ class Body:
         """Behind products split by rows: sums over the parts, scattered along the sequence where it is split."""
         if self.layout.tp == 1:
             return Passes()
-        whole = HALF * self.layout.num_tokens * self.shape.hidden
+        whole = self.stack.element_bytes * self.layout.num_tokens * self.shape.hidden
         if not self.layout.sequence_parallel:
             return collectives([Collective("all-reduce", "tp", whole)], ())
         return collectives(
@@ -138,7 +146,7 @@ class Body:
         shape, tokens = self.shape, self.layout.num_tokens
         projected = (self._heads + 2 * self._key_value_heads) * shape.head_size
         out = self._heads * shape.head_size
-        moved = HALF * tokens * projected
+        moved = self.stack.element_bytes * tokens * projected
         yield self._linear(shape.hidden, projected)
         if not shape.num_positions:
             yield stream(self.fusion.rotary * moved, self.fusion.rotary * moved)
@@ -147,14 +155,14 @@ class Body:
         )  # joins the three gradients
         yield self._exchanged(projected - out)
         yield self.core
-        yield stream(2 * HALF * tokens * out, 2 * HALF * tokens * out)
+        yield stream(2 * self.stack.element_bytes * tokens * out, 2 * self.stack.element_bytes * tokens * out)
         yield self._linear(out, shape.hidden)
 
     def _exchanged(self, elements: float) -> Passes:
         """Keys and values of all parts of the sequence, and their gradients back (context parallelism)."""
         if self.layout.cp == 1:
             return Passes()
-        moved = HALF * self.layout.num_tokens * self.layout.cp * elements
+        moved = self.stack.element_bytes * self.layout.num_tokens * self.layout.cp * elements
         return collectives([Collective("exchange", "cp", moved)], [Collective("exchange", "cp", 2 * moved)])
 
     def _core(self, heads: float, score_size: float, value_size: float, key_value_heads: float) -> Passes:
@@ -164,16 +172,16 @@ class Body:
         flop = 2.0 * rows * length * (score_size + value_size)
         flash = self.stack.flash_attention if layout.flash_attention is None else layout.flash_attention
         if flash:
-            moved = HALF * tokens * (heads + key_value_heads) * (score_size + value_size)
+            moved = self.stack.element_bytes * tokens * (heads + key_value_heads) * (score_size + value_size)
             forward = Kernel("attention", flop / 2, moved)  # scores above the diagonal are left out
             backward = Kernel("attention backward", 2.5 * flop / 2, 2 * moved)
             return Passes(Pass((forward,)), Pass((backward,)))
-        scores = HALF * rows * length
-        moved = HALF * rows * (score_size + value_size) / 2 + scores
+        scores = self.stack.element_bytes * rows * length
+        moved = self.stack.element_bytes * rows * (score_size + value_size) / 2 + scores
         batched = Kernel("matmul", flop / 2, moved, 2)
         drops = self.shape.drops
         softmax = self.fusion.softmax_forward * scores + (2.5 * scores if drops else 0.0)
-        softmax_back = 3 * scores + (2.5 * scores if drops else 0.0)
+        softmax_back = self.fusion.softmax_backward * scores + (2.5 * scores if drops else 0.0)
         kernels = Kernel("memory", 0.0, softmax / 2, 2)
         back = Kernel("memory", 0.0, softmax_back / 2, 2)
         return Passes(Pass((batched, kernels)), Pass((batched, back, batched)))
@@ -184,14 +192,16 @@ class Body:
         down = latent.query_rank + latent.key_value_rank + latent.rotary_size
         local = tokens / layout.sequence_shards
         yield self._linear(shape.hidden, down, local)
-        yield stream(2 * HALF * local * down, 3 * HALF * local * down, "norm")
+        yield stream(
+            2 * self.stack.element_bytes * local * down, 3 * self.stack.element_bytes * local * down, "norm"
+        )
         score_size = latent.plain_size + latent.rotary_size
         query = self._heads * score_size
         expanded = self._heads * (latent.plain_size + latent.value_size)
         value = self._heads * latent.value_size
         yield self._linear(latent.query_rank, query)
         yield self._linear(latent.key_value_rank, expanded)
-        made = HALF * tokens * (query + self._heads * score_size)
+        made = self.stack.element_bytes * tokens * (query + self._heads * score_size)
         yield stream(self.fusion.latent_copies * made, self.fusion.latent_copies * made)
         yield self._exchanged(query + value)
         yield self._core(self._heads, score_size, latent.value_size, self._heads)
@@ -203,7 +213,7 @@ class Body:
     def _dense(self, size: float, joins: bool = True) -> Iterator[Passes]:
         shape, tp = self.shape, self.layout.tp
         inner = (2 if shape.gated else 1) * size / tp
-        activation = HALF * self.layout.num_tokens
+        activation = self.stack.element_bytes * self.layout.num_tokens
         yield self._enters()
         yield self._linear(shape.hidden, inner)
         yield stream(
@@ -223,8 +233,8 @@ class Body:
         local = experts.num_experts / layout.ep / layout.tp if layout.ep else experts.num_experts
         copies = tokens * experts.num_active
         num_local = max(1, round(local))
-        rows = HALF * copies * hidden
-        yield product(tokens, hidden, experts.num_experts)
+        rows = self.stack.element_bytes * copies * hidden
+        yield product(tokens, hidden, experts.num_experts, element_bytes=self.stack.element_bytes)
         yield stream(self.fusion.routing * 4 * tokens * experts.num_experts, 4 * tokens * experts.num_experts)
         yield stream(2 * rows, 2 * rows)  # permuted
         if layout.ep > 1:
@@ -232,10 +242,10 @@ class Body:
             yield collectives([sent, sent], [sent, sent])
             yield stream(2 * rows, 2 * rows)  # sorted by expert
         each = copies / num_local
-        yield product(each, hidden, 2 * experts.size, num_local, self.fusion.adding_bytes)
-        activation = HALF * copies * experts.size
+        yield self._product(each, hidden, 2 * experts.size, num_local)
+        activation = self.stack.element_bytes * copies * experts.size
         yield stream(3 * activation, 5 * activation)
-        yield product(each, experts.size, hidden, num_local, self.fusion.adding_bytes)
+        yield self._product(each, experts.size, hidden, num_local)
         yield stream(2 * rows, 2 * rows)
         if experts.shared_size:
             yield from self._dense(experts.shared_size, joins=False)

@@ -8,7 +8,6 @@ from functools import lru_cache
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape, footprints
 from stagewright.estimation.megatron.layer import Layers, saved_bytes
 from stagewright.estimation.megatron.reserve import reserved_bytes
-from stagewright.estimation.megatron.stack import HALF, OPTIMIZER_BYTES
 from stagewright.schedule import Program, build
 
 
@@ -53,10 +52,11 @@ class Room:
         counts = layout.layers(self.shape.num_layers)[:: layout.pp]
         num = sum(counts)
         own, rest = self._parameters(layout)
-        in_fp32 = self.stack.fp32_gradients if layout.fp32_gradients is None else layout.fp32_gradients
+        stack = self.stack
         shards = layout.dp * layout.cp if layout.shards_optimizer else 1
-        each = (HALF + (4 if in_fp32 else HALF)) * (own + rest)
-        each += OPTIMIZER_BYTES * rest // shards + OPTIMIZER_BYTES * own // max(1, shards // layout.ep)
+        each = (stack.element_bytes + stack.gradient_element_bytes(layout.fp32_gradients)) * (own + rest)
+        each += stack.engine_bytes * (own + rest) + stack.optimizer_bytes * rest // shards
+        each += stack.optimizer_bytes * own // max(1, shards // layout.ep)
         kept = min(
             saved_bytes(layers.layer(index, layout.recompute == "full"))
             for index in (0, self.shape.num_layers - 1)

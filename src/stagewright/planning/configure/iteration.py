@@ -13,9 +13,9 @@ from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds,
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape
 from stagewright.estimation.megatron.fusion import Fusion
 from stagewright.estimation.megatron.layer import Layers
-from stagewright.estimation.megatron.seconds import Clock, LayerSeconds, StageSeconds
+from stagewright.estimation.megatron.seconds import Clock, LayerSeconds
 from stagewright.schedule import FAMILIES, Placement, Program, build
-from stagewright.simulation import EncodedProgram, StageCosts, encode, simulate
+from stagewright.simulation import EncodedProgram, StageCosts, Timeline, encode, simulate
 
 
 @dataclass(frozen=True)
@@ -54,19 +54,25 @@ class Run:
     def clock(self) -> Clock:
         return Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster, known=self.known)
 
-    @cached_property
-    def transfer_s(self) -> float:
-        """One microbatch to the next stage."""
-        layout = self.layout
+    def transfers(self, placed: Placement) -> list[tuple[float, float]]:
+        """Seconds of one microbatch over every edge between stages, there and back; 0 within a device."""
+        layout, clock = self.layout, self.clock
         if layout.pp == 1:
-            return 0.0
-        ranks, boundary = self.clock.ranks("pp"), self.clock.boundary_bytes
-        links = [self.cluster.link_between(a, b) for a, b in pairwise(ranks)]
-        gather = 0.0
+            return [(0.0, 0.0)] * (placed.num_stages - 1)
+        ranks, boundary, gather = clock.ranks("pp"), clock.boundary_bytes, 0.0
         if self.fusion.scatters_boundaries and layout.tp > 1 and not layout.sequence_parallel:
-            gather = all_gather_seconds(self.cluster, boundary, self.clock.ranks("tp"))
+            gather = all_gather_seconds(self.cluster, boundary, clock.ranks("tp"))
             boundary /= layout.tp
-        return max(link.seconds(boundary) for link in links) + gather + self.fusion.peer_host_s
+        # As many devices of a node send at once as belong to one stage.
+        flows = min(layout.tp * layout.cp * layout.dp, len(self.cluster.ranks_of(0)))
+
+        def one(a: int, b: int) -> float:
+            if a == b:
+                return 0.0
+            link = self.cluster.link_between(ranks[a], ranks[b], flows)
+            return link.seconds(boundary) + gather + self.fusion.peer_host_s
+
+        return [(one(a, b), one(b, a)) for a, b in pairwise(placed.rank_of_stage)]
 
     def parameters(self, placed: Placement) -> tuple[tuple[int, int], ...]:
         """Per pipeline rank on one device: parameters of experts, and the others."""
@@ -93,20 +99,34 @@ class Run:
 
     def gradient_bytes(self, own: int, rest: int) -> float:
         """Gradients of so many parameters as they are added up."""
-        in_fp32 = (
-            self.stack.fp32_gradients if self.layout.fp32_gradients is None else self.layout.fp32_gradients
-        )
-        return (4.0 if in_fp32 else 2.0) * (own + rest)
+        return float(self.stack.gradient_element_bytes(self.layout.fp32_gradients)) * (own + rest)
 
-    def costs(self, stages: tuple[StageSeconds, ...] | None = None) -> StageCosts:
-        """Stages as the simulator takes them; a transfer keeps its sender busy, as Megatron's does."""
-        stages = stages or self.clock.stages
-        last = len(stages) - 1
-        engine, wait = self.fusion.pass_host_s, self.transfer_s
-        forward = [s.forward.seconds + engine + wait * (i < last) for i, s in enumerate(stages)]
-        whole = [s.backward.seconds + engine + wait * (i > 0) for i, s in enumerate(stages)]
+    def costs(self, placed: Placement) -> StageCosts:
+        """Stages as the simulator takes them, with the transfers for which they stand still."""
+        stages, engine, how = self.clock.stages, self.fusion.pass_host_s, self.fusion.transfers
+        edges = self.transfers(placed)
+        there = [0.0, *(edge for edge, _ in edges), 0.0]
+        back = [0.0, *(edge for _, edge in edges), 0.0]
+        sends, receives = how != "overlapped", how == "both block"
+        forward = [
+            s.forward.seconds + engine + sends * there[i + 1] + receives * there[i]
+            for i, s in enumerate(stages)
+        ]
+        whole = [
+            s.backward.seconds + engine + sends * back[i] + receives * back[i + 1]
+            for i, s in enumerate(stages)
+        ]
         weights = [min(s.weight_grad.seconds, w) for s, w in zip(stages, whole, strict=True)]
         return StageCosts.of(forward, np.subtract(whole, weights), weights, backward_s=whole)
+
+    def simulated(self, program: Program | EncodedProgram) -> Timeline:
+        """All passes of a program in time."""
+        encoded = program if isinstance(program, EncodedProgram) else encode(program)
+        travels: dict[tuple[int, int], float] = {}
+        if self.fusion.transfers == "overlapped":
+            for stage, (there, back) in enumerate(self.transfers(encoded.placement)):
+                travels |= {(stage, stage + 1): there, (stage + 1, stage): back}
+        return simulate(encoded, self.costs(encoded.placement), travels or 0.0)
 
     def reduce_seconds(self, own: int, rest: int) -> float:
         """Gradients of so many parameters (of experts, and others) over the replicas of a stage."""
@@ -118,7 +138,7 @@ class Run:
                 continue
             if layout.shards_optimizer:
                 total += reduce_scatter_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
-                total += all_gather_seconds(self.cluster, 2.0 * count, ranks)
+                total += all_gather_seconds(self.cluster, float(self.stack.element_bytes) * count, ranks)
             else:
                 total += all_reduce_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
         return total
@@ -131,7 +151,7 @@ class Run:
         layers = Layers(self.shape, layout, self.stack)
         table = layers.padded_vocabulary() * self.shape.hidden / layout.tp
         ranks = self.clock.ranks("pp")
-        return all_reduce_seconds(self.cluster, 2.0 * table, (ranks[0], ranks[-1]))
+        return all_reduce_seconds(self.cluster, self.stack.element_bytes * table, (ranks[0], ranks[-1]))
 
     def optimizer_seconds(self, own: int, rest: int) -> float:
         """The update of a device's share of the optimizer's state."""
@@ -141,36 +161,36 @@ class Run:
         share = rest / shards + own / (max(1, replicas // layout.ep) if layout.shards_optimizer else 1)
         return self.clock.device.memory_seconds(self.fusion.optimizer_bytes * share)
 
-    def step(self, program: Program | None = None) -> StepTime:
-        """The whole step.
+    def step(self, program: Program | None = None, by_span: bool = False) -> StepTime:
+        """The whole step; with `by_span` a rank may begin the next before the others have ended this one.
 
-        Ignores: overlap of gradients' reduction with the backward; skew between replicas; other users of the network.
+        Only an optimizer that checks its gradients afterwards (Qi et al. 2023, section 4) allows that; then the longest
+        span of a rank is what a step takes. Ignores: overlap of gradients' reduction with the backward; skew between
+        replicas; other users of the network.
         """
-        placement, pipeline = self._pipeline(program)
+        placement, pipeline = self._pipeline(program, by_span)
         counts = set(self.parameters(placement))
         reduces = max(self.reduce_seconds(own, rest) for own, rest in counts)
         optimizer = max(self.optimizer_seconds(own, rest) for own, rest in counts)
         return StepTime(pipeline, reduces + self.embedding_seconds(), optimizer, self.fusion.step_host_s)
 
-    def _pipeline(self, program: Program | None) -> tuple[Placement, float]:
+    def _pipeline(self, program: Program | None, by_span: bool) -> tuple[Placement, float]:
         """Placement and seconds of all passes.
 
         The layout's own schedules repeat themselves once all ranks alternate, so that two lengths tell all longer ones.
         """
-        costs, layout = self.costs(), self.layout
+        layout = self.layout
         if program is not None:
-            return program.placement, simulate(encode(program), costs).makespan_s
+            found = self.simulated(program)
+            return program.placement, float(found.span_s.max()) if by_span else found.makespan_s
         count, pp = layout.num_microbatches, layout.pp
         short, longer = (2 * pp, 3 * pp) if layout.schedule in _PERIODIC else (count, count)
         if count <= longer:
             encoded = _encoded(layout.schedule, pp, count, layout.num_chunks)
-            return encoded.placement, simulate(encoded, costs).makespan_s
-        first, second = (
-            simulate(_encoded(layout.schedule, pp, num, layout.num_chunks), costs).makespan_s
-            for num in (short, longer)
-        )
-        placement = _encoded(layout.schedule, pp, short, layout.num_chunks).placement
-        return placement, second + (count - longer) * (second - first) / pp
+            return encoded.placement, self.simulated(encoded).makespan_s
+        made = [_encoded(layout.schedule, pp, num, layout.num_chunks) for num in (short, longer)]
+        first, second = (self.simulated(one).makespan_s for one in made)
+        return made[0].placement, second + (count - longer) * (second - first) / pp
 
 
 _PERIODIC = ("1f1b", "interleaved-1f1b")
