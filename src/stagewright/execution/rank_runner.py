@@ -6,7 +6,7 @@ ranks was posted by an earlier action; what it makes for other stages of the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,6 +141,18 @@ class RankRunner:
         """Start backwards from another cotangent of each microbatch's loss."""
         for runner in self.runners.values():
             runner.scale_loss(cotangent)
+
+    def boundary(self) -> Iterator[torch.Tensor]:
+        """What is on its way between stages."""
+        yield from self.transport.buffers()
+        for made in self._waiting.values():
+            yield from made.values()
+
+    def drop(self) -> None:
+        """Forget a batch that cannot be finished."""
+        self._waiting.clear()
+        for runner in self.runners.values():
+            runner.drop()
 
     def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
         """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards.

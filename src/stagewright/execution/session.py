@@ -20,6 +20,7 @@ from stagewright.execution.loss_scale import LossScale
 from stagewright.execution.mesh import Mesh
 from stagewright.execution.meter import StorageMeter
 from stagewright.execution.optimizer import Optimizer
+from stagewright.execution.out_of_memory import alive_bytes, cause_of, explained, forget
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
@@ -64,6 +65,9 @@ class Session:
     ) -> None:
         self.plan = plan
         self.device = device
+        self._report_position = watch
+        self.position = "starting"
+        watch = self.watch
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = plan.job.products == "tf32"
         self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp, plan.shard_size)
@@ -125,7 +129,11 @@ class Session:
         self._optimizer_seconds = 0.0
         self.peak_bytes = 0
         self.reserved_bytes: int | None = None
-        self.watch = watch
+
+    def watch(self, position: str) -> None:
+        """This rank is now at `position`."""
+        self.position = position
+        self._report_position(position)
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -208,9 +216,20 @@ class Session:
         """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
         inputs = self.microbatches(step)
         dist.barrier(self.pipeline)
-        if metered:
-            return self._metered(step, inputs)
-        return self._step(step, inputs)
+        try:
+            return self._metered(step, inputs) if metered else self._step(step, inputs)
+        except Exception as error:
+            failed = cause_of(error)
+            if failed is None:
+                raise
+            parts = self.runner, self.weights, self.shards, self.optimizer
+            alive = alive_bytes(*parts, inputs)
+            forget(error, self.runner.drop)
+            at = self.position
+        self.watch("working out a cheaper plan")
+        explanation = explained(failed, at, alive, self.plan, self.mesh.pipeline_rank)
+        self.watch(at)
+        raise explanation
 
     def accumulate(self, step: int) -> float:
         """Add up the gradients of one batch, summed over tied copies and replicas; returns the mean loss.

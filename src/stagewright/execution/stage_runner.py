@@ -140,6 +140,15 @@ class StageRunner:
             sent[stage.graph.loss] = outputs[stage.graph.loss]
         return sent
 
+    @property
+    def held(self) -> Mapping[int, Tensors]:
+        """What is kept for the backward of each microbatch."""
+        return self._held
+
+    def drop(self) -> None:
+        """Forget every microbatch."""
+        self._held.clear()
+
     def offload(self, microbatch: int) -> None:
         """OFFLOAD. Moves what the policy says of the saved values to the host."""
         held = self._held[microbatch]

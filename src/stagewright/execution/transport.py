@@ -9,6 +9,7 @@ decided by the program, not by timing.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +88,11 @@ class Transport:
         channel, sending = self._sending.pop(name)
         for work, _ in sending:
             _wait(work, f"sending of stages {name}", channel.peer)
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """What is received into and sent from."""
+        for posted in (*self._posted.values(), *(sending for _, sending in self._sending.values())):
+            yield from (buffer for _, buffer in posted)
 
     def settle_all(self) -> None:
         for name in list(self._sending):

@@ -168,7 +168,11 @@ class Watch:
     def _fail(self, problem: str) -> None:
         if not self._failing.acquire(blocking=False):
             return
-        others = ", ".join(f"rank {rank} at {where}" for rank, where in sorted(self._last.items()))
+        others = ", ".join(
+            f"rank {rank} at {where}"
+            for rank, where in sorted(self._last.items())
+            if f"rank {rank} " not in problem
+        )
         self.on_failure(
             f"rank {self.rank} stops at {self._position}: {problem}"
             + (f" [last seen: {others}]" if others else "")

@@ -1,0 +1,129 @@
+"""Out of memory: at which action, what was alive, and which plan would have fitted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from stagewright.errors import RunError
+from stagewright.execution.optimizer import Optimizer
+from stagewright.execution.rank_runner import RankRunner
+from stagewright.execution.shards import Shards
+from stagewright.execution.weights import Weights
+from stagewright.planning.plan import Plan
+from stagewright.units import format_bytes
+
+_OF_THE_CPU = "can't allocate memory"  # PyTorch's allocator on the CPU has no exception of its own
+_ADVICE_S = 120.0
+
+
+def cause_of(error: BaseException | None) -> BaseException | None:
+    """The allocation that failed, if that is what is behind `error`."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return error
+        if isinstance(error, RuntimeError) and _OF_THE_CPU in str(error):
+            return error
+        error = error.__cause__
+    return None
+
+
+def explained(
+    error: BaseException, position: str, alive: Mapping[str, int], plan: Plan, pipeline_rank: int
+) -> RunError:
+    """What to say when memory ran out at `position`, with `alive` bytes by category.
+
+    Call it when nothing of the failed step is held any more, so that there is room for what it does.
+    """
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in alive.items() if size)
+    predicted = plan.predictions.ranks
+    promised = (
+        f"; the plan was to need {format_bytes(predicted[pipeline_rank].reserved_peak_bytes)} at its peak"
+        if predicted
+        else ""
+    )
+    return RunError(
+        f"out of memory at {position} ({_asked(error)}); alive: {listed or 'nothing yet'}, "
+        f"{format_bytes(sum(alive.values()))} in all{promised}. {_advice(plan, pipeline_rank)}"
+    )
+
+
+def _asked(error: BaseException) -> str:
+    """The sentence of PyTorch's message that says how much was asked for."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    sentences = [part.strip() for part in text.replace("DefaultCPUAllocator: ", "").split(". ")]
+    asked = next((part for part in sentences if "ried to allocate" in part), sentences[0])
+    return asked.rpartition("] ")[2]
+
+
+def _advice(plan: Plan, pipeline_rank: int) -> str:
+    """Which plan needs less, worked out by a process of its own, since this one may have no memory left."""
+    if not plan.predictions.ranks:
+        return "Plan again with a --memory-limit"
+    command = [sys.executable, "-m", "stagewright.planning.cheaper", str(pipeline_rank)]
+    try:
+        done = subprocess.run(
+            command,
+            input=plan.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=_ADVICE_S,
+            check=True,
+        )
+    except (subprocess.SubprocessError, OSError, MemoryError):
+        return "A cheaper plan could not be worked out here: plan again with a --memory-limit"
+    return done.stdout.strip()
+
+
+def alive_bytes(
+    runner: RankRunner,
+    weights: Weights,
+    shards: Shards,
+    optimizer: Optimizer,
+    inputs: Iterable[Mapping[str, torch.Tensor]],
+) -> dict[str, int]:
+    """Bytes of the storages a rank holds, by category; each counts once. What a function holds for itself is not seen."""
+    seen: set[int] = set()
+    buffers = shards.buffers.values()
+    found = {
+        "parameters": _fresh([*weights.parameters.values(), *_there(b.whole for b in buffers)], seen)
+        + _fresh(_there(b.shard for b in buffers), seen),
+        "gradients": _fresh([*weights.gradients.values(), *_there(b.gradient_shard for b in buffers)], seen),
+        "optimizer": _fresh(optimizer.state(), seen),
+        "inputs": _fresh((tensor for one in inputs for tensor in one.values()), seen),
+        "constants": _fresh((t for one in runner.runners.values() for t in one.resident.values()), seen),
+    }
+    for stage, one in runner.runners.items():
+        held = one.held
+        size = _fresh((tensor for kept in held.values() for tensor in kept.values()), seen)
+        found[f"activations of stage {stage} ({len(held)} microbatches)"] = size
+    found["boundary"] = _fresh(runner.boundary(), seen)
+    return found
+
+
+def _there(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [tensor for tensor in tensors if tensor is not None]
+
+
+def _fresh(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+    """Bytes of the storages of `tensors` that are not in `seen`, which they are from then on."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def forget(error: BaseException | None, *holders: Callable[[], None]) -> None:
+    """Let go of what the functions that failed still hold, and of what `holders` do."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__
+    for holder in holders:
+        holder()
