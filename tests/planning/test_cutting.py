@@ -12,7 +12,7 @@ from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.cutting.binary import binary
-from stagewright.planning.cutting.bisection import bottleneck
+from stagewright.planning.cutting.bisection import bisect, bottleneck
 from stagewright.planning.cutting.exact import exact
 from stagewright.planning.cutting.leaves import Leaves, Terms
 from stagewright.planning.cutting.pair import memory_balance, time_balance
@@ -130,3 +130,25 @@ def test_more_memory_never_costs_time() -> None:
         ]
         assert costs[0] == math.inf and costs[-1] == pytest.approx(ranges.seconds[25] - ranges.seconds[3])
         assert all(a >= b for a, b in itertools.pairwise(costs))
+
+
+def test_a_stage_that_cannot_take_what_comes_next_leaves_it_to_its_successor() -> None:
+    """Stages may not be empty, so going as far as possible can strand the next one."""
+    size = 6
+    ones = np.arange(size + 1, dtype=np.float64)
+    heavy = np.array([0.0, 1, 2, 3, 13, 14, 15])  # the fourth operator fits on the last stage alone
+    ranges = Ranges(
+        ones,
+        ones / 3,
+        heavy,
+        heavy,
+        0 * ones,
+        np.zeros(size),
+        0 * ones,
+        np.arange(1, size),
+        Givable.sorted([], [], []),
+    )
+    terms = [Terms(copies=1, capacity=capacity) for capacity in (4.0, 4.0, 14.0)]
+    found, best = bisect(Leaves(ranges, terms)), exact(Leaves(ranges, terms))
+    assert found is not None and best is not None
+    assert found.seconds == pytest.approx(best.seconds, rel=1e-3)

@@ -39,6 +39,10 @@ def bisect(leaves: Leaves) -> Found | None:
     return _Bisection(leaves).found()
 
 
+_MOST_BACK = 8
+"""How many positions a stage is tried to take over from the one before."""
+
+
 class _Bisection:
     def __init__(self, leaves: Leaves) -> None:
         self.leaves = leaves
@@ -89,6 +93,9 @@ class _Bisection:
         for stage in range(self.leaves.num_stages):
             left = self.leaves.num_stages - 1 - stage
             index = self._farthest(stage, start, before, limit, len(self.ends) - 1 - left)
+            if index is None and left:
+                reached = self._with_one_more(stage, reached, limit) or reached
+                index = reached.pop() if len(reached) > stage else None
             if index is None:
                 self._learn(reached)
                 return None
@@ -98,6 +105,26 @@ class _Bisection:
             self._learn(reached)
             return None
         return reached
+
+    def _with_one_more(self, stage: int, reached: list[int], limit: float) -> list[int] | None:
+        """Ends with which `stage`, which cannot take what comes next, leaves that to its successor and takes over from its
+        predecessors, so that none is empty; None if they have nothing it can take."""
+        for back in range(1, _MOST_BACK if reached else 0):
+            ends = [*reached, reached[-1]]
+            ends[stage - 1] -= back
+            for earlier in range(stage - 2, -1, -1):
+                ends[earlier] = min(ends[earlier], ends[earlier + 1] - 1)
+            if ends[0] < 0:
+                return None
+            if all(self._takes(one, ends, limit) for one in range(stage + 1)):
+                return ends
+        return None
+
+    def _takes(self, stage: int, ends: list[int], limit: float) -> bool:
+        start = int(self.ends[ends[stage - 1]]) if stage else 0
+        stop = int(self.ends[ends[stage]])
+        cost = max(self.leaves.cost(stage, start, stop), self.leaves.transfer_seconds(stage, stop))
+        return cost <= limit and math.isfinite(cost)
 
     def _learn(self, reached: list[int]) -> None:
         """No partition that is good enough lets a stage end before where it ended in vain."""
