@@ -34,6 +34,15 @@ Speeds = Annotated[
         "--speeds", metavar="A,B,...", help="With --costs: the speed of each rank, 1 as in the table."
     ),
 ]
+Ran = Annotated[
+    Path | None, typer.Option("--ran", metavar="PLAN", help="With --record: the plan.json that was run.")
+]
+RunRecord = Annotated[
+    Path | None,
+    typer.Option(
+        "--record", metavar="RECORD", help="With --costs: speeds of the ranks from a run's record.json."
+    ),
+]
 Bandwidth = Annotated[
     str | None,
     typer.Option(
@@ -63,6 +72,8 @@ class Request:
     seconds: float
     seed: int
     robust: float
+    ran: Path | None = None
+    record: Path | None = None
 
 
 def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
@@ -112,11 +123,11 @@ def _problem(request: Request) -> Problem:
         parameter_bytes=_column(rows, "parameter_bytes"), saved_bytes=_column(rows, "activation_bytes"),
         boundary_bytes=_column(rows, "boundary_bytes"),
     )  # fmt: skip
-    memory = float("inf") if request.memory_limit is None else float(parse_bytes(request.memory_limit))
     bandwidth = float("inf") if request.bandwidth is None else float(parse_bytes(request.bandwidth))
     return Problem.of(
         table, request.ranks, request.microbatches,
-        speed=_speeds(request.speeds, request.ranks), memory_bytes=memory, bytes_per_s=bandwidth,
+        speed=_observed(request) if request.record else _speeds(request.speeds, request.ranks),
+        memory_bytes=_memory(request.memory_limit, request.ranks), bytes_per_s=bandwidth,
     )  # fmt: skip
 
 
@@ -138,6 +149,40 @@ def _speeds(text: str | None, num_ranks: int) -> list[float]:
     if len(speeds) != num_ranks or min(speeds) <= 0:
         raise InputError(f"--speeds {text}: give {num_ranks} positive numbers, one per rank")
     return speeds
+
+
+def _memory(text: str | None, num_ranks: int) -> list[float]:
+    """
+    >>> _memory("2KiB", 2), _memory("2KiB,1KiB", 2), _memory(None, 1)
+    ([2048.0, 2048.0], [2048.0, 1024.0], [inf])
+    """
+    if text is None:
+        return [float("inf")] * num_ranks
+    limits = [float(parse_bytes(part)) for part in text.split(",")]
+    if len(limits) not in (1, num_ranks):
+        raise InputError(f"--memory-limit {text}: give one amount, or {num_ranks}, one per rank")
+    return limits * (num_ranks if len(limits) == 1 else 1)
+
+
+def _observed(request: Request) -> list[float]:
+    """Speeds of the ranks, from what the slowest replica of each measured and what was planned for it."""
+    from stagewright.execution.record import load_record
+    from stagewright.planning.joint.explain import relative_speeds
+    from stagewright.planning.plan import load_plan
+
+    if request.ran is None or request.record is None or request.speeds is not None:
+        raise InputError("--record takes the place of --speeds and needs --ran PLAN, the plan that was run")
+    plan, record = load_plan(request.ran), load_record(request.record)
+    measured: dict[int, float] = {}
+    for rank in record.ranks:
+        measured[rank.pipeline_rank] = max(rank.busy_seconds, measured.get(rank.pipeline_rank, 0.0))
+    if len(measured) != request.ranks or plan.pp != request.ranks:
+        raise InputError(
+            f"record {request.record} has {len(measured)} pipeline ranks and {request.ran} {plan.pp}, but --ranks is "
+            f"{request.ranks}: give the same number"
+        )
+    planned = [rank.busy_seconds for rank in plan.predictions.ranks]
+    return relative_speeds(planned, [measured[rank] for rank in range(plan.pp)]).tolist()
 
 
 def _file_text(path: Path, found: Found, plan: JointPlan) -> str:

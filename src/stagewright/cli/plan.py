@@ -100,6 +100,8 @@ def plan(
     ranks: joint.Ranks = None,
     microbatches: joint.Microbatches = None,
     speeds: joint.Speeds = None,
+    ran: joint.Ran = None,
+    record: joint.RunRecord = None,
     bandwidth: joint.Bandwidth = None,
     seconds: joint.Seconds = 10.0,
     seed: joint.Seed = 0,
@@ -115,7 +117,7 @@ def plan(
         if model is not None or cluster is not None:
             raise InputError("--costs takes the place of MODEL and --cluster: leave them out")
         request = joint.Request(
-            costs, ranks, microbatches, speeds, bandwidth, memory_limit, seconds, seed, robust
+            costs, ranks, microbatches, speeds, bandwidth, memory_limit, seconds, seed, robust, ran, record
         )
         joint.plan_costs(request, output, as_json)
         return

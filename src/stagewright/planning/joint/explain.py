@@ -114,3 +114,14 @@ def observed_speeds(plan: JointPlan, busy_s: Sequence[float] | Floats) -> Floats
     A rank that took twice its planned seconds has half its speed. Plan again with the result.
     """
     return plan.problem.speed * plan.timeline.busy_s / np.asarray(busy_s, np.float64)
+
+
+def relative_speeds(planned_s: Sequence[float], measured_s: Sequence[float]) -> Floats:
+    """The speed of every rank beside that of the median rank, from the busy seconds that were planned for it and those
+    that a run measured: what all ranks are slower by is an error of the plan's, not of a rank.
+
+    >>> relative_speeds([1, 2, 2], [1.1, 2.2, 4.4]).round(6).tolist()
+    [1.0, 1.0, 0.5]
+    """
+    speeds = np.asarray(planned_s, np.float64) / np.asarray(measured_s, np.float64)
+    return speeds / np.median(speeds)

@@ -1,0 +1,53 @@
+"""A joint search that is watched, stopped and asked for plans that stand wrong costs."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from stagewright.planning.joint.explain import most_robust, worst_case
+from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.search import Effort, search
+
+PROBLEM = Problem.of(
+    LayerTable.of([1, 3, 1, 2, 1, 2, 4], [2, 5, 2, 3, 2, 3, 2], [1] * 7, saved_bytes=1.0), 3, 7
+)
+
+
+def test_progress_tells_the_best_and_the_bound() -> None:
+    told: list[tuple[float, float]] = []
+    found = search(PROBLEM, Effort(rounds=3, num_workers=1), report=lambda *both: told.append(both))
+    assert len(told) == found.num_rounds == 3
+    assert all(bound == found.bound.seconds <= best for best, bound in told)
+    assert [best for best, _ in told] == sorted((best for best, _ in told), reverse=True)
+    assert found.best.makespan_s <= told[-1][0]
+
+
+@pytest.mark.parametrize("how", ["stop", "keyboard"])
+def test_an_interrupted_search_returns_the_best_so_far(how: str) -> None:
+    stop = threading.Event()
+
+    def interrupt(best_s: float, bound_s: float) -> None:
+        if how == "keyboard":
+            raise KeyboardInterrupt
+        stop.set()
+
+    found = search(PROBLEM, Effort(rounds=1000, num_workers=1), report=interrupt, stop=stop)
+    assert found.num_rounds == 1
+    assert found.best.makespan_s <= min(plan.makespan_s for plan in found.baselines if plan.fits)
+
+
+def test_the_robust_plan_is_best_at_worst() -> None:
+    found = search(PROBLEM, Effort(rounds=2, num_workers=1))
+    robust = most_robust(found, 0.2)
+    worst = worst_case(robust, 0.2).max()
+    assert all(worst <= worst_case(plan, 0.2).max() for plan in (found.best, *found.runners_up))
+
+
+def test_ranks_keep_to_memory_of_their_own() -> None:
+    layers = LayerTable.of(np.ones(6), np.ones(6), np.ones(6), parameter_bytes=2.0, saved_bytes=1.0)
+    limits = [20.0, 6.0, 20.0]
+    best = search(Problem.of(layers, 3, 6, memory_bytes=limits), Effort(rounds=2, num_workers=1)).best
+    assert (best.timeline.peak_bytes <= limits).all()
