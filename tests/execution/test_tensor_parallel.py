@@ -28,9 +28,15 @@ class Case:
     dtype: str = "fp64"
     overrides: tuple[tuple[str, object], ...] = ()
     sequence_parallel: bool = False
+    zero: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.model} tp {self.tp} pp {self.pp} dp {self.dp}{' sp' if self.sequence_parallel else ''} {self.dtype}"
+        return f"{self.model} tp {self.tp} pp {self.pp} dp {self.dp}{self.extras} {self.dtype}"
+
+    @property
+    def extras(self) -> str:
+        zero = "" if self.zero is None else f" zero {self.zero}"
+        return (" sp" if self.sequence_parallel else "") + zero
 
     @property
     def num_ranks(self) -> int:
@@ -41,7 +47,7 @@ class Case:
         make_plan(
             path, self.model, "1f1b", self.pp, self.dp, 2, self.dtype, overrides=dict(self.overrides),
             microbatch_size=2, sequence_length=16, tp=self.tp,
-            sequence_parallel=self.sequence_parallel,
+            sequence_parallel=self.sequence_parallel, sharding=self.zero,
         )  # fmt: skip
         return path
 
@@ -61,20 +67,23 @@ GPT2 = (("num_hidden_layers", 2), ("hidden_size", 32), ("vocab_size", 101), ("dr
 BERT = (("num_hidden_layers", 2), ("hidden_size", 32), ("intermediate_size", 64), ("dropout", 0))
 
 TWO = [
+    Case("tiny-gpt2", 2, overrides=GPT2, sequence_parallel=True),
+    Case("tiny-bert", 2, overrides=BERT),
+    Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL, sequence_parallel=True),
+]
+MORE = [
     Case("tiny-llama", 2, overrides=LLAMA),
     Case("qwen3-8b", 2, overrides=QWEN),
     Case("tiny-gpt2", 2, overrides=GPT2),
-    Case("tiny-bert", 2, overrides=BERT),
     Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL),
     Case("tiny-llama", 2, overrides=LLAMA, sequence_parallel=True),
-    Case("tiny-gpt2", 2, overrides=GPT2, sequence_parallel=True),
     Case("tiny-bert", 2, overrides=BERT, sequence_parallel=True),
-    Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL, sequence_parallel=True),
 ]
 FOUR = [
     Case("tiny-llama", 4, overrides=(*LLAMA, ("num_key_value_heads", 4), ("vocab_size", 97))),
     Case("tiny-gpt2", 2, pp=2, overrides=GPT2),
     Case("tiny-llama", 2, dp=2, overrides=LLAMA),
+    Case("tiny-llama", 2, dp=2, overrides=LLAMA, zero=3),
 ]
 
 
@@ -84,10 +93,20 @@ def test_shared_layers_equal_whole_ones(cases: list[Case], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_more_shared_layers_equal_whole_ones(tmp_path: Path) -> None:
+    check(MORE, tmp_path)
+
+
+@pytest.mark.slow
 def test_layers_stages_and_replicas_at_once(tmp_path: Path) -> None:
     """Eight processes: two ranks to a layer, two stages, two replicas."""
     check(
-        [Case("tiny-llama", 2, 2, 2, overrides=LLAMA), Case("tiny-gpt2", 2, 2, 2, overrides=GPT2)], tmp_path
+        [
+            Case("tiny-llama", 2, 2, 2, overrides=LLAMA),
+            Case("tiny-gpt2", 2, 2, 2, overrides=GPT2),
+            *(Case("tiny-llama", 2, 2, 2, overrides=LLAMA, zero=level) for level in (1, 2, 3)),
+        ],
+        tmp_path,
     )
 
 

@@ -116,8 +116,8 @@ class Optimizer:
         whole = {value: gradient for value, gradient in gradients.items() if value not in self.sharded}
         squared = self._squared_norm(self.tied.counted(whole))
         if self.sharded:
-            parts = {value: gradient for value, gradient in gradients.items() if value in self.sharded}
-            squared += self.shards.total(self._squared_norm(self.tied.counted(parts)))
+            parts = self.shards.counted_gradients(self.tied.is_counted)
+            squared += self.shards.total(self._squared_norm(parts))
         if dist.is_initialized():
             dist.all_reduce(squared, group=self.pipeline)
         return float(squared.sqrt())

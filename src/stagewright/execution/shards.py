@@ -6,7 +6,7 @@ When a buffer comes and goes is said by `stagewright.estimation.sharded`, from w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -165,6 +165,20 @@ class FlatBuffer:
         assert whole is not None
         return {entry.value: _view(whole, entry) for entry in self.flat.entries}
 
+    def counted_gradients(self, is_counted: Callable[[int], bool]) -> Iterable[torch.Tensor]:
+        """This replica's part of the sum, without parameters that others count: ranks that share layers hold some of
+        their parameters whole, each the same ones, beside those they share out."""
+        assert self.gradient_shard is not None
+        if all(is_counted(entry.value) for entry in self.flat.entries):
+            return [self.gradient_shard]
+        first, last = self.part.start, self.part.stop
+        spans = [
+            (max(entry.offset, first), min(entry.offset + entry.meta.num_elements, last))
+            for entry in self.flat.entries
+            if is_counted(entry.value)
+        ]
+        return [self.gradient_shard[low - first : high - first] for low, high in spans if low < high]
+
     def tensors(self) -> Iterable[torch.Tensor]:
         """What is there between batches."""
         return [t for t in (self.whole, self.shard, self.gradient, self.gradient_shard) if t is not None]
@@ -274,6 +288,14 @@ class Shards:
             for flat, buffer in self.buffers.items()
             if buffer.gradient_shard is not None
         }
+
+    def counted_gradients(self, is_counted: Callable[[int], bool]) -> list[torch.Tensor]:
+        """What `gradient_parts` hold of the parameters that this rank counts in a norm over the whole model."""
+        found: list[torch.Tensor] = []
+        for buffer in self.buffers.values():
+            if buffer.gradient_shard is not None:
+                found += buffer.counted_gradients(is_counted)
+        return found
 
     def is_sharded(self, parameter: int) -> bool:
         """Whether each replica updates a part of `parameter` only."""

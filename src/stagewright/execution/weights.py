@@ -152,4 +152,8 @@ class TiedGroups:
 
     def counted(self, gradients: Mapping[int, torch.Tensor]) -> Iterable[torch.Tensor]:
         """Gradients this rank counts in a norm over the whole model: each tied parameter on one rank only."""
-        return [gradient for value, gradient in gradients.items() if value not in self._owned_elsewhere]
+        return [gradient for value, gradient in gradients.items() if self.is_counted(value)]
+
+    def is_counted(self, parameter: int) -> bool:
+        """Whether this rank counts `parameter` in a norm over the whole model."""
+        return parameter not in self._owned_elsewhere
