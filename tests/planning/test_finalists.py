@@ -17,20 +17,21 @@ from stagewright.planning.search import Found, plan
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("4x-h100")
+FAMILIES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe-v", "interleaved-zb")
 JOB = Job(global_batch=8, sequence_length=32, dtype="fp32")
 
 
 @cache
 def found() -> Found:
-    return plan("tiny-gemma", CLUSTER, JOB, schedules=("1f1b", "gpipe", JOINT), pp=4, microbatch=1)
+    return plan("tiny-gemma", CLUSTER, JOB, schedules=(*FAMILIES, JOINT), pp=4, microbatch=1)
 
 
 def test_the_joint_plan_is_first_and_no_family_is_faster() -> None:
     best, *others = found().plans
     assert best.schedule == JOINT
-    assert {"1f1b", "gpipe"} <= {other.schedule for other in others}
+    assert {other.schedule for other in others} == set(FAMILIES)
     seconds = best.predictions.step_seconds
-    assert best.predictions.lower_bound_seconds <= seconds < 0.97 * others[0].predictions.step_seconds
+    assert best.predictions.lower_bound_seconds <= seconds < others[0].predictions.step_seconds
 
 
 def test_the_joint_plan_is_complete() -> None:
