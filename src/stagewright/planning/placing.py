@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from stagewright.cluster import Cluster, arranged
+from stagewright.cluster.arranged import ArrangedCluster
 from stagewright.planning.configure.assignment import Grid, assign, grid_of
 from stagewright.planning.predict import Pipeline, gradient_bytes, run_timeline, step_seconds
 
@@ -20,6 +21,8 @@ def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
     devices, where the links are not measured or no order found is faster than the devices' own.
     """
     units = line.pp * line.dp
+    if isinstance(line.cluster, ArrangedCluster):
+        return line, ()  # somebody has placed it
     if line.cluster.measured is None or units < 2 or units > MOST_UNITS:
         return line, ()
     if units * line.tp != line.cluster.num_devices:

@@ -47,11 +47,11 @@ class ClusterSection(StrictModel):
 
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterSection:
-        """The section that describes `cluster`, whose devices are all of one kind."""
+        """The section that describes `cluster`; devices of several kinds are named one after the other."""
         return cls(
             name=cluster.name,
             num_devices=cluster.num_devices,
-            device=cluster.device.name,
+            device=" + ".join(dict.fromkeys(group.device.name for group in cluster.nodes)),
             description=Cluster.model_validate(_compact(cluster)),
         )
 
@@ -63,7 +63,7 @@ class ClusterSection(StrictModel):
     def kind(self) -> str:
         """Type of the devices, ``cuda`` or ``cpu``; a GPU's where the section does not say."""
         known = self.description is not None or is_catalog_name(self.name)
-        return self.load().device.kind if known else "cuda"
+        return self.load().nodes[0].device.kind if known else "cuda"
 
     def load(self) -> Cluster:
         """The cluster as described; without a description the one of that name in the catalog.
@@ -83,7 +83,7 @@ class ClusterSection(StrictModel):
 
 def _compact(cluster: Cluster) -> dict[str, Any]:
     """The document of `cluster` without absent figures, and without where the others come from."""
-    return _without_sources(cluster.model_dump(exclude_none=True))
+    return _without_sources(cluster.model_dump(exclude_none=True, include=set(Cluster.model_fields)))
 
 
 def _without_sources(value: Any) -> Any:

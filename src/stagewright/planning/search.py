@@ -31,6 +31,7 @@ from stagewright.planning.candidate import (
 )
 from stagewright.planning.finalists import JOINT, joint_plans
 from stagewright.planning.job import Job
+from stagewright.planning.mixed import ONE_STAGE_EACH, plan_mixed
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.predict import costing, lower_bound_seconds, run_timeline
@@ -117,6 +118,19 @@ def plan(
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
+    if not cluster.is_homogeneous:
+        simple = [name for name in schedules if name in ONE_STAGE_EACH] or ["1f1b"]
+        if tp not in (None, 1) or zero:
+            raise InputError(
+                f"cluster '{cluster.name}' mixes devices: plans for it have no shared layers and no ZeRO; leave out --tp "
+                "and --zero, or name a part of one kind"
+            )
+        return Found(
+            plan_mixed(
+                reference, cluster, job, schedules=simple, pp=pp, dp=dp, microbatch=microbatch, report=report, trace=trace
+            ),
+            [],
+        )
     search = _Search(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
         shard_size,
