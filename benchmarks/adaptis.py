@@ -1,6 +1,6 @@
 """The joint search on the layer costs of AdaPtis' table, beside every other method, in simulation.
 
-    python benchmarks/adaptis.py [--part cells|speed|scaling|optimum] [--seconds 10] [--seed 0] [--json]
+    python benchmarks/adaptis.py [--part cells|speed|scaling|optimum] [--seconds 10] [--seed 0] [--only NAME] [--json]
 
 `cells`: 18 cells, four microbatches per rank; ours with the memory peak of AdaPtis' tuner as its limit.
 `speed`: large batches in limited time. `scaling`: one model on more and more ranks. `optimum`: small random
@@ -57,6 +57,14 @@ def others(problem: Problem) -> dict[str, JointPlan]:
     }
 
 
+def cell_name(family: str, sequence: int, size: int) -> str:
+    """
+    >>> cell_name("Gemma", 2048, 0)
+    'Gemma 2k Small'
+    """
+    return f"{family} {sequence // 1024}k {SIZES[size]}"
+
+
 def cell_row(family: str, sequence: int, size: int, seconds: float, seed: int) -> Row:
     """Makespans of all methods, the bound, and memory peaks of AdaPtis' tuner and ours."""
     plans = others(cell(family, sequence, size))
@@ -64,7 +72,7 @@ def cell_row(family: str, sequence: int, size: int, seconds: float, seed: int) -
     found = search(limited, Effort(seconds=seconds), seed=seed)
     plans["ours"] = found.best
     return {
-        "cell": f"{family} {sequence // 1024}k {SIZES[size]}",
+        "cell": cell_name(family, sequence, size),
         **{method: plans[method].makespan_s for method in METHODS},
         "bound": found.bound.seconds,
         "share": found.bound.seconds / found.best.makespan_s,
@@ -75,8 +83,9 @@ def cell_row(family: str, sequence: int, size: int, seconds: float, seed: int) -
     }
 
 
-def cell_part(seconds: float, seed: int) -> list[Row]:
-    rows = [cell_row(*each, seconds, seed) for each in cells()]
+def cell_part(seconds: float, seed: int, only: str = "") -> list[Row]:
+    """Every cell whose name contains `only`, their mean and the worst of each column."""
+    rows = [cell_row(*each, seconds, seed) for each in cells() if only in cell_name(*each)]
     mean: Row = {"cell": "mean"}
     for key in ("share", "gain", "over AdaPtis", "peak", "seconds"):
         mean[key] = float(np.mean([row[key] for row in rows]))
@@ -183,12 +192,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--part", choices=PARTS, default="cells")
     parser.add_argument("--seconds", type=float, default=10.0, help="per search (rounds for `optimum`)")
+    parser.add_argument("--only", default="", help="with `cells`: those with this in their name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     # Compile before anything is timed.
     search(Problem.of(LayerTable.of([1, 1], [1, 1], [1, 1]), 2, 2), Effort(rounds=4))
-    rows = PARTS[arguments.part](arguments.seconds, arguments.seed)
+    given = arguments.seconds, arguments.seed
+    rows = cell_part(*given, arguments.only) if arguments.part == "cells" else PARTS[arguments.part](*given)
     print(json.dumps(rows, indent=2) if arguments.json else table_text(rows))
 
 

@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 MODELS: dict[str, dict[str, Any]] = {
     "tiny-gemma": {"num_hidden_layers": 12, "vocab_size": 16384, "tie_word_embeddings": False},
     "tiny-deepseek-v3": {"num_hidden_layers": 10, "vocab_size": 8192, "first_k_dense_replace": 4},
-    "tiny-nemotron-h": {"num_hidden_layers": 16, "vocab_size": 16384, "hybrid_override_pattern": "M-M*M-M-" * 2},
+    "tiny-nemotron-h": {"hybrid_override_pattern": "M-M*M-M-" * 2, "num_hidden_layers": 16, "vocab_size": 16384},
 }  # fmt: skip
 """Large heads; dense layers before layers of experts; attention among state-space layers."""
 
@@ -230,7 +230,7 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
         Trainer(graph, [ends[cut] for cut in own], program, tensors, rank, ranks)
         for own, program, *_ in found[0]
     ]
-    seconds = [[trainer.seconds(data) for trainer in trainers] for _ in range(options.batches + 2)][2:]
+    seconds = [[trainer.seconds(data) for trainer in trainers] for _ in range(options.batches + 1)][1:]
     theirs, ours = (statistics.median(column) for column in zip(*seconds, strict=True))
     busiest = [trainer.busiest() for trainer in trainers]
     predicted = [makespan for _, _, makespan, _ in found[0]]
@@ -254,9 +254,14 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     SlowedRank.slowdown = options.slowdown
     dist.init_process_group("gloo")
-    rows = [measured(model, options) for model in options.models]
-    if dist.get_rank() == 0:
-        print(json.dumps(rows, indent=1) if options.json else _table(rows), flush=True)
+    rows = []
+    for model in options.models:
+        rows.append(measured(model, options))
+        if dist.get_rank() == 0 and not options.json:
+            lines = _table(rows).splitlines()
+            print("\n".join(lines if len(rows) == 1 else lines[-1:]), flush=True)
+    if dist.get_rank() == 0 and options.json:
+        print(json.dumps(rows, indent=1))
     dist.barrier()
     dist.destroy_process_group()
 
