@@ -11,8 +11,8 @@ times.
 A ratio is ours over theirs: of the largest microbatches, and of the times at the largest microbatch that theirs can train.
 A planner that cannot train at all has none.
 
-Run: ``python benchmarks/max_batch.py [--models NAME ...] [--output FILE]`` (the best part of an hour on one core; what is worked
-out is noted in the file of ``--records``, from which a run that was stopped goes on).
+Run: ``python benchmarks/max_batch.py [--models NAME ...] [--output FILE]`` (the best part of an hour on one
+core; what is worked out is noted in the file of ``--records``, from which a run that was stopped goes on).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def shown(ratio: float | None) -> str:
 
 
 def summary(settings: Sequence[Record]) -> Iterator[str]:
-    yield "| planner | largest microbatch: geometric mean | best case | cannot train, ours can | speed: geometric mean | best case |"
+    yield "| planner | largest microbatch: mean | best case | cannot train, ours can | speed: mean | best case |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
     for name in BASELINES:
         own = OWN[STRATEGIES[name].asynchronous]
@@ -226,7 +226,7 @@ def main() -> None:
         f"`python benchmarks/max_batch.py`, {len(settings)} settings, on "
         f"{platform.machine()}, Python {platform.python_version()}, Stagewright {__version__}.",
         "",
-        "## Ours over theirs",
+        "## Ours over theirs (geometric means)",
         "",
         *summary(settings),
         "",

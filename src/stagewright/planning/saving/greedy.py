@@ -15,6 +15,11 @@ _NOTHING = 1e-12
 _MAX_EXCHANGES = 60
 _IMPROVED = 2
 """How many beginnings are improved, the best first."""
+_KICKS = 10
+"""How often the best is thrown into disorder and improved again, where there are few enough units for that to be quick."""
+_MOST_KICKED = 100
+_DISORDER = 0.7
+"""The part of what is given up that a kick takes back."""
 _LEAVING = 10
 """How many moves, by seconds saved per byte, are tried in pairs before others make up for them."""
 _ENTERING = 40
@@ -39,7 +44,12 @@ def choose(problem: Problem) -> Choice | None:
     if not begun:
         return None
     begun.sort(key=seconds)
-    ways.restore(min((_improved(ways, way) for way in begun[:_IMPROVED]), key=seconds))
+    best = min((_improved(ways, way) for way in begun[:_IMPROVED]), key=seconds)
+    draw = np.random.default_rng(0)
+    for _ in range(_KICKS if problem.may_offload and ways.size <= _MOST_KICKED else 0):
+        kicked = _begun(ways, lambda ways, best=best: _kick(ways, best, draw))
+        best = best if kicked is None else min(best, _improved(ways, kicked), key=seconds)
+    ways.restore(best)
     return ways.choice
 
 
@@ -80,6 +90,20 @@ def _offload_freely(ways: Ways) -> None:
         if ways.missing <= 0:
             break
         if ways.allowed[OFFLOAD, unit] and ways.moved + ways.bytes[unit] <= room:
+            ways.do(OFFLOAD * ways.size + unit)
+
+
+def _kick(ways: Ways, best: Ints, draw: np.random.Generator) -> None:
+    """The ways of `best`, most of what it gives up kept, and others offloaded at random as long as that hides."""
+    ways.restore(best)
+    given_up = np.flatnonzero(best != KEEP)
+    for unit in draw.choice(given_up, round(_DISORDER * len(given_up)), replace=False).tolist():
+        ways.do(KEEP * ways.size + unit)
+    room = ways.problem.free_s / ways.problem.link_s_per_byte
+    for unit in draw.permutation(ways.size).tolist():
+        if ways.missing <= 0:
+            break
+        if ways.way[unit] == KEEP and ways.allowed[OFFLOAD, unit] and ways.moved + ways.bytes[unit] <= room:
             ways.do(OFFLOAD * ways.size + unit)
 
 
