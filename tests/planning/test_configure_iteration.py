@@ -102,6 +102,28 @@ def test_experts_exchange_tokens_and_split_their_weights(node: Cluster) -> None:
     assert experts == [Kernel("matmul", experts[0].flop, experts[0].num_bytes, 1)]
 
 
+def test_overlapped_reductions_leave_a_layers_part_exposed(node: Cluster) -> None:
+    plain, hidden = run(node, dp=8), run(node, dp=8, overlaps_reduction=True)
+    assert hidden.step().reduce_s == pytest.approx(plain.step().reduce_s / 8)
+    one = run(load_cluster("8x-a100-80", {"intra_node.bandwidth": 1e8}), dp=8, overlaps_reduction=True)
+    left = one.step().reduce_s
+    computed = one.clock.stages[0].backward.device_s * 7 / 8
+    assert left == pytest.approx(replace(one, layout=run(node, dp=8).layout).step().reduce_s - computed)
+
+
+def test_stages_take_as_long_as_on_their_slowest_device() -> None:
+    fast, slow = load_cluster("4x-a100-80"), load_cluster("4x-t4")
+    mixed = Cluster(name="mixed", nodes=(*fast.nodes, *slow.nodes))
+    made = Layout(1024, pp=2, dp=4, num_microbatches=4)
+    stack, fusion = find_megatron_stack("megatron-core+te"), find_fusion("megatron-core+te")
+    first, last = Run(GPT, made, stack, fusion, mixed).stages
+    assert first == Run(GPT, made, stack, fusion, load_cluster("8x-a100-80")).stages[0]
+    assert last == Run(GPT, made, stack, fusion, load_cluster("8x-t4")).stages[1]
+    alone = Layout(1024, dp=8, num_microbatches=4)
+    (both,) = Run(GPT, alone, stack, fusion, mixed).stages
+    assert both == Run(GPT, alone, stack, fusion, load_cluster("8x-t4")).stages[0]
+
+
 def test_devices_without_bf16_compute_in_fp16() -> None:
     old = run(load_cluster("8x-v100-32"))
     assert (old.clock.dtype, run(load_cluster("8x-a100-80")).clock.dtype) == ("fp16", "bf16")

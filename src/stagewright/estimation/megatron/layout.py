@@ -23,6 +23,8 @@ class Layout:
         sequence_parallel: whether the parts of a layer between the tensor-parallel products are split over `tp`.
         recompute: ``selective`` makes attention's core again in the backward, ``full`` whole layers.
         shards_optimizer: the distributed optimizer (ZeRO-1) over the data-parallel devices.
+        overlaps_reduction: whether gradients are reduced beside the last backward, and parameters gathered beside the first
+            forward, layer by layer.
         layers_per_stage: by default as even as the number of layers allows.
         recomputed_layers: per stage, how many layers are recomputed whole; by default all or none, as `recompute` says.
         flash_attention, fp32_gradients: whether attention is fused, and gradients are added up in fp32; by default as
@@ -42,6 +44,7 @@ class Layout:
     sequence_parallel: bool = False
     recompute: Recompute = "none"
     shards_optimizer: bool = False
+    overlaps_reduction: bool = False
     layers_per_stage: tuple[int, ...] | None = None
     recomputed_layers: tuple[int, ...] | None = None
     flash_attention: bool | None = None

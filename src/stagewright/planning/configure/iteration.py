@@ -13,7 +13,7 @@ from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds,
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape
 from stagewright.estimation.megatron.fusion import Fusion
 from stagewright.estimation.megatron.layer import Layers
-from stagewright.estimation.megatron.seconds import Clock, LayerSeconds
+from stagewright.estimation.megatron.seconds import Clock, LayerSeconds, StageSeconds
 from stagewright.schedule import FAMILIES, Placement, Program, build
 from stagewright.simulation import EncodedProgram, StageCosts, Timeline, encode, simulate
 
@@ -53,6 +53,26 @@ class Run:
     @cached_property
     def clock(self) -> Clock:
         return Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster, known=self.known)
+
+    @cached_property
+    def stages(self) -> tuple[StageSeconds, ...]:
+        """Every stage on the slowest of the kinds of devices that hold it."""
+        if len(self.cluster.nodes) == 1:
+            return self.clock.stages
+        by_kind: dict[str, tuple[StageSeconds, ...]] = {}
+        for rank in range(0, self.cluster.num_devices, self.layout.tp):
+            kind = self.cluster.device_of(rank).name
+            if kind not in by_kind:
+                clock = Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster, rank)
+                by_kind[kind] = clock.stages
+        width = self.layout.tp * self.layout.cp * self.layout.dp
+        found = []
+        for stage in range(self.layout.num_stages):
+            first = stage % self.layout.pp * width
+            kinds = {self.cluster.device_of(rank).name for rank in range(first, first + width)}
+            each = [by_kind[kind][stage] for kind in kinds]
+            found.append(max(each, key=lambda one: one.forward.seconds + one.backward.seconds))
+        return tuple(found)
 
     def transfers(self, placed: Placement) -> list[tuple[float, float]]:
         """Seconds of one microbatch over every edge between stages, there and back; 0 within a device."""
@@ -103,7 +123,7 @@ class Run:
 
     def costs(self, placed: Placement) -> StageCosts:
         """Stages as the simulator takes them, with the transfers for which they stand still."""
-        stages, engine, how = self.clock.stages, self.fusion.pass_host_s, self.fusion.transfers
+        stages, engine, how = self.stages, self.fusion.pass_host_s, self.fusion.transfers
         edges = self.transfers(placed)
         there = [0.0, *(edge for edge, _ in edges), 0.0]
         back = [0.0, *(edge for _, edge in edges), 0.0]
@@ -128,20 +148,44 @@ class Run:
                 travels |= {(stage, stage + 1): there, (stage + 1, stage): back}
         return simulate(encoded, self.costs(encoded.placement), travels or 0.0)
 
-    def reduce_seconds(self, own: int, rest: int) -> float:
-        """Gradients of so many parameters (of experts, and others) over the replicas of a stage."""
+    def reduce_seconds(self, own: int, rest: int) -> tuple[float, float]:
+        """Over the replicas of a stage: gradients of so many parameters (of experts, and others), and gathers of what
+        became of them."""
+        known = self._reduced.get((own, rest))
+        if known is not None:
+            return known
         layout, clock = self.layout, self.clock
-        total = 0.0
+        reduce = gather = 0.0
         for count, axis in ((rest, "dp"), (own, "expert dp")):
             ranks = clock.ranks(axis)
             if not count or len(ranks) < 2:
                 continue
             if layout.shards_optimizer:
-                total += reduce_scatter_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
-                total += all_gather_seconds(self.cluster, float(self.stack.element_bytes) * count, ranks)
+                reduce += reduce_scatter_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
+                gather += all_gather_seconds(self.cluster, float(self.stack.element_bytes) * count, ranks)
             else:
-                total += all_reduce_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
-        return total
+                reduce += all_reduce_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
+        self._reduced[own, rest] = reduce, gather
+        return reduce, gather
+
+    @cached_property
+    def _reduced(self) -> dict[tuple[int, int], tuple[float, float]]:
+        return {}
+
+    def exposed_seconds(self, own: int, rest: int, placed: Placement, rank: int) -> float:
+        """Of `reduce_seconds`, what no computation hides: one layer's part at least, and what outlasts the last backward
+        or the first forward of a rank.
+
+        Ignores: that collectives and computations slow each other down; bubbles, which hide more.
+        """
+        reduce, gather = self.reduce_seconds(own, rest)
+        if not self.layout.overlaps_reduction:
+            return reduce + gather
+        held = [self.stages[stage] for stage in placed.stages_of(rank)]
+        num_layers = max(1, self.shape.num_layers // self.layout.pp)
+        backward = sum(one.backward.device_s for one in held) * (1 - 1 / num_layers)
+        forward = sum(one.forward.device_s for one in held) * (1 - 1 / num_layers)
+        return max(reduce / num_layers, reduce - backward) + max(gather / num_layers, gather - forward)
 
     def embedding_seconds(self) -> float:
         """Gradients of a tied embedding between its first and last stage."""
@@ -165,12 +209,12 @@ class Run:
         """The whole step; with `by_span` a rank may begin the next before the others have ended this one.
 
         Only an optimizer that checks its gradients afterwards (Qi et al. 2023, section 4) allows that; then the longest
-        span of a rank is what a step takes. Ignores: overlap of gradients' reduction with the backward; skew between
-        replicas; other users of the network.
+        span of a rank is what a step takes. Ignores: skew between replicas; other
+        users of the network.
         """
         placement, pipeline = self._pipeline(program, by_span)
-        counts = set(self.parameters(placement))
-        reduces = max(self.reduce_seconds(own, rest) for own, rest in counts)
+        counts = self.parameters(placement)
+        reduces = max(self.exposed_seconds(*count, placement, rank) for rank, count in enumerate(counts))
         optimizer = max(self.optimizer_seconds(own, rest) for own, rest in counts)
         return StepTime(pipeline, reduces + self.embedding_seconds(), optimizer, self.fusion.step_host_s)
 

@@ -6,9 +6,12 @@ import numpy as np
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.megatron import MegatronStack, Shape
-from stagewright.planning.configure.assignment import Assignment, Grid, assign, grid_of
+from stagewright.planning.configure.assignment import Assignment, Grid, as_numbered, assign, grid_of
 from stagewright.planning.configure.iteration import Run
 from stagewright.planning.configure.search import Configuration
+
+_MOST_WEIGHED = 512
+"""Units of equal nodes up to which other orders are tried."""
 
 
 def places(run: Run, cluster: Cluster) -> Grid:
@@ -30,9 +33,23 @@ def places(run: Run, cluster: Cluster) -> Grid:
 def placed(
     shape: Shape, stack: MegatronStack, one: Configuration, cluster: Cluster, fusion_name: str
 ) -> Assignment:
-    """The units of devices that take the places of a configuration."""
+    """The units of devices that take the places of a configuration.
+
+    On many equal nodes of which nothing was measured ranks stay as Megatron numbers them: every node is as good as any
+    other. Nothing is weighed then, so the seconds are 0.
+    """
     from stagewright.estimation.megatron.fusion import find_fusion
 
+    layout = one.layout
+    num_replicas = layout.dp * layout.cp
+    if (
+        num_replicas * layout.pp > _MOST_WEIGHED
+        and cluster.measured is None
+        and len(cluster.nodes) == 1
+        and len(cluster.ranks_of(0)) % layout.tp == 0
+    ):
+        units = as_numbered(num_replicas, layout.pp)
+        return Assignment(units, 0.0, 0.0, is_proved=False, num_tried=0)
     return assign(places(Run(shape, one.layout, stack, find_fusion(fusion_name), cluster), cluster))
 
 

@@ -122,5 +122,6 @@ def layout_of(
         sequence_parallel=one.tp > 1,
         recompute=recompute,
         shards_optimizer=shards and one.dp * one.cp > 1,
+        overlaps_reduction=one.dp * one.cp > 1,
         layers_per_stage=layers,
     )

@@ -125,13 +125,34 @@ def grid_of(
     return Grid(
         num_replicas, num_stages, num_exposed * (there + there.T), ring, np.asarray(gradient_bytes) / heaviest,
         seconds, (num_microbatches - 1) * seconds,
-        tuple(stage * num_replicas + replica for replica in range(num_replicas) for stage in range(num_stages)),
+        as_numbered(num_replicas, num_stages),
     )  # fmt: skip
+
+
+def as_numbered(num_replicas: int, num_stages: int) -> tuple[int, ...]:
+    """The unit at each place when the replicas of a stage are next to each other, as Megatron numbers them.
+
+    >>> as_numbered(2, 3)
+    (0, 2, 4, 1, 3, 5)
+    """
+    return tuple(
+        stage * num_replicas + replica for replica in range(num_replicas) for stage in range(num_stages)
+    )
 
 
 def _unit_links(cluster: Cluster, tp: int, num_units: int) -> tuple[Floats, Floats]:
     """Latency and bytes/s from unit to unit: those of the slowest pair of their devices; a unit to itself is free."""
     latency, rate = np.zeros((num_units, num_units)), np.full((num_units, num_units), np.inf)
+    if cluster.measured is None and len(cluster.nodes) == 1 and _devices(cluster, 0) % tp == 0:
+        per_node = _devices(cluster, 0) // tp
+        together = np.equal.outer(np.arange(num_units) // per_node, np.arange(num_units) // per_node)
+        for same, pair in ((True, (0, tp)), (False, (0, per_node * tp))):
+            if (together == same).sum() > (num_units if same else 0):
+                link = cluster.link_between(*pair)
+                latency[together == same], rate[together == same] = link.latency_s, link.bandwidth
+        np.fill_diagonal(latency, 0.0)
+        np.fill_diagonal(rate, np.inf)
+        return latency, rate
     known: dict[tuple[int, int], tuple[float, float]] = {}
     by_node = cluster.measured is None or cluster.measured.between == "nodes"
     nodes = [cluster.node_of(unit * tp) for unit in range(num_units)]

@@ -1,0 +1,179 @@
+"""Predicted beside published throughput of public training configurations, by source."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from verdict import Row, arguments, grouped, show
+
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.errors import StagewrightError
+from stagewright.estimation.megatron import Layout, Shape, find_megatron_stack, shape_of
+from stagewright.estimation.megatron.fusion import find_fusion
+from stagewright.planning.configure.iteration import Run
+from stagewright.tracing.models.reference import resolve
+
+BAR = 0.15
+DATA = Path(__file__).parent / "data" / "throughput"
+MODERN = "megatron-core+te"
+"""Runtime of every source from 2023 on; the oldest is Megatron-LM's own."""
+
+Record = dict[str, str]
+Judged = tuple[str, float, float]
+"""Label, predicted and published figure."""
+
+
+def nodes_of_eight(device: str, num: int) -> Cluster:
+    """Whole nodes of eight devices."""
+    return load_cluster(f"{num}x-{device}" if num <= 8 else f"{num // 8}x8x-{device}")
+
+
+def _seconds(shape: Shape, layout: Layout, cluster: Cluster, runtime: str = MODERN) -> float:
+    """Modern runs hide reductions behind computation, and tensor-parallel gathers behind products, as their sources say."""
+    stack = find_megatron_stack("megatron-deepspeed" if runtime == "megatron-lm" else runtime)
+    modern = runtime == MODERN
+    fusion = replace(find_fusion(runtime), hides_gathers=modern)
+    return Run(shape, replace(layout, overlaps_reduction=modern), stack, fusion, cluster).step().seconds
+
+
+def narayanan(record: Record) -> Judged:
+    """TFLOP/s per device as the paper counts them: 96 B s l h^2 (1 + s/6h + V/16lh), with recomputation."""
+    tp, pp, dp, num, batch, tokens = _numbers(record, "tp", "pp", "dp", "n_gpus", "global_batch", "seq_len")
+    layers, hidden, heads, vocabulary = _numbers(record, "layers", "hidden", "heads", "vocab")
+    shape = Shape.gpt(layers, hidden, heads, vocabulary, tokens)
+    chunks = 2 if pp > 1 and layers % (2 * pp) == 0 and batch // dp % pp == 0 else 1
+    layout = Layout(
+        tokens, tp=tp, pp=pp, dp=dp, num_microbatches=batch // dp, recompute="full", num_chunks=chunks,
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+    )  # fmt: skip
+    seconds = _seconds(shape, layout, nodes_of_eight("a100-80", num), "megatron-lm")
+    extra = 1 + tokens / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    flop = 96 * batch * tokens * layers * hidden**2 * extra
+    return f"{record['params_b']} B", flop / seconds / num / 1e12, float(record["tflops_per_gpu_hw"])
+
+
+def weak_scaling(record: Record) -> Judged:
+    """TFLOP/s per device without recomputation: 72 B s l h^2 (1 + s/6h + V/12lh)."""
+    tp, pp, dp, num, batch, tokens = _numbers(record, "tp", "pp", "dp", "n_gpus", "global_batch", "seq_len")
+    layers, hidden, heads, vocabulary = _numbers(record, "layers", "hidden", "heads", "vocab")
+    shape = Shape.gpt(layers, hidden, heads, vocabulary, tokens, drops=False, tied=False)
+    layout = Layout(
+        tokens, tp=tp, pp=pp, dp=dp, num_microbatches=batch // dp, sequence_parallel=tp > 1,
+        shards_optimizer=True,
+    )  # fmt: skip
+    seconds = _seconds(shape, layout, nodes_of_eight("h100", num))
+    flop = 72 * batch * tokens * layers * hidden**2
+    flop *= 1 + tokens / (6 * hidden) + vocabulary / (12 * layers * hidden)
+    return f"{record['params_b']} B", flop / seconds / num / 1e12, float(record["tflops_per_gpu"])
+
+
+def megascale(record: Record) -> Judged | None:
+    """Seconds per step of Megatron-LM's rows; MegaScale's own changes of the model and the network are not predicted."""
+    if record["system"] != "Megatron-LM" or not record["step_s"]:
+        return None
+    tp, pp, num, batch, tokens = _numbers(record, "tp", "pp", "n_gpus", "global_batch", "seq_len")
+    layers, hidden, heads = _numbers(record, "layers", "hidden", "heads")
+    dp = num // (tp * pp)
+    layout = Layout(
+        tokens, tp=tp, pp=pp, dp=dp, num_microbatches=batch // dp, sequence_parallel=True,
+        recompute="selective", schedule="interleaved-1f1b", num_chunks=6, shards_optimizer=True,
+    )  # fmt: skip
+    shape = Shape.gpt(layers, hidden, heads, 64_000, tokens)
+    seconds = _seconds(shape, layout, nodes_of_eight("a100-80", num), "megatron-lm")
+    return f"{record['model']} on {num}, batch {batch}", seconds, float(record["step_s"])
+
+
+_BRIDGE = {"LLAMA3_70B": "llama-3-70b", "LLAMA3.1_405B": "llama-3-405b", "LLAMA3_8B": "llama-3-8b",
+           "Qwen3_30B_a3B": "qwen3-30b-a3b", "DeepSeekV3": "deepseek-v3"}  # fmt: skip
+_SYSTEMS = {"DGX-H100": "h100", "DGX-B200": "b200"}
+
+
+def bridge(record: Record) -> Judged | None:
+    """Tokens per second and device; rows in bf16 or eight-bit precision on devices of the catalog, without FSDP."""
+    system = record["system"].removeprefix("System: ")
+    known = record["model"] in _BRIDGE and system in _SYSTEMS
+    if not known or record["precision"] != "BF16" or record["fsdp"] not in ("", "0"):
+        return None
+    num, batch, size, tokens, tp, pp, cp, ep = (
+        int(record[key])
+        for key in ("n_gpus", "global_batch", "micro_batch", "seq_len", "tp", "pp", "cp", "ep")
+    )
+    config = resolve(_BRIDGE[record["model"]]).config
+    assert config is not None
+    chunks = int(record["vp"]) if record["vp"].isdigit() else 1
+    dp = num // (tp * pp * cp)
+    layout = Layout(
+        tokens, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, microbatch_size=size, num_microbatches=batch // (dp * size),
+        sequence_parallel=tp > 1, shards_optimizer=True, num_chunks=chunks,
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+    )  # fmt: skip
+    seconds = _seconds(shape_of(config), layout, nodes_of_eight(_SYSTEMS[system], num))
+    label = f"{record['model']} on {num} {system} ({record['release'].split()[0]})"
+    return label, batch * tokens / seconds / num, float(record["tokens_per_s_per_gpu"])
+
+
+def torchtitan(record: Record) -> Judged | None:
+    """Tokens per second and device of rows in bf16; parameters sharded as an optimizer is, whose gathers FSDP hides."""
+    technique = record["technique"]
+    if "float8" in technique or not record["local_batch"] or record["pp"] != "1":
+        return None
+    names = {"Llama3.1-8B": "llama-3-8b", "Llama3.1-70B": "llama-3-70b"}
+    config = resolve(names[record["model"]]).config
+    assert config is not None
+    num, tp, tokens, size = _numbers(record, "n_gpus", "tp", "seq_len", "local_batch")
+    num_layers = shape_of(config).num_layers
+    again = (
+        num_layers if record["ac"] == "full" else num_layers // 2
+    )  # of every two products one is made again
+    layout = Layout(
+        tokens, tp=tp, dp=num // tp, microbatch_size=size, sequence_parallel=tp > 1, shards_optimizer=True,
+        recomputed_layers=(again,),
+    )  # fmt: skip
+    seconds = _seconds(shape_of(config), layout, nodes_of_eight("h100", num))
+    label = f"{record['model']} on {num}: {technique}"
+    return label, num // tp * size * tokens / seconds / num, float(record["tps_per_gpu"])
+
+
+SOURCES: dict[str, Callable[[Record], Judged | None]] = {
+    "megatron_sc21_table1.csv": narayanan,
+    "megatron_core_h100_weak_scaling.csv": weak_scaling,
+    "megascale_tab2_fig9.csv": megascale,
+    "megatron_bridge_performance.csv": bridge,
+    "torchtitan_benchmarks.csv": torchtitan,
+}
+
+
+def _numbers(record: Record, *keys: str) -> list[int]:
+    return [int(float(record[key])) for key in keys]
+
+
+def rows(folder: Path = DATA) -> Iterator[Row]:
+    """Every row that can be predicted; the others are left out."""
+    for name, judge in SOURCES.items():
+        if not (folder / name).exists():
+            continue
+        with (folder / name).open(newline="", encoding="utf-8") as file:
+            for record in csv.DictReader(file):
+                try:
+                    made = judge(record)
+                except StagewrightError as error:
+                    raise SystemExit(f"{name}: {record}: {error}") from error
+                if made is not None:
+                    yield Row(made[0], name.removesuffix(".csv"), made[1], made[2], "held")
+
+
+def main() -> None:
+    """Print the verdict: median and worst row of every source."""
+    given = arguments(__doc__, DATA).parse_args()
+    found = list(rows(given.data))
+    show(found, BAR, "", given.json)
+    if not given.json:
+        for item in grouped(found):
+            print(f"{item.name}: median {item.median:.1%}, worst {item.worst.label} {item.worst.error:+.1%}")
+
+
+if __name__ == "__main__":
+    main()
