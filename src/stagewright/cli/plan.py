@@ -85,6 +85,13 @@ def plan(
         str,
         typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
     ] = "speed",
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Plan as another system does: even, gpipe, torchgpipe, adapipe, pipedream or vpipe.",
+        ),
+    ] = None,
     zero: Zero = None,
     reduce_dtype: ReduceDtype = None,
     shard_size: ShardSize = None,
@@ -125,6 +132,7 @@ def plan(
         raise InputError("give a MODEL and --cluster, or --costs TABLE with --ranks and --microbatches")
     from stagewright.cluster import load_cluster
     from stagewright.planning import search
+    from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
     from stagewright.tracing.models.reference import resolve
 
@@ -146,14 +154,23 @@ def plan(
     )
     reference = resolve(model, parse_settings(settings))
     with Progress(f"planning {model}") as progress:
-        find = largest_batch if objective == "batch" else search.plan
-        found = find(
-            reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
-            tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
-            recompute=cast("search.Recompute", recompute), offload=offload,
-            zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
-            shard_size=shard_size,
-        )  # fmt: skip
+        if strategy is not None:
+            if objective != "speed":
+                raise InputError(
+                    f"--strategy {strategy} has no --objective {objective}: leave one of the two out"
+                )
+            found = plan_with(
+                strategy, reference, target, wanted, report=progress, pp=pp, dp=dp, microbatch=microbatch
+            )
+        else:
+            find = largest_batch if objective == "batch" else search.plan
+            found = find(
+                reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
+                tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
+                recompute=cast("search.Recompute", recompute), offload=offload,
+                zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
+                shard_size=shard_size,
+            )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]
     paths = _write(shown, output, num_written=top or 1)
