@@ -186,9 +186,14 @@ def plan(
     show(found_heading(found), plans_table(shown), *saving_tables(shown[0]), left_out(found))
     if output is not None:
         written = ", ".join(str(path) for path in paths if path is not None)
+        steps_early = any("STEP" in text for text in shown[0].program[0])
         show(
-            f"Wrote {written}. `stagewright estimate {output}` shows the stages and the "
-            f"memory of the best, `stagewright run {output}` trains with it."
+            f"Wrote {written}. `stagewright estimate {output}` shows the stages and the memory of the best, "
+            + (
+                "which is asynchronous and cannot be run."
+                if steps_early
+                else f"`stagewright run {output}` trains with it."
+            )
         )
 
 
