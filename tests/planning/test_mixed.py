@@ -35,7 +35,7 @@ def best(cluster: Cluster, pp: int = 3) -> Plan:
     return search.plan("gpt2", cluster, JOB, pp=pp, microbatch=2, schedules=("1f1b",)).plans[0]
 
 
-def test_the_fast_device_has_twice_the_work(mixed: Cluster, tmp_path) -> None:  # noqa: ANN001
+def test_the_fast_device_has_twice_the_work(mixed: Cluster, tmp_path) -> None:
     plan = best(mixed)
     position = plan.devices.index(2)
     assert position in (0, 2)

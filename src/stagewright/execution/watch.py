@@ -73,7 +73,9 @@ class Watch:
         """The run ended well: positions no longer matter."""
         self._position = "finished"
         self._stopped.set()
-        if self._thread.is_alive():  # in a call of the store when the interpreter ends, it would abort the process
+        if (
+            self._thread.is_alive()
+        ):  # in a call of the store when the interpreter ends, it would abort the process
             self._thread.join(_DEAD_AFTER_S)
         self._publish()
 

@@ -84,7 +84,7 @@ def _rate(bandwidth: float) -> str:
 def cluster_summary(cluster: Cluster) -> Table:
     """What a probe found: one line per figure of the first node's device and links."""
     node = cluster.nodes[0]
-    device, link = node.device, node.intra_node
+    device, link = node.device, node.intra_node if node.devices_per_node > 1 else node.inter_node
     rates = ", ".join(
         f"{name} {peak * (device.matmul_efficiency.get(name) or 1) / GIGA:.4g} GFLOP/s"
         for name in device.peak_flops.available()
