@@ -45,6 +45,7 @@ def make_plan(
     sequence_parallel: bool = False,
     loss_scale: float = 65536.0,
     shard_size: int | None = None,
+    compiled: bool = False,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -60,6 +61,7 @@ def make_plan(
         num_steps=num_steps,
         clip_norm=clip_norm,
         loss_scale=loss_scale,
+        compiled=compiled,
         loss_scale_window=2,
     )
     reference = resolve(model, overrides)

@@ -72,6 +72,7 @@ class RankRunner:
         watch: told the text of every action before it runs.
         shards: what replicas share out; GATHER, RELEASE and REDUCE are about it.
         first_microbatch: number in the whole batch of this replica's first microbatch.
+        is_compiled: stage functions go through TorchInductor.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class RankRunner:
         watch: Callable[[str], None] = lambda action: None,
         shards: Shards | None = None,
         first_microbatch: int = 0,
+        is_compiled: bool = False,
     ) -> None:
         self.device = device
         self.weights = weights
@@ -108,6 +110,7 @@ class RankRunner:
                 seed,
                 self.shards.is_gathered(stage.index),
                 first_microbatch,
+                is_compiled,
             )
             for stage in stages
             if placed[stage.index] == rank

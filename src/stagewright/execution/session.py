@@ -119,7 +119,7 @@ class Session:
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         self.runner = RankRunner(
             self.stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, device, self.cotangent,
-            job.seed, (forward, backward), watch, self.shards, self.mesh.replica * plan.num_microbatches,
+            job.seed, (forward, backward), watch, self.shards, self.mesh.replica * plan.num_microbatches, job.compiled,
         )  # fmt: skip
         self.pipeline = forward
         self._evaluator: RankRunner | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from stagewright.execution.compiled import compiled
 from stagewright.execution.host import HostStore
 from stagewright.execution.random import reseed
 from stagewright.execution.weights import Weights
@@ -30,6 +31,7 @@ class StageRunner:
         seed: of the random numbers the stage draws.
         is_gathered: parameters are missing until `put_parameters` is called.
         first_microbatch: number in the whole batch of the first microbatch, for random numbers.
+        is_compiled: the functions of each microbatch go through TorchInductor.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class StageRunner:
         seed: int = 0,
         is_gathered: bool = False,
         first_microbatch: int = 0,
+        is_compiled: bool = False,
     ) -> None:
         self.stage = stage
         self.weights = weights
@@ -50,6 +53,7 @@ class StageRunner:
         self.local_seed = key(seed, 1 + rank_in(GROUP)) if self.local_draws else seed
         self.step = 0
         self.is_gathered = is_gathered
+        self.is_compiled = is_compiled
         self.first_microbatch = first_microbatch
         sources = (*stage.parameters, *stage.buffers, *stage.constants)
         self.resident: Tensors = {
@@ -94,7 +98,10 @@ class StageRunner:
         self._for_backward = {*stage.backward.inputs}
 
     def _runnable(self, function: Function, resident: set[int], name: str) -> Runnable:
-        return compile_function(function, resident, self.device, f"stage{self.stage.index}_{name}")
+        name = f"stage{self.stage.index}_{name}"
+        runnable = compile_function(function, resident, self.device, name)
+        is_heavy = self.is_compiled and function.nodes and not name.endswith(("static", "derived"))
+        return compiled(runnable, function, resident, self.device, name) if is_heavy else runnable
 
     def _run_resident(self, runnable: Runnable) -> None:
         with torch.no_grad():

@@ -53,7 +53,7 @@ class Job(StrictModel):
     """Tokens per sample; models without sequences ignore it."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
-    """Whether operators that are bound by memory are taken to be fused, as by TorchInductor."""
+    """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
     optimizer: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
@@ -95,8 +95,6 @@ class Job(StrictModel):
         """What of this job is predicted but not run, and what to do about it; None if all of it runs."""
         if self.dtype == "fp8":
             return "training in fp8 is predicted, not run: plan with --dtype bf16"
-        if self.compiled:
-            return "compiled execution is predicted, not run: plan without --compiled"
         return None
 
     def traced(self, target: str) -> dict[str, Any]:

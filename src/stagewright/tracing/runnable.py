@@ -64,6 +64,41 @@ def compile_function(
     return Runnable(scope[name], function.inputs, function.outputs, source)
 
 
+@dataclass(frozen=True)
+class Pure:
+    """A function of tensors alone, for a compiler: ``call(*inputs, *resident)`` gives the outputs and then the gradients of
+    `parameters`."""
+
+    call: Callable[..., tuple[torch.Tensor, ...]]
+    resident: tuple[int, ...]
+    parameters: tuple[int, ...]
+
+
+def pure_function(
+    function: Function, resident: Iterable[int], device: torch.device, name: str = "run"
+) -> Pure | None:
+    """`function` without side effects; None if it has others than gradients, such as drawing random numbers."""
+    if any(node.draw >= 0 for node in function.nodes):
+        return None
+    resident = frozenset(resident)
+    names: dict[str, Any] = {}
+    used = {value for node in function.nodes for value in node.inputs} | set(function.outputs)
+    read = tuple(sorted(used & resident - set(function.inputs)))
+    given = ", ".join(f"v{value}" for value in (*function.inputs, *read))
+    lines = [f"def {name}({given}):"]
+    gradients: list[tuple[int, int]] = []
+    for node in function.nodes:
+        if node.op == ACCUMULATE:
+            gradients.append((dict(node.kwargs)["parameter"], node.inputs[0]))
+        else:
+            lines.append("    " + _statement(node, names, device))
+    made = [*function.outputs, *(value for _, value in gradients)]
+    lines.append(f"    return ({''.join(f'v{value}, ' for value in made)})")
+    scope = dict(names)
+    exec(compile("\n".join(lines), f"<stagewright {name}>", "exec"), scope)
+    return Pure(scope[name], read, tuple(parameter for parameter, _ in gradients))
+
+
 def _made(node: Node) -> tuple[int, ...]:
     return tuple(value for value in node.outputs if value is not None)
 

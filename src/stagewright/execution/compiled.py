@@ -1,0 +1,122 @@
+"""Stage functions through TorchInductor, each for itself: one that cannot be compiled runs as it is, with a warning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from stagewright.graph.stage import Function
+from stagewright.tracing.runnable import Accumulate, Pure, Reseed, Runnable, pure_function
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
+"""How far a compiled result may be from that of the operators, of its largest element; 0.1 in half precision. Models in
+float64 compute some values, such as rotary tables, in float32."""
+_LOOSE = 0.1
+
+
+def compiled(
+    runnable: Runnable, function: Function, resident: Iterable[int], device: torch.device, name: str
+) -> Runnable:
+    """`runnable`, compiled when it is first called.
+
+    The first call runs both and compares layouts, what shares storages, and contents. Warns where the operators are run as
+    they are, and says why.
+    """
+    pure = pure_function(function, resident, device, name)
+    if pure is None:
+        _warn(name, "it draws random numbers")
+        return runnable
+    return Runnable(_Compiled(runnable, pure, name), runnable.inputs, runnable.outputs, runnable.source)
+
+
+class _Compiled:
+    def __init__(self, runnable: Runnable, pure: Pure, name: str) -> None:
+        self.runnable = runnable
+        self.pure = pure
+        self.name = name
+        self.checked = False
+        self.works = True
+        self.fast = torch.compile(pure.call, dynamic=False, fullgraph=True)
+
+    def __call__(
+        self,
+        inputs: list[torch.Tensor],
+        resident: dict[int, torch.Tensor],
+        accumulate: Accumulate,
+        reseed: Reseed,
+    ) -> list[torch.Tensor]:
+        if not self.checked:
+            self.checked = True
+            self._check([*inputs, *self._read(resident)])
+        if not self.works:
+            return self.runnable.call(inputs, resident, accumulate, reseed)
+        arguments = [*inputs, *self._read(resident)]
+        inputs.clear()
+        made = list(self.fast(*arguments))
+        count = len(made) - len(self.pure.parameters)
+        for parameter, gradient in zip(self.pure.parameters, made[count:], strict=True):
+            accumulate(parameter, gradient)
+        return made[:count]
+
+    def _read(self, resident: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [resident[value] for value in self.pure.resident]
+
+    def _check(self, arguments: Sequence[torch.Tensor]) -> None:
+        """Compile, and compare with what the operators give."""
+        try:
+            found = self.fast(*arguments)
+        except Exception as error:  # whatever a compiler may raise, the operators are there
+            self._give_up(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
+            return
+        problem = _difference(found, self.pure.call(*arguments), arguments)
+        if problem:
+            self._give_up(problem)
+
+    def _give_up(self, reason: str) -> None:
+        self.works = False
+        self.fast = self.pure.call
+        _warn(self.name, reason)
+
+
+def _warn(name: str, reason: str) -> None:
+    warnings.warn(f"{name} is not compiled: {reason}", RuntimeWarning, stacklevel=2)
+
+
+def _difference(
+    found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> str:
+    """What compiling changed beyond rounding; empty if nothing."""
+    for one, other in zip(found, wanted, strict=True):
+        if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):
+            return f"a result is {_layout(one)} instead of {_layout(other)}"
+        if not _is_close(one, other):
+            return "a result is another"
+    if _sharing((*given, *found)) != _sharing((*given, *wanted)):
+        return "results share other storages"
+    return ""
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()}"
+
+
+def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    finite = other[other.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    part = TOLERANCE.get(other.dtype, _LOOSE)
+    return torch.allclose(
+        one, other, rtol=part, atol=part * scale, equal_nan=True
+    )  # equal infinities are close
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """For each tensor, the first one with the same storage, and its offset there."""
+    first: dict[int, int] = {}
+    return [
+        (first.setdefault(tensor.untyped_storage().data_ptr(), index), int(tensor.storage_offset()))
+        for index, tensor in enumerate(tensors)
+    ]

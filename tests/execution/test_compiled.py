@@ -1,0 +1,75 @@
+"""Plans whose stage functions go through TorchInductor, where there is a compiler and where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import SMALL_GPT2, SMALL_LLAMA
+from plans import make_plan
+
+from multiprocess import run_ranks
+from stagewright.planning.plan import load_plan
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
+
+
+def trained(folder: Path, without: str = "", **options: Any) -> list[tuple[list[float], list[str]]]:
+    """Losses and warnings of every rank for the plan as it is, and compiled; `without`: what PATH has nothing of."""
+    paths = []
+    for name, compiled in (("plain", False), ("compiled", True)):
+        make_plan(folder / f"{name}.json", dtype="fp64", sequence_length=16, compiled=compiled, **options)
+        paths.append(str(folder / f"{name}.json"))
+    found = run_ranks(train, 2, paths, without, timeout=400)
+    (plain, _), (made, _) = found[0]
+    assert made == pytest.approx(plain, rel=1e-5)
+    return [rank[1] for rank in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no C++ compiler")
+def test_compiled_functions_learn_the_same(tmp_path: Path) -> None:
+    ranks = trained(tmp_path, schedule="zb-h1", overrides=SMALL_LLAMA, num_microbatches=2)
+    assert [warned for _, warned in ranks] == [[], []]
+
+
+def test_without_a_compiler_the_operators_run(tmp_path: Path) -> None:
+    ranks = trained(
+        tmp_path, "a compiler", model="tiny-gpt2", schedule="gpipe", overrides=SMALL_GPT2, num_microbatches=2
+    )
+    for _, warned in ranks:
+        assert any("backward is not compiled: " in text for text in warned)
+        assert any("forward is not compiled: it draws random numbers" in text for text in warned), warned
+
+
+def train(rank: int, num_ranks: int, paths: list[str], without: str) -> list[tuple[list[float], list[str]]]:
+    import torch
+    import torch.distributed as dist
+    from torch._inductor import config
+
+    from stagewright.execution.session import Session
+
+    if without:
+        config.cpp.cxx = ("no-such-compiler",)
+        config.force_disable_caches = True
+    dist.init_process_group("gloo")
+    found = []
+    for path in paths:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            session = Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
+            losses = [session.train_step(step).loss for step in range(3)]
+        texts = [str(one.message) for one in caught if "is not compiled" in str(one.message)]
+        found.append((losses, texts))
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
