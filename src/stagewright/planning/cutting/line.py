@@ -105,9 +105,7 @@ def _boundary_seconds(line: Pipeline, stage: int) -> float:
     return line.cluster.point_to_point_seconds(_PROBE_BYTES, *ends) / _PROBE_BYTES / 2
 
 
-def corrected(
-    line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, shrink: float = 0.0
-) -> Leaves:
+def corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, shrink: float = 0.0) -> Leaves:
     """`leaves` whose capacities are smaller by what the ranges do not see of `line`: inputs, buffers, what is kept apart."""
     ends = [stage.start for stage in line.stages] + [leaves.ranges.size]
     terms = list(leaves.terms)
