@@ -127,7 +127,15 @@ def plan(
             )
         return Found(
             plan_mixed(
-                reference, cluster, job, schedules=simple, pp=pp, dp=dp, microbatch=microbatch, report=report, trace=trace
+                reference,
+                cluster,
+                job,
+                schedules=simple,
+                pp=pp,
+                dp=dp,
+                microbatch=microbatch,
+                report=report,
+                trace=trace,
             ),
             [],
         )

@@ -22,7 +22,8 @@ def built(name: str, num_ranks: int, num_microbatches: int) -> Program:
 
 @lru_cache(maxsize=32)
 def shortened(program: Program) -> Program:
-    """The 1F1B program (with or without steps in between) of as many microbatches as show every state of its memory; other programs as they are."""
+    """The 1F1B program, with or without steps in between, of as many microbatches as show every state of its memory; other
+    programs as they are."""
     enough = program.num_ranks + 4
     if program.name not in _PERIODIC or program.num_microbatches <= enough:
         return program
