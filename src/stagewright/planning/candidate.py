@@ -227,6 +227,11 @@ def with_program(
     return _sharded(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
 
 
+def under_program(line: Pipeline, choice: Choice, program: Program) -> Pipeline:
+    """The partition of `line`, a result of `with_program`, under other computations with the same memory policies."""
+    return _sharded(replace(line, program=program), choice)
+
+
 def of_line(choice: Choice, line: Pipeline) -> Candidate:
     """`line`, whose stages keep or recompute everything, with the memory of its ranks."""
     memories = tuple(rank_memories(line))

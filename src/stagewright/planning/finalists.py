@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
@@ -20,9 +21,11 @@ from stagewright.planning.candidate import (
     make_plan,
     of_line,
     saving_candidate,
+    under_program,
     with_program,
 )
 from stagewright.planning.job import Job
+from stagewright.planning.joint.kernels import Ints
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.search import Effort, Found, search
@@ -99,10 +102,10 @@ def _joint_plan(
 ) -> Plan | None:
     """Within memory that leaves room for what the allocator loses, which only the replay of a plan shows."""
     choice, limit, lost = choice_of(known, zero), job.usable_bytes(cluster.device), 0
-    for _ in range(_TRIALS):
+    for trial in range(_TRIALS):
         within = job.model_copy(update={"memory_limit": limit - lost}) if lost else job
         candidate = joint_candidate(
-            known, body, choice, cluster, within, saves=saves, offload=offload, report=report
+            known, body, choice, cluster, within, saves=saves, offload=offload, tight=trial > 0, report=report
         )
         if candidate is None:
             return None
@@ -131,35 +134,41 @@ def joint_candidate(
     *,
     saves: bool = True,
     offload: bool = True,
+    tight: bool = False,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Candidate | None:
     """The fastest plan within memory that the joint search finds for the configuration of `known`, the best
-    plan of a family; None if nothing found fits.
+    plan of a family; None if nothing found fits, or could be faster than `known` if it did.
 
-    Searched first as if there were memory for everything, and if the result lacks some within memory. With `saves`
-    plans that lack memory recompute or offload as much as they must.
+    Searched first, unless memory is `tight`, as if there were enough for everything, and if the result lacks some within
+    memory. With `saves` plans that lack memory recompute or offload as much as they must.
     """
     ends = piece_ends(body, choice.pp)
     wiring = Wiring(cluster, choice.pp, choice.dp * choice.tp)
     fitting: list[Candidate] = []
-    for learnt in _assumptions(known, body, choice, job, saves):
+    for learnt in islice(_assumptions(known, body, choice, job, saves), int(tight), None):
         problem = problem_of(body, ends, choice.num_microbatches, wiring, learnt)
         found = _searched(problem, report, str(choice))
         if found is None:
             continue
-        lines = sorted(
-            (
-                with_program(body, choice, cuts_of(plan, ends), program, cluster, job)
-                for plan in _worth_judging(found)
-                for program in dict.fromkeys((with_backwards(plan), plan.program))
-            ),
-            key=_makespan,
-        )
-        best = _first_that_fits([of_line(choice, line) for line in lines[:_JUDGED]], body, saves, offload)
+        lines = sorted(_lines(found, body, choice, cluster, job, ends), key=_makespan)[:_JUDGED]
+        lines = [line for line in lines if _makespan(line) < known.predictions.step_seconds]
+        best = _first_that_fits([of_line(choice, line) for line in lines], body, saves, offload)
         fitting += [best] if best is not None else []
         if best is not None and set(best.memory_policy) == {"keep"}:
             break
     return min(fitting, key=lambda each: _makespan(each.line), default=None)
+
+
+def _lines(
+    found: Found, body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, ends: Ints
+) -> Iterator[Pipeline]:
+    """The plans worth judging, each with split and with whole backwards."""
+    for plan in _worth_judging(found):
+        split = with_program(body, choice, cuts_of(plan, ends), plan.program, cluster, job)
+        yield split
+        if (whole := with_backwards(plan)) != plan.program:
+            yield under_program(split, choice, whole)
 
 
 def _assumptions(known: Plan, body: BodyCosts, choice: Choice, job: Job, saves: bool) -> Iterator[Known]:
@@ -185,11 +194,15 @@ def _kept_share(stage: StagePrediction) -> float:
 def _first_that_fits(
     candidates: Sequence[Candidate], body: BodyCosts, saves: bool, offload: bool
 ) -> Candidate | None:
-    """Of candidates in order, the first within memory; else the first that saving brings there."""
+    """Of candidates in order, the first within memory; else the first that saving brings there, of those that need less
+    than twice the memory: beyond that nearly everything is made again."""
     kept = next((one for one in candidates if one.excess_bytes <= 0), None)
     if kept is not None or not saves:
         return kept
-    found = (saving_candidate(one, body, offload=offload) for one in candidates[:_SAVED])
+    hopeful = [
+        one for one in candidates if one.excess_bytes < one.line.job.usable_bytes(one.line.cluster.device)
+    ]
+    found = (saving_candidate(one, body, offload=offload) for one in hopeful[:_SAVED])
     return next((one for one in found if one is not None), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stagewright.errors import ScheduleError
 from stagewright.planning.joint.layout import Layout
@@ -96,7 +97,13 @@ def _chunks(family: Family, problem: Problem) -> list[int | None]:
 
 def _built(family: Family, problem: Problem, num_chunks: int | None) -> Program | None:
     """The program, or None for sizes that the family does not build."""
+    return _program(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
+
+
+@lru_cache(maxsize=64)
+def _program(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None) -> Program | None:
+    """Kept, because the searches for one model have the same few sizes."""
     try:
-        return build(family.name, problem.num_ranks, problem.num_microbatches, num_chunks)
+        return build(name, num_ranks, num_microbatches, num_chunks)
     except ScheduleError:
         return None
