@@ -74,10 +74,14 @@ class Pipeline:
         of_rank = placement.stages_of(placement.rank_of_stage[stage])
         return self.collectives(stage).reduce(reduced_flats(self.flats, stage, of_rank))
 
+    @cached_property
+    def _weight_versions(self) -> list[int]:
+        return weight_versions(self.program)
+
     def resident(self, pipeline_rank: int) -> ResidentBytes:
         """What a rank keeps from step to step."""
         found = resident_bytes(self.stages_of(pipeline_rank), self.flats, self.reduce_dtype)
-        return found.with_versions(_weight_versions(self.program)[pipeline_rank])
+        return found.with_versions(self._weight_versions[pipeline_rank])
 
     @property
     def stages(self) -> list[Stage]:
@@ -196,11 +200,6 @@ def _peak(line: Pipeline) -> float:
             "figure to its description"
         )
     return peak
-
-
-@lru_cache(maxsize=64)
-def _weight_versions(program: Program) -> list[int]:
-    return weight_versions(program)
 
 
 # -- time ---------------------------------------------------------------------------------------------------
