@@ -1,6 +1,6 @@
 """What the best plan gains on a model whose head and loss cost as much as several layers.
 
-    python benchmarks/real_gain.py [--rounds 30] [--vocabulary 25600] [--json]
+    python benchmarks/real_gain.py [--rounds 30] [--vocabulary 28672] [--json]
     python benchmarks/real_gain.py --choose
 
 A Gemma-like model of 8 layers, hidden 512, sequence 256, on two local ranks with 8 microbatches. The best plan for this
@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MODEL = "tiny-gemma"
 LAYERS, HIDDEN, LENGTH, MICROBATCHES = 8, 512, 256, 8
-VOCABULARY = 25600
+VOCABULARY = 28672
 BAR = 1.25
 
 
@@ -123,7 +123,7 @@ def _interval(ratios: list[float]) -> tuple[float, float]:
 
 def choose() -> None:
     """Seconds of forward and backward of a layer, and of head and loss, by difference of models."""
-    for vocabulary in (16384, 24576, 25600, 28672):
+    for vocabulary in (16384, 24576, 28672, 32768):
         small, large = (_step(vocabulary, layers) for layers in (2, 6))
         layer = (large - small) / 4
         tiny = _step(64, 2)
