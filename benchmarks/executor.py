@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import sys
 import time
 from typing import Any
+
+from figures import interval, machine
 
 SCHEDULES = {
     "1f1b": ("Schedule1F1B", 1),
@@ -84,8 +85,7 @@ def _work(options: argparse.Namespace) -> None:
                     flush=True,
                 )
     if rank == 0 and options.json:
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        print(json.dumps({"machine": machine, "options": vars(options), "results": results}, indent=1))
+        print(json.dumps({"machine": machine(), "options": vars(options), "results": results}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -105,7 +105,7 @@ def _compared(options: argparse.Namespace, model: str, schedule: str, rank: int)
             ratios.append(timed[ours] / timed[theirs])
     return {
         "ratio": statistics.median(ratios),
-        "interval": _interval(ratios),
+        "interval": interval(ratios),
         "bar": BARS.get(schedule, 1.02),
         "ours_seconds": statistics.median(mine),
         "torch_seconds": statistics.median(other),
@@ -140,15 +140,6 @@ def _timed(run: Any) -> float:
     run()
     dist.barrier()
     return time.perf_counter() - start
-
-
-def _interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % percentile bootstrap of the median."""
-    import numpy as np
-
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _model(options: argparse.Namespace, model: str, overrides: dict[str, Any]) -> Any:

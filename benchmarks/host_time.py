@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+
+from figures import interval, machine
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,8 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     found = {model: measured(model, options) for model in SIZES}
     if options.json:
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        print(json.dumps({"machine": machine, "options": vars(options), "results": found}, indent=1))
+        print(json.dumps({"machine": machine(), "options": vars(options), "results": found}, indent=1))
         return
     for model, row in found.items():
         low, high = row["ratio_interval"]
@@ -80,9 +80,9 @@ def measured(model: str, options: argparse.Namespace) -> dict[str, Any]:
         "ours_s": statistics.median(seconds["ours"]) / count,
         "eager_s": statistics.median(seconds["eager"]) / count,
         "ratio": statistics.median(ratios),
-        "ratio_interval": _interval(ratios),
+        "ratio_interval": interval(ratios),
         "overhead_s": statistics.median(beyond),
-        "overhead_interval": _interval(beyond),
+        "overhead_interval": interval(beyond),
     }
 
 
@@ -90,15 +90,6 @@ def _timed(run: Callable[[], None]) -> float:
     start = time.process_time()
     run()
     return time.process_time() - start
-
-
-def _interval(values: list[float]) -> tuple[float, float]:
-    """95 % percentile bootstrap of the median."""
-    import numpy as np
-
-    draws = np.random.default_rng(0).choice(values, (2000, len(values)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _data(count: int) -> list[dict[str, Any]]:

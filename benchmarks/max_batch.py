@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
@@ -32,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from figures import write
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
@@ -238,10 +238,7 @@ def main() -> None:
         "",
         *speed_table(settings),
     ]
-    text = "\n".join(lines) + "\n"
-    if arguments.output:
-        arguments.output.write_text(text, encoding="utf-8")
-    sys.stdout.write(text)
+    write(lines, arguments.output)
 
 
 if __name__ == "__main__":

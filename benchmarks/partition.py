@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import math
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from figures import write
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
@@ -300,10 +300,7 @@ def main() -> None:
         "",
         *report(arguments.instances),
     ]
-    text = "\n".join(lines) + "\n"
-    if arguments.output:
-        arguments.output.write_text(text, encoding="utf-8")
-    sys.stdout.write(text)
+    write(lines, arguments.output)
 
 
 if __name__ == "__main__":

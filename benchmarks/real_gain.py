@@ -15,12 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from figures import interval, machine
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -44,10 +45,7 @@ def main() -> None:
         return
     found = measured(options)
     if options.json:
-        import torch
-
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        print(json.dumps({"machine": machine, "options": vars(options), **found}, indent=1))
+        print(json.dumps({"machine": machine(), "options": vars(options), **found}, indent=1))
         return
     low, high = found["interval"]
     print(
@@ -86,7 +84,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "best_s": statistics.median(fast),
         "even_s": statistics.median(slow),
         "gain": statistics.median(ratios),
-        "interval": _interval(ratios),
+        "interval": interval(ratios),
         "predicted_gain": even.predictions.step_seconds / best.predictions.step_seconds,
     }
 
@@ -110,15 +108,6 @@ def even_layers(like: Any, reference: Any, cluster: Any) -> Any:
         "sharding": (0,) * program.num_stages,
     }
     return estimate(like.model_copy(update=changes), cluster)
-
-
-def _interval(ratios: list[float]) -> tuple[float, float]:
-    """95 % percentile bootstrap of the median."""
-    import numpy as np
-
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def choose() -> None:

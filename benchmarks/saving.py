@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import sys
 import time
 from collections.abc import Iterator
 from datetime import date
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import scipy
 
+from figures import write
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
@@ -158,10 +158,7 @@ def main() -> None:
         "",
         *replay_table(),
     ]
-    text = "\n".join(lines) + "\n"
-    if arguments.output:
-        arguments.output.write_text(text, encoding="utf-8")
-    sys.stdout.write(text)
+    write(lines, arguments.output)
 
 
 if __name__ == "__main__":

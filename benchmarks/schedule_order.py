@@ -15,11 +15,12 @@ import argparse
 import itertools
 import json
 import os
-import platform
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from figures import machine
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -45,10 +46,7 @@ def main() -> None:
     errors = [abs(row["predicted_s"] / row["measured_s"] - 1) for row in rows]
     right, pairs = order(rows)
     if options.json:
-        import torch
-
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
-        print(json.dumps({"machine": machine, "rows": rows, "right": right, "pairs": pairs}, indent=1))
+        print(json.dumps({"machine": machine(), "rows": rows, "right": right, "pairs": pairs}, indent=1))
         return
     print(
         f"median error {statistics.median(errors):.1%} (bar {BAR:.0%}), worst {max(errors):.1%}; "

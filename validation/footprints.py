@@ -118,7 +118,7 @@ def _mist_layout(record: Record, strategy: list[float]) -> Layout:
     )
 
 
-_FAMILIES = {
+ZERO_BUBBLE_FAMILIES = {
     "1F1B": "1f1b",
     "1F1B-I": "interleaved-1f1b",
     "ZB-1p": "zb-auto",
@@ -160,7 +160,7 @@ def _zero_bubble_peak(
     )
     num_chunks = {"1F1B-I": (num_layers + 2) // pp, "ZB-V": 2}.get(schedule, 1)
     layout = Layout(
-        tokens, pp=pp, microbatch_size=size, num_microbatches=num_microbatches, schedule=_FAMILIES[schedule],
+        tokens, pp=pp, microbatch_size=size, num_microbatches=num_microbatches, schedule=ZERO_BUBBLE_FAMILIES[schedule],
         num_chunks=num_chunks, layers_per_stage=with_lighter_ends(num_layers, pp * num_chunks),
     )  # fmt: skip
     program = None

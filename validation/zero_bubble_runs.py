@@ -9,7 +9,7 @@ from functools import cache
 from itertools import permutations
 
 import numpy as np
-from footprints import DATA, ZERO_BUBBLE_VOCABULARY, with_lighter_ends
+from footprints import DATA, ZERO_BUBBLE_FAMILIES, ZERO_BUBBLE_VOCABULARY, with_lighter_ends
 from verdict import Row, arguments, show
 
 from stagewright.cluster import load_cluster
@@ -23,13 +23,6 @@ from stagewright.schedule.placement import linear
 
 BAR = 0.05
 FUSION = find_fusion("zero-bubble")
-_FAMILIES = {
-    "1F1B": "1f1b",
-    "1F1B-I": "interleaved-1f1b",
-    "ZB-1p": "zb-auto",
-    "ZB-2p": "zb-auto",
-    "ZB-V": "zb-v",
-}
 
 Record = dict[str, str]
 
@@ -43,7 +36,7 @@ def run_of(record: Record) -> tuple[Run, str]:
     schedule = record["schedule"].rstrip("*")
     num_chunks = {"1F1B-I": (num_layers + 2) // pp, "ZB-V": 2}.get(schedule, 1)
     layout = Layout(
-        tokens, pp=pp, microbatch_size=size, num_microbatches=count, schedule=_FAMILIES[schedule],
+        tokens, pp=pp, microbatch_size=size, num_microbatches=count, schedule=ZERO_BUBBLE_FAMILIES[schedule],
         num_chunks=num_chunks, layers_per_stage=with_lighter_ends(num_layers, pp * num_chunks),
     )  # fmt: skip
     shape = Shape.gpt(num_layers, hidden, heads, ZERO_BUBBLE_VOCABULARY, tokens)

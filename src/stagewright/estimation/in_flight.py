@@ -10,7 +10,8 @@ from stagewright.errors import ScheduleError
 from stagewright.estimation.liveness import FREED, FunctionMemory, function_memory
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Function, Stage
-from stagewright.schedule import Kind
+from stagewright.schedule import Action, Kind
+from stagewright.schedule.action import SENDS
 
 Key = int
 Channel = tuple[Kind, int, int]
@@ -128,6 +129,33 @@ class _State:
                 del self.references[key]
                 if self.script is not None:
                     self.script.append((key, FREED))
+
+
+MOVES = frozenset(
+    {Kind.OFFLOAD, Kind.FETCH, Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS}
+)
+
+
+class Happenings:
+    """What the actions of a rank, in order, do to which microbatch."""
+
+    def __init__(self) -> None:
+        self._last_sent: dict[Channel, int] = {}
+
+    def of(self, action: Action) -> Iterator[tuple[int, Event]]:
+        """Microbatches and events; a channel that sends anew is done with what it sent last."""
+        for part in (action,) if action.beside is None else action.parts:
+            kind, microbatch = part.kind, part.microbatch
+            if kind not in MOVES or microbatch is None:
+                continue
+            if kind in SENDS:
+                assert part.peer is not None
+                channel = (kind, part.stage, part.peer)
+                last = self._last_sent.get(channel)
+                self._last_sent[channel] = microbatch
+                if last is not None:
+                    yield last, (False, *channel)
+            yield microbatch, (True, kind, part.stage, part.peer)
 
 
 class InFlight:

@@ -16,15 +16,10 @@ from dataclasses import dataclass
 
 from stagewright.errors import ScheduleError
 from stagewright.estimation.flat_bytes import FlatBytes
-from stagewright.estimation.in_flight import Channel, Event, InFlight, StageMemory
+from stagewright.estimation.in_flight import Event, Happenings, InFlight, StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
-from stagewright.schedule import Action, Kind, Program
-
-SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
-MOVES = frozenset(
-    {Kind.OFFLOAD, Kind.FETCH, Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS}
-)
+from stagewright.schedule import Action, Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +95,7 @@ class _Replay:
         self.actions = program.actions(rank)
         self.flight = InFlight(memories, program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
-        self.last_sent: dict[Channel, int] = {}
+        self.happenings = Happenings()
         self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)
         self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
         self.activations = 0
@@ -113,7 +108,8 @@ class _Replay:
         for index, action in enumerate(self.actions):
             if self.flat is not None:
                 self._move(action, self.flat.before(index))
-            self._act(action)
+            for microbatch, event in self.happenings.of(action):
+                self._step(microbatch, event, action)
             after.append(self.live + self.fixed)
         if self.flat is not None:
             self._move("end of batch", self.flat.end())
@@ -129,23 +125,6 @@ class _Replay:
             self.fixed = self.resident.total + self.flat.total
             self._observe(at, above, 0, above)
         self.fixed = self.resident.total + self.flat.total
-
-    def _act(self, action: Action) -> None:
-        for part in (action,) if action.beside is None else action.parts:
-            kind, microbatch = part.kind, part.microbatch
-            if kind not in MOVES or microbatch is None:
-                continue
-            if kind in SENDS:
-                assert part.peer is not None
-                self._settle((kind, part.stage, part.peer), microbatch, action)
-            self._step(microbatch, (True, kind, part.stage, part.peer), action)
-
-    def _settle(self, channel: Channel, microbatch: int, action: Action) -> None:
-        """A channel that sends anew is done with what it sent last."""
-        last = self.last_sent.get(channel)
-        self.last_sent[channel] = microbatch
-        if last is not None:
-            self._step(last, (False, *channel), action)
 
     def _step(self, microbatch: int, event: Event, action: Action) -> None:
         try:

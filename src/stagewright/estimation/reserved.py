@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagewright.estimation.allocator import Block, CachingAllocator
-from stagewright.estimation.in_flight import Channel, Event, InFlight, StageMemory
+from stagewright.estimation.in_flight import Event, Happenings, InFlight, StageMemory
 from stagewright.estimation.liveness import FREED
-from stagewright.estimation.memory import MOVES, SENDS
 from stagewright.estimation.state import Precision
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
@@ -108,20 +107,9 @@ class _Replay:
             {key: self.allocator.allocate(size) for key, size in self.flight.start_sizes.items()}
             for _ in states
         ]
-        last_sent: dict[Channel, int] = {}
+        happenings = Happenings()
         for action in self.actions:
-            for part in (action,) if action.beside is None else action.parts:
-                kind, microbatch = part.kind, part.microbatch
-                if kind not in MOVES or microbatch is None:
-                    continue
-                if kind in SENDS:
-                    assert part.peer is not None
-                    channel = (kind, part.stage, part.peer)
-                    last = last_sent.get(channel)
-                    last_sent[channel] = microbatch
-                    if last is not None:
-                        states[last] = self._step(states[last], (False, *channel), blocks[last])
-                event = (True, kind, part.stage, part.peer)
+            for microbatch, event in happenings.of(action):
                 states[microbatch] = self._step(states[microbatch], event, blocks[microbatch])
         for own in blocks:
             for block in own.values():

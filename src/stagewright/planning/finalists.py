@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
@@ -151,8 +152,9 @@ def joint_candidate(
         found = _searched(problem, report, str(choice))
         if found is None:
             continue
-        lines = sorted(_lines(found, body, choice, cluster, job, ends), key=_makespan)[:_JUDGED]
-        lines = [line for line in lines if _makespan(line) < known.predictions.step_seconds]
+        timed = [(_makespan(line), line) for line in _lines(found, body, choice, cluster, job, ends)]
+        timed = sorted(timed, key=itemgetter(0))[:_JUDGED]
+        lines = [line for seconds, line in timed if seconds < known.predictions.step_seconds]
         best = _first_that_fits([of_line(choice, line) for line in lines], body, saves, offload)
         fitting += [best] if best is not None else []
         if best is not None and set(best.memory_policy) == {"keep"}:
