@@ -23,13 +23,14 @@ RECOGNISED = (
     "Gbit/s",
     "platform",
 )
-NODE_FIGURES = {"devices_per_node", "num_nics"}
+NODE_FIGURES = {"devices_per_node", "num_devices", "num_nics"}
 
 
 @pytest.mark.parametrize("name", device_names())
 def test_every_figure_names_its_source(name: str) -> None:
     (group,) = load_cluster(f"8x-{name}").nodes[:1]
-    for part in (group, group.device, group.intra_node, group.inter_node):
+    assert group.host is not None
+    for part in (group, group.device, group.intra_node, group.inter_node, group.host):
         assert part.figures(), "a part without figures would make this test vacuous"
         assert part.unsourced() == []
         for figure in set(part.figures()) - NODE_FIGURES:

@@ -46,6 +46,7 @@ def make_plan(
     loss_scale: float = 65536.0,
     shard_size: int | None = None,
     compiled: bool = False,
+    host_optimizer: Sequence[int] = (),
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -99,6 +100,7 @@ def make_plan(
         sharding=levels,  # type: ignore[arg-type]
         reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
         shard_size=shard_size,
+        host_optimizer=tuple(host_optimizer),
         predictions=Predictions(
             step_seconds=1.0,
             lower_bound_seconds=0.5,

@@ -10,6 +10,7 @@ from stagewright.cluster.collectives import (
     reduce_scatter_seconds,
 )
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
+from stagewright.cluster.host import Host
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
@@ -17,6 +18,7 @@ from stagewright.cluster.measured import MeasuredCollective
 __all__ = [
     "Cluster",
     "Device",
+    "Host",
     "Link",
     "MeasuredBandwidth",
     "MeasuredCollective",

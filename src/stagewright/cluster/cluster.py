@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from stagewright.cluster.device import Device
+from stagewright.cluster.host import Host
 from stagewright.cluster.link import Link
 from stagewright.cluster.measured import MeasuredCollective
 from stagewright.cluster.strict import SourcedModel
@@ -30,6 +31,8 @@ class NodeGroup(SourcedModel):
     """Between two devices of the node, per device."""
     inter_node: Link
     """Of one network adapter."""
+    host: Host | None = None
+    """The node's processors; None where nothing may be put on them."""
 
     def __hash__(self) -> int:
         return hash((self.count, self.devices_per_node, self.num_nics, self.device, self.intra_node))

@@ -15,7 +15,7 @@ from stagewright.cluster.strict import validated
 from stagewright.cluster.toml import write_toml
 from stagewright.errors import InputError, nearest
 
-_SOURCED_TABLES = ("device", "intra_node", "inter_node")
+_SOURCED_TABLES = ("device", "intra_node", "inter_node", "host")
 """Tables of a node that carry `sources` of their own."""
 
 _EXAMPLES = (

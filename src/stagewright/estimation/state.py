@@ -39,17 +39,19 @@ class Precision:
         parameter, gradient = ITEM_BYTES[self.parameter], ITEM_BYTES[self.gradient]
         return parameter + 3 * gradient + (gradient if self.parameter != self.gradient else 0)
 
-    def kept_per_parameter(self, level: int, num_replicas: int) -> float:
-        """The part of `bytes_per_parameter` that one replica keeps where they share out as `level` says.
+    def kept_per_parameter(self, level: int, num_replicas: int, host_optimizer: bool = False) -> float:
+        """The part of `bytes_per_parameter` that one replica's device keeps where they share out as `level` says, and where
+        the optimizer's part may be on the host.
 
         >>> [Precision.of("bfloat16").kept_per_parameter(level, 4) for level in (0, 1, 2, 3)]
         [18.0, 9.0, 6.0, 4.5]
+        >>> Precision.of("bfloat16").kept_per_parameter(0, 4, host_optimizer=True)
+        6.0
         """
         parameter, gradient = ITEM_BYTES[self.parameter], ITEM_BYTES[self.gradient]
-        shared = self.bytes_per_parameter - parameter - gradient if level >= OPTIMIZER else 0
-        shared += gradient if level >= GRADIENTS else 0
-        shared += parameter if level >= PARAMETERS else 0
-        return self.bytes_per_parameter - shared + shared / num_replicas
+        optimizer = 0 if host_optimizer else self.bytes_per_parameter - parameter - gradient
+        parts = ((optimizer, OPTIMIZER), (gradient, GRADIENTS), (parameter, PARAMETERS))
+        return float(sum(size / num_replicas if level >= first else size for size, first in parts))
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,13 @@ class ResidentBytes:
 
     `rederived`: bytes that exist beside them while the derived values of a step replace those of the last.
     `step_transient`: bytes that exist only during the optimizer step.
+    `host_bytes`: of optimizer state that lives on the host, in no category.
     `flats`: buffers that replicas share out, some of which come and go during a batch; `derived`: what the stages whose
     parameters do so derive from them each time; `wire`: type in which gradients are summed, where it is another.
     """
 
     categories: dict[str, int]
+    host_bytes: int = 0
     rederived: int = 0
     step_transient: int = 0
     flats: tuple[Flat, ...] = ()
@@ -82,12 +86,18 @@ class ResidentBytes:
 
 
 def resident_bytes(
-    stages: Sequence[Stage], flats: Sequence[Flat] = (), wire: str | None = None
+    stages: Sequence[Stage],
+    flats: Sequence[Flat] = (),
+    wire: str | None = None,
+    *,
+    host_optimizer: bool = False,
 ) -> ResidentBytes:
     """What the rank that holds `stages` keeps from step to step; a tensor that several stages use is one.
 
     `flats` are the buffers that replicas share out, those of other ranks included, and `wire` the type (a torch name) in
     which gradients are summed over replicas; None is that of the gradients.
+    With `host_optimizer` the host holds what AdamW works on: its moments, a master copy of every parameter, whatever its
+    type, and what the gradient is received in.
 
     Master weights and gradients as `Precision.of` each parameter's type. Source: PyTorch's fused AdamW, which
     needs no memory of its own. Ignores: the norms of the gradients, a few bytes each.
@@ -111,6 +121,10 @@ def resident_bytes(
                 sizes["gradients"][value] = gradient
     for flat in flats:
         _add_flat(sizes, flat)
+    on_host = 0
+    if host_optimizer:
+        on_host = sum(2 * size - _STEP_COUNTER_BYTES for size in sizes["optimizer"].values())
+        sizes |= {"optimizer": {}, "master": {}}
     made = {stage.index: _made(stage) for stage in stages}
     gathered = {index: derived for index, (_, derived) in made.items() if is_gathered(flats, index)}
     lasting = [memory for index, (static, derived) in made.items() for memory in (static, derived)
@@ -119,7 +133,7 @@ def resident_bytes(
     fixed = sum(constants.values()) + cotangents + sum(sum(memory.kept.values()) for memory in lasting)
     categories = {name: sum(found.values()) for name, found in sizes.items()} | {"constants": fixed}
     rederived = _peak_in_turn(derived for index, (_, derived) in made.items() if index not in gathered)
-    return ResidentBytes(categories, rederived, flats=flats, derived=gathered, wire=wire)
+    return ResidentBytes(categories, on_host, rederived, flats=flats, derived=gathered, wire=wire)
 
 
 def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.cluster import Cluster, Device
+from stagewright.cluster import Cluster, Device, Host
 from stagewright.cluster.device import precision_name
 from stagewright.errors import InputError
 from stagewright.estimation.collectives import collective_seconds
@@ -227,6 +227,20 @@ class Costing:
     def model_flop(self) -> float:
         """FLOP of one microbatch without what is computed a second time."""
         return float(self.arrays[3].sum())
+
+
+def host_optimizer_seconds(
+    num_parameters: float, device: Device, host: Host, gradient: int, parameter: int, clips: bool
+) -> float:
+    """As `optimizer_seconds` for state on the host: gradients go there, AdamW runs there, parameters come back, in
+    elements of `gradient` and `parameter` bytes.
+
+    One after the other, as the executor does it. Ignores: launches; that transfers take bandwidth of the host's memory.
+    """
+    moved = (gradient + parameter) / device.host_link_bandwidth if device.kind != "cpu" else 0.0
+    on_host = host.memory_seconds(7.0 * gradient + (gradient + parameter if parameter != gradient else 0.0))
+    clipping = device.memory_seconds(3.0 * gradient) if clips else 0.0
+    return (moved + on_host + clipping) * num_parameters
 
 
 def optimizer_seconds(num_parameters: float, device: Device, has_master: bool, clips: bool) -> float:

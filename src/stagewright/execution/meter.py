@@ -20,13 +20,16 @@ class StorageMeter(TorchDispatchMode):
 
     Args:
         already: tensors that were alive before, such as parameters and optimizer state.
+        elsewhere: tensors that do not count, because they stand for memory of the host.
     """
 
-    def __init__(self, already: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, already: Iterable[torch.Tensor] = (), elsewhere: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live_bytes = 0
         self.peak_bytes = 0
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        for tensor in elsewhere:
+            self._known[tensor.untyped_storage()] = 0
         for tensor in already:
             self._count(tensor)
 

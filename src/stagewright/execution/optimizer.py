@@ -1,4 +1,4 @@
-"""The optimizer step of one rank: reduce, clip by the norm over all stages, AdamW, master weights."""
+"""The optimizer step of one rank: reduce, clip by the norm over all stages, AdamW."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 import torch.distributed as dist
 
+from stagewright.execution.adamw import AdamW, HostAdamW
 from stagewright.execution.loss_scale import LossScale
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
@@ -17,15 +18,13 @@ from stagewright.planning.job import Job
 class Optimizer:
     """AdamW over the parameters a rank holds, or over its shards of them.
 
-    Where gradients are added up in another type than the parameters have (bf16 parameters, fp32 gradients), AdamW works
-    on master copies of the gradients' type, and parameters are rounded from them after each step.
-
     Gradients of a scaled loss are scaled back first; if one of them has overflowed, on whatever rank, nothing is updated.
 
     Args:
         pipeline: process group of the ranks of one replica; the norm is taken over them.
         shards: what replicas share out, their gradients summed already.
         loss_scale: the factor on all gradients; None is 1.
+        on_host: whether AdamW's state is in the memory of the host.
     """
 
     def __init__(
@@ -36,6 +35,7 @@ class Optimizer:
         pipeline: dist.ProcessGroup | None,
         shards: Shards | None = None,
         loss_scale: LossScale | None = None,
+        on_host: bool = False,
     ) -> None:
         self.loss_scale = loss_scale
         self.device = weights.device
@@ -50,22 +50,8 @@ class Optimizer:
         }
         parts = self.shards.parts()
         self.sharded = frozenset(parts)
-        self.parameters = {value: weights.parameters[value] for value in self.whole} | parts
-        self.masters: dict[int, torch.Tensor] = {}
-        self.targets: dict[int, torch.nn.Parameter] = {}
-        for value, parameter in self.parameters.items():
-            wide = weights.accumulate_dtype or parameter.dtype
-            if wide != parameter.dtype:
-                self.masters[value] = parameter.to(wide)
-            self.targets[value] = torch.nn.Parameter(self.masters.get(value, parameter), requires_grad=True)
-        self.adamw = torch.optim.AdamW(
-            list(self.targets.values()),
-            lr=job.learning_rate,
-            betas=job.betas,
-            eps=job.eps,
-            weight_decay=job.weight_decay,
-            fused=True,
-        ) if self.targets else None  # fmt: skip
+        parameters = {value: weights.parameters[value] for value in self.whole} | parts
+        self.adamw = (HostAdamW if on_host else AdamW)(parameters, job, weights.accumulate_dtype)
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
@@ -101,15 +87,10 @@ class Optimizer:
         gradients = self.gradients
         if factor != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
-        for value, target in self.targets.items():
-            target.grad = gradients.pop(value, None)
-        if self.adamw is not None:
-            self.adamw.step()
-        for value in self.sharded:
-            self.targets[value].grad = None
+        self.adamw.update(gradients)
+        self.adamw.release(self.sharded)
+        gradients.clear()
         self.shards.drop_gradients()
-        for value, master in self.masters.items():
-            self.parameters[value].copy_(master)
         self.shards.spread()
 
     def _norm(self, gradients: Mapping[int, torch.Tensor]) -> float:
@@ -131,8 +112,9 @@ class Optimizer:
         return total
 
     def state(self) -> Iterable[torch.Tensor]:
-        """Every tensor the optimizer keeps between steps."""
-        yield from self.masters.values()
-        if self.adamw is not None:
-            for state in self.adamw.state.values():
-                yield from (item for item in state.values() if isinstance(item, torch.Tensor))
+        """Every tensor the optimizer keeps on the device between steps."""
+        return self.adamw.tensors()
+
+    def host_state(self) -> Iterable[torch.Tensor]:
+        """Every tensor it keeps in the memory of the host."""
+        return self.adamw.elsewhere()

@@ -123,7 +123,10 @@ class Session:
         )  # fmt: skip
         self.pipeline = forward
         self._evaluator: RankRunner | None = None
-        self.optimizer = Optimizer(self.weights, job, tied, whole_model, self.shards, self.loss_scale)
+        on_host = self.mesh.pipeline_rank in plan.host_optimizer
+        self.optimizer = Optimizer(
+            self.weights, job, tied, whole_model, self.shards, self.loss_scale, on_host=on_host
+        )
         self.last: BatchResult | None = None
         self._began = 0.0
         self._optimizer_seconds = 0.0
@@ -277,7 +280,7 @@ class Session:
             self.peak_bytes = torch.cuda.max_memory_allocated()
             self.reserved_bytes = torch.cuda.max_memory_reserved()
             return result
-        with StorageMeter(self._lasting(inputs)) as meter:
+        with StorageMeter(self._lasting(inputs), self.optimizer.host_state()) as meter:
             result = self._step(step, inputs)
         self.peak_bytes = meter.peak_bytes
         return result

@@ -64,6 +64,9 @@ class Choice:
     most_sharing: int | None = None
     """Replicas that share out among each other at most; the others hold copies."""
 
+    host_optimizer: bool = False
+    """Whether the state of the optimizer is on the host, on every rank that has no room for it."""
+
     @property
     def shard_size(self) -> int | None:
         """Replicas that share out among each other: the most that divide all of them; None if that is all.
@@ -81,13 +84,14 @@ class Choice:
         return self.zero or 0 if self.dp > 1 else 0
 
     def state_share(self, precision: Precision) -> float:
-        """The part of the state of a stage that one replica keeps."""
-        kept = precision.kept_per_parameter(self.level, self.shard_size or self.dp)
+        """The part of the state of a stage that one replica keeps on its device."""
+        kept = precision.kept_per_parameter(self.level, self.shard_size or self.dp, self.host_optimizer)
         return kept / precision.bytes_per_parameter
 
     def __str__(self) -> str:
         how = f"{self.schedule}, recomputed" if self.recompute else self.schedule
         how += f", zero {self.level}" if self.level else ""
+        how += ", optimizer on the host" if self.host_optimizer else ""
         how += f" within {self.shard_size}" if self.shard_size else ""
         shared = f" x tp {self.tp}" if self.tp > 1 else ""
         return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
@@ -224,12 +228,12 @@ def with_program(
     body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
     """The given partition under the given computations, and what the replicas of `choice` share out."""
-    return _sharded(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
+    return _as_chosen(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
 
 
 def under_program(line: Pipeline, choice: Choice, program: Program) -> Pipeline:
     """The partition of `line`, a result of `with_program`, under other computations with the same memory policies."""
-    return _sharded(replace(line, program=program), choice)
+    return _as_chosen(replace(line, program=program), choice)
 
 
 def of_line(choice: Choice, line: Pipeline) -> Candidate:
@@ -241,8 +245,10 @@ def of_line(choice: Choice, line: Pipeline) -> Candidate:
     return Candidate(choice, line, cuts, memories, excess, _named(policies(line.program)))
 
 
-def _sharded(line: Pipeline, choice: Choice) -> Pipeline:
-    """`line` with what its replicas share out."""
+def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
+    """`line` with what its replicas share out, and with what is on the host."""
+    if choice.host_optimizer:
+        line = replace(line, host_optimizer=frozenset(range(line.pp)))
     if choice.zero is None or choice.dp == 1:
         return line
     levels = (choice.level,) * len(line.stages)
@@ -340,5 +346,6 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         sharding=(choice.level,) * program.num_stages,  # type: ignore[arg-type]
         reduce_dtype=choice.reduce_dtype if choice.dp > 1 else None,
         shard_size=choice.shard_size,
+        host_optimizer=tuple(sorted(line.host_optimizer)),
         predictions=predict(line, body, candidate.memories),
     )

@@ -182,7 +182,8 @@ def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
     cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
     line = pipeline(body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.dp, policies)
     line = replace(line, sharding=plan.sharding, shard_size=plan.shard_size)
-    return replace(line, reduce_dtype=plan.reduce_torch_name)
+    on_host = frozenset(plan.host_optimizer)
+    return replace(line, reduce_dtype=plan.reduce_torch_name, host_optimizer=on_host)
 
 
 def _trace(

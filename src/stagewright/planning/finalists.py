@@ -122,7 +122,7 @@ def choice_of(plan: Plan, zero: int | None) -> Choice:
     """The configuration of `plan`, its schedule to be found."""
     return Choice(
         plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, JOINT, False, zero,
-        plan.reduce_dtype, plan.tp, plan.sequence_parallel, plan.shard_size,
+        plan.reduce_dtype, plan.tp, plan.sequence_parallel, plan.shard_size, bool(plan.host_optimizer),
     )  # fmt: skip
 
 

@@ -118,6 +118,8 @@ class RankPrediction(StrictModel):
     reserved_peak_bytes: int
     categories: dict[str, int]
     """Bytes alive at the moment of the peak, by category; they add up to `allocated_peak_bytes`."""
+    host_bytes: int = 0
+    """Optimizer state on the host."""
     peak_at: str = ""
     """Text of the action during which the peak is reached."""
     saved: tuple[SavedPrediction, ...] = ()
@@ -195,6 +197,8 @@ class Plan(StrictModel):
     """Type in which gradients are summed over replicas; by default the type they are added up in."""
     shard_size: int | None = Field(default=None, ge=1)
     """Replicas, neighbours in number, that share out among each other; the others hold copies. None: all of them."""
+    host_optimizer: tuple[int, ...] = ()
+    """Pipeline ranks whose optimizer state, and the step on it, are on the host's processors."""
     predictions: Predictions
 
     @model_validator(mode="before")
@@ -218,6 +222,10 @@ class Plan(StrictModel):
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
         if self.devices and sorted(self.devices) != list(range(self.num_ranks)):
             raise ValueError(f"devices must name each of 0 to {self.num_ranks - 1} once: one device per rank")
+        if not set(self.host_optimizer) <= set(range(self.pp)):
+            raise ValueError(
+                f"host_optimizer {list(self.host_optimizer)} must name pipeline ranks, 0 to {self.pp - 1}"
+            )
         if self.dp % (self.shard_size or 1):
             raise ValueError(f"shard_size {self.shard_size} does not divide the {self.dp} replicas of dp")
         samples = self.microbatch_size * self.num_microbatches * self.dp

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from stagewright.cluster import Cluster, Device, all_reduce_seconds
+from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
 from stagewright.errors import InputError
 from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
 from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import Precision, ResidentBytes, resident_bytes
-from stagewright.estimation.time import Costing, optimizer_seconds
+from stagewright.estimation.time import Costing, host_optimizer_seconds, optimizer_seconds
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import OPTIMIZER, PARAMETERS, Flat, flats, of_stages
 from stagewright.graph.policy import Policy
@@ -48,6 +48,8 @@ class Pipeline:
     """Type in which gradients are summed over replicas, as torch names it; None is that of the gradients."""
     shard_size: int | None = None
     """Replicas that share out among each other, the others holding copies; None is all of them."""
+    host_optimizer: frozenset[int] = frozenset()
+    """Pipeline ranks whose optimizer state is on the host."""
     tp: int = 1
     """Ranks that share every layer; `memories` and `summaries` are those of one of them."""
 
@@ -80,7 +82,10 @@ class Pipeline:
 
     def resident(self, pipeline_rank: int) -> ResidentBytes:
         """What a rank keeps from step to step."""
-        found = resident_bytes(self.stages_of(pipeline_rank), self.flats, self.reduce_dtype)
+        on_host = pipeline_rank in self.host_optimizer
+        found = resident_bytes(
+            self.stages_of(pipeline_rank), self.flats, self.reduce_dtype, host_optimizer=on_host
+        )
         return found.with_versions(self._weight_versions[pipeline_rank])
 
     @property
@@ -155,6 +160,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
                 allocated_peak_bytes=memory.peak_bytes,
                 reserved_peak_bytes=reserved[memory.rank],
                 categories=memory.categories,
+                host_bytes=line.resident(memory.rank).host_bytes,
                 peak_at=memory.at,
                 saved=_saved(memory),
             )
@@ -261,7 +267,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
         end = float(timeline.end_s[part].max(initial=0.0))
         ends.append(end + rest + _tied_seconds(line, rank, gradients))
         spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
-        steps.append(_optimizer_seconds(line.job, sum(gradients.values()), line.cluster.device) + spread)
+        steps.append(_rank_optimizer_seconds(line, rank, sum(gradients.values())) + spread)
     whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
     norm = all_reduce_seconds(line.cluster, 8, whole)
     return max(ends) + norm + max(steps)
@@ -292,6 +298,29 @@ def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, float]) -> flo
         for value, members in holders.items()
         if len(members) > 1
     )
+
+
+def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float) -> float:
+    """AdamW of one rank, where its state is."""
+    device, job = line.cluster.device, line.job
+    if rank not in line.host_optimizer:
+        return _optimizer_seconds(job, gradient_bytes, device)
+    sizes = ITEM_BYTES[Precision.of(job.torch_name).gradient], ITEM_BYTES[job.torch_name]
+    host = host_of(line.cluster, line.first_rank(rank))
+    return host_optimizer_seconds(
+        gradient_bytes / sizes[0], device, host, *sizes, clips=job.clip_norm is not None
+    )
+
+
+def host_of(cluster: Cluster, rank: int) -> Host:
+    """The host of the node of `rank`; raises `InputError` where the cluster describes none."""
+    host = cluster.group_of(rank).host
+    if host is None:
+        raise InputError(
+            f"cluster '{cluster.name}' does not describe the processors of its nodes, so that no optimizer state can be "
+            "put there: add a [nodes.host] table, or plan without a host optimizer"
+        )
+    return host
 
 
 def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device) -> float:

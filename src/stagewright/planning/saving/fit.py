@@ -111,7 +111,13 @@ def with_choice(line: Pipeline, body: BodyCosts, units: Sequence[Unit], choice: 
     found = policies(units, choice, len(line.stages))
     program = saving_program(line.program, units, choice)
     chosen = pipeline(body, cuts, program, line.cluster, line.job, line.dp, found)
-    return replace(chosen, sharding=line.sharding, reduce_dtype=line.reduce_dtype, shard_size=line.shard_size)
+    return replace(
+        chosen,
+        sharding=line.sharding,
+        reduce_dtype=line.reduce_dtype,
+        shard_size=line.shard_size,
+        host_optimizer=line.host_optimizer,
+    )
 
 
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:

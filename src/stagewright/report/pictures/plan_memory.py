@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from stagewright.estimation.memory import replay_rank, stage_edges
-from stagewright.estimation.state import resident_bytes
 from stagewright.planning.predict import Pipeline
 from stagewright.report.pictures.scene import Curve
 from stagewright.schedule import insert_communication
@@ -21,7 +20,7 @@ def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
     lowered = insert_communication(line.program, stage_edges(line.stages))
     curves = []
     for rank, actions in enumerate(lowered.ranks):
-        memory = replay_rank(line.memories, lowered, rank, resident_bytes(line.stages_of(rank)))
+        memory = replay_rank(line.memories, lowered, rank, line.resident(rank))
         # what sends and receives change counts with the computation before them
         computes = [index for index, action in enumerate(actions) if action.kind in COMPUTE]
         before_next = [*(index - 1 for index in computes[1:]), len(actions) - 1]

@@ -1,0 +1,45 @@
+"""The processors of a node, as a place for what its devices have no room for."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from stagewright.cluster.device import ByteCount, ByteRate, Fraction, PerPrecision, PerPrecisionFraction
+from stagewright.cluster.strict import SourcedModel
+
+
+class Host(SourcedModel):
+    """All processors and all memory of one node, which its `num_devices` devices share evenly. SI units."""
+
+    not_figures: ClassVar[frozenset[str]] = frozenset({"name"})
+
+    name: str = Field(min_length=1)
+    num_devices: int = Field(ge=1)
+    """Devices of a whole node; a job that uses fewer of them has that much less of the host."""
+    memory_bytes: Annotated[ByteCount, Field(gt=0)]
+    memory_bandwidth: ByteRate
+    memory_efficiency: Fraction
+    """Fraction of `memory_bandwidth` that an optimizer attains as it streams its state."""
+    peak_flops: PerPrecision
+    """FLOP/s of all cores; a multiply-add counts as two."""
+    matmul_efficiency: PerPrecisionFraction
+    """Fraction of the peak that a large matrix product reaches."""
+    reserve_fraction: float = Field(default=0.1, ge=0, lt=1)
+    """Fraction of the memory left to the system and to loading data."""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.num_devices, self.memory_bytes))
+
+    @property
+    def usable_bytes(self) -> int:
+        """What a plan may put there, for one device."""
+        return int(self.memory_bytes * (1 - self.reserve_fraction)) // self.num_devices
+
+    def memory_seconds(self, num_bytes: float) -> float:
+        """Time to stream `num_bytes` while every other device of the node has its host do the same.
+
+        Ignores: caches, which hold nothing of a state that is read once a step.
+        """
+        return num_bytes * self.num_devices / (self.memory_bandwidth * self.memory_efficiency)
