@@ -35,3 +35,10 @@ def test_the_tables_name_the_objective_s_sizes() -> None:
 def test_an_unknown_objective_and_a_factory_are_refused() -> None:
     done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB, "--objective", "sped"])
     assert done.exit_code == 2
+
+
+def test_mixed_devices_are_named_with_their_layers() -> None:
+    job = ["--cluster", "8x-h100+8x-a100-80", *JOB[2:], "--pp", "2"]
+    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job])
+    assert done.exit_code == 0, done.output
+    assert " on h100, then " in done.stdout and "8 a100-80 of" in done.stdout

@@ -108,14 +108,14 @@ def _placed(config: Mapping[str, Any], best: Offer, stack: str) -> Assignment:
     from stagewright.planning.configure.ranks import placed
 
     first = best.configured.configurations[0]
-    return placed(shape_of(config), find_megatron_stack(stack), first, best.cluster, stack)
+    return placed(shape_of(config), find_megatron_stack(stack), first, best.job, stack)
 
 
 def _write_ranks(path: Path, best: Offer, placed: Assignment) -> None:
     from stagewright.planning.configure.ranks import rank_lines
 
-    layout = best.configured.configurations[0].layout
-    lines = rank_lines(placed, layout.tp, layout.pp, best.cluster)
+    first = best.configured.configurations[0]
+    lines = rank_lines(placed, first.layout.tp, first.layout.pp, first.cluster)
     write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
 
 
@@ -127,6 +127,7 @@ def _show(found: tuple[Offer, ...], placed: Assignment, top: int, ranks: Path | 
         configurations_table,
         left_out_table,
         offers_table,
+        stages_line,
     )
 
     best = found[0]
@@ -135,6 +136,9 @@ def _show(found: tuple[Offer, ...], placed: Assignment, top: int, ranks: Path | 
     job = best.job
     show(f"{best.cluster.name}: {job.global_batch} samples of {job.sequence_length} tokens per step")
     show(configurations_table(shown))
+    stages = stages_line(configured.configurations[0])
+    if stages is not None:
+        show(stages)
     excluded = left_out_table(configured)
     if excluded is not None:
         show(excluded)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rich.table import Table
@@ -33,6 +34,22 @@ def _row(one: Configuration) -> Sequence[object]:
         format_seconds(one.step_s), f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}",
         f"{one.memory.peak_bytes / GIB:.1f}",
     )  # fmt: skip
+
+
+def stages_line(one: Configuration) -> str | None:
+    """Layers and devices of every stage of a configuration whose ranks differ in kind; None where all are equal."""
+    names = ["+".join(device.name for device in devices) for devices in one.devices]
+    if len(set(names)) == 1 and len(one.devices[0]) == 1:
+        return None
+    layout = one.layout
+    ranks = [names[stage % layout.pp] for stage in range(layout.num_stages)]
+    parts = [
+        f"{'/'.join(str(num) for num, _ in group)} on {name}"
+        for name, group in groupby(
+            zip(layout.layers_per_stage or (), ranks, strict=True), key=lambda pair: pair[1]
+        )
+    ]
+    return f"Layers of the stages: {', then '.join(parts)}."
 
 
 def left_out_table(configured: Configured) -> Table | None:
@@ -81,6 +98,7 @@ def configuration_document(one: Configuration) -> dict[str, Any]:
         "shards_optimizer": layout.shards_optimizer,
         "sequence_parallel": layout.sequence_parallel,
         "layers_per_stage": list(layout.layers_per_stage or ()),
+        "devices": [[device.name for device in devices] for devices in one.devices],
     }
 
 

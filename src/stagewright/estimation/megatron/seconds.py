@@ -79,6 +79,10 @@ LayerSeconds = tuple[PassSeconds, PassSeconds, PassSeconds]
 """Forward, gradient of the input, gradients of weights."""
 
 
+LayerKey = tuple[Layout, bool, int]
+"""Layout of one layer, whether it has experts, and the first of its devices."""
+
+
 @dataclass(frozen=True)
 class StageSeconds:
     """Seconds of one microbatch on a stage."""
@@ -104,7 +108,7 @@ class Clock:
     fusion: Fusion
     cluster: Cluster
     first_rank: int = 0
-    known: dict[tuple[Layout, bool], LayerSeconds] = field(default_factory=dict, compare=False)
+    known: dict[LayerKey, LayerSeconds] = field(default_factory=dict, compare=False)
     """Layers timed before; clocks of one model, runtime and cluster may share it."""
 
     @cached_property
@@ -155,7 +159,10 @@ class Clock:
         return rate(self.cluster, collective.num_bytes, ranks)
 
     def ranks(self, axis: str) -> tuple[int, ...]:
-        """Ranks that share an axis: tensor-parallel neighbours are next to each other, then context, then replicas."""
+        """Ranks that share an axis: tensor-parallel neighbours are next to each other, then context, then replicas.
+
+        Those from the first rank on, or the last of the cluster where these would be too many.
+        """
         layout = self.layout
         width, stride = {
             "tp": (layout.tp, 1),
@@ -165,7 +172,8 @@ class Clock:
             "expert dp": (max(1, layout.dp * layout.cp // layout.ep), layout.tp * layout.ep),
             "pp": (layout.pp, layout.tp * layout.cp * layout.dp),
         }[axis]
-        return tuple(self.first_rank + index * stride for index in range(width))
+        first = min(self.first_rank, max(0, self.cluster.num_devices - width * stride))
+        return tuple(first + index * stride for index in range(width))
 
     def pass_seconds(self, what: Pass) -> PassSeconds:
         """One direction through some part."""
@@ -214,7 +222,7 @@ class Clock:
     def layer(self, index: int) -> LayerSeconds:
         """One layer; equal ones are looked at once."""
         has_experts = self.shape.experts is not None and index >= self.shape.num_dense
-        key = (self._one_layer, has_experts)
+        key = (self._one_layer, has_experts, self.first_rank)
         if key not in self.known:
             self.known[key] = self.passes(self.body.layer(index))
         return self.known[key]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -13,7 +14,7 @@ from stagewright.schedule import Program, build
 
 @dataclass(frozen=True)
 class Memory:
-    """Reserved bytes of the fullest rank, or a bound below them that is too much already."""
+    """Reserved bytes of the rank nearest to its limit, or a bound below them that is too much already."""
 
     peak_bytes: int
     usable_bytes: int
@@ -26,22 +27,28 @@ class Memory:
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a model's configurations on devices with `usable_bytes` for their allocator."""
+    """Memory of a model's configurations on devices whose allocators have some bytes each."""
 
     shape: Shape
     stack: MegatronStack
-    usable_bytes: int
 
-    def of(self, layout: Layout) -> Memory:
-        """The fullest rank of a layout, under its own program."""
+    def of(self, layout: Layout, usable_bytes: Sequence[int]) -> Memory:
+        """The rank of a layout that lacks most or has least left, under its own program.
+
+        `usable_bytes` are those of the devices of every pipeline rank.
+        """
         least = self.least(layout)
-        if least > self.usable_bytes:
-            return Memory(least, self.usable_bytes, is_bound=True)
+        if least > usable_bytes[0]:
+            return Memory(least, usable_bytes[0], is_bound=True)
+        pairs = zip(self.peaks(layout), usable_bytes, strict=True)
+        return Memory(*max(pairs, key=lambda pair: pair[0] - pair[1]))
+
+    def peaks(self, layout: Layout) -> tuple[int, ...]:
+        """Reserved bytes of every pipeline rank."""
         short = replace(layout, num_microbatches=_enough(layout))
         program = _program(short.schedule, short.pp, short.num_microbatches, short.num_chunks)
         ranks = footprints(self.shape, short, self.stack, program)
-        peak = max(reserved_bytes(rank, self.shape, layout, self.stack) for rank in ranks)
-        return Memory(peak, self.usable_bytes)
+        return tuple(reserved_bytes(rank, self.shape, layout, self.stack) for rank in ranks)
 
     def least(self, layout: Layout) -> int:
         """What the first rank needs at least: its layers' state, and what they keep of the microbatches in flight.

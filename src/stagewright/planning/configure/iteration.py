@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from inspect import signature
 from itertools import pairwise
@@ -13,7 +13,8 @@ from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds,
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape
 from stagewright.estimation.megatron.fusion import Fusion
 from stagewright.estimation.megatron.layer import Layers
-from stagewright.estimation.megatron.seconds import Clock, LayerSeconds, StageSeconds
+from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, StageSeconds
+from stagewright.planning.configure.lineup import has_equal_nodes, kinds_of_ranks
 from stagewright.schedule import FAMILIES, Placement, Program, build
 from stagewright.simulation import EncodedProgram, StageCosts, Timeline, encode, simulate
 
@@ -47,7 +48,7 @@ class Run:
     stack: MegatronStack
     fusion: Fusion
     cluster: Cluster
-    known: dict[tuple[Layout, bool], LayerSeconds] = field(default_factory=dict, compare=False)
+    known: dict[LayerKey, LayerSeconds] = field(default_factory=dict, compare=False)
     """Layers timed before, as in `Clock`."""
 
     @cached_property
@@ -55,44 +56,70 @@ class Run:
         return Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster, known=self.known)
 
     @cached_property
+    def clocks(self) -> tuple[Clock, ...]:
+        """Per pipeline rank, that of the slowest of the kinds of devices that hold it."""
+        if has_equal_nodes(self.cluster):
+            return (self.clock,) * self.layout.pp
+        blocks = kinds_of_ranks(self.cluster, self.layout.pp)
+        kinds = {first: self.clock_from(first) for block in blocks for first in block}
+        last = self.shape.num_layers - 1
+        return tuple(
+            max(
+                (kinds[first] for first in block),
+                key=lambda one: sum(part.seconds for part in one.layer(last)),
+            )
+            for block in blocks
+        )
+
+    def clock_from(self, first_rank: int) -> Clock:
+        """The clock of the devices from a rank on."""
+        return self.clock if first_rank == 0 else replace(self.clock, first_rank=first_rank)
+
+    @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
         """Every stage on the slowest of the kinds of devices that hold it."""
-        if len(self.cluster.nodes) == 1:
+        if has_equal_nodes(self.cluster):
             return self.clock.stages
-        by_kind: dict[str, tuple[StageSeconds, ...]] = {}
-        for rank in range(0, self.cluster.num_devices, self.layout.tp):
-            kind = self.cluster.device_of(rank).name
-            if kind not in by_kind:
-                clock = Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster, rank)
-                by_kind[kind] = clock.stages
-        width = self.layout.tp * self.layout.cp * self.layout.dp
-        found = []
-        for stage in range(self.layout.num_stages):
-            first = stage % self.layout.pp * width
-            kinds = {self.cluster.device_of(rank).name for rank in range(first, first + width)}
-            each = [by_kind[kind][stage] for kind in kinds]
-            found.append(max(each, key=lambda one: one.forward.seconds + one.backward.seconds))
-        return tuple(found)
+        return tuple(
+            self.clocks[stage % self.layout.pp].stages[stage] for stage in range(self.layout.num_stages)
+        )
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """The devices that share an axis with the first of a pipeline rank; those of rank 0 where all are equal."""
+        if has_equal_nodes(self.cluster) and self.cluster.measured is None:
+            return self.clock.ranks(axis)
+        first = rank * (self.cluster.num_devices // self.layout.pp)
+        return tuple(first + device for device in self.clock.ranks(axis))
 
     def transfers(self, placed: Placement) -> list[tuple[float, float]]:
         """Seconds of one microbatch over every edge between stages, there and back; 0 within a device."""
-        layout, clock = self.layout, self.clock
+        layout, boundary = self.layout, self.clock.boundary_bytes
         if layout.pp == 1:
             return [(0.0, 0.0)] * (placed.num_stages - 1)
-        ranks, boundary, gather = clock.ranks("pp"), clock.boundary_bytes, 0.0
-        if self.fusion.scatters_boundaries and layout.tp > 1 and not layout.sequence_parallel:
-            gather = all_gather_seconds(self.cluster, boundary, clock.ranks("tp"))
-            boundary /= layout.tp
-        # As many devices of a node send at once as belong to one stage.
-        flows = min(layout.tp * layout.cp * layout.dp, len(self.cluster.ranks_of(0)))
+        scatters = self.fusion.scatters_boundaries and layout.tp > 1 and not layout.sequence_parallel
+        sent = boundary / layout.tp if scatters else boundary
 
         def one(a: int, b: int) -> float:
             if a == b:
                 return 0.0
-            link = self.cluster.link_between(ranks[a], ranks[b], flows)
-            return link.seconds(boundary) + gather + self.fusion.peer_host_s
+            gather = all_gather_seconds(self.cluster, boundary, self.group("tp", b)) if scatters else 0.0
+            return self._sent_seconds(sent, a, b) + gather + self.fusion.peer_host_s
 
         return [(one(a, b), one(b, a)) for a, b in pairwise(placed.rank_of_stage)]
+
+    def _sent_seconds(self, num_bytes: float, a: int, b: int) -> float:
+        """From one pipeline rank to another, for the slowest of their replicas; the first stands for all where nodes are
+        equal."""
+        cluster, layout = self.cluster, self.layout
+        width = layout.tp * layout.cp * layout.dp
+        replicas = range(0, 1 if has_equal_nodes(cluster) else width, layout.tp)
+        slowest = 0.0
+        for replica in replicas:
+            source, target = a * width + replica, b * width + replica
+            # As many devices of a node send at once as belong to one stage.
+            flows = min(width, len(cluster.ranks_of(cluster.node_of(source))))
+            slowest = max(slowest, cluster.link_between(source, target, flows).seconds(num_bytes))
+        return slowest
 
     def parameters(self, placed: Placement) -> tuple[tuple[int, int], ...]:
         """Per pipeline rank on one device: parameters of experts, and the others."""
@@ -148,16 +175,17 @@ class Run:
                 travels |= {(stage, stage + 1): there, (stage + 1, stage): back}
         return simulate(encoded, self.costs(encoded.placement), travels or 0.0)
 
-    def reduce_seconds(self, own: int, rest: int) -> tuple[float, float]:
-        """Over the replicas of a stage: gradients of so many parameters (of experts, and others), and gathers of what
-        became of them."""
-        known = self._reduced.get((own, rest))
+    def reduce_seconds(self, own: int, rest: int, rank: int = 0) -> tuple[float, float]:
+        """Over the replicas of a pipeline rank: gradients of so many parameters (of experts, and others), and gathers of
+        what became of them."""
+        key = own, rest, self.group("dp", rank)[0]
+        known = self._reduced.get(key)
         if known is not None:
             return known
-        layout, clock = self.layout, self.clock
+        layout = self.layout
         reduce = gather = 0.0
         for count, axis in ((rest, "dp"), (own, "expert dp")):
-            ranks = clock.ranks(axis)
+            ranks = self.group(axis, rank)
             if not count or len(ranks) < 2:
                 continue
             if layout.shards_optimizer:
@@ -165,11 +193,11 @@ class Run:
                 gather += all_gather_seconds(self.cluster, float(self.stack.element_bytes) * count, ranks)
             else:
                 reduce += all_reduce_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
-        self._reduced[own, rest] = reduce, gather
+        self._reduced[key] = reduce, gather
         return reduce, gather
 
     @cached_property
-    def _reduced(self) -> dict[tuple[int, int], tuple[float, float]]:
+    def _reduced(self) -> dict[tuple[int, int, int], tuple[float, float]]:
         return {}
 
     def exposed_seconds(self, own: int, rest: int, placed: Placement, rank: int) -> float:
@@ -178,7 +206,7 @@ class Run:
 
         Ignores: that collectives and computations slow each other down; bubbles, which hide more.
         """
-        reduce, gather = self.reduce_seconds(own, rest)
+        reduce, gather = self.reduce_seconds(own, rest, rank)
         if not self.layout.overlaps_reduction:
             return reduce + gather
         held = [self.stages[stage] for stage in placed.stages_of(rank)]
@@ -197,13 +225,13 @@ class Run:
         ranks = self.clock.ranks("pp")
         return all_reduce_seconds(self.cluster, self.stack.element_bytes * table, (ranks[0], ranks[-1]))
 
-    def optimizer_seconds(self, own: int, rest: int) -> float:
-        """The update of a device's share of the optimizer's state."""
+    def optimizer_seconds(self, own: int, rest: int, rank: int = 0) -> float:
+        """The update of a device's share of the optimizer's state, on a device of a pipeline rank."""
         layout = self.layout
         replicas = layout.dp * layout.cp
         shards = replicas if layout.shards_optimizer else 1
         share = rest / shards + own / (max(1, replicas // layout.ep) if layout.shards_optimizer else 1)
-        return self.clock.device.memory_seconds(self.fusion.optimizer_bytes * share)
+        return self.clocks[rank].device.memory_seconds(self.fusion.optimizer_bytes * share)
 
     def step(self, program: Program | None = None, by_span: bool = False) -> StepTime:
         """The whole step; with `by_span` a rank may begin the next before the others have ended this one.
@@ -215,7 +243,7 @@ class Run:
         placement, pipeline = self._pipeline(program, by_span)
         counts = self.parameters(placement)
         reduces = max(self.exposed_seconds(*count, placement, rank) for rank, count in enumerate(counts))
-        optimizer = max(self.optimizer_seconds(own, rest) for own, rest in counts)
+        optimizer = max(self.optimizer_seconds(*count, rank) for rank, count in enumerate(counts))
         return StepTime(pipeline, reduces + self.embedding_seconds(), optimizer, self.fusion.step_host_s)
 
     def _pipeline(self, program: Program | None, by_span: bool) -> tuple[Placement, float]:

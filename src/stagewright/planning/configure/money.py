@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from stagewright.cluster import Cluster
 from stagewright.errors import InputError
 
 DAY, HOUR = 86_400.0, 3_600.0
@@ -62,3 +63,13 @@ def bill(
     seconds = needed / tokens_per_second
     dollars = None if price_per_hour is None else seconds / HOUR * num_devices * price_per_hour
     return Bill(num_devices, global_batch, needed, seconds / DAY, dollars)
+
+
+def price_of(cluster: Cluster) -> float | None:
+    """Dollars per device and hour, on average over its kinds; None where one has no price."""
+    total = 0.0
+    for group in cluster.nodes:
+        if group.device.price_per_hour is None:
+            return None
+        total += group.device.price_per_hour * group.count * group.devices_per_node
+    return total / cluster.num_devices

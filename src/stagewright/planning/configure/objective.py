@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, NodeGroup
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.megatron import Shape
-from stagewright.planning.configure.money import Bill, Target, bill
+from stagewright.planning.configure.money import Bill, Target, bill, price_of
 from stagewright.planning.configure.search import Configured, configure
 from stagewright.planning.configure.space import Bounds
 from stagewright.planning.job import Job
@@ -46,11 +46,9 @@ def offers(
         InputError: cost without a price.
         PlanError: nothing fits on any size.
     """
-    price = price_per_hour if price_per_hour is not None else cluster.device.price_per_hour
-    if objective == "cost" and price is None:
-        raise InputError(
-            f"device '{cluster.device.name}' has no price: give --price, dollars per device and hour"
-        )
+    if objective == "cost" and price_per_hour is None and price_of(cluster) is None:
+        names = ", ".join(dict.fromkeys(f"'{group.device.name}'" for group in cluster.nodes))
+        raise InputError(f"no price is known for device {names}: give --price, dollars per device and hour")
     found: list[Offer] = []
     failure: PlanError | InputError | None = None
     for part, sized in _sizes(cluster, job, objective):
@@ -61,6 +59,7 @@ def offers(
             failure = failure or error
             continue
         rate = made.configurations[0].tokens_per_second
+        price = price_of(part) if price_per_hour is None else price_per_hour
         found.append(
             Offer(part, sized, made, bill(target, sized.global_batch, rate, part.num_devices, price))
         )
@@ -75,9 +74,26 @@ def _sizes(cluster: Cluster, job: Job, objective: Objective) -> Iterator[tuple[C
     batches = [job.global_batch]
     if objective == "time-to-train":
         batches = [job.global_batch * 2**power // 4 for power in range(5) if job.global_batch * 2**power >= 4]
-    for part in [cluster] if objective == "speed" else halves(cluster):
+    for part in _parts(cluster, objective):
         for batch in batches:
             yield part, job.model_copy(update={"global_batch": batch})
+
+
+def _parts(cluster: Cluster, objective: Objective) -> list[Cluster]:
+    """Of a cluster of several kinds of nodes, also each kind alone, which may be faster than all together."""
+    if len(cluster.nodes) > 1 and cluster.measured is None:
+        kinds = [_part(cluster, group) for group in cluster.nodes]
+        return (
+            [cluster, *kinds]
+            if objective == "speed"
+            else [cluster, *(one for kind in kinds for one in halves(kind))]
+        )
+    return [cluster] if objective == "speed" else halves(cluster)
+
+
+def _part(cluster: Cluster, group: NodeGroup) -> Cluster:
+    name = f"{group.count * group.devices_per_node} {group.device.name} of {cluster.name}"
+    return Cluster(name=name, nodes=(group,), sources=cluster.sources)
 
 
 def halves(cluster: Cluster) -> list[Cluster]:
@@ -93,7 +109,5 @@ def halves(cluster: Cluster) -> list[Cluster]:
     found, num = [cluster], group.count
     while num % 2 == 0:
         num //= 2
-        part = group.model_copy(update={"count": num})
-        name = f"{num * group.devices_per_node} of {cluster.name}"
-        found.append(Cluster(name=name, nodes=(part,), sources=cluster.sources))
+        found.append(_part(cluster, group.model_copy(update={"count": num})))
     return found

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count
+from itertools import count, product
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, Device
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape, find_megatron_stack
 from stagewright.estimation.megatron.fusion import Fusion, find_fusion
 from stagewright.estimation.megatron.layout import Recompute
-from stagewright.estimation.megatron.seconds import Clock, LayerSeconds, PassSeconds
+from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, PassSeconds
 from stagewright.planning.configure.balance import balanced_layers
 from stagewright.planning.configure.fitting import Memory, Room
 from stagewright.planning.configure.iteration import Run, StepTime
+from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, kinds_of_ranks, orders
 from stagewright.planning.configure.space import Bounds, Widths, layout_of, schedules, widths
 from stagewright.planning.job import Job
 
@@ -32,6 +33,13 @@ class Configuration:
     mfu: float
     bound_s: float
     """What the step takes at least."""
+    cluster: Cluster
+    """As its ranks number the devices."""
+
+    @property
+    def devices(self) -> tuple[tuple[Device, ...], ...]:
+        """The kinds of devices of every pipeline rank."""
+        return devices_of_ranks(self.cluster, self.layout.pp)
 
     @property
     def step_s(self) -> float:
@@ -68,10 +76,13 @@ def configure(
     keep: int = 10,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Configured:
-    """The `keep` fastest configurations of a model on a cluster of equal devices that fit in memory.
+    """The `keep` fastest configurations of a model on a cluster that fit in memory.
+
+    On a cluster of several kinds of nodes stages get as many layers as their devices are fast and have memory for; nodes
+    with fast devices come first or last.
 
     Raises:
-        InputError: a mixed cluster, a stack without kernels, or widths that leave nothing to try.
+        InputError: a stack without kernels, or widths that leave nothing to try.
         PlanError: nothing fits; says what misses least.
     """
     search = _Search(shape, cluster, job, find_megatron_stack(stack), find_fusion(stack), bounds or Bounds())
@@ -80,11 +91,25 @@ def configure(
 
 @dataclass(frozen=True)
 class _Candidate:
+    cluster: Cluster
     widths: Widths
     schedule: str
     num_chunks: int
     recompute: Recompute
     shards: bool
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Seconds of one microbatch, forward and backward; of a layer also the forward alone."""
+
+    layer_s: float
+    forward_s: float
+    embedding_s: float
+    head_s: float
+
+    def with_recompute(self, recompute: Recompute) -> float:
+        return self.layer_s + self.forward_s * (recompute == "full")
 
 
 @dataclass
@@ -95,13 +120,11 @@ class _Search:
     stack: MegatronStack
     fusion: Fusion
     bounds: Bounds
-    known: dict[tuple[Layout, bool], LayerSeconds] = field(default_factory=dict)
+    known: dict[Cluster, dict[LayerKey, LayerSeconds]] = field(default_factory=dict)
     too_large: dict[str, tuple[int, float, str]] = field(default_factory=dict)
 
     def run(self, keep: int, report: Callable[[str], None]) -> Configured:
-        self.cluster.device.matmul_flops(
-            self.job.computed_in
-        )  # refuses mixed clusters and unknown precisions
+        clusters = orders(self.cluster, self.job.computed_in)
         found = list(widths(self.shape, self.cluster, self.job, self.bounds))
         if not found:
             raise InputError(
@@ -109,7 +132,7 @@ class _Search:
                 f"{self.shape.num_heads} heads: change the batch or give widths that do"
             )
         report(f"bounding {len(found)} widths")
-        ordered = sorted((self.bound_s(one), next(_NUMBERS), one) for one in self.candidates(found))
+        ordered = sorted((self.bound_s(one), next(_NUMBERS), one) for one in self.candidates(clusters, found))
         report(f"fitting {len(ordered)} configurations")
         best: list[tuple[float, int, Configuration]] = []
         bounded = 0
@@ -130,68 +153,115 @@ class _Search:
         )
         return Configured(fastest, reasons, len(found), bounded)
 
-    def candidates(self, found: list[Widths]) -> Iterator[_Candidate]:
-        for one in found:
+    def candidates(self, clusters: Iterable[Cluster], found: Iterable[Widths]) -> Iterator[_Candidate]:
+        for cluster, one in product(clusters, found):
             for schedule, num_chunks in schedules(one, self.shape.num_layers, self.bounds):
                 for recompute in self.bounds.recompute:
                     for shards in self.bounds.shards_optimizer:
-                        yield _Candidate(one, schedule, num_chunks, recompute, shards)
+                        yield _Candidate(cluster, one, schedule, num_chunks, recompute, shards)
 
-    def layers(self, one: Widths) -> tuple[LayerSeconds, PassSeconds, PassSeconds]:
-        """A layer, embedding and head of these widths."""
-        if one.sizes not in self._timed:
+    def parts(self, cluster: Cluster, one: Widths, first_rank: int) -> _Parts:
+        """One layer and the ends of these widths on the devices from a rank on."""
+        key = cluster, one.sizes, first_rank
+        if key not in self._timed:
             layout = layout_of(replace(one, pp=1), self.job, "1f1b", 1, "none", False, None)
-            clock = Clock(self.shape, layout, self.stack, self.fusion, self.cluster, known=self.known)
-            ends = [
-                sum(clock.passes(part), PassSeconds()) for part in (clock.body.embedding(), clock.body.head())
-            ]
-            self._timed[one.sizes] = clock.layer(self.shape.num_layers - 1), ends[0], ends[1]
-        return self._timed[one.sizes]
+            known = self.known.setdefault(cluster, {})
+            clock = Clock(self.shape, layout, self.stack, self.fusion, cluster, first_rank, known)
+            layer = clock.layer(self.shape.num_layers - 1)
+            first, last = (
+                sum(clock.passes(part), PassSeconds()).seconds
+                for part in (clock.body.embedding(), clock.body.head())
+            )
+            self._timed[key] = _Parts(sum(part.seconds for part in layer), layer[0].seconds, first, last)
+        return self._timed[key]
 
     @cached_property
-    def _timed(self) -> dict[tuple[int, int, int, int], tuple[LayerSeconds, PassSeconds, PassSeconds]]:
+    def _timed(self) -> dict[tuple[Cluster, tuple[int, int, int, int], int], _Parts]:
         return {}
 
+    def ranks(self, one: _Candidate) -> list[_Parts]:
+        """Per pipeline rank, on the slowest of the kinds of devices that hold it."""
+        if has_equal_nodes(one.cluster):
+            return [self.parts(one.cluster, one.widths, 0)] * one.widths.pp
+        return [
+            max(
+                (self.parts(one.cluster, one.widths, first) for first in block), key=lambda part: part.layer_s
+            )
+            for block in kinds_of_ranks(one.cluster, one.widths.pp)
+        ]
+
     def bound_s(self, one: _Candidate) -> float:
-        """No step is faster: all passes spread evenly over the stages, with the shortest fill and drain.
+        """No step is faster: all passes spread over the stages as their devices are fast, with the shortest fill and drain.
 
         Dense layers in front of those with experts count as nothing.
         """
-        layer, _, head = self.layers(one.widths)
-        each = sum(part.seconds for part in layer)
-        if one.recompute == "full":
-            each += layer[0].seconds
+        ranks, pp = self.ranks(one), one.widths.pp
+        each = [part.with_recompute(one.recompute) for part in ranks]
         num = self.shape.num_layers - (self.shape.num_dense if self.shape.experts else 0)
-        stage = (num * each + head.seconds) / one.widths.pp
-        return stage * one.widths.num_microbatches + (one.widths.pp - 1) / one.num_chunks * each * (
-            num // (one.widths.pp)
-        )
+        stage = (num + ranks[-1].head_s / each[-1]) / sum(1 / seconds for seconds in each)
+        return stage * one.widths.num_microbatches + (pp - 1) / one.num_chunks * min(each) * (num // pp)
 
-    def layout(self, one: _Candidate) -> Layout:
-        layer, embedding, head = self.layers(one.widths)
-        each = sum(part.seconds for part in layer)
-        if one.recompute == "full":
-            each += layer[0].seconds
-        stages = one.widths.pp * one.num_chunks
-        split = balanced_layers(self.shape.num_layers, stages, each, embedding.seconds, head.seconds)
+    def layout(self, one: _Candidate, most: Sequence[int] = ()) -> Layout:
+        """With layers balanced over the stages; `most` are those that each has room for."""
+        ranks = self.ranks(one)
+        each = [part.with_recompute(one.recompute) for part in ranks] * one.num_chunks
+        split = balanced_layers(self.shape.num_layers, each, ranks[0].embedding_s, ranks[-1].head_s, most)
         return layout_of(one.widths, self.job, one.schedule, one.num_chunks, one.recompute, one.shards, split)
 
-    def made(self, one: _Candidate, bound: float) -> Configuration | None:
+    def fitted(self, one: _Candidate) -> tuple[Layout, Memory]:
+        """The balanced layout; where devices differ and one lacks memory, others take its layers as far as they can."""
         layout = self.layout(one)
-        memory = self.room.of(layout)
+        usable = [
+            min(self.job.usable_bytes(device) for device in devices)
+            for devices in devices_of_ranks(one.cluster, layout.pp)
+        ]
+        memory = self.room.of(layout, usable)
+        if memory.fits or has_equal_nodes(one.cluster):
+            return layout, memory
+        return self._shifted(one, layout, usable) or (layout, memory)
+
+    def _shifted(self, one: _Candidate, layout: Layout, usable: list[int]) -> tuple[Layout, Memory] | None:
+        num, counts = self.shape.num_layers, layout.layers(self.shape.num_layers)
+        most = [num] * layout.num_stages
+        for _ in range(_SHIFTS):
+            for rank, peak in enumerate(self.room.peaks(layout)):
+                if peak > usable[rank]:
+                    for stage in range(rank, layout.num_stages, layout.pp):
+                        most[stage] = min(counts[stage] - 1, int(counts[stage] * usable[rank] / peak))
+            if min(most) < 1 or sum(most) < num:
+                return None
+            layout = self.layout(one, most)
+            counts = layout.layers(num)
+            memory = self.room.of(layout, usable)
+            if memory.fits:
+                return layout, memory
+        return None
+
+    def made(self, one: _Candidate, bound: float) -> Configuration | None:
+        layout, memory = self.fitted(one)
         if not memory.fits:
             self.note(layout, memory)
             return None
-        run = Run(self.shape, layout, self.stack, self.fusion, self.cluster, self.known)
+        known = self.known.setdefault(one.cluster, {})
+        run = Run(self.shape, layout, self.stack, self.fusion, one.cluster, known)
         step = run.step()
         tokens = self.job.global_batch * self.job.sequence_length / step.seconds
-        peak = self.cluster.device.peak_flops.get(self.job.computed_in) or float("inf")
-        mfu = tokens * self.flop_per_token / (peak * self.cluster.num_devices)
-        return Configuration(layout, step, memory, tokens, mfu, bound)
+        mfu = tokens * self.flop_per_token / self.peak_flops
+        return Configuration(layout, step, memory, tokens, mfu, bound, one.cluster)
 
     @cached_property
     def room(self) -> Room:
-        return Room(self.shape, self.stack, self.job.usable_bytes(self.cluster.device))
+        return Room(self.shape, self.stack)
+
+    @cached_property
+    def peak_flops(self) -> float:
+        """Of all devices together."""
+        return sum(
+            (group.device.peak_flops.get(self.job.computed_in) or float("inf"))
+            * group.count
+            * group.devices_per_node
+            for group in self.cluster.nodes
+        )
 
     @cached_property
     def flop_per_token(self) -> float:
@@ -222,6 +292,8 @@ class _Search:
 
 
 _NUMBERS = count()
+_SHIFTS = 6
+"""Times that layers are taken from devices that lack memory."""
 
 
 def described(layout: Layout) -> str:

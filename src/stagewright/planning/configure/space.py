@@ -9,6 +9,7 @@ from itertools import product
 from stagewright.cluster import Cluster
 from stagewright.estimation.megatron import Layout, Shape
 from stagewright.estimation.megatron.layout import Recompute
+from stagewright.planning.configure.lineup import has_equal_nodes, widest_unit
 from stagewright.planning.job import Job
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
@@ -63,14 +64,19 @@ def powers(largest: int) -> list[int]:
 
 
 def widths(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> Iterator[Widths]:
-    """All widths that use every device and divide the batch, the heads and the experts."""
-    devices, per_node = cluster.num_devices, len(cluster.ranks_of(0))
+    """All widths that use every device and divide the batch, the heads and the experts.
+
+    Where nodes differ, no tensor-parallel group spans two of them.
+    """
+    devices, per_node = cluster.num_devices, widest_unit(cluster)
     experts = shape.experts.num_experts if shape.experts else 1
     tps = [bounds.tp] if bounds.tp else powers(min(bounds.largest_tp, per_node, shape.num_heads))
     cps = [bounds.cp] if bounds.cp else powers(bounds.largest_cp)
     eps = [bounds.ep] if bounds.ep else powers(min(bounds.largest_ep, experts))
     sizes = [bounds.microbatch] if bounds.microbatch else powers(bounds.largest_microbatch)
     for tp, cp in product(tps, cps):
+        if not has_equal_nodes(cluster) and per_node % tp:
+            continue
         if shape.num_heads % tp or job.sequence_length % (2 * cp if cp > 1 else 1) or devices % (tp * cp):
             continue
         for pp in _pipelines(devices // (tp * cp), shape.num_layers, bounds.pp):

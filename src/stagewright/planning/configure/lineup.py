@@ -1,0 +1,63 @@
+"""Which devices the ranks of a pipeline have where a cluster mixes several kinds."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import gcd
+
+from stagewright.cluster import Cluster, Device, arranged
+
+
+def has_equal_nodes(cluster: Cluster) -> bool:
+    """Whether every node is like the first."""
+    return len(cluster.nodes) == 1
+
+
+def orders(cluster: Cluster, dtype: str) -> tuple[Cluster, ...]:
+    """The cluster as its ranks may number it: nodes with fast devices first, and last; one order where nodes are equal.
+
+    Raises:
+        InputError: a device that has no arithmetic in `dtype`.
+    """
+    rate = {group.device: group.device.matmul_flops(dtype) for group in cluster.nodes}
+    if has_equal_nodes(cluster):
+        return (cluster,)
+    ranks = range(cluster.num_devices)
+    found = [
+        tuple(sorted(ranks, key=lambda rank: (sign * rate[cluster.device_of(rank)], rank)))
+        for sign in (-1, 1)
+    ]
+    return tuple(arranged(cluster, order) for order in dict.fromkeys(found))
+
+
+@lru_cache(maxsize=512)
+def kinds_of_ranks(cluster: Cluster, pp: int) -> tuple[tuple[int, ...], ...]:
+    """Per rank of `pp` equal blocks of devices, one device of every kind of node in its block: the first of the cluster.
+
+    >>> from stagewright.cluster import load_cluster
+    >>> kinds_of_ranks(load_cluster("4x-v100-32+4x-t4"), 2), kinds_of_ranks(load_cluster("4x-v100-32+4x-t4"), 1)
+    (((0,), (4,)), ((0, 4),))
+    """
+    firsts: dict[int, int] = {}
+    width = cluster.num_devices // pp
+    found: list[dict[int, None]] = [{} for _ in range(pp)]
+    for rank in range(cluster.num_devices):
+        first = firsts.setdefault(id(cluster.group_of(rank)), rank)
+        found[rank // width][first] = None
+    return tuple(tuple(block) for block in found)
+
+
+@lru_cache(maxsize=512)
+def devices_of_ranks(cluster: Cluster, pp: int) -> tuple[tuple[Device, ...], ...]:
+    """As `kinds_of_ranks`, the devices."""
+    return tuple(tuple(cluster.device_of(first) for first in block) for block in kinds_of_ranks(cluster, pp))
+
+
+def widest_unit(cluster: Cluster) -> int:
+    """Devices that every node has, or a part of them that divides the devices of every node.
+
+    >>> from stagewright.cluster import load_cluster
+    >>> widest_unit(load_cluster("8x-h100+4x-t4"))
+    4
+    """
+    return gcd(*(group.devices_per_node for group in cluster.nodes))
