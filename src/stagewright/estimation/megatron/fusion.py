@@ -25,6 +25,7 @@ class Fusion:
     * `hides_gathers`: whether sequence-parallel collectives of the backward run beside its products.
     * `transfers`: whether a rank stands still while it sends, while it sends or receives, or not at all (overlapped).
     * `scatters_boundaries`: whether tensor-parallel devices send a part each between nodes and gather behind.
+    * `scattered_wait_s`: what such a boundary waits between nodes beside its transfer.
     * `kernel_host_s`: what the host spends on a kernel, with the operators and autograd's work around it.
     * `peer_host_s`: what each further member of a collective adds while hosts are the bound: all wait for the slowest.
     * `product_gap_s`: idle time of the device around a product, beyond its ramp-up.
@@ -48,6 +49,7 @@ class Fusion:
     product_gap_s: float
     pass_host_s: float
     step_host_s: float
+    scattered_wait_s: float = 0.0
     softmax_backward: float = 3
     transfers: Transfers = "sends block"
 

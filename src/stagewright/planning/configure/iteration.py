@@ -102,10 +102,17 @@ class Run:
         def one(a: int, b: int) -> float:
             if a == b:
                 return 0.0
-            gather = all_gather_seconds(self.cluster, boundary, self.group("tp", b)) if scatters else 0.0
-            return self._sent_seconds(sent, a, b) + gather + self.fusion.peer_host_s
+            behind = self._gathered_seconds(boundary, a, b) if scatters else 0.0
+            return self._sent_seconds(sent, a, b) + behind + self.fusion.peer_host_s
 
         return [(one(a, b), one(b, a)) for a, b in pairwise(placed.rank_of_stage)]
+
+    def _gathered_seconds(self, num_bytes: float, a: int, b: int) -> float:
+        """Until the tensor-parallel devices of a rank have put together what came in parts."""
+        width = self.cluster.num_devices // self.layout.pp
+        crosses = self.cluster.node_of(a * width) != self.cluster.node_of(b * width)
+        wait = self.fusion.scattered_wait_s if crosses else 0.0
+        return wait + all_gather_seconds(self.cluster, num_bytes, self.group("tp", b))
 
     def _sent_seconds(self, num_bytes: float, a: int, b: int) -> float:
         """From one pipeline rank to another, for the slowest of their replicas; the first stands for all where nodes are
