@@ -31,10 +31,12 @@ def _work(rounds: int, out: Path, paths: Sequence[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    from stagewright.execution.heap import keep_freed_memory
     from stagewright.execution.session import Session
     from stagewright.planning.plan import load_plan
 
     torch.set_num_threads(1)
+    keep_freed_memory()
     dist.init_process_group("gloo")
     sessions = [Session(load_plan(path), torch.device("cpu"), None, random_weights=True) for path in paths]
     seconds: list[list[float]] = [[] for _ in paths]

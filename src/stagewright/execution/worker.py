@@ -101,8 +101,11 @@ def member(out: str, target: Any, timeout: float, quiet: bool, rank: int | None 
     """
     import torch.distributed as dist
 
+    from stagewright.execution.heap import keep_freed_memory
     from stagewright.execution.watch import Watch, group_store, host_store, own_store
 
+    if target.type == "cpu":
+        keep_freed_memory()
     launched, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank = launched if rank is None else rank
 
