@@ -110,7 +110,7 @@ def anneal(rank_of_layer, is_cut, rule, shifts, tables, batch, num_steps, start_
         if choice < 0.1:
             new_rule = _other_rule(rule)
         elif choice < 0.4 and rule.stretch > 0.0:
-            _shift(new_shifts, cycle)
+            _shift(new_shifts, ranks, num_ranks, cycle)
         else:
             _move(new_ranks, new_cuts, num_ranks, tables[0])
             if np.random.random() < 0.3:
@@ -128,11 +128,21 @@ def anneal(rank_of_layer, is_cut, rule, shifts, tables, batch, num_steps, start_
 
 
 @numba.njit(cache=True, nogil=True)
-def _shift(shifts, cycle):
-    """Move the due dates of a few neighbouring layers."""
-    row, layer = np.random.randint(2), np.random.randint(shifts.shape[1])
-    last = min(shifts.shape[1], layer + 1 + int(4 * np.random.random() ** 2))
-    shifts[row, layer:last] += cycle * np.random.normal() * (2.0 if np.random.random() < 0.3 else 0.3)
+def _shift(shifts, ranks, num_ranks, cycle):
+    """Move due dates of one pass: of a few neighbouring layers, of a rank's layers (all alike, or those near
+    the start one way and those near the end the other), or of all layers from one on."""
+    num_layers = shifts.shape[1]
+    row, layer, kind = np.random.randint(2), np.random.randint(num_layers), np.random.randint(4)
+    by = cycle * np.random.normal() * (2.0 if np.random.random() < 0.3 else 0.3)
+    if kind == 0:
+        shifts[row, layer : min(num_layers, layer + 1 + int(4 * np.random.random() ** 2))] += by
+    elif kind == 1:
+        shifts[row, layer:] += by
+    else:
+        rank = ranks[layer]
+        for each in range(num_layers):
+            if ranks[each] == rank:
+                shifts[row, each] += by if kind == 2 else by * (2.0 * each / num_layers - 1.0)
 
 
 @numba.njit(cache=True, nogil=True)

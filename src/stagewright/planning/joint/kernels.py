@@ -246,15 +246,16 @@ def _pick(rank, now, stages, clocks, rule, window, tests):
         elif _is_better_input_grad(member, input_grad, stages, clocks, rule):
             input_grad = member
         at = clocks.value_at[member]
-        if at == np.inf or not _is_admitted(rank, stages.members[member], stages, clocks, window):
-            continue
         if at > now:
-            later = min(later, at)
+            if at < later and _is_admitted(rank, stages.members[member], stages, clocks, window):
+                later = at
         elif tests and _is_unhidden(FORWARD, stages.members[member], rank, stages, clocks):
             if _is_better_forward(member, held_forward, stages, clocks, rule):
-                held_forward = member
+                if _is_admitted(rank, stages.members[member], stages, clocks, window):
+                    held_forward = member
         elif _is_better_forward(member, forward, stages, clocks, rule):
-            forward = member
+            if _is_admitted(rank, stages.members[member], stages, clocks, window):
+                forward = member
     return Pick(forward, input_grad, held_forward, held_input_grad, later)
 
 
