@@ -15,7 +15,7 @@ from stagewright.planning.search import plan
 from stagewright.units import MIB
 
 CLUSTER = load_cluster("2x-h100")
-WIDTHS: dict[str, Any] = {"pp": 2, "schedules": ["1f1b"]}
+WIDTHS: dict[str, Any] = {"pp": 2, "schedules": ["1f1b"], "host_optimizer": "never"}
 
 
 def job(limit: int, batch: int = 4) -> Job:

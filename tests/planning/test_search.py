@@ -95,7 +95,7 @@ def test_memory_limits_hold_and_are_explained() -> None:
     free = min(max(r.reserved_peak_bytes for r in item.predictions.ranks) for item in found().plans)
     most = max(max(r.reserved_peak_bytes for r in item.predictions.ranks) for item in found().plans)
     limit = (free + most) // 2
-    tight = plan("tiny-llama", CLUSTER, job(memory_limit=limit))
+    tight = plan("tiny-llama", CLUSTER, job(memory_limit=limit), host_optimizer="never")
     assert 0 < len(tight.plans) < len(found().plans)
     for item in tight.plans:
         assert all(rank.reserved_peak_bytes <= limit for rank in item.predictions.ranks)
@@ -153,8 +153,8 @@ def test_a_shortened_program_has_the_same_peak(num_ranks: int) -> None:
 
 def test_stages_save_less_where_nothing_else_fits() -> None:
     """Only then, and as little as need be; the plan says which stages do, and its program does it."""
-    model, fixed = "tiny-llama", {"pp": 2, "microbatch": 2, "schedules": ["gpipe"]}
-    cluster = load_cluster("2x-h100")
+    model, cluster = "tiny-llama", load_cluster("2x-h100")
+    fixed: dict[str, Any] = {"pp": 2, "microbatch": 2, "schedules": ["gpipe"], "host_optimizer": "never"}
     (kept,) = plan(model, cluster, job(), **fixed).plans
     (full,) = plan(model, cluster, job(), recompute="full", **fixed).plans
     peaks = [max(rank.reserved_peak_bytes for rank in one.predictions.ranks) for one in (kept, full)]

@@ -81,6 +81,14 @@ def plan(
     offload: Annotated[
         bool, typer.Option(help="Whether auto may also move saved values to the host and back.")
     ] = True,
+    host_optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="Optimizer state and step on the host's processors: never, always, or auto, on ranks that lack memory "
+            "if nothing else is faster.",
+        ),
+    ] = "auto",
     objective: Annotated[
         str,
         typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
@@ -134,6 +142,7 @@ def plan(
     from stagewright.planning import search
     from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
+    from stagewright.planning.host_optimizer import checked
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
@@ -169,7 +178,7 @@ def plan(
                 tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
                 recompute=cast("search.Recompute", recompute), offload=offload,
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
-                shard_size=shard_size,
+                shard_size=shard_size, host_optimizer=checked(host_optimizer, target),
             )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]

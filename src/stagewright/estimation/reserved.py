@@ -33,6 +33,8 @@ def reserved_on(
     state_bytes: int,
     workspace_bytes: int = 0,
     num_steps: int = 2,
+    *,
+    host_optimizer: bool = False,
 ) -> Reserved:
     """Replay `num_steps` optimizer steps of the lowered `program` on `rank`.
 
@@ -41,14 +43,14 @@ def reserved_on(
     the first optimizer step, between what the batch has left in the cache.
 
     `state_bytes` are those of all that lasts; what is not a parameter, gradient, moment or master weight of them is
-    taken to be one storage.
+    taken to be one storage. With `host_optimizer` there are neither moments nor master weights.
 
     Ignores: buffers that replicas share out; several streams.
 
     Raises:
         ScheduleError: the program uses a value before it is made.
     """
-    return _Replay(memories, program, rank, state_bytes, workspace_bytes).run(num_steps)
+    return _Replay(memories, program, rank, state_bytes, workspace_bytes, host_optimizer).run(num_steps)
 
 
 class _Replay:
@@ -59,8 +61,10 @@ class _Replay:
         rank: int,
         state_bytes: int,
         workspace_bytes: int,
+        host_optimizer: bool,
     ) -> None:
         self.rank = rank
+        self.host_optimizer = host_optimizer
         self.actions = program.actions(rank)
         self.num_microbatches = program.num_microbatches
         placed = program.placement.rank_of_stage
@@ -83,7 +87,8 @@ class _Replay:
         return Reserved(self.rank, self.allocator.peak_active_bytes, self.allocator.peak_reserved_bytes)
 
     def _load(self) -> list[int]:
-        """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of gradients."""
+        """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of those gradients for
+        which AdamW will make moments."""
         fixed = _fixed(self.stages)
         trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
         kinds = [Precision.of(meta.dtype) for meta in trained.values()]
@@ -91,14 +96,21 @@ class _Replay:
             meta.num_elements * ITEM_BYTES[kind.gradient]
             for meta, kind in zip(trained.values(), kinds, strict=True)
         ]
+        if self.host_optimizer:
+            self._allocate(fixed, gradients, self.state_bytes)
+            return []
         masters = [
             size for size, kind in zip(gradients, kinds, strict=True) if kind.gradient != kind.parameter
         ]
         moments = 2 * sum(gradients) + _STEP_BYTES * len(gradients)
-        rest = self.state_bytes - moments - sum(fixed) - sum(gradients) - sum(masters)
-        for num_bytes in (*fixed, *([rest] if rest > 0 else []), *gradients, *masters):
-            self.allocator.allocate(num_bytes)
+        self._allocate(fixed, [*gradients, *masters], self.state_bytes - moments)
         return gradients
+
+    def _allocate(self, first: Sequence[int], last: Sequence[int], total: int) -> None:
+        """Storages of `first`, of what `total` has beyond both, and of `last`."""
+        rest = total - sum(first) - sum(last)
+        for num_bytes in (*first, *([rest] if rest > 0 else []), *last):
+            self.allocator.allocate(num_bytes)
 
     def _batch(self) -> None:
         """All actions of one batch; what is left of it goes at its end."""

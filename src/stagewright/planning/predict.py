@@ -384,7 +384,9 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
     state = sum(memory.categories.get(name, 0) for name in line.resident(memory.rank).categories)
     workspace = line.cluster.device.workspace_bytes
-    return reserved_on(line.memories, program, memory.rank, state, workspace).reserved_peak_bytes
+    on_host = memory.rank in line.host_optimizer
+    found = reserved_on(line.memories, program, memory.rank, state, workspace, host_optimizer=on_host)
+    return found.reserved_peak_bytes
 
 
 def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:

@@ -30,6 +30,14 @@ from stagewright.planning.candidate import (
     within_memory,
 )
 from stagewright.planning.finalists import JOINT, joint_plans
+from stagewright.planning.host_optimizer import (
+    HostOptimizer,
+    checked,
+    host_excess_bytes,
+    may_use_host,
+    steps_once,
+    with_room_used,
+)
 from stagewright.planning.job import Job
 from stagewright.planning.mixed import ONE_STAGE_EACH, plan_mixed
 from stagewright.planning.partition import MemoryBudget, partition
@@ -94,6 +102,7 @@ def plan(
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
     shard_size: int | None = None,
+    host_optimizer: HostOptimizer = "auto",
     trace: Trace = cached_trace,
 ) -> Found:
     """The best plans of `model` for `cluster` and `job`.
@@ -110,6 +119,8 @@ def plan(
             the batch and nothing is shared out.
         reduce_dtype: type in which gradients are summed over replicas; default the type they are added up in.
         shard_size: at most so many replicas, neighbours, share out among each other, others hold copies; default all.
+        host_optimizer: whether the optimizer's state, and the step on it, are on the host's processors: ``never``,
+            ``always``, or ``auto``, on ranks that lack memory, where that is faster than what else makes room.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
 
     Raises:
@@ -118,6 +129,7 @@ def plan(
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
+    host_optimizer = checked(host_optimizer, cluster)
     if not cluster.is_homogeneous:
         simple = [name for name in schedules if name in ONE_STAGE_EACH] or ["1f1b"]
         if tp not in (None, 1) or zero:
@@ -141,7 +153,7 @@ def plan(
         )
     search = _Search(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
-        shard_size,
+        shard_size, host_optimizer,
     )  # fmt: skip
     for shared in tensor_widths_of(cluster, tp):
         search.share_layers(shared, sequence_parallel and shared > 1)
@@ -202,8 +214,10 @@ class _Search:
         zero: int | None,
         reduce_dtype: Literal["fp32", "bf16"] | None,
         shard_size: int | None,
+        host_optimizer: HostOptimizer,
     ) -> None:
         self.shard_size = shard_size
+        self.host_optimizer = host_optimizer
         self.zero = zero
         self.reduce_dtype: Literal["fp32", "bf16"] | None = reduce_dtype
         self.recompute = recompute
@@ -223,6 +237,7 @@ class _Search:
         self.latest: tuple[int, BodyCosts] | None = None
         self.bodies: dict[tuple[int, int], BodyCosts] = {}
         self.without_rule: set[str] = set()
+        self.tried_on_host: set[Choice] = set()
         self.roughly_missed: list[tuple[int, Choice]] = []
 
     def share_layers(self, num_ranks: int, sequence_parallel: bool) -> None:
@@ -250,6 +265,7 @@ class _Search:
                 self.tp,
                 self.sequence_parallel,
                 self.shard_size,
+                self.host_optimizer == "always",
             )
 
     def gather(self, size: int, choices: list[Choice]) -> bool:
@@ -262,12 +278,15 @@ class _Search:
         body = self.bodies[size, self.tp] = self._trace(size, self.tp)
         choices = self._fitting(choices, body, 1.0)
         for choice in choices:
-            shards = choice.shard_size or choice.dp if choice.level else 1
-            bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
-            self.waiting.push(bound, _Waiting(choice, body))
+            self._wait(choice, body)
         self.without_rule |= body.costing.without_rule
         self.latest = size, body
         return bool(choices)
+
+    def _wait(self, choice: Choice, body: BodyCosts) -> None:
+        shards = choice.shard_size or choice.dp if choice.level else 1
+        bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
+        self.waiting.push(bound, _Waiting(choice, body))
 
     def work_out(self) -> None:
         """Every choice that waits, the most promising first, so that what saving costs is worked out for few."""
@@ -302,7 +321,17 @@ class _Search:
         return BodyCosts(graph, costing(graph, self.cluster, self.job))
 
     def _fitting(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> list[Choice]:
-        return [choice for choice in choices if self._may_fit(choice, body, scale)]
+        """Of each choice, itself if it may fit, or else with the host's memory if that may."""
+        found = []
+        for choice in choices:
+            ways = [choice, *self._with_host(choice)]
+            found += [way for way in ways if self._may_fit(way, body, scale)][:1]
+        return found
+
+    def _with_host(self, choice: Choice) -> list[Choice]:
+        """`choice` with the optimizer on the host, if that is one more way to try."""
+        allowed = self.host_optimizer == "auto" and not choice.host_optimizer and may_use_host(self.cluster)
+        return [replace(choice, host_optimizer=True)] if allowed and steps_once(choice) else []
 
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
         """Whether state and saved values alone, the latter `scale` times those of `body`, fit in some partition; where
@@ -348,6 +377,7 @@ class _Search:
         """
         counts = saved_counts(make_program(choice))
         if not saves and not self._partition_fits(choice, body, counts, kept=True):
+            self._try_host(choice, body)
             return
         limit = self.job.usable_bytes(self.cluster.device)
         lost = 0  # to fragmentation, which only the replay of the allocator shows
@@ -359,11 +389,18 @@ class _Search:
                 missing = candidate.excess_bytes
                 self._exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
                 return
-            found = make_plan(candidate, body, self.reference)
-            missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
-            if missing <= 0:
-                self.plans.append(found.model_copy(update={"job": self.job}))
+            if (missing := host_excess_bytes(candidate.line)) > 0:
+                self._exclude(choice, f"lacks {format_bytes(missing)} of memory on a host", missing)
                 return
+            used = (
+                [with_room_used(candidate)] if choice.host_optimizer and self.host_optimizer == "auto" else []
+            )
+            for one in (*used, candidate):
+                found = make_plan(one, body, self.reference)
+                missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
+                if missing <= 0:
+                    self.plans.append(found.model_copy(update={"job": self.job}))
+                    return
             lost += max(missing, limit // 25)
             if lost > _MOST_FRAGMENTS * limit:
                 self.misses.append(replace(candidate, excess_bytes=missing))
@@ -378,12 +415,20 @@ class _Search:
         fastest = with_cuts(body, choice, start, self.cluster, job)
         if fastest.excess_bytes <= 0:
             return fastest
+        self._try_host(choice, body)
         kept = within_memory(fastest, body)
         if not saves:
             return kept
         saving = least_saving([fastest, kept], body, offload=self.offload, below_s=self._best_seconds())
         fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
+
+    def _try_host(self, choice: Choice, body: BodyCosts) -> None:
+        """What `choice`, which lacks memory, takes with the optimizer on the host is worked out too, once."""
+        for way in self._with_host(choice):
+            if way not in self.tried_on_host:
+                self.tried_on_host.add(way)
+                self._wait(way, body)
 
     def _exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:
         self.excluded.append(

@@ -20,9 +20,10 @@ _LEAST_SHARE = 0.02
 
 
 def described_schedule(plan: Plan) -> str:
-    """The schedule, and whether stages make room by recomputing or offloading."""
+    """The schedule, and whether stages make room by recomputing or offloading (R), or ranks by an optimizer on the
+    host (H)."""
     recomputes = any(policy not in ("keep", StagePolicy()) for policy in plan.memory_policy)
-    return f"{plan.schedule} +R" if recomputes else plan.schedule
+    return plan.schedule + " +R" * recomputes + " +H" * bool(plan.host_optimizer)
 
 
 def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "pp": plan.pp,
         "num_stages": plan.num_stages,
         "schedule": plan.schedule,
+        "host_optimizer": list(plan.host_optimizer),
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
         "microbatch_size": plan.microbatch_size,
         "num_microbatches": plan.num_microbatches,

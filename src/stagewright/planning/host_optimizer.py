@@ -1,0 +1,78 @@
+"""Which ranks put the state of their optimizer on the host: those whose devices have no room for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Literal, get_args
+
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError, nearest
+from stagewright.planning.candidate import Candidate, Choice, make_program
+from stagewright.planning.predict import Pipeline, host_of, rank_memories, reserved_bytes
+from stagewright.schedule import Kind
+
+HostOptimizer = Literal["auto", "never", "always"]
+HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
+
+
+def checked(text: str, cluster: Cluster) -> HostOptimizer:
+    """`text` as a way to use the hosts of `cluster`.
+
+    Raises:
+        InputError: no such way, or it needs what the cluster does not have.
+    """
+    if text not in HOST_OPTIMIZER:
+        raise InputError(
+            f"--host-optimizer {text}{nearest(text, HOST_OPTIMIZER)}: give auto, never or always"
+        )
+    if text == "always":
+        if not cluster.is_homogeneous:
+            raise InputError(
+                f"cluster '{cluster.name}' mixes devices: plans for it have no optimizer on the host; leave out "
+                "--host-optimizer, or name a part of one kind"
+            )
+        host_of(cluster, 0)
+    return text
+
+
+def may_use_host(cluster: Cluster) -> bool:
+    """Whether the devices of `cluster` have a memory of their own, beside that of a host which is described."""
+    return all(group.device.kind != "cpu" and group.host is not None for group in cluster.nodes)
+
+
+def steps_once(choice: Choice) -> bool:
+    """Whether parameters are updated at the end of a batch alone."""
+    return not any(action.kind is Kind.STEP for action in make_program(choice))
+
+
+def with_room_used(candidate: Candidate) -> Candidate:
+    """`candidate`, which fits, with the state of its optimizer back on every device that has room for it."""
+    line = candidate.line
+    limit = line.job.usable_bytes(line.cluster.device)
+    on_devices = replace(line, host_optimizer=frozenset())
+    full = frozenset(
+        memory.rank for memory in rank_memories(on_devices) if reserved_bytes(memory, line.cluster) > limit
+    )
+    mixed = replace(line, host_optimizer=full)
+    memories = tuple(rank_memories(mixed))
+    fullest = max(reserved_bytes(memory, line.cluster) for memory in memories)
+    return replace(candidate, line=mixed, memories=memories, excess_bytes=fullest - limit)
+
+
+def host_excess_bytes(line: Pipeline) -> int:
+    """What the fullest host lacks for the state that `line` puts there; negative for what it has left.
+
+    Ignores: activations that are offloaded, which come and go.
+    """
+    on_node: Counter[int] = Counter()
+    for rank in line.host_optimizer:
+        state = line.resident(rank).host_bytes
+        for member in range(line.first_rank(rank), line.first_rank(rank) + line.dp * line.tp):
+            on_node[line.cluster.node_of(member)] += state
+    return max((total - _usable_bytes(line.cluster, node) for node, total in on_node.items()), default=-1)
+
+
+def _usable_bytes(cluster: Cluster, node: int) -> int:
+    ranks = cluster.ranks_of(node)
+    return len(ranks) * host_of(cluster, ranks[0]).usable_bytes

@@ -1,0 +1,82 @@
+"""Where the state of the optimizer goes: to the host when that is the fastest way to fit, or the only one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.planning.search import plan
+from stagewright.tracing.models.reference import resolve
+
+MODEL = resolve("tiny-llama", {"num_hidden_layers": 4})
+
+
+def with_host(**figures: Any) -> Cluster:
+    cluster = load_cluster("2x-h100")
+    (node,) = cluster.nodes
+    assert node.host is not None
+    host = node.host.model_copy(update=figures)
+    return cluster.model_copy(update={"nodes": (node.model_copy(update={"host": host}),)})
+
+
+def planned(cluster: Cluster, limit: int | None = None, num_samples: int = 16, **options: Any) -> Plan:
+    job = Job(global_batch=num_samples, sequence_length=48, dtype="bf16", memory_limit=limit)
+    return plan(MODEL, cluster, job, pp=2, microbatch=2, schedules=["gpipe"], **options).plans[0]
+
+
+def fullest(item: Plan) -> int:
+    return max(rank.reserved_peak_bytes for rank in item.predictions.ranks)
+
+
+def test_what_fits_stays_on_the_device() -> None:
+    found = planned(with_host())
+    assert found.host_optimizer == () and all(not rank.host_bytes for rank in found.predictions.ranks)
+
+
+def test_always_moves_every_rank_and_costs_its_time() -> None:
+    plain, moved = planned(with_host()), planned(with_host(), host_optimizer="always")
+    assert moved.host_optimizer == (0, 1) and moved.cuts == plain.cuts
+    for before, after in zip(plain.predictions.ranks, moved.predictions.ranks, strict=True):
+        state = before.categories["optimizer"] + before.categories["master"]
+        assert after.allocated_peak_bytes == before.allocated_peak_bytes - state
+        assert after.host_bytes >= state and not after.categories["optimizer"] + after.categories["master"]
+    assert moved.predictions.step_seconds > plain.predictions.step_seconds
+    slow = planned(with_host(memory_bandwidth=1e9), host_optimizer="always").predictions
+    assert slow.step_seconds > 2 * moved.predictions.step_seconds
+
+
+def test_auto_weighs_the_host_against_recomputation() -> None:
+    options: dict[str, Any] = {"num_samples": 64, "offload": False}
+    limit = fullest(planned(with_host(), **options)) - 12 * 2**20
+    quick = planned(with_host(memory_bandwidth=1e13), limit, **options)
+    slow = planned(with_host(memory_bandwidth=1e8), limit, **options)
+    never = planned(with_host(), limit, host_optimizer="never", **options)
+    assert quick.host_optimizer and set(quick.memory_policy) == {"keep"}
+    assert not slow.host_optimizer and set(slow.memory_policy) != {"keep"}
+    assert slow.predictions == never.predictions
+    assert quick.predictions.step_seconds < never.predictions.step_seconds
+
+
+def test_a_job_too_large_for_its_devices_fits_with_their_host_if_that_has_room() -> None:
+    state = sum(
+        rank.categories["parameters"] + rank.categories["gradients"] for rank in planned(with_host()).predictions.ranks
+    )  # fmt: skip
+    limit = 34 * 2**20 + state  # less than half of what is needed with moments and master weights
+    with pytest.raises(PlanError):
+        planned(with_host(), limit, host_optimizer="never")
+    assert fullest(planned(with_host(), limit)) <= limit
+    with pytest.raises(PlanError):
+        planned(with_host(memory_bytes=2**20), limit)
+
+
+def test_a_cluster_without_hosts_says_so() -> None:
+    cluster = load_cluster("2x-h100")
+    bare = cluster.model_copy(update={"nodes": (cluster.nodes[0].model_copy(update={"host": None}),)})
+    assert planned(bare).host_optimizer == ()
+    with pytest.raises(InputError, match="host"):
+        planned(bare, host_optimizer="always")
