@@ -12,7 +12,8 @@ A ratio is ours over theirs: of the largest microbatches, and of the times at th
 A planner that cannot train at all has none.
 
 Run: ``python benchmarks/max_batch.py [--models NAME ...] [--output FILE]`` (the best part of an hour on one
-core; what is worked out is noted in the file of ``--records``, from which a run that was stopped goes on).
+core; what is worked out is noted in the file of ``--records``, from which a run that was stopped goes on;
+``--at-most N`` works out N more).
 """
 
 from __future__ import annotations
@@ -152,15 +153,18 @@ def noted(path: Path) -> list[Record]:
     return [Record(**json.loads(line)) for line in lines]
 
 
-def records(models: Sequence[str], path: Path) -> Iterator[Record]:
-    """All settings: those noted in the file at `path` already, and others, which are noted as they are worked out."""
-    known = noted(path)
+def records(models: Sequence[str], path: Path, at_most: int) -> Iterator[Record]:
+    """All settings: those noted in the file at `path` already, and `at_most` others, noted as they are worked out."""
+    known, num_new = noted(path), 0
     for (num_stages, device), model in itertools.product(itertools.product(NUM_STAGES, DEVICES), models):
         same = [
             one for one in known if (one.model, one.num_stages, one.device) == (model, num_stages, device)
         ]
+        if not same and num_new == at_most:
+            continue
         found = same[0] if same else worked_out(model, num_stages, device)
         if not same:
+            num_new += 1
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(found)) + "\n")
         yield found
@@ -209,12 +213,10 @@ def main() -> None:
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--records", type=Path, default=Path("max_batch.jsonl"), help="to go on from")
-    parser.add_argument("--only-noted", action="store_true", help="report what is noted, work out nothing")
+    parser.add_argument("--at-most", type=int, default=24, help="settings to work out beyond those noted")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    settings = list(
-        noted(arguments.records) if arguments.only_noted else records(arguments.models, arguments.records)
-    )
+    settings = list(records(arguments.models, arguments.records, arguments.at_most))
     planners = [f"- `{one.name}`: {one.what}" for one in STRATEGIES.values()]
     lines = [
         f"# The largest microbatch, {date.today()}",
