@@ -1,13 +1,13 @@
 """What the best plan gains on a model whose head and loss cost as much as several layers.
 
-    python benchmarks/real_gain.py [--rounds 30] [--vocabulary 28672] [--json]
+    python benchmarks/real_gain.py [--rounds 30] [--vocabulary 31744] [--json]
     python benchmarks/real_gain.py --choose
 
 A Gemma-like model of 8 layers, hidden 512, sequence 256, on two local ranks with 8 microbatches. The best plan for this
 machine as it is probed now, against interleaved 1F1B with two chunks a rank and two layers each. Both are held by the same
 processes and take their steps in turn; prints the median of the paired ratios (interleaved over best) and a 95 % bootstrap
-interval. `--choose` measures a layer, and the head with the loss, for a few vocabularies: the default is about the one at
-which they cost four.
+interval. `--choose` measures what the head with the loss costs in layers for a few vocabularies: the default is about the
+one at which they cost four.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 MODEL = "tiny-gemma"
 LAYERS, HIDDEN, LENGTH, MICROBATCHES = 8, 512, 256, 8
-VOCABULARY = 28672
+VOCABULARY = 31744
+VOCABULARIES = (24576, 28672, 31744, 32768)
+CHOICES = 15
 BAR = 1.25
 
 
@@ -111,31 +114,51 @@ def even_layers(like: Any, reference: Any, cluster: Any) -> Any:
 
 
 def choose() -> None:
-    """Seconds of forward and backward of a layer, and of head and loss, by difference of models."""
-    for vocabulary in (16384, 24576, 28672, 32768):
-        small, large = (_step(vocabulary, layers) for layers in (2, 6))
-        layer = (large - small) / 4
-        tiny = _step(64, 2)
-        print(f"vocabulary {vocabulary}: head and loss cost {(small - tiny) / layer:.2f} layers", flush=True)
-
-
-def _step(vocabulary: int, num_layers: int) -> float:
-    """The fastest of some forwards and backwards, in seconds of the processor."""
+    """What the head with the loss costs in layers, for a few vocabularies, in one process of the kind that runs plans."""
     import torch
 
+    from stagewright.execution.heap import keep_freed_memory
+
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    models = [_training_step(num_layers) for num_layers in (2, 6)]
+    heads = {vocabulary: _head_step(vocabulary) for vocabulary in VOCABULARIES}
+    for _ in range(2):
+        for call in (*models, *heads.values()):
+            call()
+    shares: dict[int, list[float]] = {vocabulary: [] for vocabulary in VOCABULARIES}
+    for _ in range(CHOICES):
+        small, large = (_seconds(call) for call in models)
+        for vocabulary, call in heads.items():
+            shares[vocabulary].append(_seconds(call) / ((large - small) / 4))
+    for vocabulary, found in shares.items():
+        low, high = interval(found)
+        print(f"{vocabulary} words: {statistics.median(found):.2f} layers [{low:.2f}, {high:.2f}]")
+
+
+def _training_step(num_layers: int) -> Callable[[], None]:
+    """Forward and backward of a model whose head costs next to nothing."""
     from stagewright.tracing.models.build import build
     from stagewright.tracing.models.reference import resolve
 
-    torch.set_num_threads(1)
-    reference = resolve(MODEL, overrides(vocabulary, num_layers))
-    built = build(reference, 1, LENGTH, "float32", seed=0)
-    taken = []
-    for _ in range(8):
-        built.module.zero_grad(set_to_none=True)
-        start = time.process_time()
-        built.module(**built.inputs).backward()
-        taken.append(time.process_time() - start)
-    return min(taken)
+    built = build(resolve(MODEL, overrides(64, num_layers)), 1, LENGTH, "float32", seed=0)
+    return lambda: built.module(**built.inputs).backward()
+
+
+def _head_step(vocabulary: int) -> Callable[[], None]:
+    """Forward and backward of the head and the loss alone: the table of the embedding is not theirs."""
+    import torch
+
+    head = torch.nn.Linear(HIDDEN, vocabulary, bias=False)
+    hidden = torch.randn(LENGTH, HIDDEN, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (LENGTH,))
+    return lambda: torch.nn.functional.cross_entropy(head(hidden), targets).backward()
+
+
+def _seconds(call: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":
