@@ -14,7 +14,7 @@ import pytest
 import torch
 from plans import make_plan
 
-from stagewright.errors import RunError
+from stagewright.errors import InputError, RunError
 from stagewright.execution.data import TextBatches
 from stagewright.execution.launch import run
 from stagewright.planning.plan import load_plan
@@ -89,7 +89,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from stagewright.execution.launch import run\n"
-        "from stagewright.errors import RunError\n"
+        "from stagewright.errors import InputError, RunError\n"
         "try:\n"
         f"    run({str(tmp_path / 'plan.json')!r}, data={str(TEXT)!r}, steps=100000, out={str(tmp_path / 'run')!r})\n"
         "except RunError as error:\n"
@@ -171,3 +171,22 @@ def test_changed_model_is_refused(tmp_path: Path) -> None:
     changed.save(tmp_path / "plan.json")
     with pytest.raises(RunError, match="plan again"):
         run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu", timeout=60)
+
+
+def test_an_asynchronous_plan_is_refused_before_any_process_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stagewright.execution import launch
+    from stagewright.execution.verification import verify
+    from stagewright.schedule.families import build
+
+    program = build("pipedream", 2, 4)
+    actions = tuple(tuple(map(str, actions)) for actions in program.ranks)
+    plan = make_plan(tmp_path / "plan.json")
+    plan = plan.model_copy(update={"schedule": program.name, "program": actions})
+    plan.save(tmp_path / "plan.json")
+    monkeypatch.setattr(launch, "start_ranks", lambda *arguments: pytest.fail("processes were started"))
+    with pytest.raises(InputError, match=r"'pipedream' updates weights in the middle of a batch.*--schedule"):
+        run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu")
+    with pytest.raises(InputError, match="'pipedream' updates weights"):
+        verify("tiny-llama", plan)

@@ -17,6 +17,7 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution.record import Record, load_record
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
+from stagewright.schedule.action import Action, Kind
 
 
 def run(
@@ -48,12 +49,11 @@ def run(
         What was measured; None on the ranks of a launcher that are not the first.
 
     Raises:
-        InputError: the plan cannot be read.
+        InputError: the plan cannot be read, or is one that is predicted only.
         RunError: a rank failed; names the rank and the action.
     """
     loaded = load_plan(plan)
-    if loaded.job.not_run is not None:
-        raise InputError(f"{plan}: {loaded.job.not_run}")
+    refuse_what_is_not_run(loaded, str(plan))
     folder = (
         Path(out)
         if out is not None
@@ -69,6 +69,21 @@ def run(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _join(arguments, folder)
     return _start(loaded, arguments, folder)
+
+
+def refuse_what_is_not_run(plan: Plan, source: str) -> None:
+    """Before any process is started.
+
+    Raises:
+        InputError: the plan is one that is predicted only; `source` is where it came from.
+    """
+    if plan.job.not_run is not None:
+        raise InputError(f"{source}: {plan.job.not_run}")
+    if any(Action.parse(text).kind is Kind.STEP for actions in plan.program for text in actions):
+        raise InputError(
+            f"{source}: schedule '{plan.schedule}' updates weights in the middle of a batch and keeps several versions of "
+            "them, which is predicted, not run: plan with a schedule that updates once per batch, such as --schedule 1f1b"
+        )
 
 
 def _join(arguments: list[str], folder: Path) -> Record | None:

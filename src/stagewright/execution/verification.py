@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError
 from stagewright.execution.data import SyntheticBatches
-from stagewright.execution.launch import start_ranks
+from stagewright.execution.launch import refuse_what_is_not_run, start_ranks
 from stagewright.execution.random import keyed
 from stagewright.graph import OperatorGraph
 from stagewright.graph.cutting import Cutting
@@ -104,9 +104,10 @@ def verify(
         report: told what is being done.
 
     Raises:
-        InputError: the plan is for another model, or the number of layers does not fit.
+        InputError: the plan is for another model or predicted only, or the number of layers does not fit.
         RunError: a rank failed, or the model cannot be trained plainly.
     """
+    refuse_what_is_not_run(plan, "the plan")
     original = resolve(model, plan.model.overrides)
     if original.digest != plan.model.digest:
         raise InputError(
