@@ -49,7 +49,8 @@ def due_dates(stages, rule, shifts):
     A microbatch follows the one before by the seconds of the busiest rank. So an input gradient goes before
     the forward of a microbatch that is further behind than the stretched time the first one took from one
     to the other: with a larger stretch ranks begin with more forwards. `shifts` are seconds per layer for
-    forwards, then for input gradients.
+    forwards, then for input gradients; then shares per layer by which microbatches follow each other more
+    slowly, for both. So forwards of a rank may run further and further ahead.
     """
     num_stages = len(stages.rank)
     forward, input_grad = np.empty(num_stages), np.empty(num_stages)
@@ -65,7 +66,12 @@ def due_dates(stages, rule, shifts):
     for stage in range(num_stages - 1, -1, -1):
         input_grad[stage] = rule.stretch * at + shifts[1, stages.start[stage]]
         at += stages.input_grad[stage] + stages.hop[stage]
-    return Due(forward, input_grad, load.max())
+    cycle = load.max()
+    pace = np.empty((2, num_stages))
+    for stage in range(num_stages):
+        for row in range(2):
+            pace[row, stage] = cycle * (1.0 + shifts[2 + row, stages.start[stage]])
+    return Due(forward, input_grad, pace[0], pace[1], cycle)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -129,11 +135,16 @@ def anneal(rank_of_layer, is_cut, rule, shifts, tables, batch, num_steps, start_
 
 @numba.njit(cache=True, nogil=True)
 def _shift(shifts, ranks, num_ranks, cycle):
-    """Move due dates of one pass: of a few neighbouring layers, of a rank's layers (all alike, or those near
-    the start one way and those near the end the other), or of all layers from one on."""
+    """Change due dates of one pass: of a few neighbouring layers, of all layers from one on, or of a rank's
+    layers (all alike, or those near the start one way and those near the end the other). Either microbatch 0
+    and with it all others, or the pace of those that follow."""
     num_layers = shifts.shape[1]
     row, layer, kind = np.random.randint(2), np.random.randint(num_layers), np.random.randint(4)
-    by = cycle * np.random.normal() * (2.0 if np.random.random() < 0.3 else 0.3)
+    by = np.random.normal() * (2.0 if np.random.random() < 0.3 else 0.3)
+    if np.random.random() < 0.3:
+        row, by = row + 2, 0.1 * by
+    else:
+        by *= cycle
     if kind == 0:
         shifts[row, layer : min(num_layers, layer + 1 + int(4 * np.random.random() ** 2))] += by
     elif kind == 1:

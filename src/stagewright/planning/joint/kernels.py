@@ -64,10 +64,13 @@ class Rule(NamedTuple):
 
 
 class Due(NamedTuple):
-    """When the passes of microbatch 0 should run at each stage; each further one `cycle` later."""
+    """When the passes of microbatch 0 should run at each stage, and by how much later each further one;
+    `cycle` is the seconds of the busiest rank."""
 
     forward: Floats
     input_grad: Floats
+    forward_pace: Floats
+    input_grad_pace: Floats
     cycle: float
 
 
@@ -165,9 +168,9 @@ def list_schedule(stages, num_microbatches, rule, window, due, give_up_s):
         left -= 1
         user, at = -1, np.inf
         if kind == FORWARD:
-            user, at = _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, due.cycle)
+            user, at = _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, due)
         elif kind == INPUT_GRAD:
-            user, at = _run_input_grad(rank, member, stage, now, stages, clocks, due.cycle)
+            user, at = _run_input_grad(rank, member, stage, now, stages, clocks, due)
         else:
             clocks.num_weight_grad[stage] += 1
             clocks.num_waiting[rank] -= 1
@@ -250,12 +253,13 @@ def _pick(rank, now, stages, clocks, rule, window, tests):
             if at < later and _is_admitted(rank, stages.members[member], stages, clocks, window):
                 later = at
         elif tests and _is_unhidden(FORWARD, stages.members[member], rank, stages, clocks):
-            if _is_better_forward(member, held_forward, stages, clocks, rule):
-                if _is_admitted(rank, stages.members[member], stages, clocks, window):
-                    held_forward = member
-        elif _is_better_forward(member, forward, stages, clocks, rule):
-            if _is_admitted(rank, stages.members[member], stages, clocks, window):
-                forward = member
+            better = _is_better_forward(member, held_forward, stages, clocks, rule)
+            if better and _is_admitted(rank, stages.members[member], stages, clocks, window):
+                held_forward = member
+        elif _is_better_forward(member, forward, stages, clocks, rule) and _is_admitted(
+            rank, stages.members[member], stages, clocks, window
+        ):
+            forward = member
     return Pick(forward, input_grad, held_forward, held_input_grad, later)
 
 
@@ -349,13 +353,13 @@ def _oldest_weight_grad(rank, stages, clocks):
 
 
 @_helper
-def _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, cycle):
+def _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, due):
     """Run the next forward of `stage`; return the rank that it may wake, or -1, and when."""
     m = clocks.num_forward[stage]
     end = now + stages.forward[stage]
     clocks.forward_end[stage, m] = end
     clocks.num_forward[stage] = m + 1
-    clocks.forward_due[member] += cycle
+    clocks.forward_due[member] += due.forward_pace[stage]
     clocks.memory[rank] += stages.saved[stage]
     clocks.free[rank] = end
     if stage > 0:
@@ -376,13 +380,13 @@ def _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, cyc
 
 
 @_helper
-def _run_input_grad(rank, member, stage, now, stages, clocks, cycle):
+def _run_input_grad(rank, member, stage, now, stages, clocks, due):
     """Run the next input gradient of `stage`; return the rank that it may wake, or -1, and when."""
     m = clocks.num_input_grad[stage]
     end = now + stages.input_grad[stage]
     clocks.input_grad_end[stage, m] = end
     clocks.num_input_grad[stage] = m + 1
-    clocks.input_grad_due[member] += cycle
+    clocks.input_grad_due[member] += due.input_grad_pace[stage]
     clocks.num_waiting[rank] += 1
     clocks.memory[rank] -= stages.saved[stage] - stages.held[stage]
     clocks.free[rank] = end

@@ -16,7 +16,7 @@ ADAPTIS = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, True, 0.0)
 @dataclass(frozen=True, eq=False)
 class Policy:
     """A rule, and by how many seconds the due dates of each layer's forwards (row 0) and input gradients
-    (row 1) are shifted."""
+    (row 1) are shifted, and by which share of a cycle further apart those of two microbatches are (rows 2 and 3)."""
 
     rule: Rule
     shifts: Floats
@@ -24,4 +24,4 @@ class Policy:
     @classmethod
     def of(cls, rule: Rule, num_layers: int) -> Policy:
         """The rule with no due date shifted."""
-        return cls(rule, np.zeros((2, num_layers)))
+        return cls(rule, np.zeros((4, num_layers)))

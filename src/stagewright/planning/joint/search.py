@@ -171,7 +171,7 @@ class _Search:
         """Fill the pool with the starts under all rules."""
         fitting = (each.layout for each in self.baselines if each.fits)
         layouts = dict.fromkeys([*starts(self.problem, self.packing), *fitting])
-        shifts = np.zeros((2, self.problem.layers.num_layers))
+        shifts = np.zeros((4, self.problem.layers.num_layers))
         states = [
             State(np.inf, layout.rank_of_layer(), layout.is_cut(), _rule(stretch), shifts)
             for layout in layouts
