@@ -14,7 +14,7 @@ from stagewright.estimation.megatron import Layout, MegatronStack, Shape
 from stagewright.estimation.megatron.fusion import Fusion
 from stagewright.estimation.megatron.layer import Layers
 from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, StageSeconds
-from stagewright.planning.configure.lineup import has_equal_nodes, kinds_of_ranks
+from stagewright.planning.configure.lineup import has_equal_nodes, kinds_of_ranks, node_of_ranks
 from stagewright.schedule import FAMILIES, Placement, Program, build
 from stagewright.simulation import EncodedProgram, StageCosts, Timeline, encode, simulate
 
@@ -109,8 +109,8 @@ class Run:
 
     def _gathered_seconds(self, num_bytes: float, a: int, b: int) -> float:
         """Until the tensor-parallel devices of a rank have put together what came in parts."""
-        width = self.cluster.num_devices // self.layout.pp
-        crosses = self.cluster.node_of(a * width) != self.cluster.node_of(b * width)
+        width, nodes = self.cluster.num_devices // self.layout.pp, node_of_ranks(self.cluster)
+        crosses = nodes[a * width] != nodes[b * width]
         wait = self.fusion.scattered_wait_s if crosses else 0.0
         return wait + all_gather_seconds(self.cluster, num_bytes, self.group("tp", b))
 
@@ -119,14 +119,16 @@ class Run:
         equal."""
         cluster, layout = self.cluster, self.layout
         width = layout.tp * layout.cp * layout.dp
-        replicas = range(0, 1 if has_equal_nodes(cluster) else width, layout.tp)
-        slowest = 0.0
-        for replica in replicas:
-            source, target = a * width + replica, b * width + replica
-            # As many devices of a node send at once as belong to one stage.
-            flows = min(width, len(cluster.ranks_of(cluster.node_of(source))))
-            slowest = max(slowest, cluster.link_between(source, target, flows).seconds(num_bytes))
-        return slowest
+        nodes, by_rank = node_of_ranks(cluster), cluster.measured is not None
+        pairs: dict[tuple[int, int], tuple[int, int]] = {}
+        for replica in range(0, 1 if has_equal_nodes(cluster) else width, layout.tp):
+            ends = a * width + replica, b * width + replica
+            pairs.setdefault(ends if by_rank else (nodes[ends[0]], nodes[ends[1]]), ends)
+        # As many devices of a node send at once as belong to one stage.
+        return max(
+            cluster.link_between(*ends, min(width, len(cluster.ranks_of(nodes[ends[0]])))).seconds(num_bytes)
+            for ends in pairs.values()
+        )
 
     def parameters(self, placed: Placement) -> tuple[tuple[int, int], ...]:
         """Per pipeline rank on one device: parameters of experts, and the others."""

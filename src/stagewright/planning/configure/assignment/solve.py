@@ -9,7 +9,7 @@ from stagewright.planning.configure.assignment.kernels import anneal, best_permu
 from stagewright.planning.configure.assignment.problem import Assignment, Grid, Ints
 
 _ALL_ORDERS = 8
-_STEPS_TIMES_UNITS, _FEWEST_STEPS = 10_000_000, 100_000
+_STEPS_TIMES_UNITS, _FEWEST_STEPS = 40_000_000, 200_000
 _DESCENT = 128
 """Units up to which every neighbour is looked at."""
 _WINDOW = 6
@@ -50,5 +50,5 @@ def _repaired(grid: Grid, order: Ints, generator: np.random.Generator) -> Ints:
     order = descend(order, *grid.arrays)
     for _ in range(2 * grid.num_units):
         places = generator.permutation(grid.num_units)[:_WINDOW].astype(np.int64)
-        order = best_permutation(order, places, *grid.arrays)
+        order = best_permutation(order, places, np.sort(order[places]), *grid.arrays)
     return descend(order, *grid.arrays)
