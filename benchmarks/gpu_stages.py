@@ -135,7 +135,11 @@ def _memory(
     torch.cuda.synchronize()
     return [
         ("active peak bytes", predicted, torch.cuda.max_memory_allocated()),
-        ("reserved peak bytes", reserved_bytes(memory, cluster) - absent, torch.cuda.max_memory_reserved()),
+        (
+            "reserved peak bytes",
+            reserved_bytes(memory, cluster.device) - absent,
+            torch.cuda.max_memory_reserved(),
+        ),
     ]
 
 

@@ -127,7 +127,7 @@ def replay_row(model: str, schedule: str) -> str:
         found = fit(line, body)
         if found is None:
             continue
-        spare = [allocatable_bytes(asked, CLUSTER) - m.peak_bytes for m in rank_memories(found.line)]
+        spare = [allocatable_bytes(asked, CLUSTER.device) - m.peak_bytes for m in rank_memories(found.line)]
         over += min(spare) < 0
         slacks.append(min(spare) / (most - saved))
     listed = f"{min(slacks):.2%} | {np.mean(slacks):.2%}" if slacks else "- | -"

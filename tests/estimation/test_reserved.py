@@ -57,4 +57,4 @@ def test_predictions_hold_what_fragmentation_takes() -> None:
     memories = rank_memories(line)
     reserved = reserved_peaks(line, memories)
     for memory, found in zip(memories, reserved, strict=True):
-        assert found >= reserved_bytes(memory, line.cluster) > memory.peak_bytes
+        assert found >= reserved_bytes(memory, line.cluster.device) > memory.peak_bytes

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from itertools import combinations
+
 import pytest
 
-from stagewright.cluster import Cluster, load_cluster
+from stagewright.cluster import Cluster, arranged, load_cluster
 from stagewright.errors import InputError
+from stagewright.estimation.stages import BodyCosts
 from stagewright.planning import search
+from stagewright.planning.candidate import Choice, in_flight, with_cuts
+from stagewright.planning.cutting.bisection import bottleneck
+from stagewright.planning.cutting.leaves import Leaves
+from stagewright.planning.cutting.line import known_ranges, terms_of
+from stagewright.planning.cutting.refine import best_partition
 from stagewright.planning.job import Job
+from stagewright.planning.mixed import balanced_cuts
 from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.predict import bodies_of, costing
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
 
 JOB = Job(global_batch=16, sequence_length=512, dtype="bf16")
 
@@ -43,7 +57,9 @@ def test_the_fast_device_has_twice_the_work(mixed: Cluster, tmp_path) -> None:
         stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
         for stage in plan.predictions.stages
     ]
-    assert max(work) < 1.1 * min(work)  # all are busy, though one is fast
+    assert max(work) < 1.4 * min(
+        work
+    )  # all are busy, though one is fast; narrow boundaries are worth some of it
     sizes = [stage.stop - stage.start for stage in plan.predictions.stages]
     others = [size for rank, size in enumerate(sizes) if rank != position]
     assert sizes[position] > 1.4 * max(others)
@@ -62,3 +78,55 @@ def test_unequal_stages_beat_equal_ones(mixed: Cluster) -> None:
 def test_what_mixed_plans_do_not_have_is_said(mixed: Cluster) -> None:
     with pytest.raises(InputError, match="mixes devices"):
         search.plan("gpt2", mixed, JOB, zero=3)
+
+
+def with_memory(cluster: Cluster, *limits: int) -> Cluster:
+    """`cluster` whose kinds of nodes have devices with so much memory to use."""
+    nodes = []
+    for group, limit in zip(cluster.nodes, limits, strict=True):
+        memory = (limit + group.device.context_bytes) / (1 - group.device.reserve_fraction) + 1
+        device = group.device.model_copy(update={"memory_bytes": int(memory)})
+        nodes.append(group.model_copy(update={"device": device}))
+    return Cluster(name=cluster.name, nodes=tuple(nodes))
+
+
+def test_every_rank_has_the_memory_of_its_own_device(mixed: Cluster) -> None:
+    """The fast device has too little for its even share of the time; slow ones have all that it lacks."""
+    free = best(mixed)
+    fast = free.devices.index(2)
+    needed = [rank.reserved_peak_bytes for rank in free.predictions.ranks]
+    tight = with_memory(mixed, 4 * max(needed), int(0.7 * needed[fast]))
+    found = best(tight)
+    fast = found.devices.index(2)
+    peaks = [rank.reserved_peak_bytes for rank in found.predictions.ranks]
+    assert peaks[fast] <= tight.device_of(2).usable_bytes < needed[fast]
+    assert free.predictions.step_seconds < found.predictions.step_seconds
+    assert found.predictions.lower_bound_seconds < found.predictions.step_seconds
+
+
+def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -> None:
+    """By the costs of ranges: the found cuts' slowest stage, with what it must give up, is the least of all cuts."""
+    graph = trace(resolve("tiny-llama", {"num_hidden_layers": 2}), 2, **JOB.traced("cuda"))
+    for order in ((0, 1, 2), (2, 0, 1)):
+        cluster = arranged(mixed, order)
+        body = BodyCosts(graph, costing(graph, cluster, JOB))
+        ranges = known_ranges(body)
+        ranges = replace(ranges, legal=ranges.legal[::2])
+        choice = Choice(1, 3, 2, 8, "1f1b")
+        line = with_cuts(body, choice, balanced_cuts(bodies_of(body, cluster, 3, 1)), cluster, JOB).line
+        ends = [*(stage.start for stage in line.stages), body.size]
+        known = terms_of(line, body, in_flight(line.program))
+        assert [one.slowness < 0.6 for one in known] == [device == 2 for device in order]
+        demands = [Leaves(ranges, known).demand(rank, *ends[rank : rank + 2]) for rank in range(3)]
+        for fast, slow in ((1.0, 1.0), (0.8, 1.5), (1.5, 0.9)):  # what they have of what they would need
+            limits = [
+                demand * (fast if device == 2 else slow)
+                for demand, device in zip(demands, order, strict=True)
+            ]
+            terms = known
+            terms = [one.with_capacity(limit) for one, limit in zip(terms, limits, strict=True)]
+            leaves = Leaves(ranges, terms)
+            found = best_partition(leaves)
+            wanted = min(bottleneck(leaves, cuts) for cuts in combinations(ranges.legal.tolist(), 2))
+            assert math.isfinite(wanted), "or there would be nothing to compare"
+            assert found is not None and bottleneck(leaves, found.cuts) <= 1.01 * wanted

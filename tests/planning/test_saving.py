@@ -40,7 +40,7 @@ def line_of(schedule: str, limit: int | None = None) -> Pipeline:
 
 
 def fullest(line: Pipeline) -> int:
-    return max(reserved_bytes(memory, CLUSTER) for memory in rank_memories(line))
+    return max(reserved_bytes(memory, CLUSTER.device) for memory in rank_memories(line))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "breadth-first", "interleaved-1f1b"])

@@ -105,10 +105,10 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
     from stagewright.planning.predict import rank_memories, reserved_bytes
     from stagewright.units import format_bytes
 
-    limit = plan.job.usable_bytes(line.cluster.device)
     memories = rank_memories(line)
     for memory, predicted in zip(memories, plan.predictions.ranks, strict=True):
-        needed = reserved_bytes(memory, line.cluster)
+        device = line.device_of(memory.rank)
+        needed, limit = reserved_bytes(memory, device), plan.job.usable_bytes(device)
         if needed > limit:
             raise PlanError(
                 f"rank {memory.rank} needs {format_bytes(needed)} at {memory.at}, "
@@ -120,4 +120,5 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
                 f"{format_bytes(predicted.allocated_peak_bytes)}: plan again"
             )
     fullest = max(memories, key=lambda memory: memory.peak_bytes)
+    limit = plan.job.usable_bytes(line.device_of(fullest.rank))
     return f"at most {format_bytes(fullest.peak_bytes)} (rank {fullest.rank}) of {format_bytes(limit)}"

@@ -138,6 +138,11 @@ class Cluster(SourcedModel):
         return all(group.device == self.nodes[0].device for group in self.nodes)
 
     @property
+    def kind(self) -> Literal["cuda", "cpu"]:
+        """The type of devices whose kernels a model is traced with: that of accelerators if there are any."""
+        return "cuda" if any(group.device.kind == "cuda" for group in self.nodes) else "cpu"
+
+    @property
     def device(self) -> Device:
         """The one device of a homogeneous cluster; raises `InputError` for a mixed one (use `device_of`)."""
         if not self.is_homogeneous:

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.cluster import Device
 from stagewright.estimation.memory import StageMemory
 from stagewright.estimation.state import Precision
 from stagewright.estimation.time import Costing
@@ -88,6 +89,15 @@ class BodyCosts:
         self.graph = graph
         self.costing = costing
         self.size = len(graph.body)
+        self._elsewhere: dict[Device, BodyCosts] = {costing.device: self}
+
+    def on(self, device: Device) -> BodyCosts:
+        """The same graph on another kind of device."""
+        if device not in self._elsewhere:
+            known = self.costing
+            there = Costing(self.graph, device, known.cluster, known.products, compiled=bool(known.fusions))
+            self._elsewhere[device] = BodyCosts(self.graph, there)
+        return self._elsewhere[device]
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:

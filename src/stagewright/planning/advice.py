@@ -21,7 +21,7 @@ def misses_memory(best: Candidate, job: Job) -> PlanError:
     cluster = best.line.cluster
     fullest = max(best.memories, key=lambda memory: memory.peak_bytes)
     limit = job.usable_bytes(cluster.device)
-    needed = reserved_bytes(fullest, cluster)
+    needed = reserved_bytes(fullest, cluster.device)
     allowance = (
         "the memory limit" if job.memory_limit is not None else f"what a {cluster.device.name} can give"
     )

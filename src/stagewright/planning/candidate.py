@@ -239,8 +239,7 @@ def under_program(line: Pipeline, choice: Choice, program: Program) -> Pipeline:
 def of_line(choice: Choice, line: Pipeline) -> Candidate:
     """`line`, whose stages keep or recompute everything, with the memory of its ranks."""
     memories = tuple(rank_memories(line))
-    fullest = max(reserved_bytes(memory, line.cluster) for memory in memories)
-    excess = fullest - line.job.usable_bytes(line.cluster.device)
+    excess = line.missing_bytes(memories)
     cuts = tuple(stage.start for stage in line.stages[1:])
     return Candidate(choice, line, cuts, memories, excess, _named(policies(line.program)))
 
@@ -267,13 +266,11 @@ def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True)
     fitted = fit(plain.line, body, offload=offload)
     if fitted is None:
         return None
-    limit = plain.line.job.usable_bytes(plain.line.cluster.device)
-    fullest = max(reserved_bytes(memory, plain.line.cluster) for memory in fitted.memories)
     return replace(
         plain,
         line=fitted.line,
         memories=fitted.memories,
-        excess_bytes=fullest - limit,
+        excess_bytes=fitted.line.missing_bytes(fitted.memories),
         memory_policy=fitted.memory_policy,
     )
 
@@ -300,16 +297,16 @@ def least_saving(
 
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
-    program, cluster = tried.line.program, tried.line.cluster
+    program = tried.line.program
     counts = saved_counts(program)
     ends = np.array([0, *tried.cuts, body.size])
     share = tried.choice.state_share(Precision.of(job.torch_name))
     known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
-    limit = job.usable_bytes(cluster.device)
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
         stages = program.placement.stages_of(memory.rank)
-        spare = limit - reserved_bytes(memory, cluster)
+        device = tried.line.device_of(memory.rank)
+        spare = job.usable_bytes(device) - reserved_bytes(memory, device)
         for stage in stages:
             allowed[stage] = float(known[stage]) + spare / len(stages)
     return MemoryBudget(allowed, counts, share)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
 from stagewright.planning.candidate import Candidate, Choice, make_program
-from stagewright.planning.predict import Pipeline, host_of, rank_memories, reserved_bytes
+from stagewright.planning.predict import Pipeline, host_of, rank_memories
 from stagewright.schedule import Kind
 
 HostOptimizer = Literal["auto", "never", "always"]
@@ -49,15 +49,13 @@ def steps_once(choice: Choice) -> bool:
 def with_room_used(candidate: Candidate) -> Candidate:
     """`candidate`, which fits, with the state of its optimizer back on every device that has room for it."""
     line = candidate.line
-    limit = line.job.usable_bytes(line.cluster.device)
     on_devices = replace(line, host_optimizer=frozenset())
     full = frozenset(
-        memory.rank for memory in rank_memories(on_devices) if reserved_bytes(memory, line.cluster) > limit
+        memory.rank for memory in rank_memories(on_devices) if on_devices.missing_bytes([memory]) > 0
     )
     mixed = replace(line, host_optimizer=full)
     memories = tuple(rank_memories(mixed))
-    fullest = max(reserved_bytes(memory, line.cluster) for memory in memories)
-    return replace(candidate, line=mixed, memories=memories, excess_bytes=fullest - limit)
+    return replace(candidate, line=mixed, memories=memories, excess_bytes=mixed.missing_bytes(memories))
 
 
 def host_excess_bytes(line: Pipeline) -> int:

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 
-from stagewright.cluster import Cluster, Device, arranged
-from stagewright.errors import InputError, PlanError
-from stagewright.estimation.memory import StageMemory
-from stagewright.estimation.stages import BodyCosts, summarise
+from stagewright.cluster import Cluster, arranged
+from stagewright.errors import PlanError
+from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.graph.stage import carve
-from stagewright.planning.candidate import Candidate, Choice, make_plan, make_program, policies
+from stagewright.planning.candidate import Candidate, Choice, least_saving, make_plan, with_cuts
 from stagewright.planning.job import Job
 from stagewright.planning.partition import Floats, Ints
 from stagewright.planning.plan import ClusterSection, Plan
-from stagewright.planning.predict import Pipeline, costing, rank_memories, reserved_bytes
+from stagewright.planning.predict import bodies_of, costing, run_timeline
 from stagewright.planning.widths import microbatch_sizes, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference
 
 Report = Callable[[str], None]
+Recompute = Literal["auto", "none", "full"]
 
 ONE_STAGE_EACH = ("1f1b", "gpipe")
 """Schedules that are tried."""
+
+
+_TRIALS = 3
+"""How often memory is left free for fragmentation before a configuration is given up."""
 
 
 def plan_mixed(
@@ -36,14 +41,17 @@ def plan_mixed(
     pp: int | None = None,
     dp: int | None = None,
     microbatch: int | None = None,
+    recompute: Recompute = "auto",
+    offload: bool = True,
     report: Report = lambda stage: None,
     trace: Callable[..., OperatorGraph] = cached_trace,
 ) -> list[Plan]:
     """Plans of `reference` on a cluster of several kinds of devices, fastest first: one stage per pipeline rank, cut so
     that the slowest rank is as fast as can be by the costs on its own devices.
 
-    Devices of a kind are next to each other in the pipeline, the fast ones first or last. Ignores: recomputation,
-    offloading, layers shared by ranks, and that larger devices could keep more: every rank must fit the least memory.
+    Devices of a kind are next to each other in the pipeline, the fast ones first or last. Every rank has the memory of its
+    own device; where that is not enough, cuts move and ranks recompute and offload as on equal devices. Ignores: layers
+    shared by ranks; what replicas could share out.
 
     Raises:
         InputError: widths or a device that cannot be used.
@@ -54,15 +62,15 @@ def plan_mixed(
     missing: list[int] = []
     for size in microbatch_sizes(widths, job, microbatch):
         report(f"tracing microbatches of {size}")
-        graph = trace(reference, size, report=report, **job.traced(cluster.nodes[0].device.kind))
-        bodies = _bodies(graph, cluster, job)
+        graph = trace(reference, size, report=report, **job.traced(cluster.kind))
+        body = BodyCosts(graph, costing(graph, cluster, job))
         for num_replicas, num_stages in widths:
             count, rest = divmod(job.global_batch // num_replicas, size)
             for schedule in () if rest else schedules:
-                choice = Choice(num_replicas, num_stages, size, count, schedule, False)
+                choice = Choice(num_replicas, num_stages, size, count, schedule, recompute == "full")
                 report(str(choice))
-                for order in _orders(cluster, bodies):
-                    made = _planned(reference, cluster, job, choice, bodies, order)
+                for order in _orders(cluster, body):
+                    made = _planned(reference, body, choice, cluster, order, job, recompute, offload)
                     if isinstance(made, Plan):
                         found.append(made)
                     else:
@@ -77,83 +85,87 @@ def plan_mixed(
     return sorted(found, key=lambda one: one.predictions.step_seconds)
 
 
-def _bodies(graph: OperatorGraph, cluster: Cluster, job: Job) -> dict[Device, BodyCosts]:
-    """The costs of the model on each kind of device."""
-    kinds = dict.fromkeys(group.device for group in cluster.nodes)
-    return {kind: BodyCosts(graph, costing(graph, _all_of(cluster, kind), job)) for kind in kinds}
-
-
-def _all_of(cluster: Cluster, device: Device) -> Cluster:
-    """`cluster` with its own links, as if every device were `device`."""
-    nodes = tuple(group.model_copy(update={"device": device}) for group in cluster.nodes)
-    return cluster.model_copy(update={"nodes": nodes})
-
-
-def _orders(cluster: Cluster, bodies: dict[Device, BodyCosts]) -> list[tuple[int, ...]]:
+def _orders(cluster: Cluster, body: BodyCosts) -> list[tuple[int, ...]]:
     """Devices by rank: the fastest kind first, and last."""
-    speed = {kind: float(body.seconds[-1]) for kind, body in bodies.items()}
+    kinds = {group.device for group in cluster.nodes}
+    seconds = {kind: float(body.on(kind).seconds[-1]) for kind in kinds}
     ranks = range(cluster.num_devices)
-    fast_first = sorted(ranks, key=lambda rank: (speed[cluster.device_of(rank)], rank))
-    slow_first = sorted(ranks, key=lambda rank: (-speed[cluster.device_of(rank)], rank))
+    fast_first = sorted(ranks, key=lambda rank: (seconds[cluster.device_of(rank)], rank))
+    slow_first = sorted(ranks, key=lambda rank: (-seconds[cluster.device_of(rank)], rank))
     return list(dict.fromkeys((tuple(fast_first), tuple(slow_first))))
 
 
 def _planned(
     reference: ModelReference,
-    cluster: Cluster,
-    job: Job,
+    body: BodyCosts,
     choice: Choice,
-    bodies: dict[Device, BodyCosts],
+    cluster: Cluster,
     order: tuple[int, ...],
+    job: Job,
+    recompute: Recompute,
+    offload: bool,
 ) -> Plan | int:
-    """The plan of a choice on devices in `order`, or the bytes that its fullest rank lacks."""
-    kinds = [_slowest(cluster, order, rank, choice.dp, bodies) for rank in range(choice.pp)]
-    cuts = balanced_cuts([bodies[kind] for kind in kinds])
-    program = make_program(choice)
-    alike = arranged(_all_of(cluster, _weakest(cluster, bodies)), order)
-    memories = tuple(StageMemory(stage) for stage in carve(bodies[kinds[0]].graph, cuts, policies(program)))
-    summaries = tuple(
-        summarise(memory, bodies[kind].costing) for memory, kind in zip(memories, kinds, strict=True)
-    )
-    line = Pipeline(memories, summaries, program, alike, job, choice.dp)
-    replayed = tuple(rank_memories(line))
-    missing = max(reserved_bytes(memory, alike) for memory in replayed) - job.usable_bytes(alike.device)
-    if missing > 0:
-        return missing
-    one = Candidate(choice, line, tuple(cuts), replayed, missing, ("keep",) * choice.pp)
-    made = make_plan(one, bodies[alike.device], reference)
-    peaks = [
-        cluster.device_of(rank).peak_flops.get(job.computed_in) or 0.0 for rank in range(cluster.num_devices)
-    ]
-    alike_peak = (alike.device.peak_flops.get(job.computed_in) or 0.0) * len(peaks)
-    mfu = made.predictions.mfu * alike_peak / sum(peaks)
-    return made.model_copy(
-        update={
-            "cluster": ClusterSection.of(cluster),
-            "devices": order,
-            "predictions": made.predictions.model_copy(update={"mfu": mfu}),
-        }
-    )
-
-
-def _slowest(
-    cluster: Cluster, order: tuple[int, ...], rank: int, num_replicas: int, bodies: dict[Device, BodyCosts]
-) -> Device:
-    """The kind that the replicas of a pipeline rank wait for."""
-    kinds = {cluster.device_of(device) for device in order[rank * num_replicas : (rank + 1) * num_replicas]}
-    return max(kinds, key=lambda kind: float(bodies[kind].seconds[-1]))
-
-
-def _weakest(cluster: Cluster, bodies: dict[Device, BodyCosts]) -> Device:
-    """The slowest kind, with the memory of the smallest."""
-    slowest = max(bodies, key=lambda kind: float(bodies[kind].seconds[-1]))
-    smallest = min(bodies, key=lambda kind: kind.usable_bytes)
-    if smallest.usable_bytes < slowest.usable_bytes:
-        raise InputError(
-            f"cluster '{cluster.name}': '{slowest.name}' is slower than '{smallest.name}' but has more memory: give both "
-            "the lesser memory, e.g. with --memory-limit and memory_bytes in the cluster file"
+    """The plan of a choice on devices in `order`, with room for what the allocators lose, or the bytes that its fullest rank
+    lacks."""
+    lost = missing = 0
+    for _ in range(_TRIALS):
+        within = arranged(_with_less_memory(cluster, lost), order)
+        asked = (
+            job
+            if job.memory_limit is None
+            else job.model_copy(update={"memory_limit": job.memory_limit - lost})
         )
-    return slowest
+        one = _candidate(body, choice, within, asked, recompute, offload)
+        if one.excess_bytes > 0:
+            return one.excess_bytes
+        made = make_plan(one, body, reference)
+        devices = [one.line.device_of(rank) for rank in range(choice.pp)]
+        missing = max(
+            rank.reserved_peak_bytes - asked.usable_bytes(device) - lost
+            for rank, device in zip(made.predictions.ranks, devices, strict=True)
+        )
+        if missing <= 0:
+            bound = {"lower_bound_seconds": _bound(body, choice, arranged(cluster, order))}
+            predictions = made.predictions.model_copy(update=bound)
+            section = ClusterSection.of(cluster)
+            return made.model_copy(
+                update={"cluster": section, "devices": order, "job": job, "predictions": predictions}
+            )
+        lost += missing
+    return missing
+
+
+def _with_less_memory(cluster: Cluster, num_bytes: int) -> Cluster:
+    """`cluster` whose devices all may use `num_bytes` less."""
+    if not num_bytes:
+        return cluster
+    nodes = []
+    for group in cluster.nodes:
+        less = math.ceil(num_bytes / (1 - group.device.reserve_fraction))
+        device = group.device.model_copy(update={"memory_bytes": group.device.memory_bytes - less})
+        nodes.append(group.model_copy(update={"device": device}))
+    figures = {name: getattr(cluster, name) for name in Cluster.model_fields}
+    return Cluster(**{**figures, "nodes": tuple(nodes)})
+
+
+def _candidate(
+    body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, recompute: Recompute, offload: bool
+) -> Candidate:
+    """The partition of least bottleneck by the costs on every rank's own device, or one with narrower boundaries or that
+    gives up as little as its ranks must: what is fastest of those that fit."""
+    bodies = bodies_of(body, cluster, choice.pp, choice.dp)
+    plain = with_cuts(body, choice, balanced_cuts(bodies), cluster, job)
+    if recompute != "auto":
+        return plain
+    saving = least_saving([plain], body, offload=offload)
+    fitting = [one for one in (plain, saving) if one is not None and one.excess_bytes <= 0]
+    return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=plain)
+
+
+def _bound(body: BodyCosts, choice: Choice, cluster: Cluster) -> float:
+    """No partition is faster: every rank works all the time, each at the speed of its own device."""
+    bodies = bodies_of(body, cluster, choice.pp, choice.dp)
+    return choice.num_microbatches / sum(1 / float(one.seconds[-1]) for one in bodies)
 
 
 def balanced_cuts(bodies: Sequence[BodyCosts]) -> list[int]:

@@ -61,9 +61,9 @@ class ClusterSection(StrictModel):
 
     @property
     def kind(self) -> str:
-        """Type of the devices, ``cuda`` or ``cpu``; a GPU's where the section does not say."""
+        """``cuda`` or ``cpu``, whose kernels the model is traced with; a GPU's where the section does not say."""
         known = self.description is not None or is_catalog_name(self.name)
-        return self.load().nodes[0].device.kind if known else "cuda"
+        return self.load().kind if known else "cuda"
 
     def load(self) -> Cluster:
         """The cluster as described; without a description the one of that name in the catalog.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -105,6 +105,21 @@ class Pipeline:
         """The first of the global ranks that hold the stages of a pipeline rank."""
         return pipeline_rank * self.dp * self.tp
 
+    def device_of(self, pipeline_rank: int) -> Device:
+        """What a pipeline rank computes on; of replicas on several kinds, the one with the least memory."""
+        if self.cluster.is_homogeneous:
+            return self.cluster.device
+        kinds = {self.cluster.device_of(rank) for rank in self.replicas(pipeline_rank)}
+        return min(kinds, key=lambda device: device.usable_bytes)
+
+    def missing_bytes(self, memories: Iterable[RankMemory]) -> int:
+        """What the rank that lacks most memory lacks; negative for what the fullest has left."""
+        return max(
+            reserved_bytes(memory, device) - self.job.usable_bytes(device)
+            for memory in memories
+            for device in (self.device_of(memory.rank),)
+        )
+
     def stages_of(self, pipeline_rank: int) -> list[Stage]:
         return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
 
@@ -120,20 +135,36 @@ def pipeline(
 ) -> Pipeline:
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
     memories = tuple(StageMemory(stage) for stage in carve(body.graph, cuts, policies))
-    summaries = tuple(summarise(memory, body.costing) for memory in memories)
     shared = parallelism(body.graph)
-    return Pipeline(memories, summaries, program, cluster, job, dp, tp=shared.size if shared else 1)
+    tp = shared.size if shared else 1
+    bodies = bodies_of(body, cluster, program.num_ranks, dp * tp)
+    placed = program.placement.rank_of_stage
+    summaries = tuple(summarise(memory, bodies[placed[memory.stage.index]].costing) for memory in memories)
+    return Pipeline(memories, summaries, program, cluster, job, dp, tp=tp)
+
+
+def bodies_of(body: BodyCosts, cluster: Cluster, num_ranks: int, width: int) -> list[BodyCosts]:
+    """The costs of the model on every pipeline rank, each of `width` devices, the slowest of which is waited for."""
+    if cluster.is_homogeneous:
+        return [body] * num_ranks
+    kinds = [
+        {cluster.device_of(device) for device in range(rank * width, (rank + 1) * width)}
+        for rank in range(num_ranks)
+    ]
+    return [max(map(body.on, found), key=lambda one: float(one.seconds[-1])) for found in kinds]
 
 
 def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
-    """Costs of the operators of `graph` as `job` computes them on the devices of `cluster`.
+    """Costs of the operators of `graph` as `job` computes them on the devices of `cluster`, the first where they are of
+    several kinds.
 
     Raises:
-        InputError: the device has no figures for the precision of the job's products.
+        InputError: a device has no figures for the precision of the job's products.
     """
     if job.products is not None:
-        cluster.device.matmul_flops(job.products)
-    return Costing(graph, cluster.device, cluster, job.products, job.compiled)
+        for group in cluster.nodes:
+            group.device.matmul_flops(job.products)
+    return Costing(graph, cluster.nodes[0].device, cluster, job.products, job.compiled)
 
 
 def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
@@ -151,7 +182,9 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
             body, line.program.num_microbatches, line.pp, line.job, shards
         ),
         tokens_per_second=tokens / step,
-        mfu=body.costing.model_flop * num_samples / (step * line.pp * line.dp * _peak(line)),
+        mfu=body.costing.model_flop
+        * num_samples
+        / (step * line.dp * sum(_peak(line, rank) for rank in range(line.pp))),
         bubble_fraction=timeline.bubble_fraction,
         ranks=tuple(
             RankPrediction(
@@ -196,8 +229,9 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
     )
 
 
-def _peak(line: Pipeline) -> float:
-    device, name = line.cluster.device, line.job.computed_in
+def _peak(line: Pipeline, rank: int) -> float:
+    """FLOP/s of a device of a pipeline rank."""
+    device, name = line.device_of(rank), line.job.computed_in
     peak = device.peak_flops.get(name)
     if peak is None:
         known = ", ".join(device.peak_flops.available())
@@ -213,8 +247,11 @@ def _peak(line: Pipeline) -> float:
 
 def run_timeline(line: Pipeline) -> Timeline:
     """When the computations of one batch run."""
-    link, stages = line.cluster.device.host_link_bandwidth, range(len(line.stages))
-    moved = [summary.offloaded_bytes / link for summary in line.summaries]
+    stages, placed = range(len(line.stages)), line.program.placement.rank_of_stage
+    moved = [
+        summary.offloaded_bytes / line.device_of(rank).host_link_bandwidth
+        for summary, rank in zip(line.summaries, placed, strict=True)
+    ]
     costs = StageCosts.of(
         [summary.forward_s for summary in line.summaries],
         [summary.input_grad_s for summary in line.summaries],
@@ -302,7 +339,7 @@ def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, float]) -> flo
 
 def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float) -> float:
     """AdamW of one rank, where its state is."""
-    device, job = line.cluster.device, line.job
+    device, job = line.device_of(rank), line.job
     if rank not in line.host_optimizer:
         return _optimizer_seconds(job, gradient_bytes, device)
     sizes = ITEM_BYTES[Precision.of(job.torch_name).gradient], ITEM_BYTES[job.torch_name]
@@ -369,8 +406,8 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
     In a long pipeline that is done for the fullest ranks, and the others are taken to lose as large a share to
     fragmentation as the worst of these. Ignores: fragmentation where replicas share out buffers.
     """
-    least = [reserved_bytes(memory, line.cluster) for memory in memories]
-    if line.cluster.device.kind == "cpu" or line.flats:
+    least = [reserved_bytes(memory, line.device_of(memory.rank)) for memory in memories]
+    if line.flats or any(line.device_of(rank).kind == "cpu" for rank in range(line.pp)):
         return least
     fullest = sorted(range(len(memories)), key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
     program = lowered(shortened(line.program), stage_edges(line.stages))
@@ -383,28 +420,28 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
 
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
     state = sum(memory.categories.get(name, 0) for name in line.resident(memory.rank).categories)
-    workspace = line.cluster.device.workspace_bytes
+    workspace = line.device_of(memory.rank).workspace_bytes
     on_host = memory.rank in line.host_optimizer
     found = reserved_on(line.memories, program, memory.rank, state, workspace, host_optimizer=on_host)
     return found.reserved_peak_bytes
 
 
-def reserved_bytes(memory: RankMemory, cluster: Cluster) -> int:
-    """The least that the allocator holds at the peak: on a GPU also the matrix library's workspace, in whole segments.
+def reserved_bytes(memory: RankMemory, device: Device) -> int:
+    """The least that the allocator of `device` holds at the peak: on a GPU also the matrix library's workspace, in whole
+    segments.
 
     Ignores: fragmentation, for which `reserved_peaks` replays the allocator and a device's `reserve_fraction` leaves
     room.
     """
-    device = cluster.device
     if device.kind == "cpu":
         return memory.peak_bytes
     total = memory.peak_bytes + device.workspace_bytes
     return -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES
 
 
-def allocatable_bytes(job: Job, cluster: Cluster) -> int:
+def allocatable_bytes(job: Job, device: Device) -> int:
     """The most that a rank may have alive so that its `reserved_bytes` stay within the limit of `job`."""
-    limit, device = job.usable_bytes(cluster.device), cluster.device
+    limit = job.usable_bytes(device)
     if device.kind == "cpu":
         return limit
     return limit // _SEGMENT_BYTES * _SEGMENT_BYTES - device.workspace_bytes

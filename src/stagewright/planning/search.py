@@ -146,6 +146,8 @@ def plan(
                 pp=pp,
                 dp=dp,
                 microbatch=microbatch,
+                recompute=recompute,
+                offload=offload,
                 report=report,
                 trace=trace,
             ),

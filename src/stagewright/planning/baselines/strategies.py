@@ -22,7 +22,6 @@ from stagewright.planning.cutting.exact import exact
 from stagewright.planning.cutting.leaves import Leaves
 from stagewright.planning.cutting.line import corrected, known_ranges, terms_of
 from stagewright.planning.job import Job
-from stagewright.planning.predict import reserved_bytes
 from stagewright.planning.saving.fit import fit
 
 Make = Callable[[BodyCosts, Choice, Cluster, Job], "Candidate | None"]
@@ -73,7 +72,7 @@ def _vpipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candi
 
 def _adapipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate | None:
     start = _timed(body, choice, cluster, job)
-    terms = terms_of(start.line, in_flight(start.line.program), offload=False)
+    terms = terms_of(start.line, body, in_flight(start.line.program), offload=False)
     leaves = corrected(
         start.line, start.memories, Leaves(at_blocks(body, known_ranges(body), choice.pp), terms)
     )
@@ -84,13 +83,11 @@ def _adapipe(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Can
     fitted = fit(plain.line, body, offload=False, chooser=knapsack)
     if fitted is None:
         return None
-    fullest = max(reserved_bytes(memory, cluster) for memory in fitted.memories)
-    excess = fullest - job.usable_bytes(cluster.device)
     return replace(
         plain,
         line=fitted.line,
         memories=fitted.memories,
-        excess_bytes=excess,
+        excess_bytes=fitted.line.missing_bytes(fitted.memories),
         memory_policy=fitted.memory_policy,
     )
 

@@ -19,7 +19,7 @@ from stagewright.planning.cutting.leaves import Leaves
 from stagewright.planning.cutting.line import corrected, known_ranges, terms_of
 from stagewright.planning.cutting.ranges import Ints
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.predict import allocatable_bytes, rank_memories, reserved_bytes
+from stagewright.planning.predict import allocatable_bytes, rank_memories
 from stagewright.planning.saving.fit import with_choice
 from stagewright.planning.saving.problem import Choice, Unit, stage_units
 
@@ -29,7 +29,7 @@ def suffix_cuts(plain: Candidate, body: BodyCosts) -> tuple[int, ...]:
     it must recompute, faster."""
     line = plain.line
     ends = block_ends(body, len(line.stages))
-    terms = terms_of(line, in_flight(line.program), offload=False)
+    terms = terms_of(line, body, in_flight(line.program), offload=False)
     leaves = corrected(line, plain.memories, Leaves(known_ranges(body), terms))
 
     def cost(cuts: Sequence[int]) -> tuple[float, ...]:
@@ -123,19 +123,21 @@ class _Suffixes:
             _with_set_in_use(memory, self._bytes(line.program.placement.stages_of(memory.rank)[0]))
             for memory in rank_memories(line)
         )
-        limit = line.job.usable_bytes(line.cluster.device)
-        fullest = max(reserved_bytes(memory, line.cluster) for memory in memories)
         names = [tuple(self.units[index].operator for index in one) for one in chosen]
         policy = tuple(StagePolicy(recompute=one, offload=()) if one else "keep" for one in names)
         self.candidate = replace(
-            self.plain, line=line, memories=memories, excess_bytes=fullest - limit, memory_policy=policy
+            self.plain,
+            line=line,
+            memories=memories,
+            excess_bytes=line.missing_bytes(memories),
+            memory_policy=policy,
         )
         self.lacking = self._lacking(memories)
 
     def _lacking(self, memories: Sequence[RankMemory]) -> dict[int, int]:
         """Stage -> bytes its rank has too many."""
         line = self.plain.line
-        limit = allocatable_bytes(line.job, line.cluster)
+        limit = allocatable_bytes(line.job, line.cluster.device)
         return {
             line.program.placement.stages_of(memory.rank)[0]: memory.peak_bytes - limit
             for memory in memories

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
+from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.cutting.bisection import bottleneck
 from stagewright.planning.cutting.leaves import Leaves, Terms
 from stagewright.planning.cutting.ranges import Ranges, ranges_of
 from stagewright.planning.cutting.refine import best_partition, narrowed
-from stagewright.planning.predict import Pipeline, allocatable_bytes
+from stagewright.planning.predict import Pipeline, allocatable_bytes, bodies_of
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate
 
@@ -45,7 +46,7 @@ def cuts_to_try(
         shrink: part of the memory to leave free.
         below_s: batches that take as long or longer are left out.
     """
-    terms = terms_of(line, counts, state_share=state_share, offload=offload)
+    terms = terms_of(line, body, counts, state_share=state_share, offload=offload)
     leaves = corrected(line, memories, Leaves(known_ranges(body), terms), shrink)
     found = best_partition(leaves)
     tried = set(others)
@@ -74,21 +75,25 @@ def _makespan(line: Pipeline, leaves: Leaves, cuts: tuple[int, ...]) -> float:
 
 
 def terms_of(
-    line: Pipeline, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
+    line: Pipeline, body: BodyCosts, counts: Sequence[int], *, state_share: float = 1.0, offload: bool = True
 ) -> list[Terms]:
-    """What every stage of `line` has to cope with; stages of one rank share its memory evenly."""
-    program, cluster = line.program, line.cluster
-    limit = allocatable_bytes(line.job, cluster)
+    """What every stage of `line`, a partition of `body`, has to cope with; stages of one rank share its memory evenly.
+
+    Ignores: that a device may be slower at some operators than at others.
+    """
+    program = line.program
     versions = weight_versions(program)
-    link = 1 / cluster.device.host_link_bandwidth if offload and cluster.device.kind != "cpu" else math.inf
     placed = program.placement
+    devices = [line.device_of(rank) for rank in range(line.pp)]
+    bodies = bodies_of(body, line.cluster, line.pp, line.dp * line.tp)
     sharing = [len(placed.stages_of(rank)) for rank in placed.rank_of_stage]
     return [
         Terms(
             copies=counts[stage],
-            capacity=limit / sharing[stage],
+            capacity=allocatable_bytes(line.job, devices[rank]) / sharing[stage],
             versions=versions[rank],
-            link_s_per_byte=link,
+            slowness=float(bodies[rank].seconds[-1] / body.seconds[-1]),
+            link_s_per_byte=_link_seconds(devices[rank]) if offload else math.inf,
             boundary_s_per_byte=_boundary_seconds(line, stage),
             state_share=state_share,
         )
@@ -96,12 +101,17 @@ def terms_of(
     ]
 
 
+def _link_seconds(device: Device) -> float:
+    """Per byte to the host; infinite for a device that is one."""
+    return math.inf if device.kind == "cpu" else 1 / device.host_link_bandwidth
+
+
 def _boundary_seconds(line: Pipeline, stage: int) -> float:
     """Per byte that crosses the end of a stage; half of them go each way, at the same time."""
     placed = line.program.placement.rank_of_stage
     if stage + 1 >= len(placed) or placed[stage] == placed[stage + 1]:
         return 0.0
-    ends = placed[stage] * line.dp, placed[stage + 1] * line.dp
+    ends = line.first_rank(placed[stage]), line.first_rank(placed[stage + 1])
     return line.cluster.point_to_point_seconds(_PROBE_BYTES, *ends) / _PROBE_BYTES / 2
 
 

@@ -12,6 +12,7 @@ from stagewright.planning.plan import StagePolicy
 from stagewright.planning.predict import (
     Pipeline,
     allocatable_bytes,
+    bodies_of,
     lowered,
     pipeline,
     rank_memories,
@@ -167,7 +168,7 @@ class _RankSearch:
     ) -> None:
         self.line = line
         self.rank = kept.rank
-        self.limit = allocatable_bytes(line.job, line.cluster)
+        self.limit = allocatable_bytes(line.job, line.device_of(self.rank))
         self.excess = kept.peak_bytes - self.limit
         self.best = _Proved(Choice(), kept) if self.excess <= 0 else None
         self.latest = Choice()
@@ -186,13 +187,14 @@ class _RankSearch:
 
     def _problem(self, units: list[Unit], kept: RankMemory, body: BodyCosts, offload: bool) -> Problem:
         stages = {stage: self.line.stages[stage] for stage in self.stages}
+        costs = bodies_of(body, self.line.cluster, self.line.pp, self.line.dp * self.line.tp)[self.rank]
         seconds: dict[int, float] = {}
         for number, stage in stages.items():
             own = [unit for unit in units if unit.stage == number]
-            seconds |= chain_seconds(stage, own, body.costing)
+            seconds |= chain_seconds(stage, own, costs.costing)
         alive = {stage: sum(one.stage == stage for one in kept.alive) for stage in self.stages}
         copies = {stage: float(max(count, 1)) for stage, count in alive.items()}
-        device = self.line.cluster.device
+        device = self.line.device_of(self.rank)
         link = 1 / device.host_link_bandwidth if offload and device.kind != "cpu" else float("inf")
         free = min(self.line.summaries[stage].forward_s for stage in self.stages)
         parked = {stage: max(0.0, count - 2.0) for stage, count in copies.items()}
