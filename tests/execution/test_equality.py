@@ -97,40 +97,15 @@ def _train_one(
     rank: int, num_ranks: int, graph: Any, module: Any, plain: _Plain, schedule: str, num_chunks: int | None
 ) -> dict[str, Any]:
     import torch
+    from programs import place
 
-    from stagewright.execution.rank_runner import RankRunner, stage_edges
-    from stagewright.execution.weights import TiedGroups, Weights
-    from stagewright.graph.policy import RECOMPUTE_ALL, Policy
-    from stagewright.graph.stage import carve
-    from stagewright.schedule.families import build as build_schedule
-    from stagewright.schedule.lower import insert_communication
-    from stagewright.schedule.saving import insert_offloading, insert_recomputation
-
-    cpu = torch.device("cpu")
-    family, _, policy = schedule.partition("+")
-    program = build_schedule(family, num_ranks, NUM_MICROBATCHES, num_chunks)
-    count, num_stages = len(graph.body), program.num_stages
-    cuts = [count * stage // num_stages for stage in range(1, num_stages)]
-    stages = carve(graph, cuts)
-    if policy == "o":
-        program = insert_offloading(program, range(num_stages))
-        stages = carve(graph, cuts, [Policy(offload=frozenset(stage.saved)) for stage in stages])
-    elif policy:
-        program = insert_recomputation(program, range(num_stages))
-        some = [Policy(recompute=frozenset(stage.saved[::2])) for stage in stages]
-        stages = carve(graph, cuts, some if policy == "r" else [RECOMPUTE_ALL] * num_stages)
-    program = insert_communication(program, stage_edges(stages))
-    placed = program.placement.rank_of_stage
-    own = [stage for stage in stages if placed[stage.index] == rank]
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    weights = Weights(own, tensors, cpu)
-    tied = TiedGroups(stages, placed, rank, [list(range(num_ranks))])
-    runner = RankRunner(stages, program, rank, list(range(num_ranks)), weights, cpu, 1.0 / NUM_MICROBATCHES)
+    placed = place(rank, num_ranks, graph, module, schedule, num_chunks, NUM_MICROBATCHES)
+    runner, weights = placed.runner, placed.weights
     batch = runner.run_batch(0, plain.data)
-    tied.reduce(weights.gradients)
-    holders = Counter(value for stage in stages for value, _ in stage.gradients)
+    placed.tied.reduce(weights.gradients)
+    holders = Counter(value for stage in placed.stages for value, _ in stage.gradients)
     compared = {}
-    for stage in own:
+    for stage in placed.own:
         order = tuple(
             action.microbatch
             for action in runner.actions
