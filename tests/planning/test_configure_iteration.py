@@ -134,3 +134,16 @@ def test_devices_without_bf16_compute_in_fp16() -> None:
 def test_an_unknown_policy_names_the_nearest() -> None:
     with pytest.raises(InputError, match="megatron-lm"):
         find_fusion("megatron-ml")
+
+
+def test_reductions_hide_behind_the_backward_and_gathers_behind_the_forward() -> None:
+    """On links so slow that each outlasts its pass, what is left of both is known."""
+    slow = load_cluster("8x-a100-80", {"intra_node.bandwidth": 2e8})
+    what = run(slow, dp=8, shards_optimizer=True, overlaps_reduction=True)
+    reduce, gather = what.reduce_seconds(*what.parameters(linear(1))[0])
+    stage = what.stages[0]
+    hidden = (stage.forward.device_s + stage.backward.device_s) * 7 / 8
+    assert min(reduce - stage.backward.device_s, gather - stage.forward.device_s) > 0
+    assert what.step().reduce_s == pytest.approx(reduce + gather - hidden)
+    exposed = replace(what, layout=replace(what.layout, overlaps_reduction=False))
+    assert exposed.step().reduce_s == pytest.approx(reduce + gather)
