@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -180,8 +179,7 @@ def plan(
         else:
             if host_stages and objective == "batch":
                 raise InputError("--host-stages has no --objective batch: leave one of the two out")
-            anytime = partial(search.plan, interruptible=True)
-            find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else anytime
+            find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else search.plan
             found = find(
                 reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
                 tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
