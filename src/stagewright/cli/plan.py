@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -89,10 +90,6 @@ def plan(
             "if nothing else is faster.",
         ),
     ] = "auto",
-    host_stages: Annotated[
-        bool,
-        typer.Option("--host-stages", help="Try hosts' processors as ranks with stages of their own, too."),
-    ] = False,
     objective: Annotated[
         str,
         typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
@@ -147,7 +144,6 @@ def plan(
     from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
     from stagewright.planning.host_optimizer import checked
-    from stagewright.planning.host_stages import plan_with_hosts
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
@@ -177,9 +173,8 @@ def plan(
                 strategy, reference, target, wanted, report=progress, pp=pp, dp=dp, microbatch=microbatch
             )
         else:
-            if host_stages and objective == "batch":
-                raise InputError("--host-stages has no --objective batch: leave one of the two out")
-            find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else search.plan
+            anytime = partial(search.plan, interruptible=True)
+            find = largest_batch if objective == "batch" else anytime
             found = find(
                 reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
                 tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,

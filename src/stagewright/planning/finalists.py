@@ -7,6 +7,7 @@ judges what it finds as every other candidate is judged: carved, simulated and r
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -75,16 +76,23 @@ def joint_plans(
     saves: bool = True,
     offload: bool = True,
     report: Callable[[str], None] = lambda stage: None,
+    stop: threading.Event | None = None,
 ) -> Iterator[Plan]:
     """Plans of the joint search that are faster than those of the families, `plans`, for the same configuration.
 
-    `body_of` has the costs of the model that a plan was made from.
+    `body_of` has the costs of the model that a plan was made from. Ctrl-C during a search sets `stop`, which ends this
+    with what the search has found.
     """
+    stop = stop or threading.Event()
     best = min((plan.predictions.step_seconds for plan in plans), default=0.0)
     for known in finalists(plans):
+        if stop.is_set():
+            return
         if known.predictions.lower_bound_seconds >= best:
             continue
-        found = _joint_plan(known, body_of(known), cluster, job, reference, zero, saves, offload, report)
+        found = _joint_plan(
+            known, body_of(known), cluster, job, reference, zero, saves, offload, report, stop
+        )
         if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
             best = min(best, found.predictions.step_seconds)
             yield found
@@ -100,14 +108,16 @@ def _joint_plan(
     saves: bool,
     offload: bool,
     report: Callable[[str], None],
+    stop: threading.Event,
 ) -> Plan | None:
     """Within memory that leaves room for what the allocator loses, which only the replay of a plan shows."""
     choice, limit, lost = choice_of(known, zero), job.usable_bytes(cluster.device), 0
     for trial in range(_TRIALS):
         within = job.model_copy(update={"memory_limit": limit - lost}) if lost else job
         candidate = joint_candidate(
-            known, body, choice, cluster, within, saves=saves, offload=offload, tight=trial > 0, report=report
-        )
+            known, body, choice, cluster, within,
+            saves=saves, offload=offload, tight=trial > 0, report=report, stop=stop,
+        )  # fmt: skip
         if candidate is None:
             return None
         found = make_plan(candidate, body, reference)
@@ -137,6 +147,7 @@ def joint_candidate(
     offload: bool = True,
     tight: bool = False,
     report: Callable[[str], None] = lambda stage: None,
+    stop: threading.Event | None = None,
 ) -> Candidate | None:
     """The fastest plan within memory that the joint search finds for the configuration of `known`, the best
     plan of a family; None if nothing found fits, or could be faster than `known` if it did.
@@ -148,8 +159,10 @@ def joint_candidate(
     wiring = Wiring(cluster, choice.pp, choice.dp * choice.tp)
     fitting: list[Candidate] = []
     for learnt in islice(_assumptions(known, body, choice, job, saves), int(tight), None):
+        if fitting and stop is not None and stop.is_set():
+            break
         problem = problem_of(body, ends, choice.num_microbatches, wiring, learnt)
-        found = _searched(problem, report, str(choice))
+        found = _searched(problem, report, str(choice), stop)
         if found is None:
             continue
         timed = [(_makespan(line), line) for line in _lines(found, body, choice, cluster, job, ends)]
@@ -226,7 +239,9 @@ def learn(known: Plan, body: BodyCosts, choice: Choice, job: Job) -> Known:
     return Known(max(0.0, extra) / (3 * len(stages)), room, share)
 
 
-def _searched(problem: Problem, report: Callable[[str], None], what: str) -> Found | None:
+def _searched(
+    problem: Problem, report: Callable[[str], None], what: str, stop: threading.Event | None
+) -> Found | None:
     """None where no plan fits the memory of `problem`."""
 
     def told(best_s: float, bound_s: float) -> None:
@@ -235,7 +250,7 @@ def _searched(problem: Problem, report: Callable[[str], None], what: str) -> Fou
     wanted = 3 * problem.layers.num_layers * problem.num_microbatches // _ACTIONS_PER_ROUND
     rounds = min(max(wanted, _FEWEST_ROUNDS), _MOST_ROUNDS)
     try:
-        return search(problem, Effort(rounds=rounds, gap=_CLOSE_ENOUGH), report=told)
+        return search(problem, Effort(rounds=rounds, gap=_CLOSE_ENOUGH), report=told, stop=stop)
     except PlanError:
         return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -104,6 +105,7 @@ def plan(
     shard_size: int | None = None,
     host_optimizer: HostOptimizer = "auto",
     trace: Trace = cached_trace,
+    interruptible: bool = False,
 ) -> Found:
     """The best plans of `model` for `cluster` and `job`.
 
@@ -122,6 +124,7 @@ def plan(
         host_optimizer: whether the optimizer's state, and the step on it, are on the host's processors: ``never``,
             ``always``, or ``auto``, on ranks that lack memory, where that is faster than what else makes room.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
+        interruptible: whether Ctrl-C ends the search with the plans found so far, once there is one; a warning says so.
 
     Raises:
         InputError: the model, device or a width cannot be used as given.
@@ -157,21 +160,17 @@ def plan(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
         shard_size, host_optimizer,
     )  # fmt: skip
-    for shared in tensor_widths_of(cluster, tp):
-        search.share_layers(shared, sequence_parallel and shared > 1)
-        try:
-            widths = widths_of(cluster, job, pp, dp, shared)
-            for size in microbatch_sizes(widths, job, microbatch):
-                choices = [choice for width in widths for choice in search.choices(size, width)]
-                if not search.gather(size, choices):
-                    break
-        except InputError as error:
-            if tp is not None or shared == 1:
-                raise
-            search.excluded.append(Excluded(str(error), dp or 1, pp or 1, tp=shared))
-    search.work_out()
-    if JOINT in schedules and recompute != "full":
-        search.search_jointly()
+    try:
+        search.gather_all(tensor_widths_of(cluster, tp), sequence_parallel, microbatch, (pp, dp, tp))
+        search.work_out()
+        if JOINT in schedules and recompute != "full":
+            search.search_jointly()
+    except KeyboardInterrupt:
+        if not interruptible or not search.plans:
+            raise
+        search.warnings.append(
+            "interrupted: these are the best plans so far, not all configurations were tried"
+        )
     return search.result()
 
 
@@ -233,6 +232,7 @@ class _Search:
         self.tp, self.sequence_parallel = 1, False
         self.plans: list[Plan] = []
         self.excluded: list[Excluded] = []
+        self.warnings: list[str] = []
         self.waiting = _Queue()
         self.misses: list[Candidate] = []
         self.too_many_stages: list[PlanError] = []
@@ -269,6 +269,28 @@ class _Search:
                 self.shard_size,
                 self.host_optimizer == "always",
             )
+
+    def gather_all(
+        self,
+        tensor_widths: Sequence[int],
+        sequence_parallel: bool,
+        microbatch: int | None,
+        asked: tuple[int | None, int | None, int | None],
+    ) -> None:
+        """Trace what is needed and queue every configuration; `asked` are the fixed pp, dp and tp."""
+        pp, dp, tp = asked
+        for shared in tensor_widths:
+            self.share_layers(shared, sequence_parallel and shared > 1)
+            try:
+                widths = widths_of(self.cluster, self.job, pp, dp, shared)
+                for size in microbatch_sizes(widths, self.job, microbatch):
+                    choices = [choice for width in widths for choice in self.choices(size, width)]
+                    if not self.gather(size, choices):
+                        break
+            except InputError as error:
+                if tp is not None or shared == 1:
+                    raise
+                self.excluded.append(Excluded(str(error), dp or 1, pp or 1, tp=shared))
 
     def gather(self, size: int, choices: list[Choice]) -> bool:
         """Every choice with microbatches of `size` samples that may fit waits to be worked out; false if none does."""
@@ -307,11 +329,20 @@ class _Search:
                 self._work_out_within_memory(one.choice, one.body, one.cuts, saves)
 
     def search_jointly(self) -> None:
-        """Adds plans of the joint search that are faster than the best of the families."""
-        self.plans += joint_plans(
+        """Adds plans of the joint search that are faster than the best of the families.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C; what was found until then is added.
+        """
+        stop = threading.Event()
+        for found in joint_plans(
             tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp], self.cluster, self.job,
             self.reference, zero=self.zero, saves=self.recompute == "auto", offload=self.offload, report=self.report,
-        )  # fmt: skip
+            stop=stop,
+        ):  # fmt: skip
+            self.plans.append(found)
+        if stop.is_set():
+            raise KeyboardInterrupt
 
     def _best_seconds(self) -> float:
         return min((found.predictions.step_seconds for found in self.plans), default=math.inf)
@@ -446,7 +477,7 @@ class _Search:
             f"operator {name} has no rule: its time is that of its bytes"
             for name in sorted(self.without_rule)
         ]
-        return Found(ranked(self.plans), self.excluded, warnings)
+        return Found(ranked(self.plans), self.excluded, [*self.warnings, *warnings])
 
     def _nothing_fits(self) -> PlanError:
         if not self.misses and self.roughly_missed:

@@ -1,0 +1,55 @@
+"""Ctrl-C while a model is planned: the best plan so far is written whole, and the user is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stagewright.cli.app import app
+from stagewright.cli.progress import Progress
+from stagewright.planning.plan import load_plan
+
+WORDS = (
+    "plan", "tiny-gemma", "--cluster", "4x-h100", "--global-batch", "8", "--sequence-length", "32", "--dtype", "fp32",
+    "--pp", "4", "--microbatch", "1", "--schedule", "1f1b", "--schedule", "gpipe", "--schedule", "joint", "--json",
+)  # fmt: skip
+
+
+def interrupt_at(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A SIGINT once each of `words` has been told as progress."""
+    left = list(words)
+
+    def told(self: Progress, text: str, fraction: float | None = None) -> None:
+        if left and left[0] in text:
+            left.pop(0)
+            if not left:
+                signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Progress, "__call__", told)
+
+
+@pytest.mark.parametrize("words", [("1f1b", "gpipe"), ("best batch",)])
+def test_ctrl_c_leaves_the_best_plan_so_far(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    interrupt_at(words, monkeypatch)
+    path = tmp_path / "plan.json"
+    done = CliRunner().invoke(app, [*WORDS, "-o", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "interrupted" in done.stderr
+    best = json.loads(done.stdout)["plans"][0]
+    assert load_plan(path).predictions.step_seconds == best["step_seconds"]
+    assert (best["schedule"] == "joint") == (words == ("best batch",))
+
+
+def test_ctrl_c_before_the_first_plan_ends_without_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    interrupt_at(("",), monkeypatch)
+    path = tmp_path / "plan.json"
+    done = CliRunner().invoke(app, [*WORDS, "-o", str(path)])
+    assert done.exit_code == 130 and not path.exists()
