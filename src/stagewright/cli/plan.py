@@ -90,6 +90,10 @@ def plan(
             "if nothing else is faster.",
         ),
     ] = "auto",
+    host_stages: Annotated[
+        bool,
+        typer.Option("--host-stages", help="Try hosts' processors as ranks with stages of their own, too."),
+    ] = False,
     objective: Annotated[
         str,
         typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
@@ -144,6 +148,7 @@ def plan(
     from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
     from stagewright.planning.host_optimizer import checked
+    from stagewright.planning.host_stages import plan_with_hosts
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
@@ -173,8 +178,10 @@ def plan(
                 strategy, reference, target, wanted, report=progress, pp=pp, dp=dp, microbatch=microbatch
             )
         else:
+            if host_stages and objective == "batch":
+                raise InputError("--host-stages has no --objective batch: leave one of the two out")
             anytime = partial(search.plan, interruptible=True)
-            find = largest_batch if objective == "batch" else anytime
+            find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else anytime
             found = find(
                 reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
                 tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,

@@ -11,6 +11,7 @@ from stagewright.cluster.collectives import (
 )
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
 from stagewright.cluster.host import Host
+from stagewright.cluster.host_device import with_hosts
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
@@ -33,4 +34,5 @@ __all__ = [
     "load_cluster",
     "reduce_scatter_seconds",
     "save_cluster",
+    "with_hosts",
 ]

@@ -107,7 +107,7 @@ class Device(SourcedModel):
     * `norm_efficiency`: the same for layer and group norms; None where it is not known to be less.
     """
 
-    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "vendor", "kind"})
+    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "vendor", "kind", "num_threads"})
 
     name: str = Field(min_length=1)
     vendor: str = ""
@@ -142,6 +142,8 @@ class Device(SourcedModel):
     """Fraction of the memory a plan leaves free."""
     host_link_bandwidth: ByteRate
     """One direction between this device and host memory, for offload."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Threads that a process computes with on a CPU; None leaves that to the launcher."""
     price_per_hour: float | None = Field(default=None, ge=0)
     """US dollars per device."""
 

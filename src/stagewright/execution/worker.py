@@ -22,6 +22,7 @@ from stagewright.errors import RunError, StagewrightError
 
 if TYPE_CHECKING:
     from stagewright.execution.watch import Watch
+    from stagewright.planning.plan import Plan
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +66,8 @@ def work(
     if devices is not None:
         loaded = loaded.model_copy(update={"devices": tuple(map(int, devices.split(",")))})
     launched = int(os.environ["RANK"])
+    if (threads := num_threads(loaded, launched)) is not None:
+        torch.set_num_threads(threads)
     with member(out, target, timeout, quiet, loaded.rank_on(launched)) as watch:
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.session import Session
@@ -86,6 +89,13 @@ def work(
     if launched != 0:
         return None
     return _record(loaded, torch, target, results, metered, ranks)
+
+
+def num_threads(plan: Plan, device: int) -> int | None:
+    """Threads that the process of a device of the plan's cluster computes with; None where nothing says so."""
+    described = plan.cluster.description
+    known = described is not None and device < described.num_devices
+    return described.device_of(device).num_threads if described is not None and known else None
 
 
 @contextmanager

@@ -407,15 +407,16 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
     fragmentation as the worst of these. Ignores: fragmentation where replicas share out buffers.
     """
     least = [reserved_bytes(memory, line.device_of(memory.rank)) for memory in memories]
-    if line.flats or any(line.device_of(rank).kind == "cpu" for rank in range(line.pp)):
+    ranks = [rank for rank in range(line.pp) if line.device_of(rank).kind != "cpu"]
+    if line.flats or not ranks:
         return least
-    fullest = sorted(range(len(memories)), key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
+    fullest = sorted(ranks, key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
     program = lowered(shortened(line.program), stage_edges(line.stages))
     found = {rank: _replayed(line, program, memories[rank]) for rank in fullest}
     worst = max(found[rank] / memories[rank].peak_bytes for rank in fullest)
-    return [
-        max(low, found.get(rank, int(worst * memories[rank].peak_bytes))) for rank, low in enumerate(least)
-    ]
+    for rank in ranks:
+        least[rank] = max(least[rank], found.get(rank, int(worst * memories[rank].peak_bytes)))
+    return least
 
 
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
