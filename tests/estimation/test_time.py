@@ -7,7 +7,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.state import Precision
-from stagewright.estimation.time import ACCESS_S, VIEW_SHARE, Costing, cost, kernel_seconds, optimizer_seconds
+from stagewright.estimation.time import ACCESS_S, Costing, cost, kernel_seconds, optimizer_seconds
 from stagewright.graph import Part
 from stagewright.tracing.cache import trace
 
@@ -19,7 +19,7 @@ def test_a_gpu_is_bound_by_its_kernels_or_by_the_host() -> None:
     graph = trace("tiny-llama", 2, 32, "bfloat16")
     forward = [node for node in graph.nodes if node.part is Part.FORWARD]
     views = sum(work(node, graph.values.__getitem__).kernel is Kernel.VIEW for node in forward)
-    issue = GPU.host_overhead_s * (len(forward) - views * (1 - VIEW_SHARE))
+    issue = GPU.host_overhead_s * (len(forward) - views) + GPU.view_seconds * views
     assert Costing(graph, GPU).seconds(forward) == pytest.approx(issue)  # tiny kernels: the host is slower
     quick = GPU.model_copy(update={"host_overhead_s": 0.0})
     kernels = [work(node, graph.values.__getitem__) for node in forward]

@@ -39,7 +39,7 @@ def probe(
 ) -> None:
     """Measure this machine, or with --cluster all hosts of a launcher, as a cluster to plan for.
 
-    This machine takes about ten seconds; all processes work at once, so that what they share shows. With --cluster every
+    This machine takes about fifteen seconds; all processes work at once, so that what they share shows. With --cluster every
     pair of ranks is measured in both directions, and the first rank writes the file and its matrices (CSV).
     """
     if base is not None and not cluster:

@@ -52,8 +52,10 @@ def _parse_rate(value: Any) -> Any:
 
 
 _CACHE_SPEED_UP = 2.0
-"""Bandwidth of the last-level cache over that of memory, as small elementwise kernels attain it. Fitted on the L4
-operator times published with Mist (EuroSys'25)."""
+"""Where a device does not say. Fitted on the L4 operator times published with Mist (EuroSys'25)."""
+
+_VIEW_SHARE = 0.5
+"""Host time of an operator that only makes a view, as a part of one that launches a kernel. A guess."""
 
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -130,10 +132,16 @@ class Device(SourcedModel):
     """Random numbers per second, beside memory traffic; None: never the bound."""
     cache_bytes: ByteCount | None = None
     """Last-level cache of the device; None where its effect is not known."""
+    cache_speed_up: float | None = Field(default=None, ge=1)
+    """Bandwidth of that cache over that of memory, as small elementwise kernels attain it; None: 2."""
     launch_overhead_s: Seconds
     """Gap on the device between two dependent kernels."""
     host_overhead_s: Seconds
     """Time the host needs to issue one eager operator; it bounds a run of small operators."""
+    view_overhead_s: Seconds | None = None
+    """The same of an operator that launches no kernel; None: half of `host_overhead_s`, a guess."""
+    attention_overhead_s: Seconds | None = None
+    """Of fused attention, beyond that of any operator and its arithmetic; None: nothing."""
     context_bytes: ByteCount
     """Memory outside the allocator: driver context, loaded kernels."""
     workspace_bytes: ByteCount
@@ -194,13 +202,18 @@ class Device(SourcedModel):
             self.memory_bandwidth * (self.norm_efficiency or self.memory_efficiency)
         )
 
+    @property
+    def view_seconds(self) -> float:
+        """Host time of an operator that only makes a view."""
+        return self.host_overhead_s * _VIEW_SHARE if self.view_overhead_s is None else self.view_overhead_s
+
     def evaluation_seconds(self, num_functions: float, num_random: float) -> float:
         """Time to evaluate transcendental functions and draw random numbers; none where that is hidden."""
         functions = num_functions / self.function_rate if self.function_rate else 0.0
         return functions + (num_random / self.random_rate if self.random_rate else 0.0)
 
     def _traffic(self, num_bytes: float) -> float:
-        """`num_bytes` in bytes of device memory: what the cache serves counts half.
+        """`num_bytes` in bytes of device memory: what the cache serves counts less.
 
         The cache serves all operands that fill at most half of it and none that fill it, linear between,
         because replacement is not perfect and what ran before has left something. Ignores: that operands made
@@ -209,4 +222,4 @@ class Device(SourcedModel):
         if not self.cache_bytes:
             return num_bytes
         served = min(max(2.0 - 2.0 * num_bytes / self.cache_bytes, 0.0), 1.0)
-        return num_bytes * (1.0 - served / _CACHE_SPEED_UP)
+        return num_bytes * (1.0 - served * (1.0 - 1.0 / (self.cache_speed_up or _CACHE_SPEED_UP)))

@@ -21,9 +21,6 @@ from stagewright.graph.tensor_parallel import parallelism
 
 Floats = NDArray[np.float64]
 
-VIEW_SHARE = 0.5
-"""Host time of an operator that only makes a view, as a part of one that launches a kernel. A guess."""
-
 OVERLAP = 2.5
 """How well arithmetic hides memory traffic in one kernel: seconds are (a^p + m^p)^(1/p), between the sum of the two
 (p = 1) and the larger (p infinite). Tiles of a product first load, then compute, then store; a device that runs few
@@ -77,7 +74,7 @@ def kernel_seconds(found: Work, device: Device) -> float:
         peak = device.peak_flops.get(_precision(found, device)) or 0.0
         on_cpu = device.kind == "cpu" and found.in_blocks is not None
         arithmetic = found.in_blocks if on_cpu else found.arithmetic
-        return _overlapped((arithmetic or 0.0) / (peak * share), memory)
+        return (device.attention_overhead_s or 0.0) + _overlapped((arithmetic or 0.0) / (peak * share), memory)
     evaluated = device.evaluation_seconds(found.num_functions, found.num_random)
     return memory + evaluated + (found.serial_accesses * ACCESS_S if device.kind == "cuda" else 0.0)
 
@@ -98,7 +95,7 @@ def cost(found: Work, device: Device) -> Cost:
     A CPU computes on the thread that issues the operators, so that both times add up there.
     """
     if found.kernel is Kernel.VIEW:
-        busy, issue = 0.0, device.host_overhead_s * VIEW_SHARE
+        busy, issue = 0.0, device.view_seconds
     else:
         busy, issue = kernel_seconds(found, device) + device.launch_overhead_s, device.host_overhead_s
     needed = found.flop * (_NOT_RECOMPUTED if found.kernel is Kernel.ATTENTION_BACKWARD else 1.0)
@@ -243,12 +240,18 @@ def host_optimizer_seconds(
     return (moved + on_host + clipping) * num_parameters
 
 
-def optimizer_seconds(num_parameters: float, device: Device, has_master: bool, clips: bool) -> float:
+def optimizer_seconds(
+    num_parameters: float, device: Device, has_master: bool, clips: bool, num_tensors: int = 0
+) -> float:
     """Time of fused AdamW over parameters of 4-byte state, with clipping and, if there are masters, rounding.
 
     Reads weight, gradient and two moments and writes all but the gradient; clipping reads each gradient,
-    then reads and writes it; rounding reads a master and writes two bytes. Ignores: launches; fp64's double
-    width.
+    then reads and writes it; rounding reads a master and writes two bytes. A CPU does each of these tensor by tensor,
+    where a GPU does them for all `num_tensors` in a few kernels. Ignores: those launches; fp64's double width.
     """
     per_parameter = 28.0 + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
-    return device.memory_seconds(per_parameter * num_parameters)
+    per_tensor = 1 + (2 if clips else 0) + (1 if has_master else 0) if device.kind == "cpu" else 0
+    return (
+        device.memory_seconds(per_parameter * num_parameters)
+        + per_tensor * num_tensors * device.host_overhead_s
+    )

@@ -106,10 +106,9 @@ class Optimizer:
     def _squared_norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         """The sum of the squares of all elements, in float64."""
         found = list(gradients)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for norm in torch._foreach_norm(found) if found else ():
-            total += norm.double() ** 2
-        return total
+        if not found:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack(torch._foreach_norm(found)).double().square().sum()
 
     def state(self) -> Iterable[torch.Tensor]:
         """Every tensor the optimizer keeps on the device between steps."""

@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 
 from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, PerPrecisionFraction
 from stagewright.errors import InputError, RunError
+from stagewright.execution.heap import keep_freed_memory
 from stagewright.execution.probe_measurements import (
     COMPUTE_PHASES,
     MESSAGE_PHASE,
@@ -31,6 +32,8 @@ from stagewright.execution.probe_measurements import (
     measure_messages,
     reference_precision,
 )
+from stagewright.execution.probe_operators import OperatorFigures
+from stagewright.units import parse_bytes
 
 Progress = Callable[[str, float], None]
 """Called with what is measured now and the fraction already done."""
@@ -62,7 +65,7 @@ def probe(
     """A one-node cluster of `processes` devices named `local`, measured here while all of them work at once.
 
     `device` is `cpu` (each process gets an equal share of cores and memory) or `cuda` (one GPU each). Takes
-    about ten seconds on a CPU. Raises `InputError` for what this machine does not have, and `RunError` if a
+    about fifteen seconds on a CPU. Raises `InputError` for what this machine does not have, and `RunError` if a
     process fails or `time_limit_s` passes; no process outlives the call.
     """
     request = _checked(device, processes, time_limit_s, seconds_per_figure)
@@ -179,6 +182,7 @@ def _alone() -> None:
 
 
 def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:
+    keep_freed_memory()  # as the processes of a run do
     torch.set_num_threads(request.threads)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -216,9 +220,9 @@ def describe(
         "launch_overhead_s": _median(found, "launch_overhead_s"),
         "host_overhead_s": _median(found, "host_overhead_s"),
     }
-    for name in ("function_rate", "random_rate"):
-        if all(getattr(one, name) is not None for one in found):
-            figures[name] = _median(found, name)
+    operators = [one.operators for one in found if one.operators is not None]
+    if operators:
+        figures |= _operators(operators, figures)
     guess = "guess: room for fragmentation and communication buffers"
     device = Device(
         name="local",
@@ -239,8 +243,7 @@ def _arithmetic(found: list[Measurements], device_type: str) -> dict[str, Any]:
     """Peaks are the best rates seen; efficiencies and half-saturation size come from fitted curves."""
     precisions = list(found[0].matmul_seconds)
     curves = {
-        name: [linear_fit(*zip(*one.matmul_seconds[name], strict=True)) for one in found]
-        for name in precisions
+        name: [linear_fit(*zip(*_products(one, name), strict=True)) for one in found] for name in precisions
     }
     rates = {name: statistics.median(rate for rate, _ in curves[name]) for name in precisions}
     peaks = {name: max(rates[name], _best_rate(found, name)) for name in precisions}
@@ -267,6 +270,32 @@ def _memory(found: list[Measurements]) -> dict[str, Any]:
         "workspace_bytes": int(_median(found, "workspace_bytes")),
         "host_link_bandwidth": _median(found, "host_link_bandwidth"),
     }
+
+
+def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[str, Any]:
+    """What a CPU's operators take in a step, in place of what they take by themselves."""
+
+    def median(name: str) -> float:
+        return statistics.median(getattr(one, name) for one in found)
+
+    streamed = figures["memory_bandwidth"] * figures["memory_efficiency"]
+    speed_up = max(1.0, median("cache_bandwidth") / streamed)
+    peak = figures["peak_flops"].fp32
+    return {
+        **{name: median(name) for name in ("host_overhead_s", "view_overhead_s", "attention_overhead_s")},
+        **{name: median(name) for name in ("function_rate", "random_rate")},
+        "attention_efficiency": min(1.0, median("attention_flops") / peak),
+        "attention_backward_efficiency": min(1.0, median("attention_backward_flops") / peak),
+        "norm_efficiency": min(1.0, median("norm_bandwidth") / (figures["memory_bandwidth"] * speed_up)),
+        "cache_bytes": _cache_bytes(),
+        "cache_speed_up": speed_up,
+    }
+
+
+def _products(found: Measurements, precision: str) -> list[tuple[float, float]]:
+    """(FLOP, seconds) of square products and, where they were timed, of those of a step."""
+    in_a_step = found.operators.products if found.operators and precision == "fp32" else []
+    return found.matmul_seconds[precision] + in_a_step
 
 
 def _best_rate(found: list[Measurements], precision: str) -> float:
@@ -325,6 +354,15 @@ def _processor(device_type: str) -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
+
+
+def _cache_bytes() -> int | None:
+    """The last-level cache; None where the system does not say."""
+    levels = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    try:
+        return max((parse_bytes(f"{level.read_text().strip()}iB") for level in levels), default=None)
+    except (OSError, InputError):
+        return None
 
 
 def _memory_bytes(device_type: str, processes: int) -> int:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from stagewright.execution.probe_operators import SIZES, OperatorFigures, fitted, timed_operators
 from stagewright.units import MIB
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ ATTENTION_SHAPE = {"cpu": (1, 8, 256, 32), "cuda": (4, 16, 2048, 128)}
 """Batch, heads, sequence, head width; on a CPU of a small model, whose one block of scores is masked but not skipped."""
 BACKWARD_FLOP_RATIO = 2.5
 _MIN_SAMPLES, _SAMPLE_S = 5, 1e-3
+_NETWORK_BOXES = 5
+"""Time boxes that each reference network gets, in place of as many figures."""
 
 
 @dataclass
@@ -44,8 +47,8 @@ class Measurements:
     launch_overhead_s: float = 0.0
     attention_flops: float = 0.0
     attention_backward_flops: float = 0.0
-    function_rate: float | None = None
-    random_rate: float | None = None
+    operators: OperatorFigures | None = None
+    """Of a CPU only."""
     host_link_bandwidth: float = 0.0
     context_bytes: int = 0
     workspace_bytes: int = 0
@@ -212,16 +215,10 @@ def measure_streams(watch: Stopwatch, found: Measurements) -> None:
         found.host_link_bandwidth = size / max(down, up)
 
 
-def measure_evaluation(watch: Stopwatch, found: Measurements) -> None:
-    """Functions evaluated and random numbers drawn per second by a CPU, in tensors that fit its caches."""
-    if watch.device.type != "cpu":
-        return
-    x = torch.rand(2**16)
-    out = torch.empty_like(x)
-    seconds = [
-        watch.seconds(call) for call in (lambda: torch.tanh(x, out=out), lambda: torch.bernoulli(x, out=out))
-    ]
-    found.function_rate, found.random_rate = (x.numel() / one for one in seconds)
+def measure_operators(watch: Stopwatch, found: Measurements) -> None:
+    """What the operators of a step take of a CPU, in their places."""
+    if watch.device.type == "cpu":
+        found.operators = fitted(timed_operators(SIZES, _NETWORK_BOXES * watch.time_box_s))
 
 
 def measure_attention(watch: Stopwatch, found: Measurements) -> None:
@@ -335,7 +332,7 @@ COMPUTE_PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {
     "operator overhead": measure_host,
     "matrix products": measure_matmul,
     "memory bandwidth": measure_streams,
-    "functions and random numbers": measure_evaluation,
     "attention": measure_attention,
+    "operators in their places": measure_operators,
 }
 MESSAGE_PHASE = "messages"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -32,6 +32,7 @@ class StageRunner:
         is_gathered: parameters are missing until `put_parameters` is called.
         first_microbatch: number in the whole batch of the first microbatch, for random numbers.
         is_compiled: the functions of each microbatch go through TorchInductor.
+        mark: called in front of the first operator of each function and after every operator.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class StageRunner:
         is_gathered: bool = False,
         first_microbatch: int = 0,
         is_compiled: bool = False,
+        mark: Callable[[], None] | None = None,
     ) -> None:
         self.stage = stage
+        self._mark = mark
         self.weights = weights
         self.device = device
         self.seed = seed
@@ -99,7 +102,7 @@ class StageRunner:
 
     def _runnable(self, function: Function, resident: set[int], name: str) -> Runnable:
         name = f"stage{self.stage.index}_{name}"
-        runnable = compile_function(function, resident, self.device, name)
+        runnable = compile_function(function, resident, self.device, name, self._mark)
         is_heavy = self.is_compiled and function.nodes and not name.endswith(("static", "derived"))
         return compiled(runnable, function, resident, self.device, name) if is_heavy else runnable
 

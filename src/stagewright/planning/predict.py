@@ -304,7 +304,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
         end = float(timeline.end_s[part].max(initial=0.0))
         ends.append(end + rest + _tied_seconds(line, rank, gradients))
         spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
-        steps.append(_rank_optimizer_seconds(line, rank, sum(gradients.values())) + spread)
+        steps.append(_rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + spread)
     whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
     norm = all_reduce_seconds(line.cluster, 8, whole)
     return max(ends) + norm + max(steps)
@@ -337,11 +337,11 @@ def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, float]) -> flo
     )
 
 
-def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float) -> float:
+def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, num_gradients: int) -> float:
     """AdamW of one rank, where its state is."""
     device, job = line.device_of(rank), line.job
     if rank not in line.host_optimizer:
-        return _optimizer_seconds(job, gradient_bytes, device)
+        return _optimizer_seconds(job, gradient_bytes, device, num_gradients)
     sizes = ITEM_BYTES[Precision.of(job.torch_name).gradient], ITEM_BYTES[job.torch_name]
     host = host_of(line.cluster, line.first_rank(rank))
     return host_optimizer_seconds(
@@ -360,10 +360,11 @@ def host_of(cluster: Cluster, rank: int) -> Host:
     return host
 
 
-def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device) -> float:
+def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device, num_gradients: int = 0) -> float:
     num_parameters = gradient_bytes / ITEM_BYTES[Precision.of(job.torch_name).gradient]
     has_master = ITEM_BYTES[job.torch_name] < ITEM_BYTES["float32"]
-    return optimizer_seconds(num_parameters, device, has_master, clips=job.clip_norm is not None)
+    clips = job.clip_norm is not None
+    return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients)
 
 
 def lower_bound_seconds(

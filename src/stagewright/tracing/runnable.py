@@ -32,11 +32,18 @@ class Runnable:
 
 
 def compile_function(
-    function: Function, resident: Iterable[int], device: torch.device, name: str = "run"
+    function: Function,
+    resident: Iterable[int],
+    device: torch.device,
+    name: str = "run",
+    mark: Callable[[], None] | None = None,
 ) -> Runnable:
-    """Python code for `function`; values in `resident` are looked up instead of passed."""
+    """Python code for `function`; values in `resident` are looked up instead of passed.
+
+    `mark` is called in front of the first operator and after each.
+    """
     resident = frozenset(resident)
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {} if mark is None else {"mark": mark}
     lines = [f"def {name}(inputs, resident, accumulate, reseed):"]
     last = _last_uses(function)
     if function.inputs:
@@ -49,6 +56,8 @@ def compile_function(
     unused = [value for value in function.inputs if value not in last and value not in function.outputs]
     if unused:
         lines.append(f"    del {', '.join(f'v{value}' for value in unused)}")
+    marked = [] if mark is None else ["    mark()"]
+    lines.extend(marked)
     for index, node in enumerate(function.nodes):
         lines.append("    " + _statement(node, names, device))
         dead = [
@@ -57,6 +66,7 @@ def compile_function(
         dead = [value for value in dead if value not in function.outputs]
         if dead:
             lines.append(f"    del {', '.join(f'v{value}' for value in dead)}")
+        lines.extend(marked)
     lines.append(f"    return [{', '.join(f'v{value}' for value in function.outputs)}]")
     source = "\n".join(lines)
     scope = dict(names)

@@ -1,0 +1,217 @@
+"""Operators timed where they run: in the stages of small reference networks, as an executor runs them.
+
+An operator that is called over and over on the same tensors finds its code and its data in the first cache and takes a
+third of what it takes between a hundred others. So a CPU's figures for small operators come from a forward and backward
+of networks that have the usual ones, each timed in its place, and from least squares over all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import nnls
+from torch import nn
+
+from stagewright.estimation.operators import Kernel, Work, work
+from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.weights import Weights
+from stagewright.graph import OperatorGraph
+from stagewright.graph.stage import Stage, carve
+from stagewright.tracing.trace import trace_module
+
+SIZES = ((64, 64), (256, 256))
+"""Width and tokens of the reference networks: one in which operators are mostly overhead, one in which they are not."""
+_HEADS, _BLOCKS, _VOCABULARY = 4, 2, 1000
+_WARM_UP, _LEAST_PASSES, _KEPT = 2, 12, 0.9
+_ROUNDS, _LEAST_S = 8, 1e-8
+
+Samples = list[tuple[Work, float]]
+"""What an operator asked of the device, and its mean seconds over all passes but the slowest tenth."""
+
+
+class _Block(nn.Module):
+    """Attention, a layer of two products and a gated one, each behind a norm or dropout of another kind."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.scale = nn.Parameter(torch.ones(width))
+        self.query_key_value = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.gate, self.value = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.back = nn.Linear(2 * width, width, bias=False)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = self.query_key_value(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.view(batch, length, _HEADS, -1).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        x = x + self.out(attended.reshape(batch, length, width))
+        x = x + self.dropout(self.down(F.gelu(self.up(x))))
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        return x + self.back(F.silu(self.gate(y)) * self.value(y))
+
+
+class _Network(nn.Module):
+    """An embedding, blocks, a head and the cross entropy of the next token."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, width)
+        self.blocks = nn.Sequential(*(_Block(width) for _ in range(_BLOCKS)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, _VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(self.blocks(self.embedding(tokens))))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class _Marks:
+    """Moments in front of and after every operator."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+        for _ in range(1000):
+            self()
+        self.cost_s = float(np.median(np.diff(self.moments)))
+        self.moments.clear()
+
+    def __call__(self) -> None:
+        self.moments.append(time.perf_counter())
+
+    def taken(self) -> np.ndarray:
+        """Seconds of each operator since the last call, in order."""
+        seconds = np.diff(self.moments) - self.cost_s
+        self.moments.clear()
+        return np.maximum(seconds, self.cost_s)
+
+
+def timed_operators(sizes: Iterable[tuple[int, int]], seconds: float) -> Samples:
+    """Every operator of the reference networks of `sizes`, each network run for about `seconds`."""
+    return [sample for width, length in sizes for sample in _timed(width, length, seconds)]
+
+
+def _timed(width: int, length: int, seconds: float) -> Samples:
+    torch.manual_seed(0)
+    network, tokens = _Network(width), torch.randint(_VOCABULARY, (1, length))
+    graph = trace_module(network, {"tokens": tokens}, "reference")
+    (stage,) = carve(graph, [])
+    marks = _Marks()
+    runner = _runner(graph, stage, network, marks)
+    marks.moments.clear()
+    passes: list[np.ndarray] = []
+    end = time.perf_counter() + seconds
+    runner.begin_step(0)
+    while len(passes) < _LEAST_PASSES or time.perf_counter() < end:
+        marks.moments.clear()
+        runner.forward(0, {}, {"tokens": tokens})
+        forward = marks.taken()
+        runner.backward(0, {})
+        passes.append(np.concatenate([forward, marks.taken()]))
+    nodes = (*stage.forward.nodes, *stage.backward.nodes)
+    ordered = np.sort(passes[_WARM_UP:], axis=0)
+    mean = ordered[: int(np.ceil(_KEPT * len(ordered)))].mean(axis=0)
+    return [(work(node, stage.value), float(taken)) for node, taken in zip(nodes, mean, strict=True)]
+
+
+def _runner(graph: OperatorGraph, stage: Stage, network: nn.Module, mark: _Marks) -> StageRunner:
+    device = torch.device("cpu")
+    tensors: Mapping[str, torch.Tensor] = {
+        **dict(network.named_parameters()),
+        **dict(network.named_buffers()),
+    }
+    return StageRunner(stage, Weights([stage], tensors, device), device, loss_scale=1.0, mark=mark)
+
+
+@dataclass(frozen=True)
+class OperatorFigures:
+    """What least squares over timed operators say of a CPU. Seconds, bytes/s, FLOP/s."""
+
+    view_overhead_s: float
+    host_overhead_s: float
+    cache_bandwidth: float
+    norm_bandwidth: float
+    function_rate: float
+    random_rate: float
+    products: list[tuple[float, float]]
+    """(FLOP, seconds beyond the overhead) of each product."""
+    attention_overhead_s: float
+    attention_flops: float
+    attention_backward_flops: float
+
+
+def fitted(samples: Samples) -> OperatorFigures:
+    """The figures under which the seconds of `samples` are off by the least squares of their relative errors.
+
+    Each kind of operator takes an overhead and what it moves, evaluates and draws at constant rates.
+    """
+    by_kernel: dict[Kernel, Samples] = {kernel: [] for kernel in Kernel}
+    for found, seconds in samples:
+        by_kernel[found.kernel].append((found, seconds))
+    views = [seconds for _, seconds in by_kernel[Kernel.VIEW]]
+    streams = by_kernel[Kernel.MEMORY] + by_kernel[Kernel.NORM]
+    overhead, moved, normed, functions, random = _least_squares(
+        [
+            (
+                1.0,
+                found.bytes_moved if found.kernel is Kernel.MEMORY else 0.0,
+                found.bytes_moved if found.kernel is Kernel.NORM else 0.0,
+                found.num_functions,
+                found.num_random,
+            )
+            for found, _ in streams
+        ],
+        [seconds for _, seconds in streams],
+    )
+    forward, backward = by_kernel[Kernel.ATTENTION], by_kernel[Kernel.ATTENTION_BACKWARD]
+    attention, per_flop, per_flop_backward = _least_squares(
+        [(1.0, _computed(found), 0.0) for found, _ in forward]
+        + [(1.0, 0.0, _computed(found)) for found, _ in backward],
+        [seconds for _, seconds in forward + backward],
+    )
+    return OperatorFigures(
+        view_overhead_s=float(np.mean(views)),
+        host_overhead_s=overhead,
+        cache_bandwidth=_rate(moved),
+        norm_bandwidth=_rate(normed),
+        function_rate=_rate(functions),
+        random_rate=_rate(random),
+        products=[
+            (found.arithmetic, max(seconds - overhead, 0.1 * seconds))
+            for found, seconds in by_kernel[Kernel.MATMUL]
+        ],
+        attention_overhead_s=max(attention - overhead, 0.0),
+        attention_flops=_rate(per_flop),
+        attention_backward_flops=_rate(per_flop_backward),
+    )
+
+
+def _computed(found: Work) -> float:
+    return found.arithmetic if found.in_blocks is None else found.in_blocks
+
+
+def _least_squares(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients, none negative, of the least sum of squared errors, each over the seconds expected.
+
+    So weighted, what is expected of all rows adds up to what they took: a fit of relative errors, which slow outliers
+    make small, would expect too little of a step. The weights need the result; a few rounds settle both.
+    """
+    columns, taken = np.asarray(rows), np.asarray(seconds)
+    expected, found = taken, np.zeros(columns.shape[1])
+    for _ in range(_ROUNDS):
+        weight = 1 / np.sqrt(np.maximum(expected, _LEAST_S))
+        found, _ = nnls(columns * weight[:, None], taken * weight)
+        expected = columns @ found
+    return [float(one) for one in found]
+
+
+def _rate(seconds_each: float) -> float:
+    return 1 / max(seconds_each, 1e-15)
