@@ -74,7 +74,9 @@ def kernel_seconds(found: Work, device: Device) -> float:
         peak = device.peak_flops.get(_precision(found, device)) or 0.0
         on_cpu = device.kind == "cpu" and found.in_blocks is not None
         arithmetic = found.in_blocks if on_cpu else found.arithmetic
-        return (device.attention_overhead_s or 0.0) + _overlapped((arithmetic or 0.0) / (peak * share), memory)
+        return (device.attention_overhead_s or 0.0) + _overlapped(
+            (arithmetic or 0.0) / (peak * share), memory
+        )
     evaluated = device.evaluation_seconds(found.num_functions, found.num_random)
     return memory + evaluated + (found.serial_accesses * ACCESS_S if device.kind == "cuda" else 0.0)
 
