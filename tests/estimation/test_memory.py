@@ -87,7 +87,7 @@ class LocalTransport:
 
     def __init__(self, device: torch.device) -> None:
         self.posted: dict[tuple[str, int], list[torch.Tensor]] = {}
-        self.sending: dict[str, list[torch.Tensor]] = {}
+        self.sending: dict[str, list[list[torch.Tensor]]] = {}
 
     def post(self, channel: Channel, microbatch: int) -> None:
         self.posted[channel.name, microbatch] = [
@@ -105,12 +105,14 @@ class LocalTransport:
         return arrived
 
     def send(self, channel: Channel, microbatch: int, values: dict[int, torch.Tensor]) -> None:
-        self.sending.pop(channel.name, None)
+        waiting = self.sending.setdefault(channel.name, [])
+        if len(waiting) == 2:
+            del waiting[0]
         buffers = [_pack(message, values) for message in channel.messages]
         self.mailbox.letters[channel.name, microbatch] = [
             buffer.view(torch.uint8).numpy().tobytes() for buffer in buffers
         ]
-        self.sending[channel.name] = buffers
+        waiting.append(buffers)
 
     def settle_all(self) -> None:
         self.sending.clear()

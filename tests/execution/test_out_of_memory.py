@@ -76,7 +76,7 @@ def test_a_limit_of_the_process(tmp_path: Path) -> None:
     (message,) = run_ranks(train_within, 1, planned_alone(tmp_path / "plan.json"), timeout=90)
     assert "out of memory at 0F0 (can't allocate memory: you tried to allocate " in message
     assert "alive: parameters 18.5 MiB, gradients 18.5 MiB, " in message
-    assert "The nearest plan that needs less takes " in message and "microbatches of " in message
+    assert "The nearest plan that needs less takes " in message and "Plan again with " in message
 
 
 def planned_alone(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from stagewright.estimation.liveness import FREED, FunctionMemory, function_memo
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Function, Stage
 from stagewright.schedule import Action, Kind
-from stagewright.schedule.action import SENDS
+from stagewright.schedule.action import SENDS, SENDS_IN_FLIGHT
 
 Key = int
 Channel = tuple[Kind, int, int]
@@ -140,10 +141,10 @@ class Happenings:
     """What the actions of a rank, in order, do to which microbatch."""
 
     def __init__(self) -> None:
-        self._last_sent: dict[Channel, int] = {}
+        self._sent: dict[Channel, deque[int]] = defaultdict(deque)
 
     def of(self, action: Action) -> Iterator[tuple[int, Event]]:
-        """Microbatches and events; a channel that sends anew is done with what it sent last."""
+        """Microbatches and events; a channel with enough on its way is done with the oldest before it sends anew."""
         for part in (action,) if action.beside is None else action.parts:
             kind, microbatch = part.kind, part.microbatch
             if kind not in MOVES or microbatch is None:
@@ -151,10 +152,10 @@ class Happenings:
             if kind in SENDS:
                 assert part.peer is not None
                 channel = (kind, part.stage, part.peer)
-                last = self._last_sent.get(channel)
-                self._last_sent[channel] = microbatch
-                if last is not None:
-                    yield last, (False, *channel)
+                sent = self._sent[channel]
+                if len(sent) == SENDS_IN_FLIGHT:
+                    yield sent.popleft(), (False, *channel)
+                sent.append(microbatch)
             yield microbatch, (True, kind, part.stage, part.peer)
 
 

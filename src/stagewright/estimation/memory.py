@@ -2,7 +2,7 @@
 
 The replay follows the executor: values of one microbatch are held from F to its backward, what other stages
 of the rank need changes hands without a copy, receive buffers exist from the moment a receive is posted,
-what is sent is kept until the next transfer of its channel is sent or the batch ends, and user inputs and
+what is sent is kept until two more transfers of its channel are sent or the batch ends, and user inputs and
 losses stay for the batch.
 
 Microbatches share no storages but the resident ones, and all go through the same few states, so each change

@@ -2,13 +2,14 @@
 
 Every transfer of the program is a group of messages with a tag of its own. Forward values and cotangents use separate
 process groups, so that on NCCL a blocked transfer of one direction never holds up the other. The buffers of a transfer
-are kept until the next transfer of the same kind to the same stage is sent, or the batch ends: what is alive when is
-decided by the program, not by timing.
+are kept until so many more (`SENDS_IN_FLIGHT`) of the same kind were sent to the same stage, or the batch ends: what is
+alive when is decided by the program, not by timing.
 """
 
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -18,12 +19,13 @@ import torch.distributed as dist
 from stagewright.errors import RunError
 from stagewright.graph import Value
 from stagewright.graph.payload import Message, distinct, messages
+from stagewright.schedule.action import SENDS_IN_FLIGHT
 from stagewright.tracing.arguments import DTYPES
 
 _TAG_SPACE = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Channel:
     """One direction between two stages: who is at the other end and what travels, the same on both sides."""
 
@@ -45,7 +47,7 @@ class Transport:
         self.device = device
         self.num_bytes_sent = 0
         self._posted: dict[tuple[str, int], list[tuple[dist.Work, torch.Tensor]]] = {}
-        self._sending: dict[str, tuple[Channel, list[tuple[dist.Work, torch.Tensor]]]] = {}
+        self._sending: dict[Channel, deque[list[tuple[dist.Work, torch.Tensor]]]] = defaultdict(deque)
 
     def post(self, channel: Channel, microbatch: int) -> None:
         """Allocate buffers for a transfer and begin to receive into them."""
@@ -71,32 +73,33 @@ class Transport:
         return arrived
 
     def send(self, channel: Channel, microbatch: int, values: dict[int, torch.Tensor]) -> None:
-        """Begin to send; waits for the transfer of the same channel before it."""
-        self.settle(channel.name)
+        """Begin to send; waits until fewer than `SENDS_IN_FLIGHT` others of the same channel are on their way."""
+        if len(self._sending[channel]) == SENDS_IN_FLIGHT:
+            self._settle(channel)
         sending = []
         for index, message in enumerate(channel.messages):
             buffer = _pack(message, values)
             work = dist.isend(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
             sending.append((_work(work, channel), buffer))
             self.num_bytes_sent += message.num_bytes
-        self._sending[channel.name] = (channel, sending)
+        self._sending[channel].append(sending)
 
-    def settle(self, name: str) -> None:
-        """Wait for the last transfer sent on a channel and let go of its buffers."""
-        if name not in self._sending:
-            return
-        channel, sending = self._sending.pop(name)
-        for work, _ in sending:
-            _wait(work, f"sending of stages {name}", channel.peer)
+    def _settle(self, channel: Channel) -> None:
+        """Wait for the oldest transfer on a channel and let go of its buffers."""
+        for work, _ in self._sending[channel].popleft():
+            _wait(work, f"sending of stages {channel.name}", channel.peer)
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """What is received into and sent from."""
-        for posted in (*self._posted.values(), *(sending for _, sending in self._sending.values())):
-            yield from (buffer for _, buffer in posted)
+        sent = (sending for waiting in self._sending.values() for sending in waiting)
+        for transfer in (*self._posted.values(), *sent):
+            yield from (buffer for _, buffer in transfer)
 
     def settle_all(self) -> None:
-        for name in list(self._sending):
-            self.settle(name)
+        """Wait for everything that was sent."""
+        for channel, waiting in self._sending.items():
+            while waiting:
+                self._settle(channel)
 
 
 def _wait(work: dist.Work, doing: str, peer: int) -> None:

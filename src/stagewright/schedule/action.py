@@ -35,6 +35,9 @@ COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R})
 SENDS = frozenset({Kind.SEND_F, Kind.SEND_B})
 RECEIVES = frozenset({Kind.RECV_F, Kind.RECV_B})
 TRANSFERS = SENDS | RECEIVES
+SENDS_IN_FLIGHT = 2
+"""Transfers from one stage to another that may be on their way when the sender goes on; it waits to send more. With one, a
+sender waits for a receiver that is a microbatch behind; each more keeps another boundary alive."""
 PER_STAGE = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.STEP})
 """Kinds that concern a stage as a whole and carry no microbatch."""
 
