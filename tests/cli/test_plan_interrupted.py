@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,14 @@ WORDS = (
     "plan", "tiny-gemma", "--cluster", "4x-h100", "--global-batch", "8", "--sequence-length", "32", "--dtype", "fp32",
     "--pp", "4", "--microbatch", "1", "--schedule", "1f1b", "--schedule", "gpipe", "--schedule", "joint", "--json",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def heard() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the shell that started the tests in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def interrupt_at(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.errors import PlanError
 from stagewright.planning.saving.problem import Choice, Problem, groups
 
 MAX_UNITS = 600
 """More units than this take the solver long."""
+
+_OPTIMAL, _INFEASIBLE = 0, 2
+"""Outcomes of `scipy.optimize.milp`."""
 
 
 def choose_exactly(problem: Problem, *, time_limit_s: float = 20.0) -> Choice | None:
@@ -50,18 +54,25 @@ class _Program:
         binary = np.zeros(self.size)
         binary[: 2 * self.count] = 1
         matrix, low, high = self._matrix()
-        result = milp(
-            self._costs(),
-            constraints=LinearConstraint(matrix, low, high),  # pyright: ignore[reportArgumentType]
-            integrality=binary,
-            bounds=Bounds(np.zeros(self.size), self._upper()),  # pyright: ignore[reportArgumentType]
-            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-6},
-        )
-        if result.status == 2:
-            return None
-        if result.status != 0 or result.x is None:
-            raise PlanError(f"the integer program was not solved ({result.message}): use the greedy choice")
-        chosen = np.flatnonzero(result.x[: 2 * self.count] > 0.5).tolist()
+        constraints = LinearConstraint(matrix, low, high)  # pyright: ignore[reportArgumentType]
+        bounds = Bounds(np.zeros(self.size), self._upper())  # pyright: ignore[reportArgumentType]
+        for presolve in (
+            True,
+            False,
+        ):  # what presolving leaves is at times beyond the solver, the whole is not
+            options = {"time_limit": time_limit_s, "mip_rel_gap": 1e-6, "presolve": presolve}
+            result = milp(
+                self._costs(), constraints=constraints, integrality=binary, bounds=bounds, options=options
+            )
+            if result.status == _INFEASIBLE:
+                return None
+            if result.status == _OPTIMAL and result.x is not None:
+                return self._choice(result.x)
+        raise PlanError(f"the integer program was not solved ({result.message}): use the greedy choice")
+
+    def _choice(self, columns: NDArray[np.float64]) -> Choice:
+        """What the first columns, one per unit and way, choose."""
+        chosen = np.flatnonzero(columns[: 2 * self.count] > 0.5).tolist()
         recomputed = frozenset(index for index in chosen if index < self.count)
         return Choice(recomputed, frozenset(index - self.count for index in chosen if index >= self.count))
 
