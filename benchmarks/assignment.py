@@ -53,12 +53,12 @@ def published(start, num_steps, seed, temperature, factor, grid):
     """Pipette's rule: a worse order is taken with exp(-d/T), d scaled to between a tenth and one."""
     np.random.seed(seed)
     order, trial, best = start.copy(), start.copy(), start.copy()
-    now = least = cost(order, *grid)
+    now = least = cost(order, grid)
     size = len(order)
     for _ in range(num_steps):
         a, b = np.random.randint(size), np.random.randint(size)
         move(order, np.random.randint(NUM_MOVES), a, b, np.random.randint(size), trial)
-        found = cost(trial, *grid)
+        found = cost(trial, grid)
         delta = found - now
         if delta > 0:
             delta = delta / 10.0 ** (int(math.log10(delta)) + 1)
@@ -75,10 +75,10 @@ def published(start, num_steps, seed, temperature, factor, grid):
 def theirs(one: Grid, seconds: float) -> float:
     """The published annealer, compiled, for so many seconds."""
     start = np.random.default_rng(0).permutation(one.num_units)
-    published(start, 10, 0, 1.0, 0.999, one.arrays)
+    published(start, 10, 0, 1.0, 0.999, one.terms)
     ends, best, temperature, seed = time.perf_counter() + seconds, start, 1.0, 0
     while time.perf_counter() < ends:
-        best = min(best, published(best, 20_000, seed, temperature, 0.999, one.arrays), key=one.seconds)
+        best = min(best, published(best, 20_000, seed, temperature, 0.999, one.terms), key=one.seconds)
         temperature, seed = temperature * 0.999**20_000, seed + 1
     return one.seconds(best)
 
@@ -97,7 +97,7 @@ def exact(num_clusters: int) -> dict[str, object]:
         starts = [generator.permutation(one.num_units) for _ in range(4)]
         first = one.seconds(np.arange(one.num_units))
         made = [
-            _repaired(one, anneal(start, 5_000, 0.05 * first, 1e-5 * first, seed, *one.arrays), generator)
+            _repaired(one, anneal(start, 5_000, 0.05 * first, 1e-5 * first, seed, one.terms), generator)
             for start in starts
         ]
         reached += min(map(one.seconds, made)) <= best_of_all(one).seconds * (1 + 1e-12)

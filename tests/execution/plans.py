@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from stagewright.execution.launch import run
+from stagewright.execution.record import Record
 from stagewright.graph.stage import Stage, carve
 from stagewright.planning.job import Job
 from stagewright.planning.plan import (
@@ -22,6 +24,14 @@ from stagewright.schedule.saving import insert_offloading, insert_recomputation
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__
+
+
+def trained(item: Plan, folder: Path) -> Record:
+    """The record of a run of `item` by local processes, all files in `folder`."""
+    item.save(folder / "plan.json")
+    record = run(folder / "plan.json", out=folder / "run", device="cpu")
+    assert record is not None
+    return record
 
 
 def make_plan(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plans import trained
 
 from stagewright.cluster import Cluster, load_cluster
-from stagewright.execution.launch import run
-from stagewright.execution.record import Record
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.predict import allocatable_bytes
@@ -29,13 +28,6 @@ def slow_host_link() -> Cluster:
 def planned(cluster: Cluster, limit: int | None) -> Plan:
     job = Job(global_batch=16, sequence_length=48, dtype="fp32", num_steps=2, memory_limit=limit)
     return plan(MODEL, cluster, job, pp=2, microbatch=2, schedules=["gpipe"]).plans[0]
-
-
-def trained(item: Plan, folder: Path) -> Record:
-    item.save(folder / "plan.json")
-    record = run(folder / "plan.json", out=folder / "run", device="cpu")
-    assert record is not None
-    return record
 
 
 @pytest.mark.multiprocess

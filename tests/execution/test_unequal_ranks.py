@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from plans import trained
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.host_device import host_device
-from stagewright.execution.launch import run
-from stagewright.execution.record import Record
 from stagewright.execution.worker import num_threads
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.tracing.models.reference import resolve
 
@@ -36,13 +34,6 @@ def processes(*threads: int) -> Cluster:
         }
         nodes.append(node.model_copy(update={"device": whole.model_copy(update=update), "count": 1}))
     return Cluster(name="processes", nodes=tuple(nodes))
-
-
-def trained(item: Plan, folder: Path) -> Record:
-    item.save(folder / "plan.json")
-    record = run(folder / "plan.json", out=folder / "run", device="cpu")
-    assert record is not None
-    return record
 
 
 @pytest.mark.multiprocess

@@ -22,13 +22,8 @@ def host_device(host: Host, host_link_bandwidth: float) -> Device:
         "matmul_half_flop", "attention_efficiency", "attention_backward_efficiency", "launch_overhead_s",
         "host_overhead_s", "context_bytes", "workspace_bytes",
     )  # fmt: skip
-    described = {
-        "memory_bytes": host.source_of("memory_bytes"),
-        "memory_bandwidth": host.source_of("memory_bandwidth"),
-        "memory_efficiency": host.source_of("memory_efficiency"),
-        "peak_flops": host.source_of("peak_flops"),
-        "matmul_efficiency": host.source_of("matmul_efficiency"),
-    }
+    copied = "memory_bytes", "memory_bandwidth", "memory_efficiency", "peak_flops", "matmul_efficiency"
+    sources = {name: source for name in copied if (source := host.source_of(name))}
     return Device(
         name=f"host {host.name}",
         kind="cpu",
@@ -47,7 +42,7 @@ def host_device(host: Host, host_link_bandwidth: float) -> Device:
         reserve_fraction=host.reserve_fraction,
         host_link_bandwidth=host_link_bandwidth,
         sources={
-            **{name: source for name, source in described.items() if source},
+            **sources,
             **dict.fromkeys(guessed, _GUESS),
             "reserve_fraction": "guess: room for the system and for loading data",
             "host_link_bandwidth": "that of the node's devices",

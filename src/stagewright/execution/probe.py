@@ -273,19 +273,16 @@ def _memory(found: list[Measurements]) -> dict[str, Any]:
 
 
 def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[str, Any]:
-    """What a CPU's operators take in a step, in place of what they take by themselves."""
+    """What only a CPU's operators in a step tell."""
 
     def median(name: str) -> float:
         return statistics.median(getattr(one, name) for one in found)
 
     streamed = figures["memory_bandwidth"] * figures["memory_efficiency"]
     speed_up = max(1.0, median("cache_bandwidth") / streamed)
-    peak = figures["peak_flops"].fp32
+    names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate"
     return {
-        **{name: median(name) for name in ("host_overhead_s", "view_overhead_s", "attention_overhead_s")},
-        **{name: median(name) for name in ("function_rate", "random_rate")},
-        "attention_efficiency": min(1.0, median("attention_flops") / peak),
-        "attention_backward_efficiency": min(1.0, median("attention_backward_flops") / peak),
+        **{name: median(name) for name in names},
         "norm_efficiency": min(1.0, median("norm_bandwidth") / (figures["memory_bandwidth"] * speed_up)),
         "cache_bytes": _cache_bytes(),
         "cache_speed_up": speed_up,

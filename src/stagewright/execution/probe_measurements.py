@@ -27,8 +27,8 @@ MATMUL_SIZES = {"cpu": (64, 128, 256, 512, 1024), "cuda": (512, 1024, 2048, 4096
 MESSAGE_BYTES = (4, 64 * 1024, MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 STREAM_BYTES = {"cpu": 96 * MIB, "cuda": 512 * MIB}
 """Of each operand: far larger than the caches, so that the figure is that of the memory."""
-ATTENTION_SHAPE = {"cpu": (1, 8, 256, 32), "cuda": (4, 16, 2048, 128)}
-"""Batch, heads, sequence, head width; on a CPU of a small model, whose one block of scores is masked but not skipped."""
+ATTENTION_SHAPE = (4, 16, 2048, 128)
+"""Batch, heads, sequence, head width."""
 BACKWARD_FLOP_RATIO = 2.5
 _MIN_SAMPLES, _SAMPLE_S = 5, 1e-3
 _NETWORK_BOXES = 5
@@ -216,27 +216,31 @@ def measure_streams(watch: Stopwatch, found: Measurements) -> None:
 
 
 def measure_operators(watch: Stopwatch, found: Measurements) -> None:
-    """What the operators of a step take of a CPU, in their places."""
-    if watch.device.type == "cpu":
-        found.operators = fitted(timed_operators(SIZES, _NETWORK_BOXES * watch.time_box_s))
+    """What operators take of a CPU in their places in a step: figures of attention, which a CPU has no others of, and of an
+    operator's overhead, in place of that of operators by themselves."""
+    if watch.device.type != "cpu":
+        return
+    operators = fitted(timed_operators(SIZES, _NETWORK_BOXES * watch.time_box_s))
+    found.operators = operators
+    found.host_overhead_s = operators.host_overhead_s
+    found.attention_flops = operators.attention_flops
+    found.attention_backward_flops = operators.attention_backward_flops
 
 
 def measure_attention(watch: Stopwatch, found: Measurements) -> None:
-    """FLOP/s of fused attention, forward and backward, of all that is computed; causal on a CPU."""
+    """FLOP/s of a GPU's fused attention, forward and backward, of all that is computed."""
     device = watch.device
-    batch, heads, length, width = ATTENTION_SHAPE[device.type]
+    if device.type == "cpu":
+        return
+    batch, heads, length, width = ATTENTION_SHAPE
     dtype = supported_precisions(device)[reference_precision(device.type, supported_precisions(device))]
     q, k, v = (
         torch.randn(batch, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3)
     )
     flop = 4.0 * batch * heads * length**2 * width
-
-    def attention() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=device.type == "cpu")
-
     with torch.no_grad():
-        found.attention_flops = flop / watch.seconds(attention)
-    out = attention()
+        found.attention_flops = flop / watch.seconds(lambda: F.scaled_dot_product_attention(q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v)
     seed = torch.ones_like(out)
     backward = watch.seconds(lambda: torch.autograd.grad(out, (q, k, v), seed, retain_graph=True))
     found.attention_backward_flops = BACKWARD_FLOP_RATIO * flop / backward

@@ -26,7 +26,7 @@ def best_of_all(grid: Grid) -> Assignment:
             f"{size} units have too many orders to look at all: use at most {LARGEST}, or assign()"
         )
     in_order = np.arange(size, dtype=np.int64)
-    best = exhaust(in_order.copy(), *grid.arrays)
+    best = exhaust(in_order.copy(), grid.terms)
     least, by_default = grid.seconds(best), grid.seconds(grid.default)
     if least == by_default:
         best = grid.default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
@@ -21,18 +22,22 @@ _TIE = 1e-3
 """Weight of means beside maxima, so that a search sees progress where the slowest stays the same."""
 
 
+class Terms(NamedTuple):
+    """The arrays of an `assignment.problem.Grid`."""
+
+    num_replicas: int
+    num_stages: int
+    hop: Floats
+    ring: Floats
+    share: Floats
+    fill: Floats
+    busy: Floats
+
+
 @njit(cache=True)
-def _weighed(
-    order: Ints,
-    num_replicas: int,
-    num_stages: int,
-    hop: Floats,
-    ring: Floats,
-    share: Floats,
-    fill: Floats,
-    busy: Floats,
-) -> tuple[float, float]:
+def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
     """Seconds (the slowest pipeline, the busiest unit, the slowest ring), and the means of pipelines and rings."""
+    num_replicas, num_stages = terms.num_replicas, terms.num_stages
     through = longest = slowest = 0.0
     sum_through = sum_ring = 0.0
     for replica in range(num_replicas):
@@ -40,13 +45,13 @@ def _weighed(
         first = replica * num_stages
         for stage in range(num_stages):
             unit = order[first + stage]
-            total += fill[unit, stage]
-            longest = max(longest, busy[unit, stage])
+            total += terms.fill[unit, stage]
+            longest = max(longest, terms.busy[unit, stage])
             if stage + 1 < num_stages:
-                total += hop[unit, order[first + stage + 1]]
+                total += terms.hop[unit, order[first + stage + 1]]
             if num_replicas > 1:
                 follower = order[((replica + 1) % num_replicas) * num_stages + stage]
-                edge = share[stage] * ring[unit, follower]
+                edge = terms.share[stage] * terms.ring[unit, follower]
                 slowest = max(slowest, edge)
                 sum_ring += edge
         sum_through += total
@@ -56,33 +61,15 @@ def _weighed(
 
 
 @njit(cache=True)
-def cost(
-    order: Ints,
-    num_replicas: int,
-    num_stages: int,
-    hop: Floats,
-    ring: Floats,
-    share: Floats,
-    fill: Floats,
-    busy: Floats,
-) -> float:
+def cost(order: Ints, terms: Terms) -> float:
     """Seconds: the slowest pipeline, the busiest unit, the slowest ring."""
-    return _weighed(order, num_replicas, num_stages, hop, ring, share, fill, busy)[0]
+    return _weighed(order, terms)[0]
 
 
 @njit(cache=True)
-def guided(
-    order: Ints,
-    num_replicas: int,
-    num_stages: int,
-    hop: Floats,
-    ring: Floats,
-    share: Floats,
-    fill: Floats,
-    busy: Floats,
-) -> float:
+def guided(order: Ints, terms: Terms) -> float:
     """`cost` with a trace of the means of what it takes the maxima of."""
-    seconds, mean = _weighed(order, num_replicas, num_stages, hop, ring, share, fill, busy)
+    seconds, mean = _weighed(order, terms)
     return seconds + _TIE * mean
 
 
@@ -138,25 +125,12 @@ def move(order: Ints, kind: int, a: int, b: int, to: int, out: Ints) -> None:
 
 
 @njit(cache=True)
-def anneal(
-    start: Ints,
-    num_steps: int,
-    hot: float,
-    cold: float,
-    seed: int,
-    num_replicas: int,
-    num_stages: int,
-    hop: Floats,
-    ring: Floats,
-    share: Floats,
-    fill: Floats,
-    busy: Floats,
-) -> Ints:
+def anneal(start: Ints, num_steps: int, hot: float, cold: float, seed: int, terms: Terms) -> Ints:
     """The best order seen in `num_steps` moves while the temperature falls from `hot` to `cold` seconds."""
     state = np.zeros(1, np.uint64)
     state[0] = np.uint64(seed + 1) * np.uint64(_SPREAD)
     order, trial = start.copy(), start.copy()
-    now = guided(order, num_replicas, num_stages, hop, ring, share, fill, busy)
+    now = guided(order, terms)
     best, least = order.copy(), now
     size = len(order)
     rate = (cold / hot) ** (1.0 / num_steps)
@@ -164,7 +138,7 @@ def anneal(
     for _ in range(num_steps):
         a, b = _drawn(state, size), _drawn(state, size)
         move(order, _drawn(state, NUM_MOVES), a, b, _drawn(state, size), trial)
-        found = guided(trial, num_replicas, num_stages, hop, ring, share, fill, busy)
+        found = guided(trial, terms)
         if found <= now or _drawn(state, _WHOLE) < _WHOLE * math.exp((now - found) / temperature):
             _copy(trial, order)
             now = found
@@ -176,19 +150,10 @@ def anneal(
 
 
 @njit(cache=True)
-def descend(
-    start: Ints,
-    num_replicas: int,
-    num_stages: int,
-    hop: Floats,
-    ring: Floats,
-    share: Floats,
-    fill: Floats,
-    busy: Floats,
-) -> Ints:
+def descend(start: Ints, terms: Terms) -> Ints:
     """Until no swap, insertion or reversal is better."""
     order, trial = start.copy(), start.copy()
-    now = guided(order, num_replicas, num_stages, hop, ring, share, fill, busy)
+    now = guided(order, terms)
     size = len(order)
     improved = True
     while improved:
@@ -199,7 +164,7 @@ def descend(
                     if a == b or (kind != 1 and b < a):
                         continue
                     move(order, kind, a, b, b, trial)
-                    found = guided(trial, num_replicas, num_stages, hop, ring, share, fill, busy)
+                    found = guided(trial, terms)
                     if found < now - 1e-15:
                         _copy(trial, order)
                         now = found
@@ -228,26 +193,15 @@ def next_permutation(values: Ints) -> bool:
 
 
 @njit(cache=True)
-def best_permutation(
-    order: Ints,
-    places: Ints,
-    values: Ints,
-    num_replicas: int,
-    num_stages: int,
-    hop: Floats,
-    ring: Floats,
-    share: Floats,
-    fill: Floats,
-    busy: Floats,
-) -> Ints:
+def best_permutation(order: Ints, places: Ints, values: Ints, terms: Terms) -> Ints:
     """The best of all ways to put `values`, the units there in rising order, at `places`; the others stay."""
     trial, best = order.copy(), order.copy()
-    least = guided(order, num_replicas, num_stages, hop, ring, share, fill, busy)
+    least = guided(order, terms)
     more = True
     while more:
         for i in range(len(places)):
             trial[places[i]] = values[i]
-        found = guided(trial, num_replicas, num_stages, hop, ring, share, fill, busy)
+        found = guided(trial, terms)
         if found < least:
             least = found
             _copy(trial, best)
@@ -256,21 +210,12 @@ def best_permutation(
 
 
 @njit(cache=True)
-def exhaust(
-    order: Ints,
-    num_replicas: int,
-    num_stages: int,
-    hop: Floats,
-    ring: Floats,
-    share: Floats,
-    fill: Floats,
-    busy: Floats,
-) -> Ints:
+def exhaust(order: Ints, terms: Terms) -> Ints:
     """The cheapest of all orders from `order`, which is sorted, on; the first of equal ones."""
     best = order.copy()
-    least = cost(order, num_replicas, num_stages, hop, ring, share, fill, busy)
+    least = cost(order, terms)
     while next_permutation(order):
-        found = cost(order, num_replicas, num_stages, hop, ring, share, fill, busy)
+        found = cost(order, terms)
         if found < least:
             least = found
             _copy(order, best)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError
-from stagewright.planning.configure.assignment.kernels import cost
+from stagewright.planning.configure.assignment.kernels import Terms, cost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -63,14 +63,14 @@ class Grid:
         Source: Pipette's objective (Yim et al., DATE 2024), with every stage's ring, both directions of a link and the
         units' own times. Ignores: several rings and pipelines on one link at a time.
         """
-        return float(cost(order, *self.arrays))
+        return float(cost(order, self.terms))
 
     @property
-    def arrays(self) -> tuple[int, int, Floats, Floats, Floats, Floats, Floats]:
+    def terms(self) -> Terms:
         """As the kernels take it."""
-        return (
-            self.num_replicas, self.num_stages, self.hop, self.ring, self.ring_share, self.fill, self.busy,
-        )  # fmt: skip
+        return Terms(
+            self.num_replicas, self.num_stages, self.hop, self.ring, self.ring_share, self.fill, self.busy
+        )
 
 
 @dataclass(frozen=True)

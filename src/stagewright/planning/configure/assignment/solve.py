@@ -38,7 +38,7 @@ def assign(grid: Grid, *, num_steps: int | None = None, num_starts: int = 8, see
     for index in range(num_starts):
         start = by_default if index == 0 else generator.permutation(by_default)
         steps = max(1, num_steps // num_starts)
-        best = anneal(start, steps, _HOT * first, _COLD * first, seed + index, *grid.arrays)
+        best = anneal(start, steps, _HOT * first, _COLD * first, seed + index, grid.terms)
         found.append(_repaired(grid, best, generator))
     best = min(found, key=grid.seconds)
     return Assignment(tuple(best.tolist()), grid.seconds(best), first, False, num_steps)
@@ -47,8 +47,8 @@ def assign(grid: Grid, *, num_steps: int | None = None, num_starts: int = 8, see
 def _repaired(grid: Grid, order: Ints, generator: np.random.Generator) -> Ints:
     if grid.num_units > _DESCENT:
         return order
-    order = descend(order, *grid.arrays)
+    order = descend(order, grid.terms)
     for _ in range(2 * grid.num_units):
         places = generator.permutation(grid.num_units)[:_WINDOW].astype(np.int64)
-        order = best_permutation(order, places, np.sort(order[places]), *grid.arrays)
-    return descend(order, *grid.arrays)
+        order = best_permutation(order, places, np.sort(order[places]), grid.terms)
+    return descend(order, grid.terms)
