@@ -28,6 +28,7 @@ class Fusion:
     * `scattered_wait_s`: what such a boundary waits between nodes beside its transfer.
     * `kernel_host_s`: what the host spends on a kernel, with the operators and autograd's work around it.
     * `peer_host_s`: what each further member of a collective adds while hosts are the bound: all wait for the slowest.
+    * `collective_wait_s`: what a collective keeps a device waiting for the slowest of its members, whatever its size.
     * `product_gap_s`: idle time of the device around a product, beyond its ramp-up.
     * `pass_host_s`: what the pipeline's engine spends on a microbatch and pass.
     * `step_host_s`: once per step: data, learning rate, losses, the optimizer's bookkeeping.
@@ -51,6 +52,7 @@ class Fusion:
     step_host_s: float
     scattered_wait_s: float = 0.0
     softmax_backward: float = 3
+    collective_wait_s: float = 0.0
     transfers: Transfers = "sends block"
 
 
@@ -59,13 +61,14 @@ FUSIONS = {
     for fusion in (
         # Source of the structure: Megatron-LM 2.x and 3.0: one kernel for scale, mask and softmax; fp16 gradients that
         # autograd adds up; logits cast to fp32, maximum, difference, exponential, sum and division one by one.
-        # Fitted on half of the A100 runs of `validation/megatron_time.py`: `softmax_forward` and `loss_forward` (their
-        # kernels are not fused and compute in fp32), and the last five but `step_host_s`.
+        # Fitted on a sixth of the single-node and half of the multi-node runs of `validation/megatron_time.py`:
+        # `softmax_forward` and `loss_forward` (their kernels are not fused and compute in fp32), and the last six but
+        # `step_host_s`.
         Fusion(
             "megatron-deepspeed",
-            softmax_forward=6.6,
+            softmax_forward=6.3,
             rotary=4,
-            loss_forward=58,
+            loss_forward=62,
             loss_backward=35,
             adding_bytes=6,
             optimizer_bytes=52,
@@ -74,10 +77,11 @@ FUSIONS = {
             hides_gathers=False,
             scatters_boundaries=False,
             kernel_host_s=7.1e-5,
-            peer_host_s=2e-5,
-            product_gap_s=5.8e-5,
-            pass_host_s=7.5e-4,
+            peer_host_s=2.1e-5,
+            product_gap_s=5.4e-5,
+            pass_host_s=6.8e-4,
             step_host_s=1e-3,
+            collective_wait_s=7e-5,
         ),
         # The fork of the zero-bubble authors: its products add gradients up. Fitted on a third of the rows of
         # `validation/zero_bubble_runs.py` and the order of schedules in all: the losses, `peer_host_s`, `pass_host_s` and

@@ -183,7 +183,7 @@ class Clock:
         num = sum(kernel.num for kernel in what.kernels)
         exposed = hidden = 0.0
         for collective in what.collectives:
-            took = self._collective(collective)
+            took = self._collective(collective) + self.fusion.collective_wait_s
             exposed, hidden = (exposed, hidden + took) if collective.hidden else (exposed + took, hidden)
         products = sum(self._kernel(kernel) for kernel in what.kernels if kernel.kind == "matmul")
         exposed += max(0.0, hidden - products)
