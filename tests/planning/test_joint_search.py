@@ -5,12 +5,12 @@ import pytest
 
 from stagewright.planning.joint.anneal import NO_BACKLOG
 from stagewright.planning.joint.bounds import lower_bound
-from stagewright.planning.joint.kernels import Rule
 from stagewright.planning.joint.layout import Layout, hops, stage_costs
 from stagewright.planning.joint.plan import judged, scheduled
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
+from stagewright.planning.joint.terms import Rule
 from stagewright.schedule import build, verify
 from stagewright.schedule.families.greedy import PassSeconds
 from stagewright.simulation import simulate

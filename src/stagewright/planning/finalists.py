@@ -27,10 +27,10 @@ from stagewright.planning.candidate import (
     with_program,
 )
 from stagewright.planning.job import Job
-from stagewright.planning.joint.kernels import Ints
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.search import Effort, Found, search
+from stagewright.planning.joint.terms import Ints
 from stagewright.planning.joint.traced import Known, Wiring, cuts_of, piece_ends, problem_of, with_backwards
 from stagewright.planning.plan import Plan, StagePrediction
 from stagewright.planning.predict import Pipeline, run_timeline

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stagewright.planning.joint.kernels import Due, Rule, list_schedule
+from stagewright.planning.joint.kernels import list_schedule
 from stagewright.planning.joint.layout import build_stages
+from stagewright.planning.joint.terms import Due, Rule
 
 NUM_MOVES = 11
 NO_BACKLOG = 1 << 40
@@ -51,6 +52,8 @@ def due_dates(stages, rule, shifts):
     to the other: with a larger stretch ranks begin with more forwards. `shifts` are seconds per layer for
     forwards, then for input gradients; then shares per layer by which microbatches follow each other more
     slowly, for both. So forwards of a rank may run further and further ahead.
+
+    Without a stretch they are the microbatches, and of one microbatch the deepest first, or the deepest alone.
     """
     num_stages = len(stages.rank)
     forward, input_grad = np.empty(num_stages), np.empty(num_stages)
@@ -71,6 +74,11 @@ def due_dates(stages, rule, shifts):
     for stage in range(num_stages):
         for row in range(2):
             pace[row, stage] = cycle * (1.0 + shifts[2 + row, stages.start[stage]])
+    if rule.stretch <= 0.0:
+        input_grad = -np.arange(num_stages) / num_stages
+        forward = input_grad if rule.deep_forwards else -input_grad
+        pace[0] = 0.0 if rule.deep_forwards else 1.0
+        pace[1] = 1.0 if rule.oldest else 0.0
     return Due(forward, input_grad, pace[0], pace[1], cycle)
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.kernels import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.terms import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar

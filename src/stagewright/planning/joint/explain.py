@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from stagewright.planning.joint.baselines import even_1f1b
-from stagewright.planning.joint.kernels import Floats
 from stagewright.planning.joint.layout import hops, stage_costs
 from stagewright.planning.joint.plan import JointPlan, judged, scheduled
 from stagewright.planning.joint.policy import ADAPTIS, Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.search import Found
 from stagewright.planning.joint.starts import balanced
+from stagewright.planning.joint.terms import Floats
 from stagewright.schedule import build
 from stagewright.schedule.placement import linear
 from stagewright.simulation import simulate

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from stagewright.planning.joint.kernels import Ints, Stages
 from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.terms import Ints, Stages
 from stagewright.schedule.placement import Placement
 from stagewright.simulation.costs import StageCosts
 

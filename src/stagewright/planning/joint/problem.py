@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.kernels import Floats
+from stagewright.planning.joint.terms import Floats
 
 
 @dataclass(frozen=True, eq=False)

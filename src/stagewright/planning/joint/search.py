@@ -17,7 +17,7 @@ from stagewright.errors import PlanError
 from stagewright.planning.joint.anneal import NO_BACKLOG, anneal, due_dates, makespan_of, window_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
-from stagewright.planning.joint.kernels import Order, Rule, Stages, list_schedule
+from stagewright.planning.joint.kernels import list_schedule
 from stagewright.planning.joint.layout import Layout, build_stages
 from stagewright.planning.joint.orders import improve_order
 from stagewright.planning.joint.packing import pack
@@ -25,12 +25,13 @@ from stagewright.planning.joint.plan import JointPlan, encode_order, judged, sch
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
+from stagewright.planning.joint.terms import Order, Rule, Stages
 from stagewright.planning.joint.tuner import tune
 
 Report = Callable[[float, float], None]
 """Told the best makespan so far and the lower bound, in seconds."""
 
-_WORK_PER_ROUND = 1_500_000
+_WORK_PER_ROUND = 3_000_000
 """Actions that one core schedules in a round: a tenth to a quarter of a second."""
 _CALL = 200
 """Actions that take as long as what every schedule costs besides."""
@@ -45,7 +46,7 @@ _COARSE = 0.6
 """Share of a search in which large batches are cut short."""
 _POLISH = 0.75
 """Share of a search after which the orders themselves are improved."""
-_CHEAPER = 8
+_CHEAPER = 4
 """How many orders are timed in the time of one list schedule."""
 _EXACT = 2e-6  # the precision of the packing bound
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.kernels import Floats, Ints
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.levelling import levelled
 from stagewright.planning.joint.packing import Packing
 from stagewright.planning.joint.problem import Problem
+from stagewright.planning.joint.terms import Floats, Ints
 from stagewright.schedule.placement import Placement, loop, wave
 
 

@@ -9,9 +9,9 @@ import numpy as np
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.joint.kernels import Ints
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.terms import Ints
 from stagewright.schedule import Action, Kind, Program
 
 _PIECES_PER_RANK = 12

@@ -19,12 +19,12 @@ from itertools import product
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.kernels import Floats, Rule
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.plan import JointPlan, scheduled
 from stagewright.planning.joint.policy import ADAPTIS, Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import balanced, even
+from stagewright.planning.joint.terms import Floats, Rule
 from stagewright.schedule.placement import Placement, linear, loop
 
 PARTITION, PLACEMENT, SCHEDULE = "partition", "placement", "schedule"

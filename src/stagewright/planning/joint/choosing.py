@@ -1,0 +1,191 @@
+"""How a rank chooses its next work in a list schedule, compiled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from stagewright.planning.joint.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD, Floats, Ints
+
+
+class Clocks(NamedTuple):
+    """Where a schedule stands: ends and counts per stage, and per rank what it last did.
+
+    `value_at[n]` is when the input of the next forward of stage ``members[n]`` is there, infinite while unknown
+    and after the last; `gradient_at` likewise. `forward_due` and `input_grad_due` are its due dates, and
+    `weight_grad_due` the number of the weight gradient that is next, infinite where none waits.
+    """
+
+    forward_end: Floats  # [stage, microbatch]
+    input_grad_end: Floats
+    num_forward: Ints
+    num_input_grad: Ints
+    num_weight_grad: Ints
+    place: Ints  # of each stage among the members
+    value_at: Floats
+    gradient_at: Floats
+    forward_due: Floats
+    input_grad_due: Floats
+    weight_grad_due: Floats
+    free: Floats  # [rank] when its last work ends
+    memory: Floats
+    last_pass: Ints
+    last_stage: Ints
+    last_start: Floats
+    num_waiting: Ints  # weight gradients
+
+
+class Pick(NamedTuple):
+    """What a rank could start: a member each, or -1."""
+
+    forward: int
+    input_grad: int
+    held_forward: int
+    held_input_grad: int
+
+
+# Helpers without reference counting are inlined well; it would double the time of the loop.
+helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
+
+
+@helper
+def pick_ready(rank, now, stages, clocks, window):
+    """The most urgent forward and input gradient that are ready."""
+    low, high = stages.offsets[rank], stages.offsets[rank + 1]
+    input_grad = _most_urgent(low, high, now, clocks.gradient_at, clocks.input_grad_due)
+    forward = _most_urgent(low, high, now, clocks.value_at, clocks.forward_due)
+    if forward >= 0 and not _is_admitted(rank, stages.members[forward], stages, clocks, window):
+        forward = _admitted_forward(rank, now, stages, clocks, window)
+    return Pick(forward, input_grad, -1, -1)
+
+
+@helper
+def _most_urgent(low, high, now, at, due):
+    """Of the members from `low` to `high` whose input is there, the one that is due first; -1 for none.
+
+    Branches on what is ready would be guessed wrong half of the time: that is why there are none.
+    """
+    best, first = -1, np.inf
+    for member in range(low, high):
+        takes = (at[member] <= now) & (due[member] < first)
+        best = member if takes else best
+        first = due[member] if takes else first
+        if first == -np.inf:  # never, but without an exit the compiler makes vectors of these few members
+            break
+    return best
+
+
+@helper
+def _admitted_forward(rank, now, stages, clocks, window):
+    """The most urgent forward that is ready and has room."""
+    best = -1
+    for member in range(stages.offsets[rank], stages.offsets[rank + 1]):
+        is_ready = clocks.value_at[member] <= now and _is_before(member, best, clocks.forward_due)
+        if is_ready and _is_admitted(rank, stages.members[member], stages, clocks, window):
+            best = member
+    return best
+
+
+@helper
+def pick_hidden(rank, now, stages, clocks, window):
+    """As `pick_ready`, with those apart that AdaPtis' rule holds back."""
+    forward, input_grad, held_forward, held_input_grad = -1, -1, -1, -1
+    for member in range(stages.offsets[rank], stages.offsets[rank + 1]):
+        stage = stages.members[member]
+        if clocks.gradient_at[member] <= now:
+            if _is_unhidden(INPUT_GRAD, stage, rank, stages, clocks):
+                if _is_before(member, held_input_grad, clocks.input_grad_due):
+                    held_input_grad = member
+            elif _is_before(member, input_grad, clocks.input_grad_due):
+                input_grad = member
+        if clocks.value_at[member] <= now and _is_admitted(rank, stage, stages, clocks, window):
+            if _is_unhidden(FORWARD, stage, rank, stages, clocks):
+                if _is_before(member, held_forward, clocks.forward_due):
+                    held_forward = member
+            elif _is_before(member, forward, clocks.forward_due):
+                forward = member
+    return Pick(forward, input_grad, held_forward, held_input_grad)
+
+
+@helper
+def _is_before(member, other, due):
+    """Whether `member` is more urgent than `other`; none (-1) is least urgent."""
+    return member >= 0 and (other < 0 or due[member] < due[other])
+
+
+@helper
+def later_choice(rank, now, stages, clocks, window):
+    """When `rank` next has a choice."""
+    later = np.inf
+    for member in range(stages.offsets[rank], stages.offsets[rank + 1]):
+        at = clocks.gradient_at[member]
+        if now < at < later:
+            later = at
+        at = clocks.value_at[member]
+        if now < at < later and _is_admitted(rank, stages.members[member], stages, clocks, window):
+            later = at
+    return later
+
+
+@helper
+def choose(rank, now, pick, later, stages, clocks, rule):
+    """The pass and member that `rank` starts now; member -1 for none."""
+    if clocks.num_waiting[rank] > rule.backlog:
+        return WEIGHT_GRAD, _oldest_weight_grad(rank, stages, clocks)
+    if pick.forward >= 0 or pick.input_grad >= 0:
+        return _first(rank, pick.forward, pick.input_grad, clocks, rule)
+    is_held = pick.held_forward >= 0 or pick.held_input_grad >= 0
+    if clocks.num_waiting[rank] > 0:
+        member = _oldest_weight_grad(rank, stages, clocks)
+        wanted = rule.share * stages.weight_grad[stages.members[member]]
+        if is_held or later - now >= wanted:
+            return WEIGHT_GRAD, member
+    return _first(rank, pick.held_forward, pick.held_input_grad, clocks, rule)
+
+
+@helper
+def _first(rank, forward, input_grad, clocks, rule):
+    """Which of a forward and an input gradient goes first; either may be missing."""
+    if forward < 0:
+        return INPUT_GRAD, input_grad
+    if input_grad < 0:
+        return FORWARD, forward
+    if rule.stretch > 0.0:
+        is_forward = clocks.forward_due[forward] < clocks.input_grad_due[input_grad]
+    else:
+        is_forward = rule.forward_next and clocks.last_pass[rank] == INPUT_GRAD
+    if is_forward:
+        return FORWARD, forward
+    return INPUT_GRAD, input_grad
+
+
+@helper
+def _is_admitted(rank, stage, stages, clocks, window):
+    if clocks.num_forward[stage] - clocks.num_input_grad[stage] >= window[stage]:
+        return False
+    needed = clocks.memory[rank] + stages.saved[stage] + stages.room[stage]
+    return needed <= stages.limit[rank] * (1.0 + TINY)
+
+
+@helper
+def _is_unhidden(kind, stage, rank, stages, clocks):
+    """Whether the input comes from what another rank started last, after this rank's last work began."""
+    producer = stage - 1 if kind == FORWARD else stage + 1
+    if producer < 0 or producer >= len(stages.rank):
+        return False
+    other = stages.rank[producer]
+    if other == rank or clocks.last_pass[other] != kind or clocks.last_stage[other] != producer:
+        return False
+    if kind == FORWARD:
+        is_last = clocks.num_forward[producer] == clocks.num_forward[stage] + 1
+    else:
+        is_last = clocks.num_input_grad[producer] == clocks.num_input_grad[stage] + 1
+    return is_last and clocks.free[other] > clocks.last_start[rank]
+
+
+@helper
+def _oldest_weight_grad(rank, stages, clocks):
+    due = clocks.weight_grad_due
+    return _most_urgent(stages.offsets[rank], stages.offsets[rank + 1], np.inf, due, due)
