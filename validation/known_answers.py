@@ -1,14 +1,20 @@
-"""Configurations that were trained with, beside the ones found for the same model, cluster and batch."""
+"""Configurations that were trained with, beside the ones found for the same model, cluster and batch.
+
+Three lines each: `ran`, predicted as it ran, with the runtime of its time (to be held against the published MFU); `theirs`,
+the same widths with the kernels of today, which keep what was recomputed then; `ours`, the best found.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+
+from throughput import MODERN, selene_layout, step_seconds
 
 from stagewright.cluster import load_cluster
-from stagewright.estimation.megatron import Shape, shape_of
+from stagewright.estimation.megatron import Layout, Shape, shape_of
 from stagewright.planning.configure.search import Configuration, configure, described
 from stagewright.planning.configure.space import Bounds
 from stagewright.planning.job import Job
@@ -17,7 +23,7 @@ from stagewright.tracing.models.reference import resolve
 
 @dataclass(frozen=True)
 class Known:
-    """A published configuration; `published_mfu` where its authors say it, of the same or a near run."""
+    """A published configuration: its widths, and its layout as it ran where the stack here can time that."""
 
     name: str
     cluster: str
@@ -25,7 +31,9 @@ class Known:
     sequence_length: int
     widths: Bounds
     source: str
-    published_mfu: float | None = None
+    published_mfu: float
+    ran: Layout | None = None
+    runtime: str = MODERN
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> Shape:
@@ -33,24 +41,46 @@ def _gpt(layers: int, hidden: int, heads: int) -> Shape:
 
 
 SHAPES = {
-    "GPT 39.1B": _gpt(48, 8192, 64), "GPT 145.6B": _gpt(80, 12288, 96), "GPT 310.1B": _gpt(96, 16384, 128),
+    "GPT 1.7B": _gpt(24, 2304, 24), "GPT 7.5B": _gpt(36, 4096, 32), "GPT 39.1B": _gpt(48, 8192, 64),
+    "GPT 145.6B": _gpt(80, 12288, 96), "GPT 310.1B": _gpt(96, 16384, 128), "GPT 529.6B": _gpt(105, 20480, 128),
     "GPT 1T": _gpt(128, 25600, 160),
 }  # fmt: skip
-_SC21 = "Narayanan et al. 2021, table 1"
-KNOWN = (
-    Known("llama-3-405b", "2048x8x-h100", 2048, 8192, Bounds(tp=8, cp=1, pp=16), "Llama 3 report, table 4", 0.41),
-    Known("deepseek-v3", "256x8x-h100", 15360, 4096, Bounds(tp=1, cp=1, pp=16, ep=64), "DeepSeek-V3 report, fp8"),
-    Known("GPT 39.1B", "64x8x-a100-80", 1536, 2048, Bounds(tp=8, cp=1, pp=2), _SC21, 0.33),
-    Known("GPT 145.6B", "192x8x-a100-80", 2304, 2048, Bounds(tp=8, cp=1, pp=8), _SC21, 0.355),
-    Known("GPT 310.1B", "240x8x-a100-80", 2160, 2048, Bounds(tp=8, cp=1, pp=16), _SC21, 0.37),
-    Known("GPT 1T", "384x8x-a100-80", 3072, 2048, Bounds(tp=8, cp=1, pp=64), _SC21, 0.39),
+
+
+def _selene(name: str, nodes: int, tp: int, pp: int, batch: int, share: float) -> Known:
+    """A row of Narayanan et al. 2021, table 1; its share of the peak counts recomputation, a quarter of the work."""
+    dp = nodes * 8 // (tp * pp)
+    ran = selene_layout(SHAPES[name].num_layers, 2048, tp, pp, dp, batch // dp)
+    widths, source = Bounds(tp=tp, cp=1, pp=pp), "Narayanan et al. 2021, table 1"
+    return Known(
+        name, f"{nodes}x8x-a100-80", batch, 2048, widths, source, 0.75 * share, ran, runtime="megatron-lm"
+    )
+
+
+_LLAMA = Layout(
+    8192, tp=8, pp=16, dp=128, num_microbatches=16, sequence_parallel=True, shards_optimizer=True,
+    schedule="interleaved-1f1b", num_chunks=8, layers_per_stage=(0, *(1,) * 126, 0),
 )  # fmt: skip
-"""MFU of the last four: three quarters of the published share of the peak, which counts recomputation. Their
-layouts are predicted with the kernels of today, which keep what those runs recomputed."""
+_DEEPSEEK_V3_RATE = 1e12 / (180_000 * 3600)
+"""Tokens per second and device: 180,000 hours of H800 for 10^12 tokens (DeepSeek-V3 report, arXiv 2412.19437, section 1)."""
+KNOWN = (
+    Known("llama-3-405b", "2048x8x-h100", 2048, 8192, Bounds(tp=8, cp=1, pp=16), "Llama 3 report, table 4", 0.41, _LLAMA),
+    Known(
+        "deepseek-v3", "256x8x-h100", 15360, 4096, Bounds(tp=1, cp=1, pp=16, ep=64), "DeepSeek-V3 report, fp8 on H800",
+        _DEEPSEEK_V3_RATE * 6 * 37e9 / 989.4e12,
+    ),
+    _selene("GPT 1.7B", 4, 1, 1, 512, 0.44),
+    _selene("GPT 7.5B", 16, 4, 1, 512, 0.46),
+    _selene("GPT 39.1B", 64, 8, 2, 1536, 0.44),
+    _selene("GPT 145.6B", 192, 8, 8, 2304, 0.47),
+    _selene("GPT 310.1B", 240, 8, 16, 2160, 0.5),
+    _selene("GPT 529.6B", 315, 8, 35, 2520, 0.52),
+    _selene("GPT 1T", 384, 8, 64, 3072, 0.52),
+)  # fmt: skip
 
 
 def answer(known: Known) -> dict[str, object]:
-    """Both configurations with what is predicted of them."""
+    """Their configuration as it ran and with the kernels of today, and ours, with what is predicted of them."""
     shape = SHAPES.get(known.name)
     if shape is None:
         config = resolve(known.name).config
@@ -62,8 +92,14 @@ def answer(known: Known) -> dict[str, object]:
     ours = configure(shape, cluster, job, keep=3).configurations[0]
     took = time.process_time() - begun
     theirs = configure(shape, cluster, job, keep=1, bounds=known.widths).configurations[0]
-    return asdict(known) | {
-        "ours": _figures(ours), "theirs": _figures(theirs), "faster_by": theirs.step_s / ours.step_s - 1, "search_s": took,
+    found = {"theirs": _figures(theirs), "ours": _figures(ours)}
+    if known.ran is not None:
+        seconds = step_seconds(shape, known.ran, cluster, known.runtime)
+        mfu = theirs.mfu * theirs.step_s / seconds
+        found = {"ran": {"layout": described(known.ran), "step_s": seconds, "mfu": mfu}} | found
+    return {
+        "name": known.name, "cluster": known.cluster, "source": known.source, "published_mfu": known.published_mfu,
+        "found": found, "faster_by": theirs.step_s / ours.step_s - 1, "search_s": took,
     }  # fmt: skip
 
 
@@ -81,11 +117,10 @@ def main() -> None:
         if given.json:
             print(json.dumps(made))
             continue
-        published = "-" if known.published_mfu is None else f"{known.published_mfu:.1%}"
-        print(f"{known.name} on {known.cluster} ({known.source}; published MFU {published})")
-        for who in ("theirs", "ours"):
-            one = made[who]
-            assert isinstance(one, dict)
+        print(f"{known.name} on {known.cluster} ({known.source}; published MFU {known.published_mfu:.1%})")
+        found = made["found"]
+        assert isinstance(found, dict)
+        for who, one in found.items():
             print(f"  {who:<7}{one['layout']:<52} {one['step_s']:9.3f} s  MFU {one['mfu']:.1%}")
 
 

@@ -36,8 +36,8 @@ with a view of all trials of equal devices, so that none of those is wholly unse
 DELAYED_ACK_S = 0.04
 """A boundary between tensor-parallel ranks goes out as two messages, first a small one of its sizes (DeepSpeed's
 `PartitionedTensor`), which is what makes a TCP sender wait for an acknowledgement that Linux delays by 40 ms
-(`TCP_DELACK_MIN` of its tcp.h). The length is Linux's, but that trials wait so was found on these trials, by trying: the nodes
-of T4 alone show no such wait, those with p3 instances do. No other data here tells: to be read as fitted."""
+(`TCP_DELACK_MIN` of its tcp.h). The length is Linux's, but that runs wait so was found on these trials, by trying: the
+nodes of T4 alone show no such wait, those with p3 instances do. No other data here tells: to be read as fitted."""
 T4_BUS = 2.64e9
 """Bytes/s between T4 of a node, through the host's memory; fitted as well."""
 

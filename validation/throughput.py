@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import megatron_bridge
 from verdict import Row, arguments, grouped, show
 
 from stagewright.cluster import Cluster, load_cluster
@@ -18,6 +19,7 @@ from stagewright.tracing.models.reference import resolve
 
 BAR = 0.15
 DATA = Path(__file__).parent / "data" / "throughput"
+BRIDGE = "megatron_bridge_performance.csv"
 MODERN = "megatron-core+te"
 """Runtime of every source from 2023 on; the oldest is Megatron-LM's own."""
 
@@ -37,7 +39,7 @@ def nodes_of_eight(device: str, num: int, given: dict[str, float] | None = None)
     return load_cluster(f"{num}x-{device}" if num <= 8 else f"{num // 8}x8x-{device}", given)
 
 
-def _seconds(
+def step_seconds(
     shape: Shape, layout: Layout, cluster: Cluster, runtime: str = MODERN, hides_gathers: bool = True
 ) -> float:
     """Modern runs hide reductions behind computation, and most of them tensor-parallel gathers behind products, as their
@@ -48,17 +50,22 @@ def _seconds(
     return Run(shape, replace(layout, overlaps_reduction=modern), stack, fusion, cluster).step().seconds
 
 
+def selene_layout(num_layers: int, tokens: int, tp: int, pp: int, dp: int, num_microbatches: int) -> Layout:
+    """As Narayanan et al. 2021 trained: microbatches of one sample, everything recomputed, two chunks where they divide."""
+    chunks = 2 if pp > 1 and num_layers % (2 * pp) == 0 and num_microbatches % pp == 0 else 1
+    return Layout(
+        tokens, tp=tp, pp=pp, dp=dp, num_microbatches=num_microbatches, recompute="full", num_chunks=chunks,
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+    )  # fmt: skip
+
+
 def narayanan(record: Record) -> Judged:
     """TFLOP/s per device as the paper counts them: 96 B s l h^2 (1 + s/6h + V/16lh), with recomputation."""
     tp, pp, dp, num, batch, tokens = _numbers(record, "tp", "pp", "dp", "n_gpus", "global_batch", "seq_len")
     layers, hidden, heads, vocabulary = _numbers(record, "layers", "hidden", "heads", "vocab")
     shape = Shape.gpt(layers, hidden, heads, vocabulary, tokens)
-    chunks = 2 if pp > 1 and layers % (2 * pp) == 0 and batch // dp % pp == 0 else 1
-    layout = Layout(
-        tokens, tp=tp, pp=pp, dp=dp, num_microbatches=batch // dp, recompute="full", num_chunks=chunks,
-        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
-    )  # fmt: skip
-    seconds = _seconds(shape, layout, nodes_of_eight("a100-80", num), "megatron-lm")
+    layout = selene_layout(layers, tokens, tp, pp, dp, batch // dp)
+    seconds = step_seconds(shape, layout, nodes_of_eight("a100-80", num), "megatron-lm")
     extra = 1 + tokens / (6 * hidden) + vocabulary / (16 * layers * hidden)
     flop = 96 * batch * tokens * layers * hidden**2 * extra
     return f"{record['params_b']} B", flop / seconds / num / 1e12, float(record["tflops_per_gpu_hw"])
@@ -73,7 +80,7 @@ def weak_scaling(record: Record) -> Judged:
         tokens, tp=tp, pp=pp, dp=dp, num_microbatches=batch // dp, sequence_parallel=tp > 1,
         shards_optimizer=True,
     )  # fmt: skip
-    seconds = _seconds(shape, layout, nodes_of_eight("h100", num))
+    seconds = step_seconds(shape, layout, nodes_of_eight("h100", num))
     flop = 72 * batch * tokens * layers * hidden**2
     flop *= 1 + tokens / (6 * hidden) + vocabulary / (12 * layers * hidden)
     return f"{record['params_b']} B", flop / seconds / num / 1e12, float(record["tflops_per_gpu"])
@@ -91,37 +98,20 @@ def megascale(record: Record) -> Judged | None:
         recompute="selective", schedule="interleaved-1f1b", num_chunks=6, shards_optimizer=True,
     )  # fmt: skip
     shape = Shape.gpt(layers, hidden, heads, 64_000, tokens)
-    seconds = _seconds(shape, layout, nodes_of_eight("a100-80", num), "megatron-lm")
+    seconds = step_seconds(shape, layout, nodes_of_eight("a100-80", num), "megatron-lm")
     return f"{record['model']} on {num}, batch {batch}", seconds, float(record["step_s"])
 
 
-_BRIDGE = {"LLAMA3_70B": "llama-3-70b", "LLAMA3.1_405B": "llama-3-405b", "LLAMA3_8B": "llama-3-8b",
-           "Qwen3_30B_a3B": "qwen3-30b-a3b", "DeepSeekV3": "deepseek-v3"}  # fmt: skip
-_SYSTEMS = {"DGX-H100": "h100", "DGX-B200": "b200"}
-
-
 def bridge(record: Record) -> Judged | None:
-    """Tokens per second and device; rows in bf16 or eight-bit precision on devices of the catalog, without FSDP."""
-    system = record["system"].removeprefix("System: ")
-    known = record["model"] in _BRIDGE and system in _SYSTEMS
-    if not known or record["precision"] != "BF16" or record["fsdp"] not in ("", "0"):
+    """Tokens per second and device of the rows that `megatron_bridge.why_not` does not leave out."""
+    if megatron_bridge.why_not(record):
         return None
-    num, batch, size, tokens, tp, pp, cp, ep = (
-        int(record[key])
-        for key in ("n_gpus", "global_batch", "micro_batch", "seq_len", "tp", "pp", "cp", "ep")
-    )
-    config = resolve(_BRIDGE[record["model"]]).config
-    assert config is not None
-    chunks = int(record["vp"]) if record["vp"].isdigit() else 1
-    dp = num // (tp * pp * cp)
-    layout = Layout(
-        tokens, tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, microbatch_size=size, num_microbatches=batch // (dp * size),
-        sequence_parallel=tp > 1, shards_optimizer=True, num_chunks=chunks,
-        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
-    )  # fmt: skip
-    seconds = _seconds(shape_of(config), layout, nodes_of_eight(_SYSTEMS[system], num))
-    label = f"{record['model']} on {num} {system} ({record['release'].split()[0]})"
-    return label, batch * tokens / seconds / num, float(record["tokens_per_s_per_gpu"])
+    num = int(record["n_gpus"])
+    device = megatron_bridge.device_of(record)
+    cluster = nodes_of_eight(device, num, megatron_bridge.FUSED_ATTENTION.get(device))
+    seconds = megatron_bridge.run_of(record, cluster).step().seconds
+    rate = int(record["global_batch"]) * int(record["seq_len"]) / seconds / num
+    return megatron_bridge.label_of(record), rate, float(record["tokens_per_s_per_gpu"])
 
 
 def torchtitan(record: Record) -> Judged | None:
@@ -142,7 +132,7 @@ def torchtitan(record: Record) -> Judged | None:
         recomputed_layers=(again,),
     )  # fmt: skip
     cluster = nodes_of_eight("h100", num, LOW_POWER_H100)
-    seconds = _seconds(shape_of(config), layout, cluster, hides_gathers="async TP" in technique)
+    seconds = step_seconds(shape_of(config), layout, cluster, hides_gathers="async TP" in technique)
     label = f"{record['model']} on {num}: {technique}"
     return label, num // tp * size * tokens / seconds / num, float(record["tps_per_gpu"])
 
@@ -151,7 +141,7 @@ SOURCES: dict[str, Callable[[Record], Judged | None]] = {
     "megatron_sc21_table1.csv": narayanan,
     "megatron_core_h100_weak_scaling.csv": weak_scaling,
     "megascale_tab2_fig9.csv": megascale,
-    "megatron_bridge_performance.csv": bridge,
+    BRIDGE: bridge,
     "torchtitan_benchmarks.csv": torchtitan,
 }
 
@@ -163,16 +153,20 @@ def _numbers(record: Record, *keys: str) -> list[int]:
 def rows(folder: Path = DATA) -> Iterator[Row]:
     """Every row that can be predicted; the others are left out."""
     for name, judge in SOURCES.items():
-        if not (folder / name).exists():
-            continue
-        with (folder / name).open(newline="", encoding="utf-8") as file:
-            for record in csv.DictReader(file):
-                try:
-                    made = judge(record)
-                except StagewrightError as error:
-                    raise SystemExit(f"{name}: {record}: {error}") from error
-                if made is not None:
-                    yield Row(made[0], name.removesuffix(".csv"), made[1], made[2], "held")
+        for record in _records(folder / name):
+            try:
+                made = judge(record)
+            except StagewrightError as error:
+                raise SystemExit(f"{name}: {record}: {error}") from error
+            if made is not None:
+                yield Row(made[0], name.removesuffix(".csv"), made[1], made[2], "held")
+
+
+def _records(path: Path) -> list[Record]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def main() -> None:
@@ -183,6 +177,8 @@ def main() -> None:
     if not given.json:
         for item in grouped(found):
             print(f"{item.name}: median {item.median:.1%}, worst {item.worst.label} {item.worst.error:+.1%}")
+        for reason, num in megatron_bridge.left_out(_records(given.data / BRIDGE)).most_common():
+            print(f"{BRIDGE}: {num} rows left out: {reason}")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ class Fusion:
     * `rotary`: times queries, keys and values are moved to turn the first two.
     * `loss_forward`, `loss_backward`: bytes moved per logit.
     * `adding_bytes`: bytes moved per weight and microbatch to add its gradient up; 0 where the product does it.
+    * `cast_bytes`: bytes moved per element of a product's input, and of its output's gradient, for copies in eight bits.
     * `optimizer_bytes`: bytes moved per parameter in a step: unscaling, norm, update, new half-precision copy.
     * `latent_copies`: times queries and keys are moved to join their rotary parts (MLA).
     * `routing`: times the router's logits are moved.
@@ -53,6 +54,7 @@ class Fusion:
     scattered_wait_s: float = 0.0
     softmax_backward: float = 3
     collective_wait_s: float = 0.0
+    cast_bytes: float = 0.0
     transfers: Transfers = "sends block"
 
 

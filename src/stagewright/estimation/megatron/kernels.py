@@ -21,6 +21,8 @@ class Kernel(NamedTuple):
     flop: float
     num_bytes: float
     num: int = 1
+    in_half: bool = False
+    """Whether a product stays in half precision where others are computed in eight bits."""
 
 
 class Collective(NamedTuple):
@@ -69,18 +71,26 @@ def together(parts: Iterable[Passes]) -> Passes:
 
 
 def product(
-    tokens: float, given: float, made: float, count: int = 1, adds_up: float = 0.0, element_bytes: int = 2
+    tokens: float,
+    given: float,
+    made: float,
+    count: int = 1,
+    adds_up: float = 0.0,
+    element_bytes: int = 2,
+    casts: float = 0.0,
+    in_half: bool = False,
 ) -> Passes:
     """A linear layer, or `count` equal ones for `tokens` each that run at once (grouped); `adds_up` bytes are moved per
-    weight to add its gradient to the others.
+    weight to add its gradient to the others, `casts` per element of the input and of the output's gradient.
 
     The gradient of a weight costs as many FLOP as the product itself, and so does that of its input.
     """
     flop, weights = 2.0 * count * tokens * given * made, float(count * given * made)
     moved = float(element_bytes) * (count * tokens * (given + made) + weights)
-    kernel = Kernel("matmul", flop, moved)
+    kernel = Kernel("matmul", flop, moved, in_half=in_half)
     adding = (Kernel("memory", 0.0, adds_up * weights),) if adds_up else ()
-    return Passes(Pass((kernel,)), Pass((kernel,)), Pass((kernel, *adding)))
+    linear = Passes(Pass((kernel,)), Pass((kernel,)), Pass((kernel, *adding)))
+    return stream(casts * count * tokens * given, casts * count * tokens * made) + linear
 
 
 def stream(forward: float, backward: float, kind: KernelKind = "memory", for_weights: float = 0.0) -> Passes:

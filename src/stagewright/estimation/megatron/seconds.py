@@ -202,8 +202,13 @@ class Clock:
     def _kernel(self, kernel: Kernel) -> float:
         known = self._kernels.get(kernel)
         if known is None:
-            known = self._kernels[kernel] = kernel_seconds(kernel, self.device, self.dtype)
+            known = self._kernels[kernel] = kernel_seconds(kernel, self.device, self._dtype_of(kernel))
         return known
+
+    def _dtype_of(self, kernel: Kernel) -> str:
+        """Eight-bit recipes leave attention and the head in half precision."""
+        in_half = kernel.in_half or kernel.kind != "matmul"
+        return half_type(self.device) if in_half and self.dtype == "fp8" else self.dtype
 
     def _collective(self, collective: Collective) -> float:
         known = self._collectives.get(collective)

@@ -46,7 +46,10 @@ class Body:
         logits = layout.num_tokens * vocabulary
         loss = stream(self.fusion.loss_forward * logits, self.fusion.loss_backward * logits)
         sums = [Collective("all-reduce", "tp", 4.0 * layout.num_tokens)] * 3 if layout.tp > 1 else []
-        linear = self._product(layout.num_tokens, shape.hidden, vocabulary)
+        linear = product(
+            layout.num_tokens, shape.hidden, vocabulary, 1, self.fusion.adding_bytes, self.stack.element_bytes,
+            in_half=True,
+        )  # fmt: skip
         return together([self._norm(), self._enters(), linear, loss, collectives(sums, ())])
 
     def layer(self, index: int) -> Passes:
@@ -107,7 +110,10 @@ class Body:
         return self._product(count, given, made)
 
     def _product(self, tokens: float, given: float, made: float, count: int = 1) -> Passes:
-        return product(tokens, given, made, count, self.fusion.adding_bytes, self.stack.element_bytes)
+        fusion = self.fusion
+        return product(
+            tokens, given, made, count, fusion.adding_bytes, self.stack.element_bytes, fusion.cast_bytes
+        )
 
     def _enters(self) -> Passes:
         """In front of products split by columns: gathers the sequence, or nothing; backward sums over the parts."""
