@@ -7,7 +7,7 @@ that is larger (choices that cost next to nothing).
 
 Then whole pipelines are made to fit limits between the least and the most they can take, and replayed.
 
-Run: ``python benchmarks/saving.py [--seed N] [--output FILE]`` (a few minutes on one core).
+Run: ``python benchmarks/saving.py [--seeds N ...] [--output FILE]`` (a few minutes on one core).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -75,10 +75,10 @@ def problems(seed: int) -> Iterator[tuple[str, Problem]]:
                 )  # fmt: skip
 
 
-def gap_table(seed: int) -> Iterator[str]:
+def gap_table(seeds: Sequence[int]) -> Iterator[str]:
     found: dict[tuple[str, str], list[float]] = {}
     seconds = [0.0, 0.0]
-    for model, problem in problems(seed):
+    for model, problem in (one for seed in seeds for one in problems(seed)):
         begin = time.perf_counter()
         near = choose(problem)
         middle = time.perf_counter()
@@ -139,21 +139,26 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the problems; the program was tuned on those of 0"
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="of the problems; the program was tuned on those of 0",
     )
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    seeds = " ".join(map(str, arguments.seeds))
     lines = [
         f"# Recomputing and offloading, {date.today()}",
         "",
         *(__doc__ or "").split("Run:")[0].strip().splitlines(),
         "",
-        f"`python benchmarks/saving.py --seed {arguments.seed}` on {platform.machine()}, Python "
+        f"`python benchmarks/saving.py --seeds {seeds}` on {platform.machine()}, Python "
         f"{platform.python_version()}, numpy {np.__version__}, scipy {scipy.__version__}.",
         "",
         "## Greedy against integer program",
         "",
-        *gap_table(arguments.seed),
+        *gap_table(arguments.seeds),
         "",
         "## Replayed",
         "",

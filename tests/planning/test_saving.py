@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from stagewright.cluster import load_cluster
+from stagewright.errors import PlanError
 from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
@@ -14,10 +15,11 @@ from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import Choice, make_program
 from stagewright.planning.job import Job
 from stagewright.planning.predict import Pipeline, pipeline, rank_memories, reserved_bytes
+from stagewright.planning.saving import best as best_choice
 from stagewright.planning.saving.exact import choose_exactly
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.saving.greedy import choose
-from stagewright.planning.saving.problem import Problem, chain_seconds, stage_units
+from stagewright.planning.saving.problem import Problem, Unit, chain_seconds, stage_units
 from stagewright.planning.shortening import shortened
 from stagewright.schedule import insert_communication
 from stagewright.schedule.saving import insert_recomputation
@@ -89,6 +91,33 @@ def test_the_greedy_choice_is_near_the_best(share: float, link: float) -> None:
     assert near is not None and best is not None
     assert near.saved_bytes(asked) >= asked.needed <= best.saved_bytes(asked) * (1 + 1e-9)
     assert best.seconds(asked) * (1 - 1e-6) <= near.seconds(asked) <= 1.1 * best.seconds(asked)
+
+
+def many_small_or_one_large() -> Problem:
+    """The small units are all cheaper per byte than the large one, and together dearer: 20 s against 16."""
+    sizes, seconds = [131, 131, 65, 35, 33, 33, 33, 33, 262], [2.0, 2.0, 2.0, 2.0, 4.0, 2.0, 4.0, 2.0, 12.0]
+    units = tuple(Unit(0, f"net:{n}", (n,), size, frozenset({n})) for n, size in enumerate(sizes))
+    return Problem(units, dict(enumerate(seconds)), 465.0, {0: 1.0})
+
+
+def test_one_large_unit_takes_the_place_of_many() -> None:
+    found = choose(many_small_or_one_large())
+    assert found is not None and found.seconds(many_small_or_one_large()) == 16.0
+
+
+def test_small_ranks_are_chosen_for_exactly_and_large_or_slow_ones_greedily(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, asked_exactly = problem(0.5), []
+
+    def give_up(problem: Problem, *, time_limit_s: float) -> None:
+        asked_exactly.append(problem)
+        raise PlanError("not solved in time")
+
+    monkeypatch.setattr(best_choice, "choose_exactly", give_up)
+    assert best_choice.choose(asked) == choose(asked) and asked_exactly == [asked]
+    monkeypatch.setattr(best_choice, "MOST_UNITS", len(asked.units) - 1)
+    assert best_choice.choose(asked) == choose(asked) and asked_exactly == [asked]
 
 
 def test_both_say_when_nothing_saves_enough() -> None:

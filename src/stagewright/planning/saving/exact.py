@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,9 @@ from stagewright.planning.saving.problem import Choice, Problem, groups
 
 MAX_UNITS = 600
 """More units than this take the solver long."""
+
+_TIE = 1e-4
+"""What moving everything costs in itself, of the longest group's time."""
 
 _OPTIMAL, _INFEASIBLE = 0, 2
 """Outcomes of `scipy.optimize.milp`."""
@@ -37,6 +43,21 @@ def choose_exactly(problem: Problem, *, time_limit_s: float = 20.0) -> Choice | 
     return _Program(problem).solved(time_limit_s)
 
 
+@contextmanager
+def _muted() -> Iterator[None]:
+    """Keeps off standard output what the solver's own code prints there, whatever its options say, into documents too."""
+    flush, kept, nowhere = ctypes.CDLL(None).fflush, os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    flush(None)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
+
+
 class _Program:
     """Columns: recompute per unit, offload per unit, group of operators, overhead of the link."""
 
@@ -46,6 +67,8 @@ class _Program:
         self.count = len(problem.units)
         self.size = 2 * self.count + len(self.groups) + 1
         self.rows: list[tuple[list[int], list[float], float, float]] = []
+        longest = max([seconds for _, seconds in self.groups], default=0.0)
+        self.scale = 1.0 / longest if longest > 0 else 1e3
 
     def solved(self, time_limit_s: float) -> Choice | None:
         from scipy.optimize import Bounds, LinearConstraint, milp
@@ -61,9 +84,10 @@ class _Program:
             False,
         ):  # what presolving leaves is at times beyond the solver, the whole is not
             options = {"time_limit": time_limit_s, "mip_rel_gap": 1e-6, "presolve": presolve}
-            result = milp(
-                self._costs(), constraints=constraints, integrality=binary, bounds=bounds, options=options
-            )
+            with _muted():
+                result = milp(
+                    self._costs(), constraints=constraints, integrality=binary, bounds=bounds, options=options
+                )
             if result.status == _INFEASIBLE:
                 return None
             if result.status == _OPTIMAL and result.x is not None:
@@ -87,9 +111,9 @@ class _Program:
             for unit in users:
                 self._row([2 * count + group, unit], [1.0, -1.0], 0.0)
         if problem.may_offload:
-            moved = [-unit.num_bytes * problem.link_s_per_byte * 1e3 for unit in problem.units]
+            moved = [-unit.num_bytes * problem.link_s_per_byte * self.scale for unit in problem.units]
             columns = [self.size - 1, *range(count, 2 * count)]
-            self._row(columns, [1.0, *moved], -problem.free_s * 1e3)
+            self._row(columns, [1.0, *moved], -problem.free_s * self.scale)
 
     def _row(self, columns: list[int], factors: Sequence[float], at_least: float) -> None:
         self.rows.append((columns, list(factors), at_least, np.inf))
@@ -104,8 +128,11 @@ class _Program:
         return matrix, [row[2] for row in self.rows], [row[3] for row in self.rows]
 
     def _costs(self) -> list[float]:
-        """Milliseconds, so that the solver's tolerances are far below them."""
-        return [0.0] * (2 * self.count) + [seconds * 1e3 for _, seconds in self.groups] + [1.0]
+        """Parts of the longest group's time, so that the solver's tolerances are far below them; of choices that take
+        equally long, the one that moves the fewest bytes."""
+        whole = sum(unit.num_bytes for unit in self.problem.units) or 1
+        moved = [_TIE * unit.num_bytes / whole for unit in self.problem.units]
+        return [*([0.0] * self.count), *moved, *(seconds * self.scale for _, seconds in self.groups), 1.0]
 
     def _upper(self) -> list[float]:
         recompute = [float(unit.recomputable) for unit in self.problem.units]

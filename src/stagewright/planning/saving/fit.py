@@ -18,8 +18,7 @@ from stagewright.planning.predict import (
     rank_memories,
 )
 from stagewright.planning.saving.anchors import anchors
-from stagewright.planning.saving.exact import MAX_UNITS, choose_exactly
-from stagewright.planning.saving.greedy import choose
+from stagewright.planning.saving.best import choose
 from stagewright.planning.saving.problem import (
     Choice,
     Problem,
@@ -70,17 +69,13 @@ def fit(
     body: BodyCosts,
     *,
     offload: bool = True,
-    exact: bool = False,
     chooser: Chooser = choose,
 ) -> Fitted | None:
     """`line`, which keeps everything, with as much recomputed and offloaded as its limit asks for; None if no choice
-    found stays within the limit when replayed.
-
-    `exact` takes the integer program in place of the greedy `chooser`, for ranks of few enough saved values.
-    """
+    found stays within the limit when replayed."""
     memories = rank_memories(line)
     units = line_units(line, body)
-    searches = [_RankSearch(line, body, memory, units, offload, exact, chooser) for memory in memories]
+    searches = [_RankSearch(line, body, memory, units, offload, chooser) for memory in memories]
     active = [search for search in searches if search.excess > 0]
     for _ in range(_ROUNDS):
         active = [search for search in active if search.propose()]
@@ -163,7 +158,6 @@ class _RankSearch:
         kept: RankMemory,
         units: Sequence[Unit],
         offload: bool,
-        exact: bool,
         chooser: Chooser,
     ) -> None:
         self.line = line
@@ -177,8 +171,7 @@ class _RankSearch:
         self.stages = line.program.placement.stages_of(self.rank)
         self.numbers = [number for number, unit in enumerate(units) if unit.stage in self.stages]
         self.problem = self._problem([units[number] for number in self.numbers], kept, body, offload)
-        few = len(self.numbers) <= MAX_UNITS
-        self.choose: Chooser = choose_exactly if exact and few else chooser
+        self.choose = chooser
         self.low, self.high, self.need = 0.95 * self.excess, float("inf"), float(self.excess)
         self.step = 0.0
         self.seconds = float("inf")

@@ -144,11 +144,12 @@ def _fill(ways: Ways) -> bool:
     return True
 
 
-def _drop_needless(ways: Ways) -> None:
-    """Keeps units without which enough is saved, the costliest first."""
+def _drop_needless(ways: Ways, *, per_byte: bool = False) -> None:
+    """Keeps units without which enough is saved, the costliest first, or the costliest per byte."""
     while True:
-        spare = ways.gives()[: ways.size] >= ways.missing
-        costs = np.where(spare & (ways.way != KEEP), ways.costs()[: ways.size], np.inf)
+        gives = ways.gives()[: ways.size]
+        costs = ways.costs()[: ways.size] / (np.maximum(-gives, 1.0) if per_byte else 1.0)
+        costs = np.where((gives >= ways.missing) & (ways.way != KEEP), costs, np.inf)
         best = int(np.argmin(costs)) if ways.size else 0
         if not ways.size or costs[best] == np.inf:
             return
@@ -164,6 +165,21 @@ def _exchange(ways: Ways) -> bool:
         entering = _cheapest(ways, gained * (1 - 1e-9), leaving) if gained > _NOTHING else None
         if entering is not None:
             ways.do_all(entering)
+            return True
+        ways.restore(before)
+    return _replace_many(ways)
+
+
+def _replace_many(ways: Ways) -> bool:
+    """One unit given up, in place of all that are needless then, if that saves time: many small ones are cheaper per byte,
+    and the last of them dearer than a large one. The few that give most per second are tried."""
+    before, seconds = ways.way.copy(), ways.total_seconds
+    adds = np.flatnonzero(ways.is_move() & (ways.gives() > 0))
+    costs = np.maximum(ways.costs()[adds], _NOTHING)
+    for move in adds[np.argsort(costs / ways.gives()[adds])][:_ENTERING].tolist():
+        ways.do(move)
+        _drop_needless(ways, per_byte=True)
+        if ways.total_seconds < seconds * (1 - 1e-9):
             return True
         ways.restore(before)
     return False
