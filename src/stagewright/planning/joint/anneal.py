@@ -83,14 +83,16 @@ def due_dates(stages, rule, shifts):
 
 
 @numba.njit(cache=True, nogil=True)
-def makespan_of(rank_of_layer, is_cut, rule, shifts, tables, batch, give_up_s):
+def makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, give_up_s):
     """Of the list schedule of a layout; infinite where it is not shorter than `give_up_s`.
 
     `batch` is the number of microbatches scheduled and of those left out, which are taken to need the
     seconds of the busiest rank each.
     """
     sums, transfer_s, speed, memory_bytes, overhead_s = tables
-    stages = build_stages(rank_of_layer, is_cut, sums, transfer_s, speed, memory_bytes, overhead_s)
+    stages = build_stages(
+        rank_of_layer, is_cut, table_of_rank, sums, transfer_s, speed, memory_bytes, overhead_s
+    )
     for rank in range(len(speed)):
         needed = 0.0
         for n in range(stages.offsets[rank], stages.offsets[rank + 1]):
@@ -104,41 +106,56 @@ def makespan_of(rank_of_layer, is_cut, rule, shifts, tables, batch, give_up_s):
 
 
 @numba.njit(cache=True, nogil=True)
-def anneal(rank_of_layer, is_cut, rule, shifts, tables, batch, num_steps, start_share, seed):
+def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, num_steps, start_share, seed):
     """The best layout and rule found in `num_steps` moves, and its makespan.
 
     A move that makes the schedule longer is accepted with a probability that falls with the loss and with
     time; `start_share` is the loss, as a share of the makespan, accepted one time in e at the start.
     """
     np.random.seed(seed)
-    num_ranks = len(tables[2])
-    current = makespan_of(rank_of_layer, is_cut, rule, shifts, tables, batch, np.inf)
+    num_ranks, num_tables = len(tables[2]), len(tables[0])
+    current = makespan_of(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, np.inf)
     best, best_ranks, best_cuts, best_rule = current, rank_of_layer.copy(), is_cut.copy(), rule
-    best_shifts = shifts.copy()
-    cycle = tables[0][:3, -1].sum() / num_ranks
-    ranks, cuts = rank_of_layer.copy(), is_cut.copy()
+    best_shifts, best_thrift = shifts.copy(), table_of_rank.copy()
+    cycle = tables[0][0, :3, -1].sum() / num_ranks
+    ranks, cuts, thrift = rank_of_layer.copy(), is_cut.copy(), table_of_rank.copy()
     for step in range(num_steps):
         share = start_share * (0.01 ** (step / num_steps))
         new_ranks, new_cuts, new_rule, new_shifts = ranks.copy(), cuts.copy(), rule, shifts.copy()
+        new_thrift = thrift.copy()
+        if num_tables > 1 and np.random.random() < 0.3:
+            _save(new_thrift, num_tables)
         choice = np.random.random()
         if choice < 0.1:
             new_rule = _other_rule(rule)
         elif choice < 0.4 and rule.stretch > 0.0:
             _shift(new_shifts, ranks, num_ranks, cycle)
         else:
-            _move(new_ranks, new_cuts, num_ranks, tables[0])
+            _move(new_ranks, new_cuts, num_ranks, tables[0][0])
             if np.random.random() < 0.3:
-                _move(new_ranks, new_cuts, num_ranks, tables[0])
+                _move(new_ranks, new_cuts, num_ranks, tables[0][0])
         limit = np.inf
         if current < np.inf:
             limit = current - share * best * np.log(1.0 - np.random.random())
-        makespan = makespan_of(new_ranks, new_cuts, new_rule, new_shifts, tables, batch, limit)
+        makespan = makespan_of(new_ranks, new_cuts, new_thrift, new_rule, new_shifts, tables, batch, limit)
         if makespan <= limit and makespan < np.inf:
             current, ranks, cuts, rule, shifts = makespan, new_ranks, new_cuts, new_rule, new_shifts
+            thrift = new_thrift
             if makespan < best:
                 best, best_ranks, best_cuts, best_rule = makespan, ranks.copy(), cuts.copy(), rule
-                best_shifts = shifts.copy()
-    return best, best_ranks, best_cuts, best_rule, best_shifts
+                best_shifts, best_thrift = shifts.copy(), thrift.copy()
+    return best, best_ranks, best_cuts, best_thrift, best_rule, best_shifts
+
+
+@numba.njit(cache=True, nogil=True)
+def _save(thrift, num_tables):
+    """Let a rank make a little more or less again, or as much as another."""
+    rank = np.random.randint(len(thrift))
+    if np.random.random() < 0.2:
+        thrift[rank] = thrift[np.random.randint(len(thrift))]
+    else:
+        step = 1 if np.random.random() < 0.5 else -1
+        thrift[rank] = min(max(thrift[rank] + step, 0), num_tables - 1)
 
 
 @numba.njit(cache=True, nogil=True)

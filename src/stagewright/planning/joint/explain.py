@@ -67,7 +67,7 @@ def scenarios(problem: Problem, error: float, count: int, seed: int = 0) -> list
     """The problem with the costs of every layer off by factors between ``1 - error`` and ``1 + error``."""
     rng = np.random.default_rng(seed)
     factors = rng.uniform(1 - error, 1 + error, (count, problem.layers.num_layers))
-    return [problem.with_layers(problem.layers.scaled(row)) for row in factors]
+    return [problem.scaled(row) for row in factors]
 
 
 def under(plan: JointPlan, problem: Problem) -> float:

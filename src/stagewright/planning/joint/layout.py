@@ -18,12 +18,15 @@ from stagewright.simulation.costs import StageCosts
 class Layout:
     """Stage `s` is the layers ``ends[s - 1]`` to ``ends[s]`` (from 0) and lies on ``rank_of_stage[s]``.
 
+    `thrift` is the table of a problem that each rank takes; empty where all keep everything.
+
     >>> Layout((2, 3, 5), (0, 1, 0)).sizes
     (2, 1, 2)
     """
 
     ends: tuple[int, ...]
     rank_of_stage: tuple[int, ...]
+    thrift: tuple[int, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -48,16 +51,19 @@ class Layout:
         return Placement(self.rank_of_stage)
 
     @classmethod
-    def of_layers(cls, rank_of_layer: Sequence[int] | Ints, cuts: Sequence[int] = ()) -> Layout:
+    def of_layers(
+        cls, rank_of_layer: Sequence[int] | Ints, cuts: Sequence[int] = (), thrift: Sequence[int] | Ints = ()
+    ) -> Layout:
         """The layout with as few stages as the rank of each layer allows, and further `cuts`.
 
         >>> Layout.of_layers([0, 0, 1, 0, 0], cuts=[4])
-        Layout(ends=(2, 3, 4, 5), rank_of_stage=(0, 1, 0, 0))
+        Layout(ends=(2, 3, 4, 5), rank_of_stage=(0, 1, 0, 0), thrift=())
         """
         ranks = [int(rank) for rank in rank_of_layer]
         wanted = set(cuts)
         starts = [0] + [i for i in range(1, len(ranks)) if ranks[i] != ranks[i - 1] or i in wanted]
-        return cls((*starts[1:], len(ranks)), tuple(ranks[start] for start in starts))
+        placed = tuple(ranks[start] for start in starts)
+        return cls((*starts[1:], len(ranks)), placed, tuple(map(int, thrift)) if any(thrift) else ())
 
     def rank_of_layer(self) -> Ints:
         return np.repeat(np.array(self.rank_of_stage, np.int64), self.sizes)
@@ -68,27 +74,30 @@ class Layout:
         flags[[0, *self.cuts]] = True
         return flags
 
+    def table_of_rank(self, num_ranks: int) -> Ints:
+        """Which of a problem's tables each rank takes."""
+        return np.array(self.thrift or (0,) * num_ranks, np.int64)
+
 
 def stages_of(problem: Problem, layout: Layout) -> Stages:
     """What the stages of `layout` cost on their ranks, for the kernels."""
     return build_stages(
         layout.rank_of_layer(),
         layout.is_cut(),
-        problem.layers.sums,
-        problem.transfer_s,
-        problem.speed,
-        problem.memory_bytes,
-        problem.overhead_s,
+        layout.table_of_rank(problem.num_ranks),
+        *problem.tables,
     )
 
 
 def stage_costs(problem: Problem, layout: Layout) -> StageCosts:
     """What the stages of `layout` cost on their ranks, for the simulator."""
-    sums = problem.layers.sums
     ends = np.array(layout.ends)
     starts = np.array((0, *layout.cuts))
-    forward, input_grad, weight_grad, base, saved, held = sums[:, ends] - sums[:, starts]
-    speed = problem.speed[list(layout.rank_of_stage)]
+    placed = list(layout.rank_of_stage)
+    table = layout.table_of_rank(problem.num_ranks)[placed]
+    columns = problem.sums[table, :, ends] - problem.sums[table, :, starts]
+    forward, input_grad, weight_grad, base, saved, held = columns.T
+    speed = problem.speed[placed]
     return StageCosts.of(
         forward / speed,
         input_grad / speed,
@@ -105,7 +114,7 @@ def hops(problem: Problem, layout: Layout) -> dict[tuple[int, int], float]:
 
 
 @numba.njit(cache=True, nogil=True)
-def build_stages(rank_of_layer, is_cut, sums, transfer_s, speed, memory_bytes, overhead_s):
+def build_stages(rank_of_layer, is_cut, table_of_rank, sums, transfer_s, speed, memory_bytes, overhead_s):
     """The `Stages` of layers on ranks; a stage ends where the rank changes or `is_cut` says so."""
     num_layers, num_ranks = len(rank_of_layer), len(speed)
     starts = np.empty(num_layers + 1, np.int64)
@@ -122,7 +131,9 @@ def build_stages(rank_of_layer, is_cut, sums, transfer_s, speed, memory_bytes, o
     counts = np.zeros(num_ranks + 1, np.int64)
     for stage in range(num_stages):
         rank[stage] = rank_of_layer[starts[stage]]
-        columns[:, stage] = sums[:, starts[stage + 1]] - sums[:, starts[stage]]
+        own = sums[table_of_rank[rank[stage]]]
+        for row in range(6):
+            columns[row, stage] = own[row, starts[stage + 1]] - own[row, starts[stage]]
         if stage > 0 and rank[stage] != rank[stage - 1]:
             hop[stage] = transfer_s[starts[stage]]
         limit[rank[stage]] -= columns[3, stage]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -108,7 +109,8 @@ class Problem:
 
     `speed` of a rank divides the seconds of the table; `memory_bytes` is what it has for parameters and saved
     values. A value takes `latency_s` plus its boundary bytes over `bytes_per_s` from one rank to another.
-    Every computation costs `overhead_s` more than its layers.
+    Every computation costs `overhead_s` more than its layers. `thrifty` are the same layers on a rank that makes
+    more and more of what they save again: fewer bytes, more seconds. Each rank takes `layers` or one of these.
     """
 
     layers: LayerTable
@@ -119,6 +121,7 @@ class Problem:
     latency_s: float = 0.0
     bytes_per_s: float = np.inf
     overhead_s: float = 0.0
+    thrifty: tuple[LayerTable, ...] = ()
 
     @classmethod
     def of(
@@ -132,11 +135,13 @@ class Problem:
         latency_s: float = 0.0,
         bytes_per_s: float = np.inf,
         overhead_s: float = 0.0,
+        thrifty: Sequence[LayerTable] = (),
     ) -> Problem:
         """A problem with one speed and memory for all ranks or one for each.
 
         Raises:
-            PlanError: more ranks than layers, or figures that make no sense.
+            PlanError: more ranks than layers, or figures that make no sense, thrift that saves time or takes bytes
+                among them.
 
         >>> layers = LayerTable.of([1, 2], [1, 2], [1, 1])
         >>> Problem.of(layers, 2, 4, speed=[1, 0.5]).speed.tolist()
@@ -157,7 +162,14 @@ class Problem:
             raise PlanError("speeds and memory of ranks must be positive")
         if min(latency_s, overhead_s) < 0 or not bytes_per_s > 0:
             raise PlanError("latency and overhead cannot be negative, and a bandwidth must be positive")
-        return cls(layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s)
+        for less, more in pairwise((layers, *thrifty)):
+            if (more.sums[:3] < less.sums[:3]).any() or (more.sums[4:] > less.sums[4:]).any():
+                raise PlanError(
+                    "each thrifty table must take no fewer seconds and save no more bytes than the one before"
+                )
+        return cls(
+            layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s, tuple(thrifty)
+        )  # fmt: skip
 
     @cached_property
     def transfer_s(self) -> Floats:
@@ -168,11 +180,18 @@ class Problem:
 
     @cached_property
     def tables(self) -> tuple[Floats, Floats, Floats, Floats, float]:
-        """For the kernels: sums per layer column, transfer seconds, speed and memory per rank, overhead."""
-        return self.layers.sums, self.transfer_s, self.speed, self.memory_bytes, self.overhead_s
+        """For the kernels: sums per table and layer column, transfer seconds, speed and memory per rank, overhead."""
+        return self.sums, self.transfer_s, self.speed, self.memory_bytes, self.overhead_s
 
-    def with_layers(self, layers: LayerTable) -> Problem:
-        return replace(self, layers=layers)
+    @cached_property
+    def sums(self) -> Floats:
+        """Of `layers`, then of every thrifty table: see `LayerTable.sums`."""
+        return np.array([table.sums for table in (self.layers, *self.thrifty)])
+
+    def scaled(self, factors: ArrayLike) -> Problem:
+        """The problem with the seconds of each layer multiplied."""
+        thrifty = tuple(table.scaled(factors) for table in self.thrifty)
+        return replace(self, layers=self.layers.scaled(factors), thrifty=thrifty)
 
 
 def per_rank(name: str, value: float | Sequence[float] | Floats, num_ranks: int) -> Floats:

@@ -89,12 +89,18 @@ class State:
     makespan_s: float
     ranks: np.ndarray
     cuts: np.ndarray
+    thrift: np.ndarray
     rule: Rule
     shifts: np.ndarray
 
     @property
     def layout(self) -> Layout:
-        return Layout.of_layers(self.ranks, np.flatnonzero(self.cuts).tolist())
+        return Layout.of_layers(self.ranks, np.flatnonzero(self.cuts).tolist(), self.thrift)
+
+    @property
+    def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Rule, np.ndarray]:
+        """As the kernels take them."""
+        return self.ranks, self.cuts, self.thrift, self.rule, self.shifts
 
     @property
     def policy(self) -> Policy:
@@ -174,27 +180,29 @@ class _Search:
         layouts = dict.fromkeys([*starts(self.problem, self.packing), *fitting])
         shifts = np.zeros((4, self.problem.layers.num_layers))
         states = [
-            State(np.inf, layout.rank_of_layer(), layout.is_cut(), _rule(stretch), shifts)
+            self._state(layout, Policy(_rule(stretch), shifts), table)
             for layout in layouts
             for stretch in _STRETCHES
+            for table in range(1 + len(self.problem.thrifty))
         ]
-        for plan in self.baselines:
-            if plan.policy is not None:
-                ranks, cuts = plan.layout.rank_of_layer(), plan.layout.is_cut()
-                states.append(State(np.inf, ranks, cuts, plan.policy.rule, plan.policy.shifts))
+        states += [
+            self._state(plan.layout, plan.policy) for plan in self.baselines if plan.policy is not None
+        ]
         self._keep(self._timed(states, workers))
+
+    def _state(self, layout: Layout, policy: Policy, table: int = 0) -> State:
+        """Not yet timed, every rank with the same table."""
+        thrift = np.full(self.problem.num_ranks, table)
+        return State(np.inf, layout.rank_of_layer(), layout.is_cut(), thrift, policy.rule, policy.shifts)
 
     def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[State]:
         """The states with their makespans, infinite where far from the best."""
         best = [self.pool[0].makespan_s if self.pool else np.inf]
 
         def timed(state: State) -> State:
-            makespan = makespan_of(
-                state.ranks, state.cuts, state.rule, state.shifts,
-                self.problem.tables, self.batch, 1.2 * best[0],
-            )  # fmt: skip
+            makespan = makespan_of(*state.parts, self.problem.tables, self.batch, 1.2 * best[0])
             best[0] = min(best[0], makespan)
-            return State(makespan, state.ranks, state.cuts, state.rule, state.shifts)
+            return State(makespan, *state.parts)
 
         return list(workers.map(timed, states))
 
@@ -235,7 +243,7 @@ class _Search:
             state = self.pool[turn % len(self.pool)]
             share = _SHARES[turn // len(self.pool) % len(_SHARES)]
             seed = int(self.rng.integers(1 << 31))
-            task = partial(anneal, state.ranks, state.cuts, state.rule, state.shifts, self.problem.tables)
+            task = partial(anneal, *state.parts, self.problem.tables)
             tasks.append(workers.submit(task, self.batch, steps, share, seed))
         self._keep([State(*task.result()) for task in tasks])
 
@@ -270,7 +278,7 @@ class _Search:
         return Ordered(state.makespan_s, state, list_schedule(stages, M, state.rule, window, due, np.inf)[1])
 
     def _stages(self, state: State) -> Stages:
-        return build_stages(state.ranks, state.cuts, *self.problem.tables)
+        return build_stages(state.ranks, state.cuts, state.thrift, *self.problem.tables)
 
     def _use_whole_batch(self, workers: ThreadPoolExecutor) -> None:
         """From now on time all microbatches."""

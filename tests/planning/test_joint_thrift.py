@@ -1,0 +1,68 @@
+"""Ranks of the joint search that make some of what their layers save again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from stagewright.errors import PlanError
+from stagewright.planning.joint.bounds import memory_bound
+from stagewright.planning.joint.layout import hops, stage_costs
+from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.search import Effort, search
+from stagewright.simulation import simulate
+
+KEPT = LayerTable.of([2.0] * 8, [2.0] * 8, [2.0] * 8, saved_bytes=8.0)
+LEAN = replace(
+    KEPT,
+    input_grad_s=KEPT.input_grad_s + 0.5,
+    saved_bytes=KEPT.saved_bytes / 4,
+    held_bytes=KEPT.held_bytes / 4,
+)
+LEANEST = replace(
+    LEAN,
+    input_grad_s=KEPT.input_grad_s + 1.5,
+    saved_bytes=LEAN.saved_bytes / 2,
+    held_bytes=LEAN.held_bytes / 2,
+)
+
+
+def problem(memory: float, thrifty: tuple[LayerTable, ...] = (LEAN, LEANEST)) -> Problem:
+    return Problem.of(KEPT, 4, 8, memory_bytes=memory, thrifty=thrifty)
+
+
+def test_ranks_make_values_again_where_memory_is_short_and_it_pays() -> None:
+    effort = Effort(rounds=4)
+    enough = search(problem(float("inf")), effort).best
+    assert enough.layout.thrift == ()
+    short = search(problem(34.0), effort).best
+    assert any(short.layout.thrift) and short.fits and short.peak_bytes <= 34.0
+    kept = search(problem(34.0, ()), effort).best
+    assert enough.makespan_s < short.makespan_s < 0.9 * kept.makespan_s
+
+
+def test_a_plan_is_found_where_keeping_everything_fits_nowhere() -> None:
+    with pytest.raises(PlanError, match="no plan fits"):
+        search(problem(14.0, ()), Effort(rounds=2))
+    found = search(problem(14.0), Effort(rounds=2))
+    assert found.best.fits and all(found.best.layout.thrift)
+    assert found.bound.seconds <= found.best.makespan_s
+    best = found.best
+    costs, between = stage_costs(best.problem, best.layout), hops(best.problem, best.layout)
+    assert simulate(best.encoded, costs, between).makespan_s == best.makespan_s
+
+
+def test_the_memory_bound_holds_for_the_thriftiest() -> None:
+    assert memory_bound(problem(20.0)) == pytest.approx(memory_bound(problem(20.0, ())) / 8)
+
+
+def test_thrift_must_cost_time_and_save_bytes() -> None:
+    with pytest.raises(PlanError, match="thrifty"):
+        Problem.of(LEAN, 2, 4, thrifty=(KEPT,))
+
+
+def test_errors_of_costs_reach_every_table() -> None:
+    scaled = problem(20.0).scaled(np.full(8, 2.0))
+    assert scaled.thrifty[0].input_grad_s.tolist() == [5.0] * 8
