@@ -80,7 +80,7 @@ def test_running_out_of_time_says_where_and_ends_every_process() -> None:
 
 def test_a_failing_process_is_named_with_its_reason() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    sender.send(("phase", "attention"))
+    sender.send(("phase", ("attention", 0.5)))
     sender.send(("error", "MemoryError: too large"))
     with pytest.raises(RunError, match="rank 0 of the probe failed during 'attention':\nMemoryError"):
         _listen([receiver], time.monotonic() + 5, REQUEST, lambda what, done: None)
@@ -88,7 +88,7 @@ def test_a_failing_process_is_named_with_its_reason() -> None:
 
 def test_a_process_that_vanishes_is_named() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    sender.send(("phase", "matrix products"))
+    sender.send(("phase", ("matrix products", 0.5)))
     sender.close()
     with pytest.raises(RunError, match="rank 0 of the probe ended during 'matrix products'"):
         _listen([receiver], time.monotonic() + 5, REQUEST, lambda what, done: None)
@@ -109,12 +109,15 @@ def test_a_missing_gpu_is_an_input_error() -> None:
         probe("cuda")
 
 
+HOST_S = 1e-6
+
+
 def synthetic(rate: float, overhead_s: float, latency_s: float, bandwidth: float) -> Measurements:
     sizes = [2.0 * n**3 for n in (64, 256, 1024)]
     return Measurements(
-        matmul_seconds={"fp32": [(flop, overhead_s + flop / rate) for flop in sizes]},
+        matmul_seconds={"fp32": [(flop, HOST_S + overhead_s + flop / rate) for flop in sizes]},
         stream_bandwidths={"copy": 8e9, "triad": 1e10, "multiply": 9e9},
-        host_overhead_s=1e-6,
+        host_overhead_s=HOST_S,
         attention_flops=rate / 4,
         attention_backward_flops=rate / 8,
         host_link_bandwidth=4e9,

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from stagewright.estimation.operators import Kernel, Work
-from stagewright.execution.probe_operators import Samples, fitted, timed_operators
+from stagewright.execution.probe_operators import ReferenceNetwork, Samples, fitted
 
-HOST, VIEW, ATTENTION = 5e-6, 2e-6, 40e-6
+HOST, VIEW, ATTENTION, CALL = 5e-6, 2e-6, 40e-6, 1.5e-6
 
 
 def planted(noise: float = 0.0) -> Samples:
@@ -17,10 +17,12 @@ def planted(noise: float = 0.0) -> Samples:
     random = np.random.default_rng(0)
     samples: Samples = [(Work(Kernel.VIEW, "float32"), VIEW)] * 5
     for size in (1e3, 1e4, 1e5, 1e6):
+        rows = size / 100
         samples += [
             (Work(Kernel.MEMORY, "float32", bytes_moved=size), HOST + size / 2e10),
             (Work(Kernel.MEMORY, "float32", bytes_moved=size, num_functions=size), HOST + size / 2e10 + size / 1e9),
             (Work(Kernel.MEMORY, "float32", bytes_moved=size, num_random=size), HOST + size / 2e10 + size / 1e8),
+            (Work(Kernel.MEMORY, "float32", bytes_moved=size, inner_calls=rows), HOST + size / 2e10 + rows * CALL),
             (Work(Kernel.NORM, "float32", bytes_moved=size), HOST + size / 1e10),
             (Work(Kernel.MATMUL, "float32", arithmetic=size * 100), HOST + 3e-6 + size * 100 / 5e10),
             (Work(Kernel.ATTENTION, "float32", arithmetic=size * 100), HOST + ATTENTION + size * 100 / 4e10),
@@ -34,11 +36,12 @@ def test_planted_figures_are_found() -> None:
     assert found.host_overhead_s == pytest.approx(HOST)
     assert found.view_overhead_s == pytest.approx(VIEW)
     assert found.attention_overhead_s == pytest.approx(ATTENTION)
+    assert found.inner_call_s == pytest.approx(CALL)
     rates = (found.cache_bandwidth, found.norm_bandwidth, found.function_rate, found.random_rate)
     assert rates == pytest.approx((2e10, 1e10, 1e9, 1e8))
     assert (found.attention_flops, found.attention_backward_flops) == pytest.approx((4e10, 3e10))
     flop, seconds = found.products[-1]
-    assert (flop, seconds) == pytest.approx((1e8, 3e-6 + 1e8 / 5e10))
+    assert (flop, seconds) == pytest.approx((1e8, HOST + 3e-6 + 1e8 / 5e10))
 
 
 def test_what_is_expected_of_a_step_adds_up_to_what_it_took() -> None:
@@ -51,6 +54,7 @@ def test_what_is_expected_of_a_step_adds_up_to_what_it_took() -> None:
             taken += seconds
             expected += found.host_overhead_s + asked.bytes_moved / rate
             expected += asked.num_functions / found.function_rate + asked.num_random / found.random_rate
+            expected += asked.inner_calls * found.inner_call_s
     assert expected == pytest.approx(taken, rel=0.02)
 
 
@@ -58,7 +62,9 @@ def test_a_network_has_every_kind_of_operator_that_figures_are_made_of() -> None
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        samples = timed_operators([(16, 16)], seconds=0.0)
+        network = ReferenceNetwork(16, 16)
+        network.run(seconds=0.0)
+        samples = network.samples()
     finally:
         torch.set_num_threads(threads)
     kernels = {found.kernel for found, _ in samples}

@@ -142,6 +142,8 @@ class Device(SourcedModel):
     """The same of an operator that launches no kernel; None: half of `host_overhead_s`, a guess."""
     attention_overhead_s: Seconds | None = None
     """Of fused attention, beyond that of any operator and its arithmetic; None: nothing."""
+    inner_call_s: Seconds | None = None
+    """Of an operator that a CPU's kernel calls for each row it adds, as for the gradient of an embedding; None: nothing."""
     context_bytes: ByteCount
     """Memory outside the allocator: driver context, loaded kernels."""
     workspace_bytes: ByteCount

@@ -78,7 +78,10 @@ def kernel_seconds(found: Work, device: Device) -> float:
             (arithmetic or 0.0) / (peak * share), memory
         )
     evaluated = device.evaluation_seconds(found.num_functions, found.num_random)
-    return memory + evaluated + (found.serial_accesses * ACCESS_S if device.kind == "cuda" else 0.0)
+    one_by_one = found.serial_accesses * ACCESS_S
+    if device.kind == "cpu":
+        one_by_one = found.inner_calls * (device.inner_call_s or 0.0)
+    return memory + evaluated + one_by_one
 
 
 def _overlapped(arithmetic: float, memory: float) -> float:

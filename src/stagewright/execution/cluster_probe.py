@@ -19,7 +19,7 @@ from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollec
 from stagewright.errors import InputError
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
 from stagewright.execution.probe import describe, source_text
-from stagewright.execution.probe_measurements import COMPUTE_PHASES, Measurements, Stopwatch
+from stagewright.execution.probe_measurements import Measurements, Stopwatch, measure_compute
 from stagewright.execution.worker import gather
 
 _SAME_SPEED = 1.25
@@ -156,11 +156,12 @@ def _check_base(base: Cluster, nodes: list[list[int]]) -> None:
 
 
 def _measure_device(device: torch.device, seconds_per_figure: float, progress: Progress) -> Measurements:
-    watch, found = Stopwatch(device, seconds_per_figure, dist.barrier), Measurements()
-    for number, (name, measure) in enumerate(COMPUTE_PHASES.items()):
-        progress(name, number / len(COMPUTE_PHASES) / 2)
-        dist.barrier()
-        measure(watch, found)
+    found = Measurements()
+    measure_compute(
+        Stopwatch(device, seconds_per_figure, dist.barrier),
+        found,
+        lambda what, done: progress(what, done / 2),
+    )
     return found
 
 

@@ -24,21 +24,24 @@ from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, 
 from stagewright.errors import InputError, RunError
 from stagewright.execution.heap import keep_freed_memory
 from stagewright.execution.probe_measurements import (
-    COMPUTE_PHASES,
     MESSAGE_PHASE,
     Measurements,
     Stopwatch,
     linear_fit,
+    measure_compute,
     measure_messages,
     reference_precision,
 )
-from stagewright.execution.probe_operators import OperatorFigures
+from stagewright.execution.probe_operators import OperatorFigures, least_squares
 from stagewright.units import parse_bytes
 
 Progress = Callable[[str, float], None]
 """Called with what is measured now and the fraction already done."""
 
 _RESERVE_FRACTION = 0.04
+_MOST_FLOPS = 1e18
+_START, _MESSAGES = 0.1, 0.9
+"""Parts of a probe's time at which processes have started, and at which only messages are left to measure."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,6 @@ def _run_workers(request: _Request, progress: Progress) -> list[Measurements]:
 def _listen(
     pipes: list[Connection], deadline: float, request: _Request, progress: Progress
 ) -> list[Measurements]:
-    phases = [*COMPUTE_PHASES, MESSAGE_PHASE]
     phase = dict.fromkeys(range(len(pipes)), "start")
     found: dict[int, Measurements] = {}
     progress("start", 0.0)
@@ -140,9 +142,9 @@ def _listen(
                     f"rank {rank} of the probe ended during '{phase[rank]}' without a word"
                 ) from None
             if kind == "phase":
-                phase[rank] = value
+                phase[rank], done = value
                 if rank == 0:
-                    progress(value, (1 + phases.index(value)) / (1 + len(phases)))
+                    progress(phase[rank], _START + (_MESSAGES - _START) * done)
             elif kind == "found":
                 found[rank] = value
             else:
@@ -160,13 +162,10 @@ def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> 
         meet = dist.barrier if request.processes == request.world else _alone
         watch = Stopwatch(device, request.seconds_per_figure, meet)
         found = Measurements()
-        for name, measure in COMPUTE_PHASES.items():
-            dist.barrier()
-            pipe.send(("phase", name))
-            if rank < request.processes:
-                measure(watch, found)
+        if rank < request.processes:
+            measure_compute(watch, found, lambda what, done: pipe.send(("phase", (what, done))))
         dist.barrier()
-        pipe.send(("phase", MESSAGE_PHASE))
+        pipe.send(("phase", (MESSAGE_PHASE, 1.0)))
         measure_messages(watch, found)
         dist.barrier()
         pipe.send(("found", found))
@@ -242,21 +241,35 @@ def _median(found: list[Measurements], name: str) -> float:
 def _arithmetic(found: list[Measurements], device_type: str) -> dict[str, Any]:
     """Peaks are the best rates seen; efficiencies and half-saturation size come from fitted curves."""
     precisions = list(found[0].matmul_seconds)
-    curves = {
-        name: [linear_fit(*zip(*_products(one, name), strict=True)) for one in found] for name in precisions
-    }
+    curves = {name: [_rate_and_ramp(one, name) for one in found] for name in precisions}
     rates = {name: statistics.median(rate for rate, _ in curves[name]) for name in precisions}
     peaks = {name: max(rates[name], _best_rate(found, name)) for name in precisions}
     reference = reference_precision(device_type, precisions)
+    half = next(
+        (name for name in ("bf16", "fp16") if name in rates), reference
+    )  # as `Device.matmul_seconds` reads it
     return {
         "peak_flops": PerPrecision(**peaks),
         "matmul_efficiency": PerPrecisionFraction(**{name: rates[name] / peaks[name] for name in precisions}),
-        "matmul_half_flop": statistics.median(rate * overhead for rate, overhead in curves[reference]),
+        "matmul_half_flop": rates[half] * statistics.median(ramp for _, ramp in curves[reference]),
         "attention_efficiency": min(1.0, _median(found, "attention_flops") / peaks[reference]),
         "attention_backward_efficiency": min(
             1.0, _median(found, "attention_backward_flops") / peaks[reference]
         ),
     }
+
+
+def _rate_and_ramp(found: Measurements, precision: str) -> tuple[float, float]:
+    """FLOP/s of large products, and the seconds that each takes beyond that and beyond any operator's overhead.
+
+    Of square products on the same operands over and over, or, where they were timed, of those of a step, whose operands
+    come from farther away.
+    """
+    in_a_step = found.operators.products if found.operators and precision == "fp32" else []
+    timed = in_a_step or found.matmul_seconds[precision]
+    overhead, per_flop = least_squares([(1.0, flop) for flop, _ in timed], [seconds for _, seconds in timed])
+    common = found.launch_overhead_s or found.host_overhead_s
+    return 1 / max(per_flop, 1 / _MOST_FLOPS), max(overhead - common, 0.0)
 
 
 def _memory(found: list[Measurements]) -> dict[str, Any]:
@@ -280,19 +293,13 @@ def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[st
 
     streamed = figures["memory_bandwidth"] * figures["memory_efficiency"]
     speed_up = max(1.0, median("cache_bandwidth") / streamed)
-    names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate"
+    names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate", "inner_call_s"
     return {
         **{name: median(name) for name in names},
         "norm_efficiency": min(1.0, median("norm_bandwidth") / (figures["memory_bandwidth"] * speed_up)),
         "cache_bytes": _cache_bytes(),
         "cache_speed_up": speed_up,
     }
-
-
-def _products(found: Measurements, precision: str) -> list[tuple[float, float]]:
-    """(FLOP, seconds) of square products and, where they were timed, of those of a step."""
-    in_a_step = found.operators.products if found.operators and precision == "fp32" else []
-    return found.matmul_seconds[precision] + in_a_step
 
 
 def _best_rate(found: list[Measurements], precision: str) -> float:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +19,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from stagewright.execution.probe_operators import SIZES, OperatorFigures, fitted, timed_operators
+from stagewright.execution.probe_operators import (
+    SIZES,
+    OperatorFigures,
+    ReferenceNetwork,
+    faster_half,
+    fitted,
+)
 from stagewright.units import MIB
 
 if TYPE_CHECKING:
@@ -37,8 +45,8 @@ _NETWORK_BOXES = 5
 
 @dataclass
 class Measurements:
-    """Figures of one process; seconds, bytes, FLOP/s. Matrix products are (FLOP, seconds) pairs per
-    precision.
+    """Figures of one process; seconds, bytes, FLOP/s. Matrix products are (FLOP, seconds) pairs per precision, with the
+    overhead that every operator has.
     """
 
     matmul_seconds: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
@@ -85,23 +93,31 @@ class Stopwatch:
         self.device = device
         self.time_box_s = time_box_s
         self.meet = meet
+        self._samples: defaultdict[str, list[float]] = defaultdict(list)
 
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Time of one `call`, warmed up, from samples long enough for the clock, in a fixed time box.
+    @cached_property
+    def networks(self) -> list[ReferenceNetwork]:
+        """Whose operators are timed in their places."""
+        return [ReferenceNetwork(width, length) for width, length in SIZES]
 
-        On a GPU the median. On a CPU the mean: processes take cores, caches and memory from each other in turns
-        longer than one call, and a step, which is thousands of calls, meets the slow turns as well as the fast.
+    def seconds(self, what: str, call: Callable[[], object]) -> float:
+        """Time of one `call`, warmed up, from samples long enough for the clock, of this and earlier time boxes.
+
+        On a GPU the median. On a CPU the mean of the faster half: others on a shared machine may halve the speed of a
+        core for seconds, now here, now there, and a profile is of the machine without them.
         """
         self.meet()
         for _ in range(2):
             call()
         once = max(self._sample(call, 1), 1e-9)
         repeats = max(1, int(_SAMPLE_S / once))
-        samples: list[float] = []
-        end = time.perf_counter() + self.time_box_s
-        while len(samples) < _MIN_SAMPLES or time.perf_counter() < end:
+        samples = self._samples[what]
+        end, least = time.perf_counter() + self.time_box_s, len(samples) + _MIN_SAMPLES
+        while len(samples) < least or time.perf_counter() < end:
             samples.append(self._sample(call, repeats) / repeats)
-        return (statistics.fmean if self.device.type == "cpu" else statistics.median)(samples)
+        if self.device.type == "cpu":
+            return statistics.fmean(faster_half(samples, float))
+        return statistics.median(samples)
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
         if self.device.type == "cpu":
@@ -139,12 +155,11 @@ def _fp32_arithmetic(name: str) -> Iterator[None]:
 
 
 def measure_host(watch: Stopwatch, found: Measurements) -> None:
-    """Per-operator cost: of issuing on the host, and on a GPU of the gap between kernels inside a graph."""
+    """A GPU's costs per operator: of issuing it on the host, and of the gap between kernels inside a graph."""
     device = watch.device
-    x = torch.ones(1, device=device)
     if device.type == "cpu":
-        found.host_overhead_s = _operator_overhead(watch)
         return
+    x = torch.ones(1, device=device)
     samples = []
     for _ in range(50):
         start = time.perf_counter()
@@ -157,38 +172,19 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(count):
             x.add_(1)
-    found.launch_overhead_s = watch.seconds(graph.replay) / count
-
-
-def _operator_overhead(watch: Stopwatch) -> float:
-    """Of one operator among others that work on caches' worth of memory, as in a run: code and data are cold."""
-    small = [torch.ones(8, 8) for _ in range(64)]
-    wide = torch.ones(MIB // 4)
-    calls = (torch.add, torch.mul, torch.sub, torch.maximum, torch.mm, torch.div, torch.minimum, torch.eq)
-
-    def sweep() -> None:
-        torch.neg(wide, out=wide)
-
-    def mixed() -> None:
-        sweep()
-        for call, x in zip(calls, small, strict=False):
-            call(x, x)
-
-    return max(watch.seconds(mixed) - watch.seconds(sweep), 0.0) / len(calls)
+    found.launch_overhead_s = watch.seconds("replay", graph.replay) / count
 
 
 def measure_matmul(watch: Stopwatch, found: Measurements) -> None:
-    """Square products of every size and precision, without the overhead that every operator has."""
+    """Square products of every size and precision."""
     device = watch.device
-    serial = found.host_overhead_s if device.type == "cpu" else found.launch_overhead_s
     for name, dtype in supported_precisions(device).items():
         pairs = []
         with _fp32_arithmetic(name):
             for size in MATMUL_SIZES[device.type]:
                 a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-                out = torch.empty_like(a)
-                seconds = watch.seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out))
-                pairs.append((2.0 * size**3, max(seconds - serial, 0.1 * seconds)))
+                call = partial(torch.mm, a, b, out=torch.empty_like(a))
+                pairs.append((2.0 * size**3, watch.seconds(f"{name} product {size}", call)))
         found.matmul_seconds[name] = pairs
 
 
@@ -204,23 +200,25 @@ def measure_streams(watch: Stopwatch, found: Measurements) -> None:
         "relu": (2, lambda: torch.clamp_min(a, 0.0, out=c)),
     }
     found.stream_bandwidths = {
-        name: operands * size / watch.seconds(call) for name, (operands, call) in calls.items()
+        name: operands * size / watch.seconds(name, call) for name, (operands, call) in calls.items()
     }
     if device.type == "cpu":
         found.host_link_bandwidth = found.stream_bandwidths["copy"] / 2
     else:
         pinned = torch.ones(a.numel(), pin_memory=True)
-        down = watch.seconds(lambda: pinned.copy_(a, non_blocking=True))
-        up = watch.seconds(lambda: a.copy_(pinned, non_blocking=True))
+        down = watch.seconds("down", lambda: pinned.copy_(a, non_blocking=True))
+        up = watch.seconds("up", lambda: a.copy_(pinned, non_blocking=True))
         found.host_link_bandwidth = size / max(down, up)
 
 
 def measure_operators(watch: Stopwatch, found: Measurements) -> None:
-    """What operators take of a CPU in their places in a step: figures of attention, which a CPU has no others of, and of an
-    operator's overhead, in place of that of operators by themselves."""
+    """What operators take of a CPU in their places in a step."""
     if watch.device.type != "cpu":
         return
-    operators = fitted(timed_operators(SIZES, _NETWORK_BOXES * watch.time_box_s))
+    for network in watch.networks:
+        watch.meet()
+        network.run(_NETWORK_BOXES * watch.time_box_s)
+    operators = fitted([sample for network in watch.networks for sample in network.samples()])
     found.operators = operators
     found.host_overhead_s = operators.host_overhead_s
     found.attention_flops = operators.attention_flops
@@ -239,10 +237,12 @@ def measure_attention(watch: Stopwatch, found: Measurements) -> None:
     )
     flop = 4.0 * batch * heads * length**2 * width
     with torch.no_grad():
-        found.attention_flops = flop / watch.seconds(lambda: F.scaled_dot_product_attention(q, k, v))
+        found.attention_flops = flop / watch.seconds(
+            "attention", lambda: F.scaled_dot_product_attention(q, k, v)
+        )
     out = F.scaled_dot_product_attention(q, k, v)
     seed = torch.ones_like(out)
-    backward = watch.seconds(lambda: torch.autograd.grad(out, (q, k, v), seed, retain_graph=True))
+    backward = watch.seconds("backward", lambda: torch.autograd.grad(out, (q, k, v), seed, retain_graph=True))
     found.attention_backward_flops = BACKWARD_FLOP_RATIO * flop / backward
 
 
@@ -259,7 +259,7 @@ def measure_memory(watch: Stopwatch, found: Measurements) -> None:
     """Memory outside the allocator, and the workspace that the first matrix product takes from it."""
     device = watch.device
     if device.type == "cpu":
-        found.context_bytes = _resident_bytes()
+        found.context_bytes = found.context_bytes or _resident_bytes()
         return
     a = torch.ones(256, 256, device=device)
     before = torch.cuda.memory_allocated(device)
@@ -331,12 +331,26 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-COMPUTE_PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {
+_PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {
     "memory": measure_memory,
     "operator overhead": measure_host,
+    "operators in their places": measure_operators,
     "matrix products": measure_matmul,
     "memory bandwidth": measure_streams,
     "attention": measure_attention,
-    "operators in their places": measure_operators,
 }
 MESSAGE_PHASE = "messages"
+_CPU_ROUNDS = 4
+"""Every figure of a CPU is taken so often, each time in a part of its time box, since a neighbour of a shared machine
+may slow all of one box."""
+
+
+def measure_compute(watch: Stopwatch, found: Measurements, progress: Callable[[str, float], object]) -> None:
+    """All that a process measures by itself, in step with its peers; `progress` hears of each phase and of what is done."""
+    rounds = _CPU_ROUNDS if watch.device.type == "cpu" else 1
+    watch.time_box_s /= rounds
+    for number in range(rounds):
+        for index, (name, measure) in enumerate(_PHASES.items()):
+            progress(name, (number + index / len(_PHASES)) / rounds)
+            watch.meet()
+            measure(watch, found)

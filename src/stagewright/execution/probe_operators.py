@@ -8,8 +8,9 @@ of networks that have the usual ones, each timed in its place, and from least sq
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,11 +28,12 @@ from stagewright.tracing.trace import trace_module
 SIZES = ((64, 64), (256, 256))
 """Width and tokens of the reference networks: one in which operators are mostly overhead, one in which they are not."""
 _HEADS, _BLOCKS, _VOCABULARY = 4, 2, 1000
-_WARM_UP, _LEAST_PASSES, _KEPT = 2, 12, 0.9
+_WARM_UP, _LEAST_PASSES = 2, 12
 _ROUNDS, _LEAST_S = 8, 1e-8
 
+_T = TypeVar("_T")
 Samples = list[tuple[Work, float]]
-"""What an operator asked of the device, and its mean seconds over all passes but the slowest tenth."""
+"""What an operator asked of the device, and its mean seconds over the faster half of all passes."""
 
 
 class _Block(nn.Module):
@@ -94,32 +96,46 @@ class _Marks:
         return np.maximum(seconds, self.cost_s)
 
 
-def timed_operators(sizes: Iterable[tuple[int, int]], seconds: float) -> Samples:
-    """Every operator of the reference networks of `sizes`, each network run for about `seconds`."""
-    return [sample for width, length in sizes for sample in _timed(width, length, seconds)]
+class ReferenceNetwork:
+    """A small network whose operators are timed in their places, a pass after the other."""
+
+    def __init__(self, width: int, length: int) -> None:
+        torch.manual_seed(0)
+        network, self._tokens = _Network(width), torch.randint(_VOCABULARY, (1, length))
+        graph = trace_module(network, {"tokens": self._tokens}, "reference")
+        (self._stage,) = carve(graph, [])
+        self._marks = _Marks()
+        self._runner = _runner(graph, self._stage, network, self._marks)
+        self._runner.begin_step(0)
+        self._passes: list[np.ndarray] = []
+        for _ in range(_WARM_UP):
+            self._pass()
+
+    def run(self, seconds: float) -> None:
+        """For about `seconds`, and a few passes at least."""
+        end, least = time.perf_counter() + seconds, len(self._passes) + _LEAST_PASSES
+        while len(self._passes) < least or time.perf_counter() < end:
+            self._passes.append(self._pass())
+
+    def samples(self) -> Samples:
+        """Every operator, over the faster half of the passes of all runs."""
+        nodes = (*self._stage.forward.nodes, *self._stage.backward.nodes)
+        mean = np.mean(faster_half(self._passes, np.sum), axis=0)
+        return [
+            (work(node, self._stage.value), float(taken)) for node, taken in zip(nodes, mean, strict=True)
+        ]
+
+    def _pass(self) -> np.ndarray:
+        self._marks.moments.clear()
+        self._runner.forward(0, {}, {"tokens": self._tokens})
+        forward = self._marks.taken()
+        self._runner.backward(0, {})
+        return np.concatenate([forward, self._marks.taken()])
 
 
-def _timed(width: int, length: int, seconds: float) -> Samples:
-    torch.manual_seed(0)
-    network, tokens = _Network(width), torch.randint(_VOCABULARY, (1, length))
-    graph = trace_module(network, {"tokens": tokens}, "reference")
-    (stage,) = carve(graph, [])
-    marks = _Marks()
-    runner = _runner(graph, stage, network, marks)
-    marks.moments.clear()
-    passes: list[np.ndarray] = []
-    end = time.perf_counter() + seconds
-    runner.begin_step(0)
-    while len(passes) < _LEAST_PASSES or time.perf_counter() < end:
-        marks.moments.clear()
-        runner.forward(0, {}, {"tokens": tokens})
-        forward = marks.taken()
-        runner.backward(0, {})
-        passes.append(np.concatenate([forward, marks.taken()]))
-    nodes = (*stage.forward.nodes, *stage.backward.nodes)
-    ordered = np.sort(passes[_WARM_UP:], axis=0)
-    mean = ordered[: int(np.ceil(_KEPT * len(ordered)))].mean(axis=0)
-    return [(work(node, stage.value), float(taken)) for node, taken in zip(nodes, mean, strict=True)]
+def faster_half(samples: Sequence[_T], seconds: Callable[[_T], float]) -> list[_T]:
+    """What is left of `samples` without those taken while a neighbour on the same cores or memory slowed this machine."""
+    return sorted(samples, key=seconds)[: (len(samples) + 1) // 2]
 
 
 def _runner(graph: OperatorGraph, stage: Stage, network: nn.Module, mark: _Marks) -> StageRunner:
@@ -141,8 +157,9 @@ class OperatorFigures:
     norm_bandwidth: float
     function_rate: float
     random_rate: float
+    inner_call_s: float
     products: list[tuple[float, float]]
-    """(FLOP, seconds beyond the overhead) of each product."""
+    """(FLOP, seconds) of each product."""
     attention_overhead_s: float
     attention_flops: float
     attention_backward_flops: float
@@ -151,14 +168,14 @@ class OperatorFigures:
 def fitted(samples: Samples) -> OperatorFigures:
     """The figures under which the seconds of `samples` are off by the least squares of their relative errors.
 
-    Each kind of operator takes an overhead and what it moves, evaluates and draws at constant rates.
+    Each kind of operator takes an overhead and what it moves, evaluates, draws and calls at constant rates.
     """
     by_kernel: dict[Kernel, Samples] = {kernel: [] for kernel in Kernel}
     for found, seconds in samples:
         by_kernel[found.kernel].append((found, seconds))
     views = [seconds for _, seconds in by_kernel[Kernel.VIEW]]
     streams = by_kernel[Kernel.MEMORY] + by_kernel[Kernel.NORM]
-    overhead, moved, normed, functions, random = _least_squares(
+    overhead, moved, normed, functions, random, inner_call = least_squares(
         [
             (
                 1.0,
@@ -166,13 +183,14 @@ def fitted(samples: Samples) -> OperatorFigures:
                 found.bytes_moved if found.kernel is Kernel.NORM else 0.0,
                 found.num_functions,
                 found.num_random,
+                found.inner_calls,
             )
             for found, _ in streams
         ],
         [seconds for _, seconds in streams],
     )
     forward, backward = by_kernel[Kernel.ATTENTION], by_kernel[Kernel.ATTENTION_BACKWARD]
-    attention, per_flop, per_flop_backward = _least_squares(
+    attention, per_flop, per_flop_backward = least_squares(
         [(1.0, _computed(found), 0.0) for found, _ in forward]
         + [(1.0, 0.0, _computed(found)) for found, _ in backward],
         [seconds for _, seconds in forward + backward],
@@ -184,10 +202,8 @@ def fitted(samples: Samples) -> OperatorFigures:
         norm_bandwidth=_rate(normed),
         function_rate=_rate(functions),
         random_rate=_rate(random),
-        products=[
-            (found.arithmetic, max(seconds - overhead, 0.1 * seconds))
-            for found, seconds in by_kernel[Kernel.MATMUL]
-        ],
+        inner_call_s=inner_call,
+        products=[(found.arithmetic, seconds) for found, seconds in by_kernel[Kernel.MATMUL]],
         attention_overhead_s=max(attention - overhead, 0.0),
         attention_flops=_rate(per_flop),
         attention_backward_flops=_rate(per_flop_backward),
@@ -198,7 +214,7 @@ def _computed(found: Work) -> float:
     return found.arithmetic if found.in_blocks is None else found.in_blocks
 
 
-def _least_squares(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
+def least_squares(rows: Sequence[tuple[float, ...]], seconds: Sequence[float]) -> list[float]:
     """Coefficients, none negative, of the least sum of squared errors, each over the seconds expected.
 
     So weighted, what is expected of all rows adds up to what they took: a fit of relative errors, which slow outliers
