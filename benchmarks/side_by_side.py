@@ -8,13 +8,26 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 OMITTED = 2
 """First rounds, which warm up."""
 
 
-def step_seconds(plans: Sequence[Path], num_ranks: int, rounds: int) -> list[list[float]]:
-    """For each plan the seconds of `rounds` steps; round by round every plan has its turn, in changing order."""
+class Seat(NamedTuple):
+    """What the process of a rank computes with: threads, and the cores it is kept on (None: any)."""
+
+    threads: int = 1
+    cores: tuple[int, ...] | None = None
+
+
+def step_seconds(
+    plans: Sequence[Path], num_ranks: int, rounds: int, seats: Sequence[Seat] | None = None
+) -> list[list[float]]:
+    """For each plan the seconds of `rounds` steps; round by round every plan has its turn, in changing order.
+
+    Every rank has a thread of its own, or what `seats` says.
+    """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,11 +36,12 @@ def step_seconds(plans: Sequence[Path], num_ranks: int, rounds: int) -> list[lis
     )
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seconds.json"
-        elastic_launch(config, sys.executable)(__file__, str(rounds), str(out), *map(str, plans))
+        taken = json.dumps(seats or [Seat()] * num_ranks)
+        elastic_launch(config, sys.executable)(__file__, str(rounds), str(out), taken, *map(str, plans))
         return json.loads(out.read_text())
 
 
-def _work(rounds: int, out: Path, paths: Sequence[str]) -> None:
+def _work(rounds: int, out: Path, seats: Sequence[Seat], paths: Sequence[str]) -> None:
     import torch
     import torch.distributed as dist
 
@@ -35,7 +49,10 @@ def _work(rounds: int, out: Path, paths: Sequence[str]) -> None:
     from stagewright.execution.session import Session
     from stagewright.planning.plan import load_plan
 
-    torch.set_num_threads(1)
+    seat = seats[int(os.environ["RANK"])]
+    if seat.cores is not None:
+        os.sched_setaffinity(0, seat.cores)
+    torch.set_num_threads(seat.threads)
     keep_freed_memory()
     dist.init_process_group("gloo")
     sessions = [Session(load_plan(path), torch.device("cpu"), None, random_weights=True) for path in paths]
@@ -55,4 +72,6 @@ def _work(rounds: int, out: Path, paths: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _work(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    _work(
+        int(sys.argv[1]), Path(sys.argv[2]), [Seat(*seat) for seat in json.loads(sys.argv[3])], sys.argv[4:]
+    )
