@@ -144,6 +144,8 @@ class Device(SourcedModel):
     """Of fused attention, beyond that of any operator and its arithmetic; None: nothing."""
     inner_call_s: Seconds | None = None
     """Of an operator that a CPU's kernel calls for each row it adds, as for the gradient of an embedding; None: nothing."""
+    message_overhead_s: Seconds | None = None
+    """Of the processor that computes, to send a message or to post the buffer of one; None: another processor does it."""
     context_bytes: ByteCount
     """Memory outside the allocator: driver context, loaded kernels."""
     workspace_bytes: ByteCount

@@ -222,6 +222,9 @@ def describe(
     operators = [one.operators for one in found if one.operators is not None]
     if operators:
         figures |= _operators(operators, figures)
+    posting = [one.message_overhead_s for one in found if one.message_overhead_s is not None]
+    if posting:
+        figures["message_overhead_s"] = statistics.median(posting)
     guess = "guess: room for fragmentation and communication buffers"
     device = Device(
         name="local",

@@ -39,6 +39,8 @@ ATTENTION_SHAPE = (4, 16, 2048, 128)
 """Batch, heads, sequence, head width."""
 BACKWARD_FLOP_RATIO = 2.5
 _MIN_SAMPLES, _SAMPLE_S = 5, 1e-3
+_POSTS, _BETWEEN = 40, 512
+"""Messages that are posted while a CPU computes, and the size of the products in between."""
 _NETWORK_BOXES = 5
 """Time boxes that each reference network gets, in place of as many figures."""
 
@@ -60,6 +62,8 @@ class Measurements:
     host_link_bandwidth: float = 0.0
     context_bytes: int = 0
     workspace_bytes: int = 0
+    message_overhead_s: float | None = None
+    """Of a CPU only."""
     message_seconds: list[tuple[float, float]] = field(default_factory=list)
     """(Bytes, seconds) of one message to a neighbour; empty without one."""
     ring_bandwidth: float | None = None
@@ -295,8 +299,29 @@ def measure_messages(watch: Stopwatch, found: Measurements) -> None:
             trips = 200 if size < MIB else max(5, 40 * MIB // size)
             seconds = [_round_trip(buffer, rank, peer) for _ in range(trips + 3)][3:]
             found.message_seconds.append((float(size), sorted(seconds)[len(seconds) // 10] / 2))
+    if peer < world and watch.device.type == "cpu":
+        found.message_overhead_s = _posting_seconds(rank, peer)
     if world > 1:
         found.ring_bandwidth = _ring_bandwidth(watch.device, world)
+
+
+def _posting_seconds(rank: int, peer: int) -> float:
+    """What to post the buffer of a small message, or to send one, takes of a processor that computes in between."""
+    square, product = torch.ones(2, _BETWEEN, _BETWEEN)
+    samples = []
+    for tag in range(_POSTS):
+        posting = time.perf_counter()
+        received = dist.irecv(torch.empty(1), peer, tag=tag)
+        posted = time.perf_counter()
+        torch.mm(square, square, out=product)
+        sending = time.perf_counter()
+        sent = dist.isend(torch.empty(1), peer, tag=tag)
+        samples.append((posted - posting + time.perf_counter() - sending) / 2)
+        torch.mm(square, square, out=product)
+        for one in (received, sent):
+            assert one is not None, f"rank {rank} is in the group of all"
+            one.wait()
+    return statistics.fmean(faster_half(samples, float))
 
 
 def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:

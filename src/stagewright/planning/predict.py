@@ -23,6 +23,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.plan import Predictions, RankPrediction, SavedPrediction, StagePrediction
 from stagewright.planning.sharding import Collectives, gathered_flats, reduced_flats
 from stagewright.planning.shortening import shortened
+from stagewright.planning.transfers import posting_seconds, transfer_times
 from stagewright.schedule import Kind, Program, insert_communication
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.schedule.tokens import Edge
@@ -252,32 +253,20 @@ def run_timeline(line: Pipeline) -> Timeline:
         summary.offloaded_bytes / line.device_of(rank).host_link_bandwidth
         for summary, rank in zip(line.summaries, placed, strict=True)
     ]
+    edges = stage_edges(line.stages)
+    forward_posts, backward_posts = posting_seconds(line, edges)
     costs = StageCosts.of(
-        [summary.forward_s for summary in line.summaries],
-        [summary.input_grad_s for summary in line.summaries],
+        forward_posts + [summary.forward_s for summary in line.summaries],
+        backward_posts + [summary.input_grad_s for summary in line.summaries],
         [summary.weight_grad_s for summary in line.summaries],
-        backward_s=[summary.backward_s for summary in line.summaries],
+        backward_s=backward_posts + [summary.backward_s for summary in line.summaries],
         recompute_s=[summary.rebuild_s for summary in line.summaries],
         offload_s=moved,
         fetch_s=moved,
         gather_s=[line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages],
         reduce_s=[line.reduce_seconds(stage) for stage in stages],
     )
-    edges = stage_edges(line.stages)
-    return simulate(line.program, costs, _transfers(line, edges), edges=edges)
-
-
-def _transfers(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    placed = line.program.placement.rank_of_stage
-    seconds: dict[tuple[int, int], float] = {}
-    for low, high in edges:
-        for source, target, sent in (
-            (low, high, line.summaries[low].sent_bytes.get(high, 0)),
-            (high, low, line.summaries[high].returned_bytes.get(low, 0)),
-        ):
-            ends = line.first_rank(placed[source]), line.first_rank(placed[target])
-            seconds[source, target] = line.cluster.point_to_point_seconds(sent, *ends) if sent else 0.0
-    return seconds
+    return simulate(line.program, costs, transfer_times(line, edges), edges=edges)
 
 
 def step_seconds(line: Pipeline, timeline: Timeline) -> float:
