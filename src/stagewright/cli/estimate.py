@@ -155,13 +155,17 @@ def estimate(
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report.breakdown import breakdown_document, breakdown_table
+    from stagewright.report.lengths import lengths_tables
     from stagewright.report.plans import estimate_document, estimate_heading, memory_table, stage_table
     from stagewright.report.saving import saving_tables
 
     if as_json:
         print_document(estimate_document(found) | ({"breakdown": breakdown_document(shares)} if by else {}))
     else:
-        show(estimate_heading(found), stage_table(found), *saving_tables(found), memory_table(found))
+        show(
+            estimate_heading(found), *lengths_tables(found), stage_table(found), *saving_tables(found),
+            memory_table(found),
+        )  # fmt: skip
         show(*((breakdown_table(shares, by),) if by else ()))
 
 

@@ -20,6 +20,7 @@ from stagewright.cli.planning import (
     GlobalBatch,
     JobFile,
     JobSequenceLength,
+    JobSequenceLengths,
     MemoryLimit,
     PipelineWidth,
     ReduceDtype,
@@ -27,6 +28,7 @@ from stagewright.cli.planning import (
     ShardSize,
     Zero,
     checked_reduce_dtype,
+    parse_lengths,
     read_job,
     warn,
 )
@@ -58,6 +60,7 @@ def plan(
     job: JobFile = None,
     global_batch: GlobalBatch = None,
     sequence_length: JobSequenceLength = None,
+    sequence_lengths: JobSequenceLengths = None,
     dtype: Dtype = None,
     compiled: Compiled = False,
     memory_limit: MemoryLimit = None,
@@ -147,7 +150,6 @@ def plan(
     from stagewright.planning import search
     from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
-    from stagewright.planning.host_optimizer import checked
     from stagewright.planning.host_stages import plan_with_hosts
     from stagewright.tracing.models.reference import resolve
 
@@ -163,6 +165,7 @@ def plan(
         job,
         global_batch=global_batch,
         sequence_length=sequence_length,
+        sequence_lengths=parse_lengths(sequence_lengths),
         dtype=dtype,
         compiled=compiled or None,
         memory_limit=memory_limit,
@@ -187,7 +190,7 @@ def plan(
                 tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
                 recompute=cast("search.Recompute", recompute), offload=offload,
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
-                shard_size=shard_size, host_optimizer=checked(host_optimizer, target),
+                shard_size=shard_size, host_optimizer=cast("search.HostOptimizer", host_optimizer),
             )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]
@@ -198,10 +201,17 @@ def plan(
         plans = [plan_document(one, path) for one, path in zip(shown, paths, strict=True)]
         print_document({"plans": plans, "excluded": [dataclasses.asdict(one) for one in found.excluded]})
         return
+    from stagewright.report.lengths import lengths_tables
     from stagewright.report.plans import found_heading, left_out, plans_table
     from stagewright.report.saving import saving_tables
 
-    show(found_heading(found), plans_table(shown), *saving_tables(shown[0]), left_out(found))
+    show(
+        found_heading(found),
+        plans_table(shown),
+        *lengths_tables(shown[0]),
+        *saving_tables(shown[0]),
+        left_out(found),
+    )
     if output is not None:
         written = ", ".join(str(path) for path in paths if path is not None)
         steps_early = any("STEP" in text for text in shown[0].program[0])

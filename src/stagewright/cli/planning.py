@@ -30,6 +30,14 @@ JobFile = Annotated[
 ]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per optimizer step.")]
 JobSequenceLength = Annotated[int | None, typer.Option("--sequence-length", help="Tokens per sample.")]
+JobSequenceLengths = Annotated[
+    str | None,
+    typer.Option(
+        "--sequence-lengths",
+        metavar="N,N,...",
+        help="Tokens per sample of the steps, in turn, in place of --sequence-length: one plan for all.",
+    ),
+]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")
 ]
@@ -78,6 +86,21 @@ def checked_reduce_dtype(text: str | None) -> Literal["fp32", "bf16"] | None:
     return cast('Literal["fp32", "bf16"] | None', text)
 
 
+def parse_lengths(text: str | None) -> tuple[int, ...] | None:
+    """
+    >>> parse_lengths("512,512,4096"), parse_lengths(None)
+    ((512, 512, 4096), None)
+    """
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise InputError(
+            f"--sequence-lengths {text}: give numbers of tokens with commas between, as 512,1024,4096"
+        )
+    return tuple(map(int, parts))
+
+
 def read_job(path: Path | None, **options: Any) -> Job:
     """The job of a file with the given options in place; options that are None were not given.
 
@@ -87,6 +110,10 @@ def read_job(path: Path | None, **options: Any) -> Job:
     from stagewright.planning.job import load_job
 
     given = {key: value for key, value in options.items() if value is not None}
+    if "sequence_lengths" in given:
+        given.setdefault("sequence_length", max(given["sequence_lengths"]))
+    elif "sequence_length" in given:
+        given["sequence_lengths"] = ()  # in place of those of the file
     missing = [key for key in ("global_batch", "sequence_length") if key not in given]
     if path is None and missing:
         names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)

@@ -145,6 +145,16 @@ class RankRunner:
         for runner in self.runners.values():
             runner.scale_loss(cotangent)
 
+    def rest(self) -> None:
+        """Until `wake`, hold nothing that can be computed again from the weights."""
+        for runner in self.runners.values():
+            runner.rest()
+
+    def wake(self) -> None:
+        """Ready for batches again."""
+        for runner in self.runners.values():
+            runner.wake()
+
     def boundary(self) -> Iterator[torch.Tensor]:
         """What is on its way between stages."""
         yield from self.transport.buffers()

@@ -25,6 +25,8 @@ class RankRecord(StrictModel):
     pipeline_rank: int
     replica: int
     allocated_peak_bytes: int
+    peak_of_length: dict[int, int] = Field(default_factory=dict)
+    """The same by tokens per sample, where there are several lengths."""
     reserved_peak_bytes: int | None = None
     busy_seconds: float
     """Of computations; without waiting, transfers and the optimizer."""
@@ -61,16 +63,22 @@ class Record(StrictModel):
     gradient_norms: tuple[float | None, ...]
     """Before clipping; None for a step of fp16 that changed nothing because a gradient overflowed."""
     step_seconds: tuple[float, ...]
+    sequence_lengths: tuple[int, ...] = ()
+    """Tokens per sample of every step, where there are several lengths."""
     metered_steps: tuple[int, ...]
-    """Steps left out of the timing: the first, and the one whose memory was counted."""
+    """Steps left out of the timing: the first, and those whose memory was counted."""
     predicted_step_seconds: float
     ranks: tuple[RankRecord, ...]
 
     @property
     def median_step_seconds(self) -> float:
-        """Median over the steps that were not metered (over all, if every step was)."""
-        timed = [seconds for step, seconds in enumerate(self.step_seconds) if step not in self.metered_steps]
-        return statistics.median(timed or self.step_seconds)
+        """Median over the steps that were not metered (over all, if every step was); of several lengths, the longest's."""
+        longest = [step for step in range(len(self.step_seconds)) if self._is_longest(step)]
+        timed = [self.step_seconds[step] for step in longest if step not in self.metered_steps]
+        return statistics.median(timed or [self.step_seconds[step] for step in longest])
+
+    def _is_longest(self, step: int) -> bool:
+        return not self.sequence_lengths or self.sequence_lengths[step] == max(self.sequence_lengths)
 
     def save(self, path: str | Path) -> None:
         write_whole(path, self.model_dump_json(indent=1) + "\n")

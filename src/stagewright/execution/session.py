@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from stagewright.execution.clock import ClockOffset
 from stagewright.execution.collectives import Replicas
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.evaluation import evaluation_weights, forward_program, forward_stages
+from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import part_of, starting_tensors
 from stagewright.execution.loss_scale import LossScale
 from stagewright.execution.mesh import Mesh
@@ -25,10 +26,12 @@ from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edg
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
+from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import PARAMETERS, Flat, flats, of_stages
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor_parallel import GROUP, parallelism
 from stagewright.graph.verify_stages import verify_stages
+from stagewright.planning.lengths import at_length, check_same_operators
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
@@ -88,7 +91,7 @@ class Session:
         )
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
-        program = insert_communication(stage_program(plan), stage_edges(self.stages))
+        self.program = stage_program(plan)
         report("building the weights of this rank")
         model = DeferredModel(
             reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed
@@ -117,11 +120,9 @@ class Session:
         )
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
-        self.runner = RankRunner(
-            self.stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, device, self.cotangent,
-            job.seed, (forward, backward), watch, self.shards, self.mesh.replica * plan.num_microbatches, job.compiled,
-        )  # fmt: skip
-        self.pipeline = forward
+        self.pipeline, self._groups = forward, (forward, backward)
+        longest = AtLength(self.graph, self._runner_of(self.stages))
+        self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         self._evaluator: RankRunner | None = None
         on_host = self.mesh.pipeline_rank in plan.host_optimizer
         self.optimizer = Optimizer(
@@ -130,13 +131,18 @@ class Session:
         self.last: BatchResult | None = None
         self._began = 0.0
         self._optimizer_seconds = 0.0
-        self.peak_bytes = 0
+        self.peak_of_length: dict[int, int] = {}
         self.reserved_bytes: int | None = None
 
     def watch(self, position: str) -> None:
         """This rank is now at `position`."""
         self.position = position
         self._report_position(position)
+
+    @property
+    def runner(self) -> RankRunner:
+        """Runs the batches of the present length."""
+        return self.lengths.now.runner
 
     # -- set-up -----------------------------------------------------------------------------------------------------
 
@@ -164,6 +170,29 @@ class Session:
         found = parallelism(self.graph)
         how = found.shards.get(name) if found else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
+
+    def _runner_of(self, stages: Sequence[Stage]) -> RankRunner:
+        """Runs the plan's program on stages of this model, of whatever length."""
+        plan = self.plan
+        program = insert_communication(self.program, stage_edges(stages))
+        return RankRunner(
+            stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, self.device, self.cotangent,
+            plan.job.seed, self._groups, self.watch, self.shards, self.mesh.replica * plan.num_microbatches,
+            plan.job.compiled,
+        )  # fmt: skip
+
+    def _at_length(self, length: int) -> AtLength:
+        """The model for samples of `length` tokens, cut as the plan says, on this rank's weights.
+
+        Raises:
+            PlanError: it has other operators than for the longest.
+        """
+        self.watch(f"tracing for {length} tokens")
+        asked = at_length(self.plan, length)
+        graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **asked.traced())
+        check_same_operators(self.graph, graph, length)
+        stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
+        return AtLength(graph, self._runner_of(stages))
 
     def _share_layers(self) -> dist.ProcessGroup | None:
         """Make the groups that share layers; returns that of the whole model, None where no layer is shared."""
@@ -201,15 +230,15 @@ class Session:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return scale / (self.plan.num_microbatches * self.plan.dp)
 
-    def microbatches(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """The inputs of this replica's microbatches of a step."""
-        plan = self.plan
+    def microbatches(self, step: int, graph: OperatorGraph | None = None) -> list[dict[str, torch.Tensor]]:
+        """The inputs of this replica's microbatches of a step, as long as those of `graph`, or the longest."""
+        plan, graph = self.plan, graph or self.graph
         first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
         return [
             {
                 name: tensor.to(self.device)
                 for name, tensor in self.batches.microbatch(
-                    step, first + index * plan.microbatch_size, self.graph
+                    step, first + index * plan.microbatch_size, graph
                 ).items()
             }
             for index in range(plan.num_microbatches)
@@ -217,7 +246,8 @@ class Session:
 
     def train_step(self, step: int, metered: bool = False) -> StepResult:
         """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
-        inputs = self.microbatches(step)
+        now = self.lengths.turn_to(self.plan.job.length_of(step))
+        inputs = self.microbatches(step, now.graph)
         dist.barrier(self.pipeline)
         try:
             return self._metered(step, inputs) if metered else self._step(step, inputs)
@@ -239,7 +269,8 @@ class Session:
 
         Nothing is clipped and no parameter changes. `gradients` gives what was added up.
         """
-        inputs = self.microbatches(step)
+        now = self.lengths.turn_to(self.plan.job.length_of(step))
+        inputs = self.microbatches(step, now.graph)
         dist.barrier(self.pipeline)
         self.last = self.runner.run_batch(step, inputs)
         self.watch("summing gradients")
@@ -263,11 +294,16 @@ class Session:
         cotangent = self.cotangent
         norm = self.optimizer.step()
         if self.cotangent != cotangent:
-            self.runner.scale_loss(self.cotangent)
+            self.lengths.scale_loss(self.cotangent)
         self._synchronize()
         end = time.perf_counter()
         self._optimizer_seconds = end - computed
         return StepResult(self._mean_loss(self.last), norm, end - start)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes alive at the worst moment of metered steps, of whatever length."""
+        return max(self.peak_of_length.values(), default=0)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -277,13 +313,17 @@ class Session:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             result = self._step(step, inputs)
-            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self._peaked(step, torch.cuda.max_memory_allocated())
             self.reserved_bytes = torch.cuda.max_memory_reserved()
             return result
         with StorageMeter(self._lasting(inputs), self.optimizer.host_state()) as meter:
             result = self._step(step, inputs)
-        self.peak_bytes = meter.peak_bytes
+        self._peaked(step, meter.peak_bytes)
         return result
+
+    def _peaked(self, step: int, num_bytes: int) -> None:
+        length = self.plan.job.length_of(step)
+        self.peak_of_length[length] = max(num_bytes, self.peak_of_length.get(length, 0))
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -358,9 +398,10 @@ class Session:
             pipeline_rank=self.mesh.pipeline_rank,
             replica=self.mesh.replica,
             allocated_peak_bytes=self.peak_bytes,
+            peak_of_length=self.peak_of_length if len(self.peak_of_length) > 1 else {},
             reserved_peak_bytes=self.reserved_bytes,
             busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
-            sent_bytes=self.runner.transport.num_bytes_sent,
+            sent_bytes=self.lengths.num_bytes_sent,
             **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),
             actions=tuple((str(m.action), m.start - self._began, m.end - self._began) for m in moments),
             began_seconds=self._began + offset.seconds,

@@ -124,6 +124,15 @@ class StageRunner:
         self.resident[self.stage.graph.seed].fill_(cotangent)
         self._run_resident(self._static)
 
+    def rest(self) -> None:
+        """Let go of what is computed from constants and parameters."""
+        for value in (*self._static.outputs, *self._derive.outputs):
+            self.resident.pop(value, None)
+
+    def wake(self) -> None:
+        """Ready for batches again; what is derived from parameters is made as each batch begins."""
+        self._run_resident(self._static)
+
     def put_parameters(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Use gathered parameters, by name, from now on."""
         named = ((value, self.stage.value(value).name) for value in self.stage.parameters)

@@ -22,6 +22,7 @@ from stagewright.errors import RunError, StagewrightError
 
 if TYPE_CHECKING:
     from stagewright.execution.watch import Watch
+    from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
 
 
@@ -76,10 +77,10 @@ def work(
         session = Session(loaded, target, data, random_weights, watch.at, watch.at)
         results = []
         num_steps = steps or loaded.job.num_steps
-        metered = min(1, num_steps - 1)
+        metered = metered_steps(loaded.job, num_steps)
         progress = _Progress(num_steps)
         for step in range(num_steps):
-            result = session.train_step(step, metered=step == metered)
+            result = session.train_step(step, metered=step in metered)
             results.append(result)
             if launched == 0:
                 progress(step, result)
@@ -89,6 +90,26 @@ def work(
     if launched != 0:
         return None
     return _record(loaded, torch, target, results, metered, ranks)
+
+
+def metered_steps(job: Job, num_steps: int) -> set[int]:
+    """The steps whose memory is counted: the first of each length, but for step 0, when optimizer state is made.
+
+    >>> from stagewright.planning.job import Job
+    >>> metered_steps(Job(global_batch=1, sequence_length=8), 9), metered_steps(Job(global_batch=1, sequence_length=8), 1)
+    ({1}, {0})
+    >>> sorted(metered_steps(Job(global_batch=1, sequence_lengths=(4, 8, 8)), 9))
+    [1, 3]
+    """
+    first: dict[int, int] = {}
+    for step in range(min(1, num_steps - 1), num_steps):
+        first.setdefault(job.length_of(step), step)
+    return set(first.values())
+
+
+def lengths_of(job: Job, num_steps: int) -> tuple[int, ...]:
+    """Tokens per sample of every step; nothing where all are alike."""
+    return tuple(map(job.length_of, range(num_steps))) if job.sequence_lengths else ()
 
 
 def num_threads(plan: Plan, device: int) -> int | None:
@@ -158,7 +179,9 @@ def _failure(error: Exception, rank: int, watch: Any) -> RunError:
     return RunError(f"{blamed}; rank {rank} stopped at {position}: {own}")
 
 
-def _record(loaded: Any, torch: Any, target: Any, results: list[Any], metered: int, ranks: list[Any]) -> Any:
+def _record(
+    loaded: Any, torch: Any, target: Any, results: list[Any], metered: set[int], ranks: list[Any]
+) -> Any:
     from stagewright.execution.record import Record
     from stagewright.version import __version__
 
@@ -172,7 +195,8 @@ def _record(loaded: Any, torch: Any, target: Any, results: list[Any], metered: i
             result.gradient_norm if math.isfinite(result.gradient_norm) else None for result in results
         ),
         step_seconds=tuple(result.seconds for result in results),
-        metered_steps=tuple(sorted({0, metered})),
+        sequence_lengths=lengths_of(loaded.job, len(results)),
+        metered_steps=tuple(sorted({0, *metered})),
         predicted_step_seconds=loaded.predictions.step_seconds,
         ranks=tuple(ranks),
     )

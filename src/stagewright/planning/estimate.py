@@ -14,16 +14,14 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.job import Job
-from stagewright.planning.placing import on_devices
+from stagewright.planning.lengths import with_lengths
 from stagewright.planning.plan import (
     ClusterSection,
     Plan,
     shared_layers,
-    stage_cuts,
-    stage_policies,
-    stage_program,
 )
-from stagewright.planning.predict import Pipeline, costing, pipeline, predict
+from stagewright.planning.planned_line import planned_line
+from stagewright.planning.predict import Pipeline, costing, predict
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -131,7 +129,7 @@ def line_of(
         PlanError: the model has changed, or does not have the plan's cuts.
         ScheduleError: the program does not run.
     """
-    return _line(plan, _costs(graph_of(plan, report, trace), cluster, plan.job), cluster)
+    return planned_line(plan, _costs(graph_of(plan, report, trace), cluster, plan.job), cluster)
 
 
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -142,8 +140,9 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
             f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
         )
     body = _costs(graph_of(plan, report, trace), cluster, plan.job)
-    predictions = predict(_line(plan, body, cluster), body)
-    return plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
+    predictions = predict(planned_line(plan, body, cluster), body)
+    fresh = plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
+    return with_lengths(fresh, cluster, lambda one: graph_of(one, report, trace))
 
 
 def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -175,15 +174,6 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
     )
     predictions = plan.predictions.model_copy(update={"ranks": (changed,)})
     return plan.model_copy(update={"predictions": predictions})
-
-
-def _line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
-    policies = stage_policies(plan, body.graph)
-    cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
-    line = pipeline(body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.dp, policies)
-    line = replace(line, sharding=plan.sharding, shard_size=plan.shard_size)
-    on_host = frozenset(plan.host_optimizer)
-    return replace(line, reduce_dtype=plan.reduce_torch_name, host_optimizer=on_host)
 
 
 def _trace(

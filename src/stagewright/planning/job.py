@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.cluster import Device
 from stagewright.cluster.strict import StrictModel, validated
@@ -50,7 +50,10 @@ class Job(StrictModel):
     global_batch: int = Field(ge=1)
     """Samples per optimizer step, over all replicas."""
     sequence_length: int = Field(ge=1)
-    """Tokens per sample; models without sequences ignore it."""
+    """Tokens per sample, of the longest batches; models without sequences ignore it."""
+    sequence_lengths: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Tokens per sample of the steps, which go through these lengths again and again; a length may be named several times.
+    None given: `sequence_length` for all."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
@@ -69,6 +72,39 @@ class Job(StrictModel):
     seed: int = Field(default=0, ge=0)
     memory_limit: Annotated[int | None, BeforeValidator(_parse_amount)] = Field(default=None, gt=0)
     """Bytes of a device a plan may use; None: what the device has less its reserve and context."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_longest(cls, document: Any) -> Any:
+        """Where only the set of lengths is given, its longest is the job's length."""
+        lengths = document.get("sequence_lengths") if isinstance(document, dict) else None
+        if not isinstance(lengths, list | tuple) or not lengths or "sequence_length" in document:
+            return document
+        return {**document, "sequence_length": max(lengths)}
+
+    @model_validator(mode="after")
+    def _longest_first_judged(self) -> Job:
+        if self.sequence_lengths and max(self.sequence_lengths) != self.sequence_length:
+            raise ValueError(
+                f"sequence_length {self.sequence_length} is not the longest of sequence_lengths "
+                f"{list(self.sequence_lengths)}: leave it out"
+            )
+        return self
+
+    def length_of(self, step: int) -> int:
+        """Tokens per sample of a step.
+
+        >>> job = Job(global_batch=8, sequence_lengths=(512, 512, 4096))
+        >>> job.sequence_length, [job.length_of(step) for step in range(4)]
+        (4096, [512, 512, 4096, 512])
+        """
+        if not self.sequence_lengths:
+            return self.sequence_length
+        return self.sequence_lengths[step % len(self.sequence_lengths)]
+
+    def at_length(self, length: int) -> Job:
+        """This job with all batches of one length."""
+        return self.model_copy(update={"sequence_length": length, "sequence_lengths": ()})
 
     @property
     def torch_name(self) -> str:

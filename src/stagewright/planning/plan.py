@@ -159,6 +159,14 @@ class Predictions(StrictModel):
     stages: tuple[StagePrediction, ...]
 
 
+class LengthPrediction(StrictModel):
+    """What a step takes whose samples have one of several lengths; `share` of all steps have it."""
+
+    sequence_length: int = Field(ge=1)
+    share: float = Field(gt=0, le=1)
+    predictions: Predictions
+
+
 class Plan(StrictModel):
     """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``."""
 
@@ -200,6 +208,9 @@ class Plan(StrictModel):
     host_optimizer: tuple[int, ...] = ()
     """Pipeline ranks whose optimizer state, and the step on it, are on the host's processors."""
     predictions: Predictions
+    """With several lengths, of a step of the longest."""
+    lengths: tuple[LengthPrediction, ...] = ()
+    """For each length of the job's set, shortest first; none where all batches have one length."""
 
     @model_validator(mode="before")
     @classmethod
@@ -235,6 +246,13 @@ class Plan(StrictModel):
                 f"of {self.job.global_batch}"
             )
         return self
+
+    @property
+    def mean_step_seconds(self) -> float:
+        """Of one step; with several lengths, the mean over the steps that go through them."""
+        if not self.lengths:
+            return self.predictions.step_seconds
+        return sum(one.share * one.predictions.step_seconds for one in self.lengths)
 
     @property
     def reduce_torch_name(self) -> str | None:

@@ -19,13 +19,13 @@ def ranked(plans: Iterable[Plan]) -> list[Plan]:
 
     Equal in time and memory, plans keep their order.
     """
-    left = sorted(plans, key=lambda plan: (plan.predictions.step_seconds, peak_bytes(plan)))
+    left = sorted(plans, key=lambda plan: (plan.mean_step_seconds, peak_bytes(plan)))
     found: list[Plan] = []
     while left:
-        longest = left[0].predictions.step_seconds * (1 + AS_FAST)
+        longest = left[0].mean_step_seconds * (1 + AS_FAST)
         best = min(
-            (plan for plan in left if plan.predictions.step_seconds <= longest),
-            key=lambda plan: (peak_bytes(plan), plan.predictions.step_seconds),
+            (plan for plan in left if plan.mean_step_seconds <= longest),
+            key=lambda plan: (peak_bytes(plan), plan.mean_step_seconds),
         )
         left.remove(best)
         found.append(best)

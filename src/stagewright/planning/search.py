@@ -30,6 +30,7 @@ from stagewright.planning.candidate import (
     with_cuts,
     within_memory,
 )
+from stagewright.planning.estimate import graph_of
 from stagewright.planning.finalists import JOINT, joint_plans
 from stagewright.planning.host_optimizer import (
     HostOptimizer,
@@ -40,6 +41,7 @@ from stagewright.planning.host_optimizer import (
     with_room_used,
 )
 from stagewright.planning.job import Job
+from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.mixed import ONE_STAGE_EACH, plan_mixed
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import Plan, shared_layers
@@ -140,22 +142,11 @@ def plan(
                 f"cluster '{cluster.name}' mixes devices: plans for it have no shared layers and no ZeRO; leave out --tp "
                 "and --zero, or name a part of one kind"
             )
-        return Found(
-            plan_mixed(
-                reference,
-                cluster,
-                job,
-                schedules=simple,
-                pp=pp,
-                dp=dp,
-                microbatch=microbatch,
-                recompute=recompute,
-                offload=offload,
-                report=report,
-                trace=trace,
-            ),
-            [],
-        )
+        plans = plan_mixed(
+            reference, cluster, job, schedules=simple, pp=pp, dp=dp, microbatch=microbatch, recompute=recompute,
+            offload=offload, report=report, trace=trace,
+        )  # fmt: skip
+        return _over_lengths(Found(plans, []), cluster, report, trace)
     search = _Search(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
         shard_size, host_optimizer,
@@ -171,7 +162,16 @@ def plan(
         search.warnings.append(
             "interrupted: these are the best plans so far, not all configurations were tried"
         )
-    return search.result()
+    return _over_lengths(search.result(), cluster, report, trace)
+
+
+def _over_lengths(found: Found, cluster: Cluster, report: Callable[[str], None], trace: Trace) -> Found:
+    """`found`, where batches have several lengths with what each takes, and the best over all of them first."""
+    if not found.plans[0].job.sequence_lengths:
+        return found
+    report("judging all lengths")
+    judged = best_over_lengths(found.plans, cluster, lambda plan: graph_of(plan, report, trace))
+    return replace(found, plans=judged)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from stagewright.planning.plan import Plan, RankPrediction, StagePolicy
 from stagewright.planning.search import Found
+from stagewright.report.lengths import lengths_document
 from stagewright.report.tables import byte_unit, figure, plural, table, time_unit
 from stagewright.units import format_seconds
 
@@ -45,6 +46,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
         "microbatch_size": plan.microbatch_size,
         "num_microbatches": plan.num_microbatches,
+        "lengths": lengths_document(plan),
         "allocated_peak_bytes": max(rank.allocated_peak_bytes for rank in predictions.ranks),
         "reserved_peak_bytes": max(rank.reserved_peak_bytes for rank in predictions.ranks),
     }
@@ -54,8 +56,9 @@ def found_heading(found: Found) -> str:
     """Which model, cluster and job the plans are for."""
     best = found.plans[0]
     job = best.job
+    lengths = ", ".join(str(one.sequence_length) for one in best.lengths) or job.sequence_length
     return (
-        f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples of {job.sequence_length} tokens "
+        f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples of {lengths} tokens "
         f"per step, {job.dtype}, {job.optimizer}"
     )
 
@@ -119,6 +122,7 @@ def estimate_document(plan: Plan) -> dict[str, Any]:
         "microbatch_size": plan.microbatch_size,
         "num_microbatches": plan.num_microbatches,
         "ranks": [rank.model_dump(mode="json") for rank in predictions.ranks],
+        "lengths": lengths_document(plan),
     }
 
 

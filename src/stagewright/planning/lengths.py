@@ -1,0 +1,121 @@
+"""Batches of several lengths under one plan: what each takes, and which plan is best over all of them.
+
+The model is traced once per length. Its operators are the same, so that a plan's cuts and memory policy, which name
+operators, hold for each; they are chosen for the longest, whose steps need the most memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from stagewright.cluster import Cluster
+from stagewright.errors import PlanError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.graph import OperatorGraph, Origin
+from stagewright.planning.plan import LengthPrediction, Plan, Predictions
+from stagewright.planning.planned_line import planned_line
+from stagewright.planning.predict import costing, predict
+from stagewright.planning.ranking import peak_bytes, ranked
+from stagewright.units import format_bytes
+
+Graphs = Callable[[Plan], OperatorGraph]
+"""The graph of a plan's model for the job of the plan."""
+
+MOST_PLANS = 8
+"""How many of the best plans for the longest batches are judged over all lengths."""
+
+_LASTING = (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT)
+
+
+def at_length(plan: Plan, length: int) -> Plan:
+    """`plan` for batches of one length alone."""
+    return plan.model_copy(update={"job": plan.job.at_length(length), "lengths": ()})
+
+
+def check_same_operators(longest: OperatorGraph, other: OperatorGraph, length: int) -> None:
+    """Raises `PlanError` unless the model does with `length` tokens what it does with the most, on the same weights."""
+    if _structure(longest) != _structure(other):
+        raise PlanError(
+            f"model '{longest.name}' has other operators or constants for samples of {length} tokens than for the "
+            "longest: plan for one length, and pad shorter samples"
+        )
+
+
+def _structure(graph: OperatorGraph) -> tuple[list[str], list[tuple[int, str, str]]]:
+    lasting = [
+        (number, value.name, str(value.meta))
+        for number, value in enumerate(graph.values)
+        if value.origin in _LASTING
+    ]
+    return [node.name for node in graph.nodes], lasting
+
+
+def with_lengths(plan: Plan, cluster: Cluster, graphs: Graphs) -> Plan:
+    """`plan` with what a step of each length of its job takes on `cluster`.
+
+    Raises:
+        PlanError: the model has other operators at some length.
+    """
+    return _Judge(cluster, graphs).judged(plan)
+
+
+def best_over_lengths(plans: Sequence[Plan], cluster: Cluster, graphs: Graphs) -> list[Plan]:
+    """Of `plans`, best for the longest batches first, those that fit at every length, best over all lengths first.
+
+    Ignores: cuts that are best for none but shorter batches.
+
+    Raises:
+        PlanError: the model has other operators at some length, or no plan fits at all of them.
+    """
+    judge = _Judge(cluster, graphs)
+    judged = [judge.judged(plan) for plan in plans[:MOST_PLANS]]
+    fitting = [plan for plan in judged if _excess_bytes(plan, cluster) <= 0]
+    if not fitting:
+        least = min(_excess_bytes(plan, cluster) for plan in judged)
+        raise PlanError(
+            f"no plan fits at all of the lengths {sorted(set(plans[0].job.sequence_lengths))}: the best lacks "
+            f"{format_bytes(least)}; leave lengths out or raise the memory limit"
+        )
+    return ranked(fitting)
+
+
+def _excess_bytes(plan: Plan, cluster: Cluster) -> int:
+    """Bytes by which the fullest rank at any length is over the smallest device's limit."""
+    most = max(peak_bytes(plan.model_copy(update={"predictions": one.predictions})) for one in plan.lengths)
+    return most - min(plan.job.usable_bytes(group.device) for group in cluster.nodes)
+
+
+class _Judge:
+    """Predictions for lengths, with the costs of every traced model kept."""
+
+    def __init__(self, cluster: Cluster, graphs: Graphs) -> None:
+        self.cluster = cluster
+        self.graphs = graphs
+        self.bodies: dict[tuple[int, int, bool, int], BodyCosts] = {}
+
+    def judged(self, plan: Plan) -> Plan:
+        named = plan.job.sequence_lengths
+        lengths = tuple(
+            LengthPrediction(
+                sequence_length=length, share=count / len(named), predictions=self._predictions(plan, length)
+            )
+            for length, count in sorted(Counter(named).items())
+        )
+        return plan.model_copy(update={"lengths": lengths})
+
+    def _predictions(self, plan: Plan, length: int) -> Predictions:
+        if length == plan.job.sequence_length:
+            return plan.predictions
+        asked = at_length(plan, length)
+        body = self._body(asked, plan)
+        return predict(planned_line(asked, body, self.cluster), body)
+
+    def _body(self, asked: Plan, plan: Plan) -> BodyCosts:
+        length = asked.job.sequence_length
+        key = asked.microbatch_size, asked.tp, asked.sequence_parallel, length
+        if key not in self.bodies:
+            graph = self.graphs(asked)
+            check_same_operators(self.graphs(plan), graph, length)
+            self.bodies[key] = BodyCosts(graph, costing(graph, self.cluster, asked.job))
+        return self.bodies[key]

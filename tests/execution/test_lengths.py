@@ -1,0 +1,78 @@
+"""Batches of several lengths under one plan train as the plain model does, within the bytes predicted for each length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from plans import trained
+
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.cluster.host_device import host_device
+from stagewright.execution.data import SyntheticBatches
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.planning.search import plan
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.build import build
+from stagewright.tracing.models.reference import ModelReference, resolve
+
+LENGTHS = (64, 24, 24)
+
+
+def two_processes() -> Cluster:
+    (node,) = load_cluster("1x-h100").nodes
+    assert node.host is not None
+    return Cluster(
+        name="processes",
+        nodes=(node.model_copy(update={"device": host_device(node.host, 1e10), "count": 2}),),
+    )
+
+
+def reference() -> ModelReference:
+    return resolve("tiny-llama", {"num_hidden_layers": 2})
+
+
+@pytest.mark.multiprocess
+def test_a_run_of_several_lengths(tmp_path: Path) -> None:
+    target = two_processes()
+    job = Job(global_batch=4, sequence_lengths=LENGTHS, dtype="fp32", num_steps=4)
+    asked = {"schedules": ["1f1b"], "pp": 2, "microbatch": 1}
+    found = plan(reference(), target, job, **asked).plans[0]  # type: ignore[arg-type]
+    limit = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - 2**18
+    limited = job.model_copy(update={"memory_limit": limit})
+    found = plan(reference(), target, limited, **asked).plans[0]  # type: ignore[arg-type]
+    assert any(policy != "keep" for policy in found.memory_policy)
+    record = trained(found, tmp_path)
+    assert record.sequence_lengths == (64, 24, 24, 64)
+    assert record.losses == pytest.approx(plain_losses(found), rel=1e-5)
+    for rank in record.ranks:
+        predicted = {
+            one.sequence_length: one.predictions.ranks[rank.rank].allocated_peak_bytes
+            for one in found.lengths
+        }
+        assert rank.peak_of_length == predicted
+        assert rank.allocated_peak_bytes == max(predicted.values()) <= limit
+
+
+def plain_losses(planned: Plan) -> list[float]:
+    """The loss of every step of the whole model in one process, AdamW and clipping by torch."""
+    job = planned.job
+    built = build(reference(), 1, job.sequence_length, job.torch_name, seed=job.seed)
+    module, batches = built.module, SyntheticBatches(built.inputs, job.seed)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), job.learning_rate, job.betas, job.eps, weight_decay=job.weight_decay
+    )
+    losses = []
+    for step in range(job.num_steps):
+        graph = trace(reference(), 1, job.length_of(step), job.torch_name)
+        optimizer.zero_grad()
+        found = [module(**batches.microbatch(step, index, graph)) for index in range(job.global_batch)]
+        loss = torch.stack(found).mean()
+        loss.backward()
+        assert job.clip_norm is not None
+        torch.nn.utils.clip_grad_norm_(module.parameters(), job.clip_norm)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
