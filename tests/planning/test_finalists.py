@@ -51,3 +51,13 @@ def test_finalists_are_pipelines_that_could_still_win() -> None:
     assert finalists(known) == [known[0]]
     slow = known[0].predictions.model_copy(update={"lower_bound_seconds": 1.0})
     assert finalists([known[0].model_copy(update={"predictions": slow})]) == []
+
+
+def test_ranks_recompute_what_the_joint_search_says_where_memory_is_short() -> None:
+    limit = 140 << 20
+    job = Job(global_batch=8, sequence_length=2048, dtype="fp32", memory_limit=limit)
+    best, *others = plan("tiny-gemma", CLUSTER, job, schedules=("1f1b", JOINT), pp=4, microbatch=1).plans
+    assert best.schedule == JOINT
+    assert sum(stage.recomputed_bytes for stage in best.predictions.stages) > 0
+    assert max(rank.reserved_peak_bytes for rank in best.predictions.ranks) <= limit
+    assert best.predictions.step_seconds < min(other.predictions.step_seconds for other in others)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from operator import itemgetter
 
 from stagewright.cluster import Cluster
@@ -27,12 +26,20 @@ from stagewright.planning.candidate import (
     with_program,
 )
 from stagewright.planning.job import Job
-from stagewright.planning.joint.plan import JointPlan
+from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.search import Effort, Found, search
 from stagewright.planning.joint.terms import Ints
-from stagewright.planning.joint.traced import Known, Wiring, cuts_of, piece_ends, problem_of, with_backwards
-from stagewright.planning.plan import Plan, StagePrediction
+from stagewright.planning.joint.traced import (
+    Known,
+    Wiring,
+    cuts_of,
+    piece_ends,
+    problem_of,
+    with_backwards,
+    without_splits,
+)
+from stagewright.planning.plan import Plan
 from stagewright.planning.predict import Pipeline, run_timeline
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
@@ -47,8 +54,9 @@ _CLOSE_ENOUGH = 0.002
 """A search ends this near to its bound; estimates are not that exact."""
 _JUDGED = 3
 """Plans of one search that are carved and judged."""
-_TRIALS = 2
-"""How often memory is left free for fragmentation before a configuration is given up."""
+_MARGINS = (0.005, 0.04, 0.0)
+"""The least part of memory that is left free for fragmentation in addition after each trial; after the last the
+configuration is given up."""
 _SAVED = 1
 """Of these, how many are made to fit by recomputing and offloading, which takes long."""
 
@@ -112,7 +120,7 @@ def _joint_plan(
 ) -> Plan | None:
     """Within memory that leaves room for what the allocator loses, which only the replay of a plan shows."""
     choice, limit, lost = choice_of(known, zero), job.usable_bytes(cluster.device), 0
-    for trial in range(_TRIALS):
+    for trial in range(len(_MARGINS)):
         within = job.model_copy(update={"memory_limit": limit - lost}) if lost else job
         candidate = joint_candidate(
             known, body, choice, cluster, within,
@@ -124,7 +132,7 @@ def _joint_plan(
         missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
         if missing <= 0:
             return found.model_copy(update={"job": job})
-        lost += max(missing, limit // 25)
+        lost += max(missing, int(_MARGINS[trial] * limit))
     return None
 
 
@@ -158,17 +166,25 @@ def joint_candidate(
     ends = piece_ends(body, choice.pp)
     wiring = Wiring(cluster, choice.pp, choice.dp * choice.tp)
     fitting: list[Candidate] = []
-    for learnt in islice(_assumptions(known, body, choice, job, saves), int(tight), None):
+    learnt = learn(known, body, choice, known.job)
+    unlimited = replace(learnt, memory_bytes=[float("inf")] * known.pp)
+    for limited in (True,) if tight else (False, True):
         if fitting and stop is not None and stop.is_set():
             break
-        problem = problem_of(body, ends, choice.num_microbatches, wiring, learnt)
+        problem = problem_of(
+            body,
+            ends,
+            choice.num_microbatches,
+            wiring,
+            learnt if limited else unlimited,
+            saves=saves and limited,
+        )
         found = _searched(problem, report, str(choice), stop)
         if found is None:
             continue
-        timed = [(_makespan(line), line) for line in _lines(found, body, choice, cluster, job, ends)]
-        timed = sorted(timed, key=itemgetter(0))[:_JUDGED]
+        timed = sorted(_lines(found, body, choice, cluster, job, ends), key=itemgetter(0))[:_JUDGED]
         lines = [line for seconds, line in timed if seconds < known.predictions.step_seconds]
-        best = _first_that_fits([of_line(choice, line) for line in lines], body, saves, offload)
+        best = _first_that_fits([of_line(choice, line) for line in lines], body, saves, offload, limited)
         fitting += [best] if best is not None else []
         if best is not None and set(best.memory_policy) == {"keep"}:
             break
@@ -177,45 +193,31 @@ def joint_candidate(
 
 def _lines(
     found: Found, body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, ends: Ints
-) -> Iterator[Pipeline]:
-    """The plans worth judging, each with split and with whole backwards."""
-    for plan in _worth_judging(found):
+) -> Iterator[tuple[float, Pipeline]]:
+    """The plans worth judging, each with split and with whole backwards, keeping everything; and the seconds of a batch
+    with what the search would have the ranks make again."""
+    for plan in map(without_splits, _worth_judging(found)):
+        kept = judged(plan.name, plan.problem, replace(plan.layout, thrift=()), plan.encoded)
+        again = plan.makespan_s - kept.makespan_s
         split = with_program(body, choice, cuts_of(plan, ends), plan.program, cluster, job)
-        yield split
+        yield _makespan(split) + again, split
         if (whole := with_backwards(plan)) != plan.program:
-            yield under_program(split, choice, whole)
-
-
-def _assumptions(known: Plan, body: BodyCosts, choice: Choice, job: Job, saves: bool) -> Iterator[Known]:
-    """What to search with, one after the other: memory for everything; then the memory there is, with as little
-    kept as in the stage of `known` that keeps least."""
-    learnt = learn(known, body, choice, job)
-    yield replace(learnt, memory_bytes=[float("inf")] * known.pp)
-    saving = [each for each in known.predictions.stages if each.recomputed_bytes + each.offloaded_bytes]
-    if not saves or not saving:
-        yield learnt
-        return
-    least = min(saving, key=_kept_share)
-    again = least.recompute_seconds / least.forward_seconds
-    yield replace(learnt, kept_share=_kept_share(least), remade_share=again)
-
-
-def _kept_share(stage: StagePrediction) -> float:
-    """The part of what a forward saves that stays in memory."""
-    made = stage.saved_bytes + stage.recomputed_bytes
-    return (stage.saved_bytes - stage.offloaded_bytes) / max(1, made)
+            line = under_program(split, choice, whole)
+            yield _makespan(line) + again, line
 
 
 def _first_that_fits(
-    candidates: Sequence[Candidate], body: BodyCosts, saves: bool, offload: bool
+    candidates: Sequence[Candidate], body: BodyCosts, saves: bool, offload: bool, limited: bool
 ) -> Candidate | None:
-    """Of candidates in order, the first within memory; else the first that saving brings there, of those that need less
-    than twice the memory: beyond that nearly everything is made again."""
+    """Of candidates in order, the first within memory; else the first that saving brings there. Unless the search was
+    `limited` to memory, only of those that need less than twice of it: beyond that nearly everything is made again."""
     kept = next((one for one in candidates if one.excess_bytes <= 0), None)
     if kept is not None or not saves:
         return kept
     hopeful = [
-        one for one in candidates if one.excess_bytes < one.line.job.usable_bytes(one.line.cluster.device)
+        one
+        for one in candidates
+        if limited or one.excess_bytes < one.line.job.usable_bytes(one.line.cluster.device)
     ]
     found = (saving_candidate(one, body, offload=offload) for one in hopeful[:_SAVED])
     return next((one for one in found if one is not None), None)
@@ -248,7 +250,7 @@ def _searched(
         report(f"{what}: best batch {format_seconds(best_s)}, none below {format_seconds(bound_s)}")
 
     wanted = 3 * problem.layers.num_layers * problem.num_microbatches // _ACTIONS_PER_ROUND
-    rounds = min(max(wanted, _FEWEST_ROUNDS), _MOST_ROUNDS)
+    rounds = _MOST_ROUNDS if problem.thrifty else min(max(wanted, _FEWEST_ROUNDS), _MOST_ROUNDS)
     try:
         return search(problem, Effort(rounds=rounds, gap=_CLOSE_ENOUGH), report=told, stop=stop)
     except PlanError:

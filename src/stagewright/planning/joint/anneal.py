@@ -154,8 +154,7 @@ def _save(thrift, num_tables):
     if np.random.random() < 0.2:
         thrift[rank] = thrift[np.random.randint(len(thrift))]
     else:
-        step = 1 if np.random.random() < 0.5 else -1
-        thrift[rank] = min(max(thrift[rank] + step, 0), num_tables - 1)
+        thrift[rank] = min(max(thrift[rank] + np.random.randint(5) - 2, 0), num_tables - 1)
 
 
 @numba.njit(cache=True, nogil=True)

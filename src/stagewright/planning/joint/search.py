@@ -25,7 +25,7 @@ from stagewright.planning.joint.plan import JointPlan, encode_order, judged, sch
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
-from stagewright.planning.joint.terms import Order, Rule, Stages
+from stagewright.planning.joint.terms import Ints, Order, Rule, Stages
 from stagewright.planning.joint.tuner import tune
 
 Report = Callable[[float, float], None]
@@ -33,6 +33,8 @@ Report = Callable[[float, float], None]
 
 _WORK_PER_ROUND = 3_000_000
 """Actions that one core schedules in a round: a tenth to a quarter of a second."""
+_OPENING = 10
+"""Rounds whose actions may be spent on starts that differ in what ranks make again."""
 _CALL = 200
 """Actions that take as long as what every schedule costs besides."""
 _SHARES = (0.0003, 0.001, 0.0001, 0.003)
@@ -179,21 +181,26 @@ class _Search:
         fitting = (each.layout for each in self.baselines if each.fits)
         layouts = dict.fromkeys([*starts(self.problem, self.packing), *fitting])
         shifts = np.zeros((4, self.problem.layers.num_layers))
+        actions = 3 * self.problem.layers.num_layers * self.batch[0]
+        most = _OPENING * _WORK_PER_ROUND // (len(layouts) * len(_STRETCHES) * (_CALL + actions))
         states = [
-            self._state(layout, Policy(_rule(stretch), shifts), table)
+            self._state(layout, Policy(_rule(stretch), shifts), thrift)
             for layout in layouts
             for stretch in _STRETCHES
-            for table in range(1 + len(self.problem.thrifty))
+            for thrift in _thrifts(self.problem, most)
         ]
         states += [
             self._state(plan.layout, plan.policy) for plan in self.baselines if plan.policy is not None
         ]
         self._keep(self._timed(states, workers))
 
-    def _state(self, layout: Layout, policy: Policy, table: int = 0) -> State:
-        """Not yet timed, every rank with the same table."""
-        thrift = np.full(self.problem.num_ranks, table)
-        return State(np.inf, layout.rank_of_layer(), layout.is_cut(), thrift, policy.rule, policy.shifts)
+    def _state(self, layout: Layout, policy: Policy, thrift: Ints | None = None) -> State:
+        """Not yet timed; `thrift` for the ranks in the order of their first layers."""
+        ranks = layout.rank_of_layer()
+        tables = layout.table_of_rank(self.problem.num_ranks)
+        if thrift is not None:
+            tables[list(dict.fromkeys(ranks.tolist()))] = thrift
+        return State(np.inf, ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
 
     def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[State]:
         """The states with their makespans, infinite where far from the best."""
@@ -316,6 +323,18 @@ class _Search:
             return scheduled("joint search", self.problem, state.layout, state.policy)
         program = encode_order("joint search", state.layout, self._stages(state), found.order)
         return judged("joint search", self.problem, state.layout, program, state.policy)
+
+
+def _thrifts(problem: Problem, most_rows: int) -> list[Ints]:
+    """Tables of ranks to start with, about `most_rows`: late ranks hold fewer microbatches and need not save as much."""
+    most = len(problem.thrifty)
+    rows = (
+        np.linspace(first, share * first, problem.num_ranks).round().astype(np.int64)
+        for first in range(most + 1)
+        for share in (1.0, 0.5, 0.0)
+    )
+    known = [np.array(row) for row in dict.fromkeys(tuple(row.tolist()) for row in rows)]
+    return known[:: -1 - len(known) // max(3, most_rows)]
 
 
 def _rule(stretch: float) -> Rule:

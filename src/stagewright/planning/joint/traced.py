@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.joint.plan import JointPlan
+from stagewright.planning.cutting.line import known_ranges
+from stagewright.planning.cutting.ranges import Givable
+from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.terms import Ints
 from stagewright.schedule import Action, Kind, Program
@@ -17,19 +19,18 @@ from stagewright.schedule import Action, Kind, Program
 _PIECES_PER_RANK = 12
 _FEWEST_PIECES = 48
 _LARGE_MESSAGE = 2**26
+_THRIFTY_TABLES = 12
+"""How much a rank recomputes is searched in steps of one part in so many."""
 
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What a plan of a configuration has shown: seconds that every computation of a stage takes beside its
-    operators, bytes a rank may fill with state and saved values, the part of the state that it keeps, the part of
-    the saved values that stays in memory, and the part of a forward that is run again for the others."""
+    """What a plan of a configuration has shown: seconds that every computation of a stage takes beside its operators,
+    bytes a rank may fill with state and saved values, and the part of the state that it keeps."""
 
     overhead_s: float
     memory_bytes: Sequence[float]
     state_share: float
-    kept_share: float = 1.0
-    remade_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -67,29 +68,75 @@ def piece_ends(body: BodyCosts, num_ranks: int) -> Ints:
     return np.array([0, *sorted(narrowest.values()), body.size], np.int64)
 
 
-def problem_of(body: BodyCosts, ends: Ints, num_microbatches: int, wiring: Wiring, known: Known) -> Problem:
-    """The pieces of `body` between `ends` as layers."""
+def problem_of(
+    body: BodyCosts, ends: Ints, num_microbatches: int, wiring: Wiring, known: Known, *, saves: bool = False
+) -> Problem:
+    """The pieces of `body` between `ends` as layers, and with `saves` those of ranks that recompute."""
     forward, weight_grad = np.diff(body.forward_seconds[ends]), np.diff(body.weight_grad_seconds[ends])
     input_grad = np.maximum(np.diff(body.seconds[ends]) - forward - weight_grad, 0.0)
-    table = LayerTable.of(
+    kept = LayerTable.of(
         forward,
-        input_grad + known.remade_share * forward,
+        input_grad,
         weight_grad,
         parameter_bytes=known.state_share * np.diff(body.state_bytes[ends]),
-        saved_bytes=known.kept_share * np.diff(body.saved_bytes[ends]),
+        saved_bytes=np.diff(body.saved_bytes[ends]),
         boundary_bytes=body.boundary_bytes[ends[1:]] / 2,
     )
     latency, bandwidth = wiring.link()
     return Problem.of(
-        table, wiring.num_ranks, num_microbatches,
+        kept, wiring.num_ranks, num_microbatches,
         memory_bytes=known.memory_bytes,
         latency_s=latency, bytes_per_s=bandwidth, overhead_s=known.overhead_s,
+        thrifty=tuple(_thrifty(kept, known_ranges(body).givable, ends)) if saves else (),
     )  # fmt: skip
+
+
+def _thrifty(kept: LayerTable, given: Givable, ends: Ints) -> Iterator[LayerTable]:
+    """`kept` on ranks that recompute one more equal part of all that may be recomputed each, the cheapest first.
+
+    A rank that wants so many bytes back takes everything up to one price, in seconds per byte: nothing else gives as
+    many bytes for less time. Its backwards are in one piece: between two pieces what was made again would be kept.
+
+    Ignores: that values may also be offloaded, and that chains which share operators cost less together.
+    """
+    piece = np.searchsorted(ends, given.place, side="right") - 1
+    have = np.cumsum(given.num_bytes)
+    for part in range(1, _THRIFTY_TABLES + 1):
+        count = (
+            int(np.searchsorted(have, have[-1] * part / _THRIFTY_TABLES * (1 - 1e-12))) + 1
+            if len(have)
+            else 0
+        )
+        seconds, freed = (
+            np.bincount(piece[:count], column[:count], kept.num_layers)
+            for column in (given.seconds, given.num_bytes)
+        )
+        yield replace(
+            kept,
+            input_grad_s=kept.input_grad_s + kept.weight_grad_s + seconds,
+            weight_grad_s=np.zeros(kept.num_layers),
+            saved_bytes=np.maximum(kept.saved_bytes - freed, 0.0),
+            held_bytes=np.zeros(kept.num_layers),
+        )
 
 
 def cuts_of(plan: JointPlan, ends: Ints) -> tuple[int, ...]:
     """Positions in the body at which the stages of `plan` are cut."""
     return tuple(int(ends[cut]) for cut in plan.layout.cuts)
+
+
+def without_splits(plan: JointPlan) -> JointPlan:
+    """`plan` with whole backwards on the ranks that make values again; their weight gradients take no time of their own."""
+    if not plan.layout.thrift:
+        return plan
+    whole = {Kind.I: Kind.B}
+    ranks = [
+        [replace(a, kind=whole.get(a.kind, a.kind)) for a in actions if a.kind is not Kind.W]
+        if thrift
+        else actions
+        for actions, thrift in zip(plan.program.ranks, plan.layout.thrift, strict=True)
+    ]
+    return judged(plan.name, plan.problem, plan.layout, plan.program.with_ranks(ranks), plan.policy)
 
 
 def with_backwards(plan: JointPlan) -> Program:
