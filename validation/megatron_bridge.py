@@ -71,7 +71,7 @@ def label_of(record: Record) -> str:
 def run_of(record: Record, cluster: Cluster) -> Run:
     """The run of a judged row; parameters that FSDP shards are taken as those of a sharded optimizer."""
     stack, fusion = find_megatron_stack("megatron-core+te"), find_fusion("megatron-core+te")
-    fusion = replace(fusion, hides_gathers=True)
+    fusion = replace(fusion, hidden_gathers="all")
     if record["precision"] in _EIGHT_BITS:
         stack, fusion = replace(stack, computes_in="fp8"), replace(fusion, cast_bytes=CAST_BYTES)
     return Run(_shape(record["model"]), _layout(record), stack, fusion, cluster)

@@ -13,7 +13,7 @@ from verdict import Row, arguments, grouped, show
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import StagewrightError
 from stagewright.estimation.megatron import Layout, Shape, find_megatron_stack, shape_of
-from stagewright.estimation.megatron.fusion import find_fusion
+from stagewright.estimation.megatron.fusion import Gathers, find_fusion
 from stagewright.planning.configure.iteration import Run
 from stagewright.tracing.models.reference import resolve
 
@@ -40,13 +40,13 @@ def nodes_of_eight(device: str, num: int, given: dict[str, float] | None = None)
 
 
 def step_seconds(
-    shape: Shape, layout: Layout, cluster: Cluster, runtime: str = MODERN, hides_gathers: bool = True
+    shape: Shape, layout: Layout, cluster: Cluster, runtime: str = MODERN, hidden_gathers: Gathers = "all"
 ) -> float:
-    """Modern runs hide reductions behind computation, and most of them tensor-parallel gathers behind products, as their
-    sources say."""
+    """Modern runs hide reductions behind computation, and most of them tensor-parallel collectives behind products, as
+    their sources say (Megatron-LM's README: `--overlap-grad-reduce`, `--tp-comm-overlap`)."""
     stack = find_megatron_stack("megatron-deepspeed" if runtime == "megatron-lm" else runtime)
     modern = runtime == MODERN
-    fusion = replace(find_fusion(runtime), hides_gathers=modern and hides_gathers)
+    fusion = replace(find_fusion(runtime), hidden_gathers=hidden_gathers if modern else "none")
     return Run(shape, replace(layout, overlaps_reduction=modern), stack, fusion, cluster).step().seconds
 
 
@@ -115,7 +115,10 @@ def bridge(record: Record) -> Judged | None:
 
 
 def torchtitan(record: Record) -> Judged | None:
-    """Tokens per second and device of rows in bf16; parameters sharded as an optimizer is, whose gathers FSDP hides."""
+    """Tokens per second and device of rows in bf16; parameters sharded as an optimizer is, whose gathers FSDP hides.
+
+    Asynchronous tensor parallelism is taken to hide what needs no product in front of it: its rows gain no more.
+    """
     technique = record["technique"]
     if "float8" in technique or not record["local_batch"] or record["pp"] != "1":
         return None
@@ -132,7 +135,9 @@ def torchtitan(record: Record) -> Judged | None:
         recomputed_layers=(again,),
     )  # fmt: skip
     cluster = nodes_of_eight("h100", num, LOW_POWER_H100)
-    seconds = step_seconds(shape_of(config), layout, cluster, hides_gathers="async TP" in technique)
+    seconds = step_seconds(
+        shape_of(config), layout, cluster, hidden_gathers="backward" if "async TP" in technique else "none"
+    )
     label = f"{record['model']} on {num}: {technique}"
     return label, num // tp * size * tokens / seconds / num, float(record["tps_per_gpu"])
 

@@ -8,6 +8,7 @@ from typing import Literal
 from stagewright.errors import InputError, nearest
 
 Transfers = Literal["sends block", "both block", "overlapped"]
+Gathers = Literal["none", "backward", "all"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Fusion:
     * `optimizer_bytes`: bytes moved per parameter in a step: unscaling, norm, update, new half-precision copy.
     * `latent_copies`: times queries and keys are moved to join their rotary parts (MLA).
     * `routing`: times the router's logits are moved.
-    * `hides_gathers`: whether sequence-parallel collectives of the backward run beside its products.
+    * `hidden_gathers`: sequence-parallel collectives that run beside products: none, those of the backward that need no
+      product in front of them, or all, in parts with the products they belong to.
     * `transfers`: whether a rank stands still while it sends, while it sends or receives, or not at all (overlapped).
     * `scatters_boundaries`: whether tensor-parallel devices send a part each between nodes and gather behind.
     * `scattered_wait_s`: what such a boundary waits between nodes beside its transfer.
@@ -44,7 +46,7 @@ class Fusion:
     optimizer_bytes: float
     latent_copies: float
     routing: float
-    hides_gathers: bool
+    hidden_gathers: Gathers
     scatters_boundaries: bool
     kernel_host_s: float
     peer_host_s: float
@@ -76,7 +78,7 @@ FUSIONS = {
             optimizer_bytes=52,
             latent_copies=2,
             routing=4,
-            hides_gathers=False,
+            hidden_gathers="none",
             scatters_boundaries=False,
             kernel_host_s=7.1e-5,
             peer_host_s=2.1e-5,
@@ -98,7 +100,7 @@ FUSIONS = {
             optimizer_bytes=52,
             latent_copies=2,
             routing=4,
-            hides_gathers=False,
+            hidden_gathers="none",
             scatters_boundaries=False,
             kernel_host_s=7e-5,
             peer_host_s=6e-5,
@@ -117,7 +119,7 @@ FUSIONS = {
             optimizer_bytes=46,
             latent_copies=2,
             routing=4,
-            hides_gathers=False,
+            hidden_gathers="none",
             scatters_boundaries=True,
             kernel_host_s=1e-5,
             peer_host_s=5e-6,
@@ -138,7 +140,7 @@ FUSIONS = {
             optimizer_bytes=46,
             latent_copies=2,
             routing=8,
-            hides_gathers=False,
+            hidden_gathers="none",
             scatters_boundaries=True,
             kernel_host_s=1e-5,
             peer_host_s=5e-6,
@@ -158,7 +160,7 @@ FUSIONS = {
             optimizer_bytes=40,
             latent_copies=2,
             routing=4,
-            hides_gathers=False,
+            hidden_gathers="none",
             scatters_boundaries=False,
             kernel_host_s=5.9e-5,
             peer_host_s=1e-5,

@@ -123,9 +123,11 @@ class Body:
         if not self.layout.sequence_parallel:
             return collectives((), [Collective("all-reduce", "tp", whole)])
         gather = Collective("all-gather", "tp", whole)
-        hidden = self.fusion.hides_gathers
-        backward = [gather._replace(hidden=hidden), Collective("reduce-scatter", "tp", whole, hidden)]
-        return collectives([gather], backward)
+        hides = self.fusion.hidden_gathers
+        backward = [
+            gather._replace(hidden=hides != "none"), Collective("reduce-scatter", "tp", whole, hides != "none")
+        ]  # fmt: skip
+        return collectives([gather._replace(hidden=hides == "all")], backward)
 
     def _leaves(self, num_gathers: int = 1) -> Passes:
         """Behind products split by rows: sums over the parts, scattered along the sequence where it is split."""
@@ -134,9 +136,9 @@ class Body:
         whole = self.stack.element_bytes * self.layout.num_tokens * self.shape.hidden
         if not self.layout.sequence_parallel:
             return collectives([Collective("all-reduce", "tp", whole)], ())
-        return collectives(
-            [Collective("reduce-scatter", "tp", whole)], [Collective("all-gather", "tp", whole)] * num_gathers
-        )
+        hidden = self.fusion.hidden_gathers == "all"
+        scatter, gather = (Collective(kind, "tp", whole, hidden) for kind in ("reduce-scatter", "all-gather"))
+        return collectives([scatter], [gather] * num_gathers)
 
     def _attention(self) -> Iterator[Passes]:
         yield self._norm()
