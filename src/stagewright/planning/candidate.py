@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
@@ -136,11 +137,12 @@ def saved_counts(program: Program) -> list[int]:
     return [1 if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
 
 
-def in_flight(program: Program) -> list[int]:
+@lru_cache(maxsize=32)
+def in_flight(program: Program) -> tuple[int, ...]:
     """The most microbatches whose saved values each stage holds at once.
 
     >>> in_flight(built("1f1b", 4, 8))
-    [4, 3, 2, 1]
+    (4, 3, 2, 1)
     """
     now, most = [0] * program.num_stages, [0] * program.num_stages
     for action in program.without_pairs():
@@ -149,7 +151,7 @@ def in_flight(program: Program) -> list[int]:
             most[action.stage] = max(most[action.stage], now[action.stage])
         elif action.kind in (Kind.B, Kind.W):
             now[action.stage] -= 1
-    return most
+    return tuple(most)
 
 
 def approximate_seconds(

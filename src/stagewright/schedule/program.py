@@ -34,6 +34,10 @@ class Program:
     num_microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
 
+    def __hash__(self) -> int:
+        """Of the shape alone: a program has up to a million actions, and equal shapes are seldom other programs."""
+        return hash((self.name, self.placement, self.num_microbatches, tuple(map(len, self.ranks))))
+
     @property
     def num_ranks(self) -> int:
         return len(self.ranks)

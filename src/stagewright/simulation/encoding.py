@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,8 +53,9 @@ def _shifted(action: Action, by: int) -> Action:
     return Action(action.kind, action.stage, action.microbatch + by, action.peer, beside)
 
 
+@lru_cache(maxsize=8)
 def encode(program: Program) -> EncodedProgram:
-    """`program` as arrays."""
+    """`program` as arrays; kept, because a program is simulated under many costs."""
     index_of: dict[tuple[object, ...], int] = {}
     patterns: list[Action] = []
     pattern = np.empty(program.num_actions, np.int32)
