@@ -9,7 +9,9 @@ others with those under 1F1B (`own-1f1b`). Sizes tried are two per power of two.
 times.
 
 A ratio is ours over theirs: of the largest microbatches, and of the times at the largest microbatch that theirs can train.
-A planner that cannot train at all has none.
+A planner that cannot train at all has none. Recomputing everything repeats the forwards, a third of a step's work, so that
+of stages equally balanced none is more than about 4/3 times as fast as others that recompute, however much they do; larger
+ratios are imbalance. `vpipe` recomputes here and does not swap.
 
 Run: ``python benchmarks/max_batch.py [--models NAME ...] [--output FILE]`` (the best part of an hour on one
 core; what is worked out is noted in the file of ``--records``, from which a run that was stopped goes on;
