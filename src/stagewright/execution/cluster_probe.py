@@ -19,7 +19,7 @@ from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollec
 from stagewright.errors import InputError
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
 from stagewright.execution.probe import describe, source_text
-from stagewright.execution.probe_measurements import Measurements, Stopwatch, measure_compute
+from stagewright.execution.probe_measurements import Measurements, Stopwatch, measure_compute, measure_posting
 from stagewright.execution.worker import gather
 
 _SAME_SPEED = 1.25
@@ -156,12 +156,9 @@ def _check_base(base: Cluster, nodes: list[list[int]]) -> None:
 
 
 def _measure_device(device: torch.device, seconds_per_figure: float, progress: Progress) -> Measurements:
-    found = Measurements()
-    measure_compute(
-        Stopwatch(device, seconds_per_figure, dist.barrier),
-        found,
-        lambda what, done: progress(what, done / 2),
-    )
+    watch, found = Stopwatch(device, seconds_per_figure, dist.barrier), Measurements()
+    measure_compute(watch, found, lambda what, done: progress(what, done / 2))
+    measure_posting(watch, found)
     return found
 
 

@@ -30,6 +30,7 @@ from stagewright.execution.probe_measurements import (
     linear_fit,
     measure_compute,
     measure_messages,
+    measure_posting,
     reference_precision,
 )
 from stagewright.execution.probe_operators import OperatorFigures, least_squares
@@ -167,6 +168,8 @@ def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> 
         dist.barrier()
         pipe.send(("phase", (MESSAGE_PHASE, 1.0)))
         measure_messages(watch, found)
+        if request.processes == request.world:
+            measure_posting(watch, found)
         dist.barrier()
         pipe.send(("found", found))
         dist.destroy_process_group()

@@ -39,8 +39,8 @@ ATTENTION_SHAPE = (4, 16, 2048, 128)
 """Batch, heads, sequence, head width."""
 BACKWARD_FLOP_RATIO = 2.5
 _MIN_SAMPLES, _SAMPLE_S = 5, 1e-3
-_POSTS, _BETWEEN = 40, 512
-"""Messages that are posted while a CPU computes, and the size of the products in between."""
+_POSTS = 40
+"""Messages that are posted while a CPU computes."""
 _NETWORK_BOXES = 5
 """Time boxes that each reference network gets, in place of as many figures."""
 
@@ -299,29 +299,31 @@ def measure_messages(watch: Stopwatch, found: Measurements) -> None:
             trips = 200 if size < MIB else max(5, 40 * MIB // size)
             seconds = [_round_trip(buffer, rank, peer) for _ in range(trips + 3)][3:]
             found.message_seconds.append((float(size), sorted(seconds)[len(seconds) // 10] / 2))
-    if peer < world and watch.device.type == "cpu":
-        found.message_overhead_s = _posting_seconds(rank, peer)
     if world > 1:
         found.ring_bandwidth = _ring_bandwidth(watch.device, world)
 
 
-def _posting_seconds(rank: int, peer: int) -> float:
-    """What to post the buffer of a small message, or to send one, takes of a processor that computes in between."""
-    square, product = torch.ones(2, _BETWEEN, _BETWEEN)
+def measure_posting(watch: Stopwatch, found: Measurements) -> None:
+    """What to post the buffer of a small message, or to send one, takes of a CPU that runs a step in between: three times
+    what it takes in a loop of its own. Every rank has to call this.
+    """
+    peer = dist.get_rank() ^ 1
+    if watch.device.type != "cpu" or peer >= dist.get_world_size():
+        return
     samples = []
     for tag in range(_POSTS):
         posting = time.perf_counter()
         received = dist.irecv(torch.empty(1), peer, tag=tag)
         posted = time.perf_counter()
-        torch.mm(square, square, out=product)
+        watch.networks[-1].step()
         sending = time.perf_counter()
         sent = dist.isend(torch.empty(1), peer, tag=tag)
         samples.append((posted - posting + time.perf_counter() - sending) / 2)
-        torch.mm(square, square, out=product)
-        for one in (received, sent):
-            assert one is not None, f"rank {rank} is in the group of all"
-            one.wait()
-    return statistics.fmean(faster_half(samples, float))
+        watch.networks[-1].step()
+        for work in (received, sent):
+            assert work is not None, "every rank is in the group of all"
+            work.wait()
+    found.message_overhead_s = statistics.fmean(faster_half(samples, float))
 
 
 def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:

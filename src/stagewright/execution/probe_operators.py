@@ -109,13 +109,13 @@ class ReferenceNetwork:
         self._runner.begin_step(0)
         self._passes: list[np.ndarray] = []
         for _ in range(_WARM_UP):
-            self._pass()
+            self.step()
 
     def run(self, seconds: float) -> None:
         """For about `seconds`, and a few passes at least."""
         end, least = time.perf_counter() + seconds, len(self._passes) + _LEAST_PASSES
         while len(self._passes) < least or time.perf_counter() < end:
-            self._passes.append(self._pass())
+            self._passes.append(self.step())
 
     def samples(self) -> Samples:
         """Every operator, over the faster half of the passes of all runs."""
@@ -125,7 +125,8 @@ class ReferenceNetwork:
             (work(node, self._stage.value), float(taken)) for node, taken in zip(nodes, mean, strict=True)
         ]
 
-    def _pass(self) -> np.ndarray:
+    def step(self) -> np.ndarray:
+        """Seconds of every operator of a forward and backward."""
         self._marks.moments.clear()
         self._runner.forward(0, {}, {"tokens": self._tokens})
         forward = self._marks.taken()
