@@ -72,7 +72,7 @@ def step_seconds(plan: Plan, seconds: float) -> list[float]:
         plan.save(path)
         record = run(path, steps=num_steps + _WARM_UP, out=Path(folder) / "run", device="cpu")
     assert record is not None, "no launcher is around this script"
-    return record.step_seconds[_WARM_UP:]
+    return list(record.step_seconds[_WARM_UP:])
 
 
 def main() -> None:

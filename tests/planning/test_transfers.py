@@ -45,3 +45,14 @@ def test_transfers_within_a_rank_take_nothing() -> None:
 def test_a_rank_in_the_middle_posts_on_both_sides() -> None:
     # Eight microbatches through ranks of one, two, two and one transfer: 1 + 2 + 2 + 1 and seven times two, both ways.
     assert posts_in_a_row(pp=4) == pytest.approx(2 * 2 * 20, rel=0.01)
+
+
+def test_a_sender_is_busy_until_its_bytes_have_left() -> None:
+    """Of one microbatch that takes as long as bytes on their way beside computations; of several it holds up the sender."""
+    for num_microbatches, holds_up in ((1, False), (8, True)):
+        job = JOB.model_copy(update={"global_batch": 2 * num_microbatches})
+        beside, busy = (
+            estimate(MODEL, posting(seconds), job, pp=2, schedule="gpipe").predictions.step_seconds
+            for seconds in (None, 0.0)
+        )
+        assert (busy > beside * 1.001) if holds_up else busy == pytest.approx(beside, rel=1e-9)

@@ -137,7 +137,7 @@ def saved_counts(program: Program) -> list[int]:
     return [1 if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def in_flight(program: Program) -> tuple[int, ...]:
     """The most microbatches whose saved values each stage holds at once.
 

@@ -17,46 +17,49 @@ Floats = NDArray[np.float64]
 
 
 def transfer_times(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
-    """Seconds on the way by (source, target) stage: values one way, gradients the other."""
+    """Seconds on the way by (source, target) stage, values one way, gradients the other: of one message after the other.
+
+    What a sender is busy for (`posting_seconds`) is over when they begin.
+    """
     placed = line.program.placement.rank_of_stage
-    return {
-        (source, target): line.cluster.point_to_point_seconds(
-            sent, line.first_rank(placed[source]), line.first_rank(placed[target])
-        )
-        if sent
-        else 0.0
-        for source, target, sent in _sent(line, edges)
-    }
+    found = {}
+    for source, target, sent in _sent(line, edges):
+        on_the_way = sent if _posts(line, placed[source]) is None else 0
+        found[source, target] = _seconds(line, source, target, on_the_way) if sent else 0.0
+    return found
 
 
 def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
-    """What a forward and a backward of each stage take of their rank to send what they make and to post buffers for what
-    they need: nothing where another processor than that which computes does this, or where both stages are on one rank.
+    """What a forward and a backward of each stage take of their rank to send what they make, until its bytes have left, and
+    to post buffers for what they need: nothing where another processor than that which computes does this, or where both
+    stages are on one rank.
 
     Ignores: that a buffer is posted a microbatch ahead; what the system copies at the receiver's end.
     """
     placed = line.program.placement.rank_of_stage
     forward, backward = np.zeros(len(placed)), np.zeros(len(placed))
     for source, target, sent in _sent(line, edges):
-        if placed[source] == placed[target]:
-            continue
-        num_messages = _num_messages(line, source, target)
         busy = forward if source < target else backward
         for stage in (source, target):
-            each = line.device_of(placed[stage]).message_overhead_s
-            if each is not None:
-                busy[stage] += num_messages * each + (
-                    _copying(line, source, target, sent) if stage == source else 0.0
-                )
+            overhead = _posts(line, placed[stage])
+            if overhead is None or placed[source] == placed[target]:
+                continue
+            busy[stage] += _num_messages(line, source, target) * overhead
+            if stage == source:
+                busy[stage] += _seconds(line, source, target, sent) - _seconds(line, source, target, 0)
     return forward, backward
 
 
-def _copying(line: Pipeline, source: int, target: int, sent: int) -> float:
-    """Seconds in which a sender's bytes leave it."""
-    ends = (line.first_rank(line.program.placement.rank_of_stage[stage]) for stage in (source, target))
-    first, second = ends
-    between = line.cluster.point_to_point_seconds
-    return between(sent, first, second) - between(0, first, second)
+def _posts(line: Pipeline, rank: int) -> float | None:
+    """Seconds that a message takes of the processor of a pipeline rank; None where another one does that."""
+    return line.device_of(rank).message_overhead_s
+
+
+def _seconds(line: Pipeline, source: int, target: int, num_bytes: int) -> float:
+    placed = line.program.placement.rank_of_stage
+    return line.cluster.point_to_point_seconds(
+        num_bytes, line.first_rank(placed[source]), line.first_rank(placed[target])
+    )
 
 
 def _sent(line: Pipeline, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
