@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
+from scipy.optimize import OptimizeResult
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
@@ -16,7 +20,7 @@ from stagewright.planning.candidate import Choice, make_program
 from stagewright.planning.job import Job
 from stagewright.planning.predict import Pipeline, pipeline, rank_memories, reserved_bytes
 from stagewright.planning.saving import best as best_choice
-from stagewright.planning.saving.exact import choose_exactly
+from stagewright.planning.saving.exact import _muted, choose_exactly
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.saving.greedy import choose
 from stagewright.planning.saving.problem import Problem, Unit, chain_seconds, stage_units
@@ -105,14 +109,60 @@ def test_one_large_unit_takes_the_place_of_many() -> None:
     assert found is not None and found.seconds(many_small_or_one_large()) == 16.0
 
 
+def test_an_exact_choice_is_given_up_after_a_number_of_nodes_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def unsolved(*_: object, options: dict[str, object], **__: object) -> OptimizeResult:
+        asked.append(options)
+        return OptimizeResult(status=statuses.pop(0), x=None, mip_node_count=3, message="over the limit")
+
+    monkeypatch.setattr("scipy.optimize.milp", unsolved)
+    statuses = [1]
+    with pytest.raises(PlanError, match="over the limit"):
+        choose_exactly(problem(0.5), max_nodes=8)
+    assert [options["node_limit"] for options in asked] == [8] and "time_limit" not in asked[0]
+    statuses, asked[:] = [4, 4], []
+    with pytest.raises(PlanError):
+        choose_exactly(problem(0.5), max_nodes=8)
+    assert [options["node_limit"] for options in asked] == [8, 5]  # the second try has what the first left
+
+
+def test_what_a_solver_prints_stays_off_standard_output_from_any_thread(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def noisy(number: int) -> None:
+        with _muted():
+            os.write(1, b"noise")
+            time.sleep(0.001)
+            os.write(1, b"noise")
+
+    with ThreadPoolExecutor(4) as workers:
+        list(workers.map(noisy, range(40)))
+    os.write(1, b"heard")
+    assert capfd.readouterr().out == "heard"
+
+
+def test_an_exact_choice_needs_no_standard_output() -> None:
+    kept = os.dup(1)
+    os.close(1)
+    try:
+        found = choose_exactly(problem(0.5))
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    assert found == choose_exactly(problem(0.5))
+
+
 def test_small_ranks_are_chosen_for_exactly_and_large_or_slow_ones_greedily(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, asked_exactly = problem(0.5), []
 
-    def give_up(problem: Problem, *, time_limit_s: float) -> None:
+    def give_up(problem: Problem, *, max_nodes: int) -> None:
         asked_exactly.append(problem)
-        raise PlanError("not solved in time")
+        raise PlanError("not solved within the limit")
 
     monkeypatch.setattr(best_choice, "choose_exactly", give_up)
     assert best_choice.choose(asked) == choose(asked) and asked_exactly == [asked]

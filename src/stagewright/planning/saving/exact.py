@@ -1,11 +1,12 @@
-"""The best choice by an integer program: an option for small stages, and what the greedy choice is measured against."""
+"""The best choice by an integer program: what plans take for small ranks, and what the greedy choice is measured against."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -20,18 +21,22 @@ MAX_UNITS = 600
 _TIE = 1e-4
 """What moving everything costs in itself, of the longest group's time."""
 
-_OPTIMAL, _INFEASIBLE = 0, 2
+_OPTIMAL, _OVER_THE_LIMIT, _INFEASIBLE = 0, 1, 2
 """Outcomes of `scipy.optimize.milp`."""
 
+_OUTPUT = threading.Lock()
+"""Held by the thread that has standard output, which is the process', closed off."""
 
-def choose_exactly(problem: Problem, *, time_limit_s: float = 20.0) -> Choice | None:
+
+def choose_exactly(problem: Problem, *, max_nodes: int = 100_000) -> Choice | None:
     """The choice of least added time, or None if none saves enough.
 
     One binary variable per unit and way, one continuous variable per group of operators that the same units need, which is
     at least as large as each of them; solved by HiGHS.
 
     Raises:
-        PlanError: more than `MAX_UNITS` units, or no proven optimum within `time_limit_s`.
+        PlanError: more than `MAX_UNITS` units, or no proven optimum after `max_nodes` nodes of the search tree: a limit of
+            work and not of seconds, so that one problem has one result.
     """
     if problem.needed <= 0:
         return Choice()
@@ -40,22 +45,29 @@ def choose_exactly(problem: Problem, *, time_limit_s: float = 20.0) -> Choice | 
             f"an exact choice among {len(problem.units)} saved values takes too long: use the greedy one, or a "
             f"stage of at most {MAX_UNITS}"
         )
-    return _Program(problem).solved(time_limit_s)
+    return _Program(problem).solved(max_nodes)
 
 
 @contextmanager
 def _muted() -> Iterator[None]:
     """Keeps off standard output what the solver's own code prints there, whatever its options say, into documents too."""
-    flush, kept, nowhere = ctypes.CDLL(None).fflush, os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    flush(None)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
+    with _OUTPUT:
+        kept = None
+        with suppress(OSError):
+            kept = os.dup(1)
+        if kept is None:  # closed: there is nothing to keep anything off
+            yield
+            return
+        flush = ctypes.CDLL(None).fflush
         flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
+        try:
+            with open(os.devnull, "wb", buffering=0) as nowhere:
+                os.dup2(nowhere.fileno(), 1)
+            yield
+        finally:
+            flush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
 
 
 class _Program:
@@ -70,7 +82,7 @@ class _Program:
         longest = max([seconds for _, seconds in self.groups], default=0.0)
         self.scale = 1.0 / longest if longest > 0 else 1e3
 
-    def solved(self, time_limit_s: float) -> Choice | None:
+    def solved(self, max_nodes: int) -> Choice | None:
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         self._constrain()
@@ -83,7 +95,7 @@ class _Program:
             True,
             False,
         ):  # what presolving leaves is at times beyond the solver, the whole is not
-            options = {"time_limit": time_limit_s, "mip_rel_gap": 1e-6, "presolve": presolve}
+            options = {"node_limit": max_nodes, "mip_rel_gap": 1e-6, "presolve": presolve}
             with _muted():
                 result = milp(
                     self._costs(), constraints=constraints, integrality=binary, bounds=bounds, options=options
@@ -92,6 +104,9 @@ class _Program:
                 return None
             if result.status == _OPTIMAL and result.x is not None:
                 return self._choice(result.x)
+            max_nodes -= result.get("mip_node_count") or 0
+            if result.status == _OVER_THE_LIMIT or max_nodes <= 0:
+                break
         raise PlanError(f"the integer program was not solved ({result.message}): use the greedy choice")
 
     def _choice(self, columns: NDArray[np.float64]) -> Choice:
