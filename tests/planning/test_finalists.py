@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
 from stagewright.cluster import load_cluster
+from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.stage import carve
-from stagewright.planning.finalists import JOINT, finalists
+from stagewright.planning.finalists import (
+    JOINT,
+    Searches,
+    _worth_judging,
+    choice_of,
+    finalists,
+    joint_candidate,
+)
 from stagewright.planning.job import Job
+from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.plan import stage_cuts, stage_policies, stage_program
 from stagewright.planning.predict import Pipeline, costing, pipeline, run_timeline
 from stagewright.planning.search import Found, plan
@@ -51,6 +62,31 @@ def test_finalists_are_pipelines_that_could_still_win() -> None:
     assert finalists(known) == [known[0]]
     slow = known[0].predictions.model_copy(update={"lower_bound_seconds": 1.0})
     assert finalists([known[0].model_copy(update={"predictions": slow})]) == []
+
+
+def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = found().plans[-1]
+    graph = trace("tiny-gemma", 1, 32, "float32")
+    searched: list[float] = []
+
+    def nothing_fits(problem: Problem, *_: object, **__: object) -> None:
+        searched.append(float(problem.memory_bytes.max()))
+        raise PlanError("no plan fits")
+
+    monkeypatch.setattr("stagewright.planning.finalists.search", nothing_fits)
+    body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
+    searches = Searches(known, body, choice_of(known, None), CLUSTER)
+    assert [joint_candidate(searches, JOB, tight=tight) for tight in (False, True, True)] == [None] * 3
+    assert len(searched) == 2 and searched[1] < searched[0] == float("inf")
+
+
+def test_plans_that_differ_in_what_is_made_again_alone_are_judged_once() -> None:
+    layers = LayerTable.of([2.0] * 4, [2.0] * 4, [2.0] * 4, saved_bytes=8.0)
+    plain = search(Problem.of(layers, 2, 4), Effort(rounds=1))
+    twin = replace(plain.best, layout=replace(plain.best.layout, thrift=(1, 1)))
+    assert list(_worth_judging(replace(plain, runners_up=(twin,), baselines=()))) == [plain.best]
 
 
 def test_ranks_recompute_what_the_joint_search_says_where_memory_is_short() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import itemgetter
 
 from stagewright.cluster import Cluster
@@ -54,9 +55,8 @@ _CLOSE_ENOUGH = 0.002
 """A search ends this near to its bound; estimates are not that exact."""
 _JUDGED = 3
 """Plans of one search that are carved and judged."""
-_MARGINS = (0.005, 0.04, 0.0)
-"""The least part of memory that is left free for fragmentation in addition after each trial; after the last the
-configuration is given up."""
+_MARGINS = (0.0, 0.005, 0.04)
+"""The least part of memory that each trial leaves free for fragmentation, in addition to those before it."""
 _SAVED = 1
 """Of these, how many are made to fit by recomputing and offloading, which takes long."""
 
@@ -119,20 +119,18 @@ def _joint_plan(
     stop: threading.Event,
 ) -> Plan | None:
     """Within memory that leaves room for what the allocator loses, which only the replay of a plan shows."""
-    choice, limit, lost = choice_of(known, zero), job.usable_bytes(cluster.device), 0
-    for trial in range(len(_MARGINS)):
+    searches = Searches(known, body, choice_of(known, zero), cluster, saves, offload, report, stop)
+    limit, lost, missing = job.usable_bytes(cluster.device), 0, 0
+    for trial, margin in enumerate(_MARGINS):
+        lost += max(missing, int(margin * limit))
         within = job.model_copy(update={"memory_limit": limit - lost}) if lost else job
-        candidate = joint_candidate(
-            known, body, choice, cluster, within,
-            saves=saves, offload=offload, tight=trial > 0, report=report, stop=stop,
-        )  # fmt: skip
+        candidate = joint_candidate(searches, within, tight=trial > 0)
         if candidate is None:
             return None
         found = make_plan(candidate, body, reference)
         missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
         if missing <= 0:
             return found.model_copy(update={"job": job})
-        lost += max(missing, int(_MARGINS[trial] * limit))
     return None
 
 
@@ -144,96 +142,116 @@ def choice_of(plan: Plan, zero: int | None) -> Choice:
     )  # fmt: skip
 
 
-def joint_candidate(
-    known: Plan,
-    body: BodyCosts,
-    choice: Choice,
-    cluster: Cluster,
-    job: Job,
-    *,
-    saves: bool = True,
-    offload: bool = True,
-    tight: bool = False,
-    report: Callable[[str], None] = lambda stage: None,
-    stop: threading.Event | None = None,
-) -> Candidate | None:
-    """The fastest plan within memory that the joint search finds for the configuration of `known`, the best
-    plan of a family; None if nothing found fits, or could be faster than `known` if it did.
+@dataclass(frozen=True, eq=False)
+class Searches:
+    """The joint searches for one configuration, `choice`, of which `known` is the best plan of a family. Each is made once,
+    when it is first asked for; what they find is made to fit, with `saves` by recomputing and `offload` by moving values to
+    the host, as often as it takes."""
+
+    known: Plan
+    body: BodyCosts
+    choice: Choice
+    cluster: Cluster
+    saves: bool = True
+    offload: bool = True
+    report: Callable[[str], None] = lambda stage: None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @cached_property
+    def ends(self) -> Ints:
+        """Of the pieces that take the place of layers."""
+        return piece_ends(self.body, self.choice.pp)
+
+    @cached_property
+    def unlimited(self) -> Found | None:
+        """As if there were memory for everything."""
+        return self._found(replace(self._learnt, memory_bytes=[float("inf")] * self.known.pp), saves=False)
+
+    @cached_property
+    def limited(self) -> Found | None:
+        """Within memory; None where nothing fits."""
+        return self._found(self._learnt, saves=self.saves)
+
+    @cached_property
+    def _learnt(self) -> Known:
+        return learn(self.known, self.body, self.choice)
+
+    def _found(self, learnt: Known, saves: bool) -> Found | None:
+        choice = self.choice
+        wiring = Wiring(self.cluster, choice.pp, choice.dp * choice.tp)
+        problem = problem_of(self.body, self.ends, choice.num_microbatches, wiring, learnt, saves=saves)
+        return _searched(problem, self.report, str(choice), self.stop)
+
+
+def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Candidate | None:
+    """The fastest plan within the memory of `job` that `searches` find; None if nothing found fits, or could be faster than
+    the plan known if it did.
 
     Searched first, unless memory is `tight`, as if there were enough for everything, and if the result lacks some within
-    memory. With `saves` plans that lack memory recompute or offload as much as they must.
+    memory. Plans that lack memory recompute or offload as much as they must.
     """
-    ends = piece_ends(body, choice.pp)
-    wiring = Wiring(cluster, choice.pp, choice.dp * choice.tp)
     fitting: list[Candidate] = []
-    learnt = learn(known, body, choice, known.job)
-    unlimited = replace(learnt, memory_bytes=[float("inf")] * known.pp)
     for limited in (True,) if tight else (False, True):
-        if fitting and stop is not None and stop.is_set():
+        if fitting and searches.stop.is_set():
             break
-        problem = problem_of(
-            body,
-            ends,
-            choice.num_microbatches,
-            wiring,
-            learnt if limited else unlimited,
-            saves=saves and limited,
-        )
-        found = _searched(problem, report, str(choice), stop)
+        found = searches.limited if limited else searches.unlimited
         if found is None:
             continue
-        timed = sorted(_lines(found, body, choice, cluster, job, ends), key=itemgetter(0))[:_JUDGED]
-        lines = [line for seconds, line in timed if seconds < known.predictions.step_seconds]
-        best = _first_that_fits([of_line(choice, line) for line in lines], body, saves, offload, limited)
+        best = _first_that_fits(_candidates(found, searches, job), searches, limited)
         fitting += [best] if best is not None else []
         if best is not None and set(best.memory_policy) == {"keep"}:
             break
     return min(fitting, key=lambda each: _makespan(each.line), default=None)
 
 
-def _lines(
-    found: Found, body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, ends: Ints
-) -> Iterator[tuple[float, Pipeline]]:
+def _candidates(found: Found, searches: Searches, job: Job) -> list[Candidate]:
+    """The fastest of what was found that could be faster than the plan known, keeping everything."""
+    timed = sorted(_lines(found, searches, job), key=itemgetter(0))[:_JUDGED]
+    longest = searches.known.predictions.step_seconds
+    return [of_line(searches.choice, line) for seconds, line in timed if seconds < longest]
+
+
+def _lines(found: Found, searches: Searches, job: Job) -> Iterator[tuple[float, Pipeline]]:
     """The plans worth judging, each with split and with whole backwards, keeping everything; and the seconds of a batch
     with what the search would have the ranks make again."""
+    body, choice = searches.body, searches.choice
     for plan in map(without_splits, _worth_judging(found)):
         kept = judged(plan.name, plan.problem, replace(plan.layout, thrift=()), plan.encoded)
         again = plan.makespan_s - kept.makespan_s
-        split = with_program(body, choice, cuts_of(plan, ends), plan.program, cluster, job)
+        cuts = cuts_of(plan, searches.ends)
+        split = with_program(body, choice, cuts, plan.program, searches.cluster, job)
         yield _makespan(split) + again, split
         if (whole := with_backwards(plan)) != plan.program:
             line = under_program(split, choice, whole)
             yield _makespan(line) + again, line
 
 
-def _first_that_fits(
-    candidates: Sequence[Candidate], body: BodyCosts, saves: bool, offload: bool, limited: bool
-) -> Candidate | None:
+def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limited: bool) -> Candidate | None:
     """Of candidates in order, the first within memory; else the first that saving brings there. Unless the search was
     `limited` to memory, only of those that need less than twice of it: beyond that nearly everything is made again."""
     kept = next((one for one in candidates if one.excess_bytes <= 0), None)
-    if kept is not None or not saves:
+    if kept is not None or not searches.saves:
         return kept
     hopeful = [
         one
         for one in candidates
         if limited or one.excess_bytes < one.line.job.usable_bytes(one.line.cluster.device)
     ]
-    found = (saving_candidate(one, body, offload=offload) for one in hopeful[:_SAVED])
+    found = (saving_candidate(one, searches.body, offload=searches.offload) for one in hopeful[:_SAVED])
     return next((one for one in found if one is not None), None)
 
 
-def learn(known: Plan, body: BodyCosts, choice: Choice, job: Job) -> Known:
+def learn(known: Plan, body: BodyCosts, choice: Choice) -> Known:
     """What the predictions of `known` say beyond the costs of ranges."""
     stages, ranks = known.predictions.stages, known.predictions.ranks
     extra = 0.0
-    share = choice.state_share(Precision.of(job.torch_name))
+    share = choice.state_share(Precision.of(known.job.torch_name))
     state = [0.0] * known.pp
     for stage, rank in zip(stages, known.placement, strict=True):
         took = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
         extra += took - stage.recompute_seconds - float(body.seconds[stage.stop] - body.seconds[stage.start])
         state[rank] += share * float(body.state_bytes[stage.stop] - body.state_bytes[stage.start])
-    limit = job.usable_bytes(known.cluster.load().device)
+    limit = known.job.usable_bytes(known.cluster.load().device)
     room = []
     for rank, own in zip(ranks, state, strict=True):
         beside = rank.reserved_peak_bytes - own - sum(saved.num_bytes for saved in rank.saved)
@@ -258,15 +276,19 @@ def _searched(
 
 
 def _worth_judging(found: Found) -> Iterator[JointPlan]:
-    """The best plans with different layouts, and the best of the families."""
-    layouts = set()
+    """The best plans with different stages, however much of them is made again, and the best of the families."""
+    known = set()
     for plan in (found.best, *found.runners_up):
-        if plan.layout not in layouts and len(layouts) < _JUDGED:
-            layouts.add(plan.layout)
+        if _stages(plan) not in known and len(known) < _JUDGED:
+            known.add(_stages(plan))
             yield plan
     family = next((plan for plan in found.baselines if plan.fits), None)
-    if family is not None and family.layout not in layouts:
+    if family is not None and _stages(family) not in known:
         yield family
+
+
+def _stages(plan: JointPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return plan.layout.ends, plan.layout.rank_of_stage
 
 
 def _makespan(line: Pipeline) -> float:
