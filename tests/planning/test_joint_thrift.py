@@ -58,9 +58,36 @@ def test_the_memory_bound_holds_for_the_thriftiest() -> None:
     assert memory_bound(problem(20.0)) == pytest.approx(memory_bound(problem(20.0, ())) / 8)
 
 
-def test_thrift_must_cost_time_and_save_bytes() -> None:
+def test_the_memory_bound_counts_no_weight_gradient_that_a_thrifty_table_has_not() -> None:
+    whole = replace(KEPT, input_grad_s=KEPT.backward_s, weight_grad_s=KEPT.weight_grad_s * 0)
+    none_held = replace(KEPT, held_bytes=KEPT.held_bytes * 0)
+    assert memory_bound(problem(20.0, (whole,))) == memory_bound(
+        Problem.of(none_held, 4, 8, memory_bytes=20.0)
+    )
+
+
+def _shifted(column: str, by: float) -> LayerTable:
+    """`LEAN` with more in the last layer and as much less in the first: no sum from the first layer on is larger."""
+    values = getattr(LEAN, column).copy()
+    values[-1] += by
+    values[0] -= by
+    return replace(LEAN, **{column: values})
+
+
+@pytest.mark.parametrize(
+    "thrifty",
+    [
+        KEPT,
+        _shifted("saved_bytes", 1.0),
+        _shifted("held_bytes", 1.0),
+        replace(LEAN, parameter_bytes=LEAN.parameter_bytes + 1.0),
+        replace(LEAN, forward_s=LEAN.forward_s + 1.5, weight_grad_s=LEAN.weight_grad_s - 1.5),
+    ],
+    ids=["everything", "saved", "held", "parameters", "backward"],
+)
+def test_thrift_must_cost_time_and_save_bytes_on_every_layer(thrifty: LayerTable) -> None:
     with pytest.raises(PlanError, match="thrifty"):
-        Problem.of(LEAN, 2, 4, thrifty=(KEPT,))
+        Problem.of(LEAN, 2, 4, thrifty=(thrifty,))
 
 
 def test_errors_of_costs_reach_every_table() -> None:

@@ -53,7 +53,8 @@ def due_dates(stages, rule, shifts):
     forwards, then for input gradients; then shares per layer by which microbatches follow each other more
     slowly, for both. So forwards of a rank may run further and further ahead.
 
-    Without a stretch they are the microbatches, and of one microbatch the deepest first, or the deepest alone.
+    Without a stretch they are the microbatches, and of one microbatch the shallowest forward and the deepest input gradient
+    first; or the depth alone, deepest first: for forwards with `deep_forwards`, for input gradients unless `oldest`.
     """
     num_stages = len(stages.rank)
     forward, input_grad = np.empty(num_stages), np.empty(num_stages)

@@ -93,8 +93,8 @@ def memory_bound(problem: Problem) -> float:
 
     A microbatch keeps ``saved_l`` from the start of layer l's forward to the end of its input gradient, hence
     at least for ``sum_{k>=l} (f_k + i_k) / v``, and ``held_l`` for another ``w_l / v``. All this lies within T
-    seconds on ranks with the memory that the parameters leave. Ranks that make values again keep no less than those
-    of the thriftiest table, and take no less time.
+    seconds on ranks with the memory that the parameters leave. Ranks that make values again save no less than those
+    of the thriftiest table, for no less time, and hold no less than where `held_l w_l` is least.
     """
     layers = problem.layers
     room = float(problem.memory_bytes.sum() - layers.parameter_bytes.sum())
@@ -102,8 +102,9 @@ def memory_bound(problem: Problem) -> float:
         return 0.0
     passes = layers.forward_s + layers.input_grad_s
     stay = np.cumsum(passes[::-1])[::-1]
-    thriftiest = (layers, *problem.thrifty)[-1]
-    kept = (thriftiest.saved_bytes * stay + thriftiest.held_bytes * layers.weight_grad_s).sum()
+    tables = (layers, *problem.thrifty)
+    held = np.min([table.held_bytes * table.weight_grad_s for table in tables], axis=0)
+    kept = (tables[-1].saved_bytes * stay + held).sum()
     if room <= 0:
         return float("inf")
     return float(problem.num_microbatches * kept / problem.speed.max() / room)

@@ -72,10 +72,15 @@ class LayerTable:
     def num_layers(self) -> int:
         return len(self.forward_s)
 
+    @property
+    def backward_s(self) -> Floats:
+        """Of both gradients of each layer."""
+        return self.input_grad_s + self.weight_grad_s
+
     @cached_property
     def seconds(self) -> Floats:
         """Of all three passes of each layer."""
-        return self.forward_s + self.input_grad_s + self.weight_grad_s
+        return self.forward_s + self.backward_s
 
     @cached_property
     def sums(self) -> Floats:
@@ -163,7 +168,8 @@ class Problem:
             raise PlanError("latency and overhead cannot be negative, and a bandwidth must be positive")
         if not all(map(_is_thriftier, (layers, *thrifty), thrifty)):
             raise PlanError(
-                "each thrifty table must take no fewer seconds and save no more bytes than the one before"
+                "each thrifty table must take no fewer seconds and save no more bytes than the one before, on every "
+                "layer, with parameters of the same size"
             )
         return cls(
             layers, num_ranks, num_microbatches, speeds, memory, latency_s, bytes_per_s, overhead_s, tuple(thrifty)
@@ -193,11 +199,13 @@ class Problem:
 
 
 def _is_thriftier(more: LayerTable, less: LayerTable) -> bool:
-    """Whether no pass but a weight gradient is shorter in `less`, no layer shorter, and none saves more. What bounds say
-    of `more` then holds for `less`."""
-    rows = ("forward_s", "input_grad_s", "seconds")
+    """Whether on every layer no pass but a weight gradient is shorter in `less`, nor the whole backward, no more is saved or
+    held, and the parameters are as large. What bounds say of `more` then holds for `less`."""
+    rows = ("forward_s", "input_grad_s", "backward_s")
     slower = all((getattr(less, row) >= getattr(more, row) * (1 - 1e-9)).all() for row in rows)
-    return slower and bool((less.sums[4:] <= more.sums[4:] * (1 + 1e-9)).all())
+    kept = ("saved_bytes", "held_bytes")
+    leaner = all((getattr(less, row) <= getattr(more, row) * (1 + 1e-9)).all() for row in kept)
+    return slower and leaner and np.array_equal(less.parameter_bytes, more.parameter_bytes)
 
 
 def per_rank(name: str, value: float | Sequence[float] | Floats, num_ranks: int) -> Floats:

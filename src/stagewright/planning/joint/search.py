@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from math import ceil
 
 import numpy as np
 
@@ -326,7 +327,8 @@ class _Search:
 
 
 def _thrifts(problem: Problem, most_rows: int) -> list[Ints]:
-    """Tables of ranks to start with, about `most_rows`: late ranks hold fewer microbatches and need not save as much."""
+    """Tables of ranks to start with, at most `most_rows` or three: late ranks hold fewer microbatches and need not save as
+    much."""
     most = len(problem.thrifty)
     rows = (
         np.linspace(first, share * first, problem.num_ranks).round().astype(np.int64)
@@ -334,7 +336,7 @@ def _thrifts(problem: Problem, most_rows: int) -> list[Ints]:
         for share in (1.0, 0.5, 0.0)
     )
     known = [np.array(row) for row in dict.fromkeys(tuple(row.tolist()) for row in rows)]
-    return known[:: -1 - len(known) // max(3, most_rows)]
+    return known[:: -ceil(len(known) / max(3, most_rows))]
 
 
 def _rule(stretch: float) -> Rule:
