@@ -26,10 +26,12 @@ def _row(model: str, system: str) -> dict[str, str]:
     )
 
 
-def test_every_row_of_megatron_bridge_is_judged_or_left_out_for_a_reason() -> None:
+def test_as_many_rows_of_megatron_bridge_are_judged_and_left_out_as_the_results_say() -> None:
+    """`validation/results/throughput-2026-11-21.md` states these numbers: change both or neither."""
     records = _records()
     judged = [record for record in records if throughput.bridge(record) is not None]
-    assert len(judged) + megatron_bridge.left_out(records).total() == len(records)
+    assert len(judged) == 27
+    assert sorted(megatron_bridge.left_out(records).values()) == [3, 4, 9, 105]
     assert {megatron_bridge.device_of(record) for record in judged} == {"h100", "b200"}
 
 
