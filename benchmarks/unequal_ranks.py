@@ -36,6 +36,12 @@ OVERRIDES = {
     "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 8,
     "num_key_value_heads": 8, "head_dim": HIDDEN // 8, "vocab_size": VOCABULARY,
 }  # fmt: skip
+_RATES = "memory_bandwidth", "function_rate", "random_rate"
+_SECONDS = (
+    "host_overhead_s", "view_overhead_s", "attention_overhead_s", "inner_call_s", "message_overhead_s",
+    "launch_overhead_s",
+)  # fmt: skip
+"""Figures of a device that its processor's speed is in, where they are known."""
 _COUNTS = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 
@@ -122,20 +128,12 @@ def devices(setting: Setting) -> Any:
     nodes = []
     for index, (threads, share) in enumerate(zip(setting.threads, setting.shares, strict=True)):
         device = probed[threads].device
-        slower = {
-            "name": f"process {index}", "num_threads": threads,
-            "peak_flops": device.peak_flops.model_copy(
-                update={name: value * share for name, value in device.peak_flops if value}
-            ),
-            "memory_bandwidth": device.memory_bandwidth * share,
-            "host_overhead_s": device.host_overhead_s / share,
-            "launch_overhead_s": device.launch_overhead_s / share,
-        }  # fmt: skip
+        own = {"name": f"process {index}", "num_threads": threads, **slower(device, share)}
         node = probed[1]  # messages are those between processes of one thread
         nodes.append(
             node.model_copy(
                 update={
-                    "device": device.model_copy(update=slower),
+                    "device": device.model_copy(update=own),
                     "count": 1,
                     "devices_per_node": 1,
                     "inter_node": node.intra_node,
@@ -143,6 +141,17 @@ def devices(setting: Setting) -> Any:
             )
         )
     return Cluster(name="unequal processes", nodes=tuple(nodes))
+
+
+def slower(device: Any, share: float) -> dict[str, Any]:
+    """The figures of `device` where a process has so large a share of its processor."""
+    peaks = {name: value * share for name, value in device.peak_flops if value}
+    known = {name: getattr(device, name) for name in (*_RATES, *_SECONDS)}
+    return {
+        "peak_flops": device.peak_flops.model_copy(update=peaks),
+        **{name: known[name] * share for name in _RATES if known[name] is not None},
+        **{name: known[name] / share for name in _SECONDS if known[name] is not None},
+    }
 
 
 def with_even_layers(like: Any, cluster: Any) -> Any:
