@@ -1,10 +1,11 @@
 """The joint search on the layer costs of AdaPtis' table, beside every other method, in simulation.
 
-    python benchmarks/adaptis.py [--part cells|speed|scaling|optimum] [--seconds 10] [--seed 0] [--only NAME] [--json]
+    python benchmarks/adaptis.py [--part cells|speed|scaling|optimum|kernel] [--seconds 10] [--seed 0] [--only NAME]
+        [--json]
 
 `cells`: 18 cells, four microbatches per rank; ours with the memory peak of AdaPtis' tuner as its limit.
 `speed`: large batches in limited time. `scaling`: one model on more and more ranks. `optimum`: small random
-instances beside their true optimum.
+instances beside their true optimum. `kernel`: what one action of a list schedule takes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ import numpy as np
 
 from adaptis_costs import FAMILIES, SIZES, cell, cells
 from stagewright.errors import PlanError
+from stagewright.planning.joint.anneal import NO_BACKLOG, due_dates, window_of
 from stagewright.planning.joint.exact import optimum
+from stagewright.planning.joint.kernels import list_schedule
+from stagewright.planning.joint.layout import stages_of
 from stagewright.planning.joint.plan import JointPlan, judged
+from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.joint.starts import balanced, even
+from stagewright.planning.joint.terms import Rule
 from stagewright.planning.joint.tuner import tune
 from stagewright.schedule import build
 from stagewright.schedule.placement import linear, loop
 
 Row = dict[str, Any]
+_SCHEDULES = 200
+"""List schedules per round of `kernel`."""
 METHODS = ("1F1B", "I-1F1B", "ZB", "Mist", "AdaPtis", "ours")
 
 
@@ -166,11 +174,32 @@ def optimum_part(seconds: float, seed: int, wanted: int = 60) -> list[Row]:
     return [*rows, {"instance": "worst", "loss": max(losses)}]
 
 
+def kernel_part(seconds: float, seed: int) -> list[Row]:
+    """Nanoseconds per action of the list schedule by due dates, a layer per stage, in the fastest of `seconds` rounds."""
+    rows = []
+    for family in FAMILIES:
+        problem = cell(family, 4096, 1)
+        layout = even(problem, loop(problem.num_ranks, (problem.layers.num_layers - 1) // problem.num_ranks))
+        rule = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, False, 3.0)
+        stages, policy = stages_of(problem, layout), Policy.of(rule, problem.layers.num_layers)
+        given = rule, window_of(stages, rule.depth), due_dates(stages, rule, policy.shifts), np.inf
+        num_actions, best = 3 * layout.num_stages * problem.num_microbatches, np.inf
+        for _ in range(1 + round(seconds)):
+            began = time.perf_counter()
+            for _ in range(_SCHEDULES):
+                list_schedule(stages, problem.num_microbatches, *given)
+            best = min(best, time.perf_counter() - began)
+        name = cell_name(family, 4096, 1)
+        rows.append({"cell": name, "actions": num_actions, "ns": 1e9 * best / _SCHEDULES / num_actions})
+    return rows
+
+
 PARTS: dict[str, Callable[[float, int], list[Row]]] = {
     "cells": cell_part,
     "speed": speed_part,
     "scaling": scaling_part,
     "optimum": optimum_part,
+    "kernel": kernel_part,
 }
 
 
@@ -191,7 +220,9 @@ def _text(value: object) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--part", choices=PARTS, default="cells")
-    parser.add_argument("--seconds", type=float, default=10.0, help="per search (rounds for `optimum`)")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="per search (rounds for `optimum` and `kernel`)"
+    )
     parser.add_argument("--only", default="", help="with `cells`: those with this in their name")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
