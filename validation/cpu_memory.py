@@ -106,7 +106,8 @@ def measure(label: str, wanted: Plan, sabotage: Callable[[Any], None] = lambda s
     rank = session.mesh.pipeline_rank
     predicted = wanted.predictions.ranks[rank].allocated_peak_bytes
     group = f"{wanted.model.name} {'recompute' if _recomputes(wanted) else 'keep'}"
-    return Measured(label, group, rank, predicted, session.peak_bytes, session.peak_bytes - before, growth)
+    peak = session.metering.peak_bytes
+    return Measured(label, group, rank, predicted, peak, peak - before, growth)
 
 
 def _recomputes(wanted: Plan) -> bool:

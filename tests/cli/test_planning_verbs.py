@@ -202,6 +202,10 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
             ("plan", *MODEL, *CLUSTER, *JOB, "--strategy", "even", "--objective", "batch"),
             "leave one of the two",
         ),
+        (
+            ("plan", *MODEL, *CLUSTER, *JOB, "--sequence-lengths", "32,six"),
+            "--sequence-lengths 32,six: give numbers",
+        ),
         (("estimate", *MODEL, *JOB), "give --cluster"),
         (("estimate", *MODEL, *CLUSTER, *JOB, "--recompute", "ful"), "did you mean 'full'?"),
         (("estimate", *MODEL, *CLUSTER, *JOB, "--stack", "mist", "--zero", "1"), "give --shard-optimizer"),
@@ -222,6 +226,26 @@ def test_a_wrong_key_of_a_job_is_named(tmp_path: Path) -> None:
     done = call("plan", *MODEL, *CLUSTER, "--job", path)
     assert done.exit_code == 2
     assert "did you mean 'global_batch'?" in done.stderr
+
+
+def test_several_lengths_are_planned_for_and_shown(planned: dict, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    small = ("--microbatch", 2, "--pp", 2, "--schedule", "1f1b", "--dtype", "fp32")
+    words = ("plan", *MODEL, *CLUSTER, "--global-batch", 8, *small)
+    shown = call(*words, "--sequence-lengths", "32,64,32", "-o", file).stdout
+    assert "8 samples of 32, 64 tokens" in shown and "mean" in shown and "By length" in shown
+    known = document("estimate", file)
+    assert [(row["sequence_length"], row["share"]) for row in known["lengths"]] == [(32, 2 / 3), (64, 1 / 3)]
+    assert known["step_seconds"] == known["lengths"][1]["step_seconds"] >= known["mean_step_seconds"]
+    assert "step of 64 tokens" in call("estimate", file).stdout
+    job = tmp_path / "job.toml"
+    job.write_text('global_batch = 8\ndtype = "fp32"\nsequence_lengths = [32, 64]\n')
+    asked = ("estimate", *MODEL, *CLUSTER, "--microbatch", 2, "--job", job)
+    assert [row["sequence_length"] for row in document(*asked)["lengths"]] == [32, 64]
+    assert document(*asked, "--sequence-length", 64)["lengths"] == []
+    for verb in (("configure", "llama-3-8b"), ("estimate", "llama-3-8b", "--stack", "mist")):
+        refused = call(*verb, "--cluster", "8x-h100", "--job", job)
+        assert refused.exit_code == 2 and "knows one length only" in refused.stderr
 
 
 def test_a_missing_data_file_stops_a_run_before_it_starts(planned: dict, folder: Path) -> None:

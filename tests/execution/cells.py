@@ -166,7 +166,7 @@ def _train_one(plan: Plan, plain: Plain) -> Outcome:
         differences,
         _reordered(plan, session),
         tuple(result.loss for result in results),
-        session.peak_bytes,
+        session.metering.peak_bytes,
         {name: (value - getattr(before, name)) // NUM_STEPS for name, value in vars(traffic).items()},
     )
 

@@ -32,14 +32,17 @@ def compare(
     from stagewright.planning.plan import load_plan
     from stagewright.planning.predict import run_timeline
     from stagewright.report.comparison import both_pictures, comparison_document, comparison_table, in_words
+    from stagewright.report.runs import as_timed, longest_not_run
 
-    loaded, ran = load_plan(plan), load_record(record)
+    ran = load_record(record)
+    whole = load_plan(plan)
+    loaded = as_timed(whole, ran)
     measured = timeline_of(ran, loaded)
     with Progress(f"simulating {plan}") as progress:
         planned = cluster_of(loaded, cluster)
         predicted = run_timeline(line_of(loaded, planned, progress))
     document = comparison_document(loaded, ran, predicted, measured, clock_error_seconds(ran))
-    warn(_warnings(ran, planned))
+    warn([*longest_not_run(whole, ran), *_warnings(ran, planned)])
     if as_json:
         print_document(document)
         return
@@ -53,9 +56,10 @@ def compare(
 def _warnings(record: Record, planned: Cluster) -> list[str]:
     """Why the two should not be expected to agree."""
     found = []
-    if len(record.losses) - 1 in record.metered_steps:
+    if record.timed_steps[-1] in record.metered_steps:
         found.append(
-            "the record's times are of a step whose memory was counted, which is slow: run 3 steps or more"
+            "the record's times are of a step whose memory was counted, which is slow: run "
+            + ("3 steps or more" if record.timed_length is None else "each length three times or more")
         )
     if (planned.device.kind == "cpu") != (record.device == "cpu"):
         found.append(

@@ -18,6 +18,7 @@ from stagewright.cli.planning import (
     MemoryLimit,
     PipelineWidth,
     TensorWidth,
+    check_one_length,
     read_job,
 )
 from stagewright.cli.progress import Progress
@@ -77,6 +78,7 @@ def configure(
     wanted = read_job(
         job, global_batch=global_batch, sequence_length=sequence_length, memory_limit=memory_limit
     )
+    check_one_length(wanted, "configure")
     reference = resolve(model, parse_settings(settings))
     if reference.config is None:
         raise InputError(f"'{reference.text}' is a factory: configure reads widths from a model's config")

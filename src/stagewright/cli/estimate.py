@@ -23,6 +23,7 @@ from stagewright.cli.planning import (
     ShardSize,
     TensorWidth,
     Zero,
+    check_one_length,
     checked_reduce_dtype,
     cluster_of,
     is_plan,
@@ -109,6 +110,7 @@ def estimate(
             dtype=dtype,
             memory_limit=memory_limit,
         )
+        check_one_length(wanted, f"--stack {stack}")
         given = {
             "dp": dp, "tp": tp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule,
             "sequence_parallel": sequence_parallel or None, "recompute": recompute,

@@ -121,6 +121,15 @@ def read_job(path: Path | None, **options: Any) -> Job:
     return load_job(path, given)
 
 
+def check_one_length(job: Job, what: str) -> None:
+    """Raises `InputError` for a job of several sequence lengths, which `what` would not look at."""
+    if job.sequence_lengths:
+        raise InputError(
+            f"sequence_lengths {list(job.sequence_lengths)}: {what} knows one length only; give --sequence-length in their "
+            "place"
+        )
+
+
 def cluster_of(plan: Plan, name: str | None) -> Cluster:
     """The cluster `name`, or the one the plan was made for.
 

@@ -11,7 +11,7 @@ from stagewright.simulation.observed import observed
 
 
 def timeline_of(record: Record, plan: Plan, replica: int = 0) -> Timeline:
-    """When the computations of the last step of a run took place on the ranks of one replica.
+    """When the computations of a run's last step, of its longest length, took place on the ranks of one replica.
 
     Seconds by the first rank's clock, from the start of the first computation; between ranks they are wrong by at
     most `clock_error_seconds`. An action starts when what it needs has arrived, so waiting is idle time.
@@ -24,7 +24,7 @@ def timeline_of(record: Record, plan: Plan, replica: int = 0) -> Timeline:
     times = [_times(rank, program) for rank in ranks]
     first = min((start for rank in times for start, _ in rank), default=0.0)
     shifted = [[(start - first, end - first) for start, end in rank] for rank in times]
-    return observed(program, shifted, [rank.allocated_peak_bytes for rank in ranks])
+    return observed(program, shifted, [rank.timed_peak_bytes for rank in ranks])
 
 
 def clock_error_seconds(record: Record) -> float:

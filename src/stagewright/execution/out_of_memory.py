@@ -33,14 +33,14 @@ def cause_of(error: BaseException | None) -> BaseException | None:
 
 
 def explained(
-    error: BaseException, position: str, alive: Mapping[str, int], plan: Plan, pipeline_rank: int
+    error: BaseException, position: str, alive: Mapping[str, int], plan: Plan, pipeline_rank: int, length: int
 ) -> RunError:
-    """What to say when memory ran out at `position`, with `alive` bytes by category.
+    """What to say when memory ran out at `position` of a step of samples of `length` tokens, with `alive` bytes by category.
 
     Call it when nothing of the failed step is held any more, so that there is room for what it does.
     """
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in alive.items() if size)
-    predicted = plan.predictions.ranks
+    predicted = plan.at_length(length).predictions.ranks
     promised = (
         f"; the plan was to need {format_bytes(predicted[pipeline_rank].reserved_peak_bytes)} at its peak"
         if predicted
@@ -48,7 +48,7 @@ def explained(
     )
     return RunError(
         f"out of memory at {position} ({_asked(error)}); alive: {listed or 'nothing yet'}, "
-        f"{format_bytes(sum(alive.values()))} in all{promised}. {_advice(plan, pipeline_rank)}"
+        f"{format_bytes(sum(alive.values()))} in all{promised}. {_advice(plan, pipeline_rank, length)}"
     )
 
 
@@ -60,11 +60,11 @@ def _asked(error: BaseException) -> str:
     return asked.rpartition("] ")[2]
 
 
-def _advice(plan: Plan, pipeline_rank: int) -> str:
+def _advice(plan: Plan, pipeline_rank: int, length: int) -> str:
     """Which plan needs less, worked out by a process of its own, since this one may have no memory left."""
     if not plan.predictions.ranks:
         return "Plan again with a --memory-limit"
-    command = [sys.executable, "-m", "stagewright.planning.cheaper", str(pipeline_rank)]
+    command = [sys.executable, "-m", "stagewright.planning.cheaper", str(pipeline_rank), str(length)]
     try:
         done = subprocess.run(
             command,

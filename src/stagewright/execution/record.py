@@ -16,7 +16,8 @@ from stagewright.errors import InputError
 
 
 class RankRecord(StrictModel):
-    """One global rank: peak bytes of tensors alive in the metered step, and when each action of the last step ran.
+    """One global rank: peak bytes of tensors alive in metered steps, and when each action of the last step ran; where there
+    are several lengths, of the last step of the longest that was run.
 
     An action starts when what it needs has arrived, so waiting shows as the time between actions.
     """
@@ -50,6 +51,15 @@ class RankRecord(StrictModel):
     optimizer_seconds: float = 0.0
     """From the end of the batch to the end of the step: sums of gradients, norm and update."""
 
+    @property
+    def timed_peak_bytes(self) -> int:
+        """Of metered steps as long as the one whose actions are recorded."""
+        return (
+            self.peak_of_length[max(self.peak_of_length)]
+            if self.peak_of_length
+            else self.allocated_peak_bytes
+        )
+
 
 class Record(StrictModel):
     """One run of a plan."""
@@ -68,17 +78,29 @@ class Record(StrictModel):
     metered_steps: tuple[int, ...]
     """Steps left out of the timing: the first, and those whose memory was counted."""
     predicted_step_seconds: float
+    """Of a step of `timed_length`."""
     ranks: tuple[RankRecord, ...]
 
     @property
     def median_step_seconds(self) -> float:
-        """Median over the steps that were not metered (over all, if every step was); of several lengths, the longest's."""
-        longest = [step for step in range(len(self.step_seconds)) if self._is_longest(step)]
-        timed = [self.step_seconds[step] for step in longest if step not in self.metered_steps]
-        return statistics.median(timed or [self.step_seconds[step] for step in longest])
+        """Median over the timed steps that were not metered (over all of them, if each was)."""
+        timed = [step for step in self.timed_steps if step not in self.metered_steps] or self.timed_steps
+        return statistics.median(self.step_seconds[step] for step in timed)
 
-    def _is_longest(self, step: int) -> bool:
-        return not self.sequence_lengths or self.sequence_lengths[step] == max(self.sequence_lengths)
+    @property
+    def timed_length(self) -> int | None:
+        """Tokens per sample of the steps whose times count: the most that were run; None where all steps are alike."""
+        return max(self.sequence_lengths, default=None)
+
+    @property
+    def timed_steps(self) -> list[int]:
+        """The steps of that length; the actions of the last of them are recorded."""
+        steps = range(len(self.step_seconds))
+        return [
+            step
+            for step in steps
+            if not self.sequence_lengths or self.sequence_lengths[step] == self.timed_length
+        ]
 
     def save(self, path: str | Path) -> None:
         write_whole(path, self.model_dump_json(indent=1) + "\n")

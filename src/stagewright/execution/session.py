@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import part_of, starting_tensors
 from stagewright.execution.loss_scale import LossScale
 from stagewright.execution.mesh import Mesh
-from stagewright.execution.meter import StorageMeter
+from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, cause_of, explained, forget
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
@@ -31,7 +31,7 @@ from stagewright.graph.flat import PARAMETERS, Flat, flats, of_stages
 from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor_parallel import GROUP, parallelism
 from stagewright.graph.verify_stages import verify_stages
-from stagewright.planning.lengths import at_length, check_same_operators
+from stagewright.planning.lengths import check_same_operators
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
@@ -128,11 +128,7 @@ class Session:
         self.optimizer = Optimizer(
             self.weights, job, tied, whole_model, self.shards, self.loss_scale, on_host=on_host
         )
-        self.last: BatchResult | None = None
-        self._began = 0.0
-        self._optimizer_seconds = 0.0
-        self.peak_of_length: dict[int, int] = {}
-        self.reserved_bytes: int | None = None
+        self.metering = Metering()
 
     def watch(self, position: str) -> None:
         """This rank is now at `position`."""
@@ -188,7 +184,7 @@ class Session:
             PlanError: it has other operators than for the longest.
         """
         self.watch(f"tracing for {length} tokens")
-        asked = at_length(self.plan, length)
+        asked = self.plan.at_length(length)
         graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **asked.traced())
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
@@ -246,11 +242,16 @@ class Session:
 
     def train_step(self, step: int, metered: bool = False) -> StepResult:
         """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
-        now = self.lengths.turn_to(self.plan.job.length_of(step))
-        inputs = self.microbatches(step, now.graph)
+        length = self.plan.job.length_of(step)
+        inputs = self.microbatches(step, self.lengths.turn_to(length).graph)
         dist.barrier(self.pipeline)
         try:
-            return self._metered(step, inputs) if metered else self._step(step, inputs)
+            if not metered:
+                return self._step(step, inputs)
+            with self.metering.counting(
+                length, self.device, lambda: self._lasting(inputs), self.optimizer.host_state
+            ):
+                return self._step(step, inputs)
         except Exception as error:
             failed = cause_of(error)
             if failed is None:
@@ -260,7 +261,7 @@ class Session:
             forget(error, self.runner.drop)
             at = self.position
         self.watch("working out a cheaper plan")
-        explanation = explained(failed, at, alive, self.plan, self.mesh.pipeline_rank)
+        explanation = explained(failed, at, alive, self.plan, self.mesh.pipeline_rank, length)
         self.watch(at)
         raise explanation
 
@@ -272,10 +273,10 @@ class Session:
         now = self.lengths.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
         dist.barrier(self.pipeline)
-        self.last = self.runner.run_batch(step, inputs)
+        batch = self.runner.run_batch(step, inputs)
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._mean_loss(self.last)
+        return self._mean_loss(batch)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -286,8 +287,8 @@ class Session:
         return {named[value]: gradient for value, gradient in found.items()}
 
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
-        start = self._began = time.perf_counter()
-        self.last = self.runner.run_batch(step, inputs)
+        start = time.perf_counter()
+        batch = self.runner.run_batch(step, inputs)
         self._synchronize()
         computed = time.perf_counter()
         self.watch("optimizer step")
@@ -297,33 +298,13 @@ class Session:
             self.lengths.scale_loss(self.cotangent)
         self._synchronize()
         end = time.perf_counter()
-        self._optimizer_seconds = end - computed
-        return StepResult(self._mean_loss(self.last), norm, end - start)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes alive at the worst moment of metered steps, of whatever length."""
-        return max(self.peak_of_length.values(), default=0)
+        length = self.plan.job.length_of(step)
+        self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
+        return StepResult(self._mean_loss(batch), norm, end - start)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-    def _metered(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-            result = self._step(step, inputs)
-            self._peaked(step, torch.cuda.max_memory_allocated())
-            self.reserved_bytes = torch.cuda.max_memory_reserved()
-            return result
-        with StorageMeter(self._lasting(inputs), self.optimizer.host_state()) as meter:
-            result = self._step(step, inputs)
-        self._peaked(step, meter.peak_bytes)
-        return result
-
-    def _peaked(self, step: int, num_bytes: int) -> None:
-        length = self.plan.job.length_of(step)
-        self.peak_of_length[length] = max(num_bytes, self.peak_of_length.get(length, 0))
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -392,21 +373,23 @@ class Session:
 
     def rank_record(self, offset: ClockOffset) -> RankRecord:
         """What this rank measured, its times by the first rank's clock."""
-        moments = self.last.moments() if self.last else []
+        timed = self.metering.timed
+        assert timed is not None, "a record is of one step at least"
+        moments, began = timed.batch.moments(), timed.began
         return RankRecord(
             rank=self.mesh.rank,
             pipeline_rank=self.mesh.pipeline_rank,
             replica=self.mesh.replica,
-            allocated_peak_bytes=self.peak_bytes,
-            peak_of_length=self.peak_of_length if len(self.peak_of_length) > 1 else {},
-            reserved_peak_bytes=self.reserved_bytes,
+            allocated_peak_bytes=self.metering.peak_bytes,
+            peak_of_length=self.metering.peak_of_length if self.plan.job.sequence_lengths else {},
+            reserved_peak_bytes=self.metering.reserved_bytes,
             busy_seconds=sum(m.end - m.start for m in moments if m.action.kind in COMPUTE),
             sent_bytes=self.lengths.num_bytes_sent,
             **(vars(self.shards.replicas.traffic) if self.shards.replicas is not None else {}),
-            actions=tuple((str(m.action), m.start - self._began, m.end - self._began) for m in moments),
-            began_seconds=self._began + offset.seconds,
+            actions=tuple((str(m.action), m.start - began, m.end - began) for m in moments),
+            began_seconds=began + offset.seconds,
             clock_error_seconds=offset.error_seconds,
-            optimizer_seconds=self._optimizer_seconds,
+            optimizer_seconds=timed.optimizer_seconds,
         )
 
 

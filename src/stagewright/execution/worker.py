@@ -71,6 +71,7 @@ def work(
         torch.set_num_threads(threads)
     with member(out, target, timeout, quiet, loaded.rank_on(launched)) as watch:
         from stagewright.execution.clock import clock_offset
+        from stagewright.execution.metering import metered_steps
         from stagewright.execution.session import Session
         from stagewright.execution.watch import own_store
 
@@ -90,21 +91,6 @@ def work(
     if launched != 0:
         return None
     return _record(loaded, torch, target, results, metered, ranks)
-
-
-def metered_steps(job: Job, num_steps: int) -> set[int]:
-    """The steps whose memory is counted: the first of each length, but for step 0, when optimizer state is made.
-
-    >>> from stagewright.planning.job import Job
-    >>> metered_steps(Job(global_batch=1, sequence_length=8), 9), metered_steps(Job(global_batch=1, sequence_length=8), 1)
-    ({1}, {0})
-    >>> sorted(metered_steps(Job(global_batch=1, sequence_lengths=(4, 8, 8)), 9))
-    [1, 3]
-    """
-    first: dict[int, int] = {}
-    for step in range(min(1, num_steps - 1), num_steps):
-        first.setdefault(job.length_of(step), step)
-    return set(first.values())
 
 
 def lengths_of(job: Job, num_steps: int) -> tuple[int, ...]:
@@ -185,6 +171,8 @@ def _record(
     from stagewright.execution.record import Record
     from stagewright.version import __version__
 
+    lengths = lengths_of(loaded.job, len(results))
+    timed = loaded.at_length(max(lengths)) if lengths else loaded
     return Record(
         stagewright=__version__,
         model=loaded.model.name,
@@ -195,9 +183,9 @@ def _record(
             result.gradient_norm if math.isfinite(result.gradient_norm) else None for result in results
         ),
         step_seconds=tuple(result.seconds for result in results),
-        sequence_lengths=lengths_of(loaded.job, len(results)),
+        sequence_lengths=lengths,
         metered_steps=tuple(sorted({0, *metered})),
-        predicted_step_seconds=loaded.predictions.step_seconds,
+        predicted_step_seconds=timed.predictions.step_seconds,
         ranks=tuple(ranks),
     )
 

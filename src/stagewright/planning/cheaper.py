@@ -1,6 +1,7 @@
 """What to run instead of a plan that needed more memory than there was.
 
-``python -m stagewright.planning.cheaper RANK < plan.json`` prints it in a sentence.
+``python -m stagewright.planning.cheaper RANK LENGTH < plan.json`` prints it in a sentence; LENGTH are the tokens of a sample
+of the step that ran out.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ LESS = 0.9
 """A plan is cheaper when its fullest rank needs at most this part of what the rank that ran out was to need."""
 
 
-def nearest_cheaper(known: Plan, pipeline_rank: int) -> Plan | None:
-    """The first plan that needs less memory than `known` was to need on `pipeline_rank`, which ran out of it; None if there
-    is none.
+def nearest_cheaper(known: Plan, pipeline_rank: int, length: int) -> Plan | None:
+    """The first plan that needs less memory at every length than `known` was to need at `length` on `pipeline_rank`, which
+    ran out of it; None if there is none.
 
     Tried are, at the same widths: the same microbatches with what is saved recomputed or offloaded as far as it must be,
     then replicas that share out more, then smaller microbatches.
     """
     reference = resolve(known.model.text, known.model.overrides)
-    limit = int(LESS * known.predictions.ranks[pipeline_rank].reserved_peak_bytes)
+    promised = known.at_length(length).predictions.ranks[pipeline_rank]
+    limit = int(LESS * promised.reserved_peak_bytes)
     job = known.job.model_copy(update={"memory_limit": limit})
     families = [known.schedule] if known.schedule in FAMILIES else [*SCHEDULES]
     for size, level in _ways(known):
@@ -64,16 +66,16 @@ def difference(known: Plan, other: Plan) -> str:
         ways.append(f"stages {', '.join(map(str, saving))} recompute or offload")
     if other.cuts != known.cuts:
         ways.append("other cuts")
-    slower = other.predictions.step_seconds / known.predictions.step_seconds - 1
+    slower = other.mean_step_seconds / known.mean_step_seconds - 1
     return f"{', '.join(ways) or 'another order'}; step {slower:+.0%}"
 
 
-def advice(known: Plan, pipeline_rank: int) -> str:
+def advice(known: Plan, pipeline_rank: int, length: int) -> str:
     """A sentence for the user whose run of `known` ran out of memory on `pipeline_rank`."""
-    found = nearest_cheaper(known, pipeline_rank)
+    found = nearest_cheaper(known, pipeline_rank, length)
     if found is None:
         return "No plan of these widths needs less: plan for more devices, or a shorter sequence"
-    needs = max(rank.reserved_peak_bytes for rank in found.predictions.ranks)
+    needs = max(rank.reserved_peak_bytes for one in found.by_length.values() for rank in one.ranks)
     return (
         f"The nearest plan that needs less takes {format_bytes(needs)}: {difference(known, found)}. "
         f"Plan again with --memory-limit {-(-needs // 2**20)}MiB"
@@ -81,4 +83,4 @@ def advice(known: Plan, pipeline_rank: int) -> str:
 
 
 if __name__ == "__main__":
-    print(advice(Plan.model_validate_json(sys.stdin.read()), int(sys.argv[1])))
+    print(advice(Plan.model_validate_json(sys.stdin.read()), *map(int, sys.argv[1:3])))

@@ -22,6 +22,7 @@ from stagewright.planning.plan import (
 )
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.predict import Pipeline, costing, predict
+from stagewright.planning.predictions import Predictions
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -84,7 +85,7 @@ def estimate(
     traced = job.traced(cluster.device.kind) | shared_layers(tp, sequence_parallel)
     body = _costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
-    return _run_by(stack, plan, cluster, report, trace)
+    return _run_by(stack, _over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
 
 def estimate_breakdown(
@@ -142,7 +143,11 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
     body = _costs(graph_of(plan, report, trace), cluster, plan.job)
     predictions = predict(planned_line(plan, body, cluster), body)
     fresh = plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
-    return with_lengths(fresh, cluster, lambda one: graph_of(one, report, trace))
+    return _over_lengths(fresh, cluster, report, trace)
+
+
+def _over_lengths(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
+    return with_lengths(plan, cluster, lambda one: graph_of(one, report, trace))
 
 
 def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -158,6 +163,20 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
             f"{plan.pp} x dp {plan.dp}: give --pp 1, --dp 1 and a --microbatch of the global batch, or leave out "
             "--stack"
         )
+    shorter = tuple(
+        one.model_copy(
+            update={
+                "predictions": _taken_by(stack, plan.at_length(one.sequence_length), cluster, report, trace)
+            }
+        )
+        for one in plan.shorter_lengths
+    )
+    longest = _taken_by(stack, plan, cluster, report, trace)
+    return plan.model_copy(update={"predictions": longest, "shorter_lengths": shorter})
+
+
+def _taken_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Predictions:
+    """The predictions of `plan`, for its one device, with the memory that another stack takes."""
     device = cluster.device
     workspace = 0 if device.kind == "cpu" else device.workspace_bytes
     memory = step_memory(graph_of(plan, report, trace), find_stack(stack), workspace)
@@ -172,8 +191,7 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
             "saved": (),
         }
     )
-    predictions = plan.predictions.model_copy(update={"ranks": (changed,)})
-    return plan.model_copy(update={"predictions": predictions})
+    return plan.predictions.model_copy(update={"ranks": (changed,)})
 
 
 def _trace(

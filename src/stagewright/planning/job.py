@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -80,6 +81,10 @@ class Job(StrictModel):
         lengths = document.get("sequence_lengths") if isinstance(document, dict) else None
         if not isinstance(lengths, list | tuple) or not lengths or "sequence_length" in document:
             return document
+        if not all(type(length) is int for length in lengths):
+            raise ValueError(
+                f"sequence_lengths = {list(lengths)}: give whole numbers of tokens, as [512, 1024]"
+            )
         return {**document, "sequence_length": max(lengths)}
 
     @model_validator(mode="after")
@@ -101,6 +106,16 @@ class Job(StrictModel):
         if not self.sequence_lengths:
             return self.sequence_length
         return self.sequence_lengths[step % len(self.sequence_lengths)]
+
+    @property
+    def shares(self) -> dict[int, float]:
+        """The part of all steps that has each length, shortest first.
+
+        >>> Job(global_batch=8, sequence_lengths=(512, 4096, 512, 512)).shares
+        {512: 0.75, 4096: 0.25}
+        """
+        named = self.sequence_lengths or (self.sequence_length,)
+        return {length: count / len(named) for length, count in sorted(Counter(named).items())}
 
     def at_length(self, length: int) -> Job:
         """This job with all batches of one length."""

@@ -6,17 +6,18 @@ operators, hold for each; they are chosen for the longest, whose steps need the 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import product
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, Device
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Origin
-from stagewright.planning.plan import LengthPrediction, Plan, Predictions
+from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.predict import costing, predict
-from stagewright.planning.ranking import peak_bytes, ranked
+from stagewright.planning.predictions import LengthPrediction, Predictions
+from stagewright.planning.ranking import ranked
 from stagewright.units import format_bytes
 
 Graphs = Callable[[Plan], OperatorGraph]
@@ -26,11 +27,6 @@ MOST_PLANS = 8
 """How many of the best plans for the longest batches are judged over all lengths."""
 
 _LASTING = (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT)
-
-
-def at_length(plan: Plan, length: int) -> Plan:
-    """`plan` for batches of one length alone."""
-    return plan.model_copy(update={"job": plan.job.at_length(length), "lengths": ()})
 
 
 def check_same_operators(longest: OperatorGraph, other: OperatorGraph, length: int) -> None:
@@ -52,7 +48,7 @@ def _structure(graph: OperatorGraph) -> tuple[list[str], list[tuple[int, str, st
 
 
 def with_lengths(plan: Plan, cluster: Cluster, graphs: Graphs) -> Plan:
-    """`plan` with what a step of each length of its job takes on `cluster`.
+    """`plan`, predicted for the longest, with what a step of each shorter length of its job takes on `cluster`.
 
     Raises:
         PlanError: the model has other operators at some length.
@@ -74,16 +70,30 @@ def best_over_lengths(plans: Sequence[Plan], cluster: Cluster, graphs: Graphs) -
     if not fitting:
         least = min(_excess_bytes(plan, cluster) for plan in judged)
         raise PlanError(
-            f"no plan fits at all of the lengths {sorted(set(plans[0].job.sequence_lengths))}: the best lacks "
+            f"no plan fits at all of the lengths {list(plans[0].job.shares)}: the best lacks "
             f"{format_bytes(least)}; leave lengths out or raise the memory limit"
         )
     return ranked(fitting)
 
 
 def _excess_bytes(plan: Plan, cluster: Cluster) -> int:
-    """Bytes by which the fullest rank at any length is over the smallest device's limit."""
-    most = max(peak_bytes(plan.model_copy(update={"predictions": one.predictions})) for one in plan.lengths)
-    return most - min(plan.job.usable_bytes(group.device) for group in cluster.nodes)
+    """Bytes by which a rank at some length is over what its device may use; negative for what is left."""
+    limits = [
+        min(plan.job.usable_bytes(device) for device in _devices(plan, cluster, rank))
+        for rank in range(plan.pp)
+    ]
+    return max(
+        rank.reserved_peak_bytes - limits[rank.rank] for one in plan.by_length.values() for rank in one.ranks
+    )
+
+
+def _devices(plan: Plan, cluster: Cluster, pipeline_rank: int) -> set[Device]:
+    """The kinds of devices of a pipeline rank and its replicas."""
+    ranks = [
+        plan.global_rank(pipeline_rank, replica, shard)
+        for replica, shard in product(range(plan.dp), range(plan.tp))
+    ]
+    return {cluster.device_of(plan.devices[rank] if plan.devices else rank) for rank in ranks}
 
 
 class _Judge:
@@ -95,19 +105,14 @@ class _Judge:
         self.bodies: dict[tuple[int, int, bool, int], BodyCosts] = {}
 
     def judged(self, plan: Plan) -> Plan:
-        named = plan.job.sequence_lengths
-        lengths = tuple(
-            LengthPrediction(
-                sequence_length=length, share=count / len(named), predictions=self._predictions(plan, length)
-            )
-            for length, count in sorted(Counter(named).items())
+        shorter = tuple(
+            LengthPrediction(sequence_length=length, predictions=self._predictions(plan, length))
+            for length in list(plan.job.shares)[:-1]
         )
-        return plan.model_copy(update={"lengths": lengths})
+        return plan.model_copy(update={"shorter_lengths": shorter})
 
     def _predictions(self, plan: Plan, length: int) -> Predictions:
-        if length == plan.job.sequence_length:
-            return plan.predictions
-        asked = at_length(plan, length)
+        asked = plan.at_length(length)
         body = self._body(asked, plan)
         return predict(planned_line(asked, body, self.cluster), body)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from stagewright.errors import InputError, PlanError, ScheduleError, nearest
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
+from stagewright.planning.predictions import LengthPrediction, Predictions
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 
 VERSION = 1
@@ -101,72 +102,6 @@ class StagePolicy(StrictModel):
     offload: tuple[str, ...] = ()
 
 
-class SavedPrediction(StrictModel):
-    """What one stage has saved when its rank's memory is fullest: bytes over all its microbatches."""
-
-    stage: int = Field(ge=0)
-    num_microbatches: int
-    num_bytes: int
-
-
-class RankPrediction(StrictModel):
-    """One pipeline rank (all its replicas are alike): seconds of computation and bytes at the peak."""
-
-    rank: int = Field(ge=0)
-    busy_seconds: float
-    allocated_peak_bytes: int
-    reserved_peak_bytes: int
-    categories: dict[str, int]
-    """Bytes alive at the moment of the peak, by category; they add up to `allocated_peak_bytes`."""
-    host_bytes: int = 0
-    """Optimizer state on the host."""
-    peak_at: str = ""
-    """Text of the action during which the peak is reached."""
-    saved: tuple[SavedPrediction, ...] = ()
-    """Activations saved in front of that action."""
-
-
-class StagePrediction(StrictModel):
-    """One stage: body positions `start` to `stop`, seconds and bytes of one microbatch."""
-
-    start: int
-    stop: int
-    forward_seconds: float
-    input_grad_seconds: float
-    weight_grad_seconds: float
-    parameter_bytes: int
-    saved_bytes: int
-    boundary_bytes: int
-    """Sent to later stages by one forward."""
-    recomputed_bytes: int = 0
-    """Made again right before the backward, in `recompute_seconds`; not among `saved_bytes`."""
-    offloaded_bytes: int = 0
-    """Those of `saved_bytes` that wait on the host."""
-    recompute_seconds: float = 0.0
-
-
-class Predictions(StrictModel):
-    """What one optimizer step takes."""
-
-    step_seconds: float
-    lower_bound_seconds: float
-    """No contiguous partition and no schedule is faster at these widths and this microbatch."""
-    tokens_per_second: float
-    mfu: float
-    """FLOP of the model's matrix products (without recomputation) over what the devices' peaks allow."""
-    bubble_fraction: float
-    ranks: tuple[RankPrediction, ...]
-    stages: tuple[StagePrediction, ...]
-
-
-class LengthPrediction(StrictModel):
-    """What a step takes whose samples have one of several lengths; `share` of all steps have it."""
-
-    sequence_length: int = Field(ge=1)
-    share: float = Field(gt=0, le=1)
-    predictions: Predictions
-
-
 class Plan(StrictModel):
     """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``."""
 
@@ -209,8 +144,8 @@ class Plan(StrictModel):
     """Pipeline ranks whose optimizer state, and the step on it, are on the host's processors."""
     predictions: Predictions
     """With several lengths, of a step of the longest."""
-    lengths: tuple[LengthPrediction, ...] = ()
-    """For each length of the job's set, shortest first; none where all batches have one length."""
+    shorter_lengths: tuple[LengthPrediction, ...] = ()
+    """With several lengths, of a step of each of the others, shortest first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -239,6 +174,12 @@ class Plan(StrictModel):
             )
         if self.dp % (self.shard_size or 1):
             raise ValueError(f"shard_size {self.shard_size} does not divide the {self.dp} replicas of dp")
+        shorter = [one.sequence_length for one in self.shorter_lengths]
+        if shorter and shorter != list(self.job.shares)[:-1]:
+            raise ValueError(
+                f"shorter_lengths are {shorter}, not those of the job's sequence_lengths below the longest, "
+                f"{list(self.job.shares)[:-1]}"
+            )
         samples = self.microbatch_size * self.num_microbatches * self.dp
         if samples != self.job.global_batch:
             raise ValueError(
@@ -248,11 +189,32 @@ class Plan(StrictModel):
         return self
 
     @property
+    def by_length(self) -> dict[int, Predictions]:
+        """Of a step of each length, shortest first."""
+        shorter = {one.sequence_length: one.predictions for one in self.shorter_lengths}
+        return shorter | {self.job.sequence_length: self.predictions}
+
+    @property
     def mean_step_seconds(self) -> float:
         """Of one step; with several lengths, the mean over the steps that go through them."""
-        if not self.lengths:
+        if not self.shorter_lengths:
             return self.predictions.step_seconds
-        return sum(one.share * one.predictions.step_seconds for one in self.lengths)
+        shares = self.job.shares
+        return sum(shares[length] * one.step_seconds for length, one in self.by_length.items())
+
+    def mean_rate(self, rate: Callable[[Predictions], float]) -> float:
+        """Of something per second, or of a part of the time; with several lengths, over the steps that go through them."""
+        if not self.shorter_lengths:
+            return rate(self.predictions)
+        shares, steps = self.job.shares, self.by_length.items()
+        return sum(shares[n] * one.step_seconds * rate(one) for n, one in steps) / self.mean_step_seconds
+
+    def at_length(self, length: int) -> Plan:
+        """This plan for batches of one length alone; with the longest's predictions where it has none for `length`."""
+        predictions = self.by_length.get(length, self.predictions)
+        return self.model_copy(
+            update={"job": self.job.at_length(length), "predictions": predictions, "shorter_lengths": ()}
+        )
 
     @property
     def reduce_torch_name(self) -> str | None:

@@ -20,7 +20,7 @@ from stagewright.graph.stage import Stage, carve
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Predictions, RankPrediction, SavedPrediction, StagePrediction
+from stagewright.planning.predictions import Predictions, RankPrediction, SavedPrediction, StagePrediction
 from stagewright.planning.sharding import Collectives, gathered_flats, reduced_flats
 from stagewright.planning.shortening import shortened
 from stagewright.planning.transfers import posting_seconds, transfer_times

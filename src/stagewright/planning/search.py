@@ -146,7 +146,7 @@ def plan(
             reference, cluster, job, schedules=simple, pp=pp, dp=dp, microbatch=microbatch, recompute=recompute,
             offload=offload, report=report, trace=trace,
         )  # fmt: skip
-        return _over_lengths(Found(plans, []), cluster, report, trace)
+        return over_lengths(Found(plans, []), cluster, report, trace)
     search = _Search(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
         shard_size, host_optimizer,
@@ -162,11 +162,15 @@ def plan(
         search.warnings.append(
             "interrupted: these are the best plans so far, not all configurations were tried"
         )
-    return _over_lengths(search.result(), cluster, report, trace)
+    return over_lengths(search.result(), cluster, report, trace)
 
 
-def _over_lengths(found: Found, cluster: Cluster, report: Callable[[str], None], trace: Trace) -> Found:
-    """`found`, where batches have several lengths with what each takes, and the best over all of them first."""
+def over_lengths(found: Found, cluster: Cluster, report: Callable[[str], None], trace: Trace) -> Found:
+    """`found`, where batches have several lengths with what each takes, and the best over all of them first.
+
+    Raises:
+        PlanError: the model has other operators at some length, or no plan fits at all of them.
+    """
     if not found.plans[0].job.sequence_lengths:
         return found
     report("judging all lengths")

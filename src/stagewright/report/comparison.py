@@ -62,7 +62,8 @@ def comparison_document(
 ) -> dict[str, Any]:
     """Step time, batch, bubble, seconds per stage and action, and peak bytes per rank, each as predicted and measured.
 
-    `predicted` and `measured` are timelines of one batch; the step is longer by the sums of gradients and the update.
+    `predicted` and `measured` are timelines of one batch; the step is longer by the sums of gradients and the update. With
+    several lengths, `plan` is that for batches of the length that was timed.
     """
     return {
         "model": plan.model.name,
@@ -111,7 +112,7 @@ def _peaks(plan: Plan, record: Measured) -> list[tuple[int, int]]:
     return [
         (
             prediction.allocated_peak_bytes,
-            max(r.allocated_peak_bytes for r in record.ranks if r.pipeline_rank == prediction.rank),
+            max(r.timed_peak_bytes for r in record.ranks if r.pipeline_rank == prediction.rank),
         )
         for prediction in plan.predictions.ranks
     ]

@@ -13,18 +13,19 @@ from stagewright.units import format_seconds
 
 def lengths_tables(plan: Plan) -> list[Table]:
     """A row for each length; no table where all batches have one."""
-    if not plan.lengths:
+    if not plan.shorter_lengths:
         return []
-    unit, size = byte_unit(rank.reserved_peak_bytes for one in plan.lengths for rank in one.predictions.ranks)
+    shares, unit_of = plan.job.shares, [rank for one in plan.by_length.values() for rank in one.ranks]
+    unit, size = byte_unit(rank.reserved_peak_bytes for rank in unit_of)
     rows = [
         (
-            one.sequence_length,
-            f"{one.share:.0%}",
-            format_seconds(one.predictions.step_seconds),
-            f"{one.predictions.tokens_per_second:,.0f}",
-            *(figure(rank.reserved_peak_bytes, size) for rank in one.predictions.ranks),
+            length,
+            f"{shares[length]:.0%}",
+            format_seconds(one.step_seconds),
+            f"{one.tokens_per_second:,.0f}",
+            *(figure(rank.reserved_peak_bytes, size) for rank in one.ranks),
         )
-        for one in plan.lengths
+        for length, one in plan.by_length.items()
     ]
     headings = ("tokens", "of steps", "step", "tokens/s", *(f"rank {rank}" for rank in range(plan.pp)))
     title = f"By length: mean step {format_seconds(plan.mean_step_seconds)}, peaks in {unit}"
@@ -33,12 +34,16 @@ def lengths_tables(plan: Plan) -> list[Table]:
 
 def lengths_document(plan: Plan) -> list[dict[str, Any]]:
     """The same for `--json`."""
+    if not plan.shorter_lengths:
+        return []
+    shares = plan.job.shares
     return [
         {
-            "sequence_length": one.sequence_length,
-            "share": one.share,
-            "step_seconds": one.predictions.step_seconds,
-            "reserved_peak_bytes": [rank.reserved_peak_bytes for rank in one.predictions.ranks],
+            "sequence_length": length,
+            "share": shares[length],
+            "step_seconds": one.step_seconds,
+            "tokens_per_second": one.tokens_per_second,
+            "reserved_peak_bytes": [rank.reserved_peak_bytes for rank in one.ranks],
         }
-        for one in plan.lengths
+        for length, one in plan.by_length.items()
     ]

@@ -8,13 +8,14 @@ from typing import Any
 
 from rich.table import Table
 
-from stagewright.planning.plan import Plan, RankPrediction, StagePolicy
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.predictions import Predictions, RankPrediction
 from stagewright.planning.search import Found
 from stagewright.report.lengths import lengths_document
 from stagewright.report.tables import byte_unit, figure, plural, table, time_unit
 from stagewright.units import format_seconds
 
-_HEADINGS = ("pp x\ndp", "stages", "micro-\nbatches", "schedule", "step", "tokens/s", "MFU", "bubble")
+_HEADINGS = ("pp x\ndp", "stages", "micro-\nbatches", "schedule", "tokens/s", "MFU", "bubble")
 
 _LEAST_SHARE = 0.02
 """Categories of memory that are never more of a rank's peak than this are shown as one."""
@@ -35,6 +36,8 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "step_seconds": predictions.step_seconds,
         "lower_bound_seconds": predictions.lower_bound_seconds,
         "tokens_per_second": predictions.tokens_per_second,
+        "mean_step_seconds": plan.mean_step_seconds,
+        "mean_tokens_per_second": plan.mean_rate(_tokens),
         "mfu": predictions.mfu,
         "bubble_fraction": predictions.bubble_fraction,
         "dp": plan.dp,
@@ -56,7 +59,7 @@ def found_heading(found: Found) -> str:
     """Which model, cluster and job the plans are for."""
     best = found.plans[0]
     job = best.job
-    lengths = ", ".join(str(one.sequence_length) for one in best.lengths) or job.sequence_length
+    lengths = ", ".join(map(str, job.shares))
     return (
         f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples of {lengths} tokens "
         f"per step, {job.dtype}, {job.optimizer}"
@@ -85,8 +88,15 @@ def batch_text(plan: Plan) -> str:
     )
 
 
+def _tokens(predictions: Predictions) -> float:
+    return predictions.tokens_per_second
+
+
 def plans_table(plans: Sequence[Plan]) -> Table:
-    """The best plans, one a row; narrow enough for a terminal of 80 columns."""
+    """The best plans, one a row; narrow enough for a terminal of 80 columns.
+
+    With several lengths times are means over all steps, and peaks the longest's.
+    """
     peaks = [[rank.reserved_peak_bytes for rank in plan.predictions.ranks] for plan in plans]
     unit, size = byte_unit(count for counts in peaks for count in counts)
     rows = [
@@ -95,15 +105,17 @@ def plans_table(plans: Sequence[Plan]) -> Table:
             plan.num_stages,
             f"{plan.num_microbatches} of {plan.microbatch_size}",
             described_schedule(plan),
-            format_seconds(plan.predictions.step_seconds),
-            f"{plan.predictions.tokens_per_second:,.0f}",
-            f"{plan.predictions.mfu:.1%}",
-            f"{plan.predictions.bubble_fraction:.1%}",
+            format_seconds(plan.mean_step_seconds),
+            f"{plan.mean_rate(_tokens):,.0f}",
+            f"{plan.mean_rate(lambda one: one.mfu):.1%}",
+            f"{plan.mean_rate(lambda one: one.bubble_fraction):.1%}",
             _range(counts, size),
         )
         for plan, counts in zip(plans, peaks, strict=True)
     ]
-    return table("", (*_HEADINGS, f"peak {unit}\nper rank"), rows, text=0)
+    step = "mean\nstep" if any(plan.shorter_lengths for plan in plans) else "step"
+    headings = (*_HEADINGS[:4], step, *_HEADINGS[4:], f"peak {unit}\nper rank")
+    return table("", headings, rows, text=0)
 
 
 def estimate_document(plan: Plan) -> dict[str, Any]:
@@ -112,6 +124,8 @@ def estimate_document(plan: Plan) -> dict[str, Any]:
     return {
         "step_seconds": predictions.step_seconds,
         "tokens_per_second": predictions.tokens_per_second,
+        "mean_step_seconds": plan.mean_step_seconds,
+        "mean_tokens_per_second": plan.mean_rate(_tokens),
         "mfu": predictions.mfu,
         "bubble_fraction": predictions.bubble_fraction,
         "dp": plan.dp,
@@ -130,10 +144,11 @@ def estimate_heading(plan: Plan) -> str:
     """The configuration and its time in one line."""
     predictions = plan.predictions
     shared = f" x tp {plan.tp}" if plan.tp > 1 else ""
+    longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
     return (
         f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}{shared}, {described_schedule(plan)}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}\n"
-        f"step {format_seconds(predictions.step_seconds)}, "
+        f"step{longest} {format_seconds(predictions.step_seconds)}, "
         f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
     )

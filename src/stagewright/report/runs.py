@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from rich.console import Group
 from rich.table import Table
 
-from stagewright.planning.plan import Plan, RankPrediction
+from stagewright.planning.plan import Plan
+from stagewright.planning.predictions import RankPrediction
 from stagewright.report.tables import table
 from stagewright.units import format_bytes, format_seconds
 
@@ -24,7 +25,7 @@ class MeasuredRank(Protocol):
     @property
     def pipeline_rank(self) -> int: ...
     @property
-    def allocated_peak_bytes(self) -> int: ...
+    def timed_peak_bytes(self) -> int: ...
     @property
     def busy_seconds(self) -> float: ...
 
@@ -39,15 +40,38 @@ class Measured(Protocol):
     @property
     def median_step_seconds(self) -> float: ...
     @property
+    def timed_length(self) -> int | None: ...
+    @property
     def ranks(self) -> Sequence[MeasuredRank]: ...
 
 
+def as_timed(plan: Plan, measured: Measured) -> Plan:
+    """`plan` for batches of the length whose steps were timed, so that like is compared with like."""
+    return plan if measured.timed_length is None else plan.at_length(measured.timed_length)
+
+
+def longest_not_run(plan: Plan, measured: Measured) -> list[str]:
+    """That the plan's longest batches never came, if so."""
+    length, longest = measured.timed_length, plan.job.sequence_length
+    if length is None or length == longest:
+        return []
+    return [
+        f"no step had {longest} tokens a sample, the longest of the plan: compared are steps of {length} tokens; run "
+        f"{len(plan.job.sequence_lengths)} steps or more"
+    ]
+
+
 def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
-    """The losses, and step time and peak memory per rank as predicted and as measured; `path`: the record."""
+    """The losses, and step time and peak memory per rank as predicted and as measured; `path`: the record.
+
+    With several lengths, times and memory are of steps of ``timed_length`` tokens.
+    """
+    plan = as_timed(plan, measured)
     tokens = plan.predictions.tokens_per_second * plan.predictions.step_seconds
     return {
         "path": path,
         "model": plan.model.name,
+        "timed_length": measured.timed_length,
         "losses": list(measured.losses),
         "step_seconds": measured.median_step_seconds,
         "predicted_step_seconds": plan.predictions.step_seconds,
@@ -57,7 +81,7 @@ def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
             {
                 "rank": rank.rank,
                 "pipeline_rank": rank.pipeline_rank,
-                "allocated_peak_bytes": rank.allocated_peak_bytes,
+                "allocated_peak_bytes": rank.timed_peak_bytes,
                 "predicted_allocated_peak_bytes": _predicted(plan, rank).allocated_peak_bytes,
                 "busy_seconds": rank.busy_seconds,
                 "predicted_busy_seconds": _predicted(plan, rank).busy_seconds,
@@ -81,8 +105,15 @@ def loss_table(losses: Sequence[float]) -> Table:
 
 def comparison(document: dict[str, Any]) -> Table:
     """Predicted beside measured: the time of a step, and each rank's peak of allocated bytes."""
+    length = document["timed_length"]
+    of_length = "" if length is None else f" of {length} tokens"
     rows = [
-        _compared("step time", document["predicted_step_seconds"], document["step_seconds"], format_seconds)
+        _compared(
+            f"step time{of_length}",
+            document["predicted_step_seconds"],
+            document["step_seconds"],
+            format_seconds,
+        )
     ]
     for rank in document["ranks"]:
         pair = rank["predicted_allocated_peak_bytes"], rank["allocated_peak_bytes"]

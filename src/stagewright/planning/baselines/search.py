@@ -14,7 +14,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.predict import costing
 from stagewright.planning.ranking import ranked
-from stagewright.planning.search import Excluded, Found, Trace
+from stagewright.planning.search import Excluded, Found, Trace, over_lengths
 from stagewright.planning.widths import microbatch_sizes, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -37,7 +37,7 @@ def plan_with(
 
     Raises:
         InputError: no planner of that name; the model, device or a width cannot be used as given.
-        PlanError: nothing it makes fits.
+        PlanError: nothing it makes fits, at each length of the job.
     """
     if strategy not in STRATEGIES:
         raise InputError(
@@ -71,7 +71,7 @@ def plan_with(
         if not fitted and plans:
             break
     if plans:
-        return Found(ranked(plans), excluded)
+        return over_lengths(Found(ranked(plans), excluded), cluster, report, trace)
     if misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)
     raise refused or PlanError(

@@ -1,0 +1,85 @@
+"""What a rank measures of its steps beyond their seconds: the bytes alive in some, and when the actions of one ran."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from stagewright.execution.meter import StorageMeter
+from stagewright.execution.rank_runner import BatchResult
+from stagewright.planning.job import Job
+
+
+def metered_steps(job: Job, num_steps: int) -> set[int]:
+    """The steps whose memory is counted: the first of each length, which is step 0, when optimizer state is made, only of a
+    length that does not come again.
+
+    >>> metered_steps(Job(global_batch=1, sequence_length=8), 9), metered_steps(Job(global_batch=1, sequence_length=8), 1)
+    ({1}, {0})
+    >>> sorted(metered_steps(Job(global_batch=1, sequence_lengths=(4, 8, 8)), 9))
+    [1, 3]
+    >>> sorted(metered_steps(Job(global_batch=1, sequence_lengths=(8, 4, 4)), 3))
+    [0, 1]
+    """
+    first: dict[int, int] = {}
+    for step in (*range(1, num_steps), 0):
+        first.setdefault(job.length_of(step), step)
+    return set(first.values())
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """A step of samples of `length` tokens: its batch, when that began, and the seconds of the optimizer behind it."""
+
+    length: int
+    batch: BatchResult
+    began: float
+    optimizer_seconds: float
+
+
+class Metering:
+    """What was measured; where batches have several lengths, bytes of each, and times of the longest that came."""
+
+    def __init__(self) -> None:
+        self.peak_of_length: dict[int, int] = {}
+        self.reserved_bytes: int | None = None
+        self.timed: TimedStep | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes alive at the worst moment of metered steps, of whatever length."""
+        return max(self.peak_of_length.values(), default=0)
+
+    def took(self, step: TimedStep) -> None:
+        """`step` is over; its times are kept unless a longer one's are."""
+        if self.timed is None or step.length >= self.timed.length:
+            self.timed = step
+
+    @contextmanager
+    def counting(
+        self,
+        length: int,
+        device: torch.device,
+        lasting: Callable[[], Iterable[torch.Tensor]],
+        on_host: Callable[[], Iterable[torch.Tensor]],
+    ) -> Iterator[None]:
+        """Inside, a step of samples of `length` tokens has the bytes alive counted.
+
+        `lasting` gives the tensors that are alive before, `on_host` those that stand for memory of the host. Both are
+        functions, so that nothing here keeps a tensor alive.
+        """
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            yield
+            self._counted(length, torch.cuda.max_memory_allocated())
+            self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved())
+            return
+        with StorageMeter(lasting(), on_host()) as meter:
+            yield
+        self._counted(length, meter.peak_bytes)
+
+    def _counted(self, length: int, num_bytes: int) -> None:
+        self.peak_of_length[length] = max(num_bytes, self.peak_of_length.get(length, 0))
