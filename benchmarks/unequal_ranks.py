@@ -36,9 +36,9 @@ OVERRIDES = {
     "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": 4 * HIDDEN, "num_attention_heads": 8,
     "num_key_value_heads": 8, "head_dim": HIDDEN // 8, "vocab_size": VOCABULARY,
 }  # fmt: skip
-_RATES = "memory_bandwidth", "function_rate", "random_rate"
+_RATES = "memory_bandwidth", "packing_bandwidth", "function_rate", "random_rate", "scatter_rate"
 _SECONDS = (
-    "host_overhead_s", "view_overhead_s", "attention_overhead_s", "inner_call_s", "message_overhead_s",
+    "host_overhead_s", "view_overhead_s", "attention_overhead_s", "message_overhead_s",
     "launch_overhead_s",
 )  # fmt: skip
 """Figures of a device that its processor's speed is in, where they are known."""

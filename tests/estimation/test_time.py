@@ -37,6 +37,19 @@ def test_a_cpu_issues_and_computes_in_turn() -> None:
     assert cost(item, CPU).host_s == 0
 
 
+def test_a_cpu_packs_operands_and_then_multiplies() -> None:
+    item = Work(Kernel.MATMUL, "bfloat16", arithmetic=1e9, bytes_moved=1e6)
+    packing = CPU.model_copy(update={"packing_bandwidth": 1e10})
+    assert kernel_seconds(item, packing) == pytest.approx(CPU.matmul_seconds(1e9, "bfloat16") + 1e-4)
+    assert kernel_seconds(item, CPU) < kernel_seconds(item, packing)
+
+
+def test_a_cpu_adds_to_an_embedding_row_by_row() -> None:
+    item = Work(Kernel.MEMORY, "float32", bytes_moved=1e6, num_scattered=1e4)
+    scattering = CPU.model_copy(update={"scatter_rate": 1e8})
+    assert kernel_seconds(item, scattering) == pytest.approx(kernel_seconds(item, CPU) + 1e-4)
+
+
 def test_a_product_is_bound_by_arithmetic_or_by_memory() -> None:
     large = Work(Kernel.MATMUL, "bfloat16", 2e15, 2e15, 1e9)
     assert kernel_seconds(large, GPU) == pytest.approx(2e15 / (989.4e12 * 0.8), rel=1e-3)

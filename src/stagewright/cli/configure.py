@@ -12,6 +12,7 @@ from stagewright.cli.options import Json, Model, Settings, parse_settings
 from stagewright.cli.output import check_writable, print_document, show, write_whole
 from stagewright.cli.planning import (
     ClusterName,
+    Dtype,
     GlobalBatch,
     JobFile,
     JobSequenceLength,
@@ -37,6 +38,7 @@ def configure(
     job: JobFile = None,
     global_batch: GlobalBatch = None,
     sequence_length: JobSequenceLength = None,
+    dtype: Dtype = None,
     memory_limit: MemoryLimit = None,
     tp: TensorWidth = None,
     pp: PipelineWidth = None,
@@ -76,7 +78,11 @@ def configure(
         raise InputError(f"--objective {objective}{nearest(objective, OBJECTIVES)}: give one of {known}")
     target = load_cluster(cluster)
     wanted = read_job(
-        job, global_batch=global_batch, sequence_length=sequence_length, memory_limit=memory_limit
+        job,
+        global_batch=global_batch,
+        sequence_length=sequence_length,
+        dtype=dtype,
+        memory_limit=memory_limit,
     )
     check_one_length(wanted, "configure")
     reference = resolve(model, parse_settings(settings))

@@ -122,6 +122,10 @@ class Device(SourcedModel):
     """FLOP/s; a multiply-add counts as two."""
     matmul_efficiency: PerPrecisionFraction
     matmul_half_flop: float = Field(ge=0)
+    packing_bandwidth: float | None = Field(default=None, gt=0)
+    """Bytes/s at which a CPU's matrix products copy their operands into blocks and results out of them; None: beside
+    arithmetic, as memory traffic is.
+    """
     attention_efficiency: Fraction
     attention_backward_efficiency: Fraction
     memory_efficiency: Fraction
@@ -142,8 +146,8 @@ class Device(SourcedModel):
     """The same of an operator that launches no kernel; None: half of `host_overhead_s`, a guess."""
     attention_overhead_s: Seconds | None = None
     """Of fused attention, beyond that of any operator and its arithmetic; None: nothing."""
-    inner_call_s: Seconds | None = None
-    """Of an operator that a CPU's kernel calls for each row it adds, as for the gradient of an embedding; None: nothing."""
+    scatter_rate: float | None = Field(default=None, gt=0)
+    """Elements per second that a CPU adds to the gradient of an embedding, row by row; None: as fast as memory."""
     message_overhead_s: Seconds | None = None
     """Of the processor that computes, to send a message or to post the buffer of one; None: another processor does it."""
     context_bytes: ByteCount

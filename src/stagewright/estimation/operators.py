@@ -44,8 +44,8 @@ class Work:
     num_functions: float = 0.0
     """Transcendental functions to evaluate; `num_random`: random numbers to draw."""
     num_random: float = 0.0
-    inner_calls: float = 0.0
-    """Operators that the kernel for CPUs calls in its turn, one by one."""
+    num_scattered: float = 0.0
+    """Elements that a CPU adds to a table one row after the other, on one thread."""
     in_blocks: float | None = None
     """Arithmetic of an attention kernel for CPUs, which leaves out whole blocks of masked scores only."""
 
@@ -339,12 +339,12 @@ def _embedding_backward(call: _Call) -> Work:
     Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu: partial sums of ten indices each, then one thread per
     row and column adds those of its row one after the other. Where indices are more than a thousand times the rows
     (buckets of relative positions, of which all far ones share one) half of them are taken to mean the same row. On a CPU
-    (aten/src/ATen/native/Embedding.cpp) every index is an addition of two slices.
+    (aten/src/ATen/native/Embedding.cpp) rows are added one after the other.
     """
     indices, rows = call.meta(1).num_elements, int(call.argument(2))
     skewed = indices > _LONG_TABLE_INDEX * rows
     run = indices * (0.5 if skewed else 1.0 / rows) / _ROWS_PER_THREAD
-    return replace(_scattered(call), serial_accesses=run, inner_calls=float(indices))
+    return replace(_scattered(call), serial_accesses=run, num_scattered=float(call.meta(0).num_elements))
 
 
 def _sorted(call: _Call) -> Work:

@@ -67,7 +67,10 @@ def kernel_seconds(found: Work, device: Device) -> float:
         peak = device.peak_flops.get("float32") or 0.0
         return _overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
     if found.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
-        return _overlapped(device.matmul_seconds(found.arithmetic, _precision(found, device)), memory)
+        arithmetic = device.matmul_seconds(found.arithmetic, _precision(found, device))
+        if device.packing_bandwidth:
+            return arithmetic + found.bytes_moved / device.packing_bandwidth
+        return _overlapped(arithmetic, memory)
     if found.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
         forward = found.kernel is Kernel.ATTENTION
         share = device.attention_efficiency if forward else device.attention_backward_efficiency
@@ -80,7 +83,7 @@ def kernel_seconds(found: Work, device: Device) -> float:
     evaluated = device.evaluation_seconds(found.num_functions, found.num_random)
     one_by_one = found.serial_accesses * ACCESS_S
     if device.kind == "cpu":
-        one_by_one = found.inner_calls * (device.inner_call_s or 0.0)
+        one_by_one = found.num_scattered / device.scatter_rate if device.scatter_rate else 0.0
     return memory + evaluated + one_by_one
 
 

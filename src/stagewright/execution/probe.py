@@ -271,11 +271,21 @@ def _rate_and_ramp(found: Measurements, precision: str) -> tuple[float, float]:
     Of square products on the same operands over and over, or, where they were timed, of those of a step, whose operands
     come from farther away.
     """
-    in_a_step = found.operators.products if found.operators and precision == "fp32" else []
-    timed = in_a_step or found.matmul_seconds[precision]
-    overhead, per_flop = least_squares([(1.0, flop) for flop, _ in timed], [seconds for _, seconds in timed])
+    if found.operators and precision == "fp32":
+        overhead, per_flop, _ = _in_a_step(found.operators)
+    else:
+        timed = found.matmul_seconds[precision]
+        overhead, per_flop = least_squares(
+            [(1.0, flop) for flop, _ in timed], [seconds for _, seconds in timed]
+        )
     common = found.launch_overhead_s or found.host_overhead_s
     return 1 / max(per_flop, 1 / _MOST_FLOPS), max(overhead - common, 0.0)
+
+
+def _in_a_step(found: OperatorFigures) -> list[float]:
+    """Seconds of a product, of each FLOP and of each byte that is packed."""
+    rows = [(1.0, flop, num_bytes) for flop, num_bytes, _ in found.products]
+    return least_squares(rows, [seconds for *_, seconds in found.products])
 
 
 def _memory(found: list[Measurements]) -> dict[str, Any]:
@@ -299,9 +309,10 @@ def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[st
 
     streamed = figures["memory_bandwidth"] * figures["memory_efficiency"]
     speed_up = max(1.0, median("cache_bandwidth") / streamed)
-    names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate", "inner_call_s"
+    names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate", "scatter_rate"
     return {
         **{name: median(name) for name in names},
+        "packing_bandwidth": 1 / max(statistics.median(_in_a_step(one)[2] for one in found), 1 / _MOST_FLOPS),
         "norm_efficiency": min(1.0, median("norm_bandwidth") / (figures["memory_bandwidth"] * speed_up)),
         "cache_bytes": _cache_bytes(),
         "cache_speed_up": speed_up,

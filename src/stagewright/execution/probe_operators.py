@@ -25,7 +25,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.stage import Stage, carve
 from stagewright.tracing.trace import trace_module
 
-SIZES = ((64, 64), (256, 256))
+SIZES = ((64, 64), (128, 128), (256, 256))
 """Width and tokens of the reference networks: one in which operators are mostly overhead, one in which they are not."""
 _HEADS, _BLOCKS, _VOCABULARY = 4, 2, 1000
 _WARM_UP, _LEAST_PASSES = 2, 12
@@ -158,9 +158,9 @@ class OperatorFigures:
     norm_bandwidth: float
     function_rate: float
     random_rate: float
-    inner_call_s: float
-    products: list[tuple[float, float]]
-    """(FLOP, seconds) of each product."""
+    scatter_rate: float
+    products: list[tuple[float, float, float]]
+    """(FLOP, bytes moved, seconds) of each product."""
     attention_overhead_s: float
     attention_flops: float
     attention_backward_flops: float
@@ -169,14 +169,14 @@ class OperatorFigures:
 def fitted(samples: Samples) -> OperatorFigures:
     """The figures under which the seconds of `samples` are off by the least squares of their relative errors.
 
-    Each kind of operator takes an overhead and what it moves, evaluates, draws and calls at constant rates.
+    Each kind of operator takes an overhead and what it moves, evaluates, draws and scatters at constant rates.
     """
     by_kernel: dict[Kernel, Samples] = {kernel: [] for kernel in Kernel}
     for found, seconds in samples:
         by_kernel[found.kernel].append((found, seconds))
     views = [seconds for _, seconds in by_kernel[Kernel.VIEW]]
     streams = by_kernel[Kernel.MEMORY] + by_kernel[Kernel.NORM]
-    overhead, moved, normed, functions, random, inner_call = least_squares(
+    overhead, moved, normed, functions, random, scattered = least_squares(
         [
             (
                 1.0,
@@ -184,7 +184,7 @@ def fitted(samples: Samples) -> OperatorFigures:
                 found.bytes_moved if found.kernel is Kernel.NORM else 0.0,
                 found.num_functions,
                 found.num_random,
-                found.inner_calls,
+                found.num_scattered,
             )
             for found, _ in streams
         ],
@@ -203,8 +203,10 @@ def fitted(samples: Samples) -> OperatorFigures:
         norm_bandwidth=_rate(normed),
         function_rate=_rate(functions),
         random_rate=_rate(random),
-        inner_call_s=inner_call,
-        products=[(found.arithmetic, seconds) for found, seconds in by_kernel[Kernel.MATMUL]],
+        scatter_rate=_rate(scattered),
+        products=[
+            (found.arithmetic, found.bytes_moved, seconds) for found, seconds in by_kernel[Kernel.MATMUL]
+        ],
         attention_overhead_s=max(attention - overhead, 0.0),
         attention_flops=_rate(per_flop),
         attention_backward_flops=_rate(per_flop_backward),
