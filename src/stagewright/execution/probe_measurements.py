@@ -38,7 +38,7 @@ STREAM_BYTES = {"cpu": 96 * MIB, "cuda": 512 * MIB}
 ATTENTION_SHAPE = (4, 16, 2048, 128)
 """Batch, heads, sequence, head width."""
 BACKWARD_FLOP_RATIO = 2.5
-_MIN_SAMPLES, _SAMPLE_S = 5, 1e-3
+_MIN_SAMPLES, _SAMPLE_S = 3, 1e-3
 _POSTS = 40
 """Messages that are posted while a CPU computes."""
 _NETWORK_BOXES = 5

@@ -28,7 +28,7 @@ from stagewright.tracing.trace import trace_module
 SIZES = ((64, 64), (128, 128), (256, 256))
 """Width and tokens of the reference networks: one in which operators are mostly overhead, one in which they are not."""
 _HEADS, _BLOCKS, _VOCABULARY = 4, 2, 1000
-_WARM_UP, _LEAST_PASSES = 2, 12
+_WARM_UP, _LEAST_PASSES = 2, 4
 _ROUNDS, _LEAST_S = 8, 1e-8
 
 _T = TypeVar("_T")

@@ -108,10 +108,15 @@ class Watch:
             problem = self._problem(_SETTLE_S)
             if problem:
                 return problem
+            for rank, (beat, _) in self._seen.items():
+                before.setdefault(rank, beat)
             # One later beat may have been on its way when its rank died; a second was sent by a living one.
-            if all(beat >= before.get(rank, beat) + 2 for rank, (beat, _) in self._seen.items()):
+            if len(before) == self.num_ranks - 1 and all(
+                self._seen[rank][0] >= beat + 2 for rank, beat in before.items()
+            ):
                 return None
-        return None
+        unseen = [rank for rank in range(self.num_ranks) if rank != self.rank and rank not in before]
+        return f"rank {unseen[0]} died or froze at the start (it gave no sign of life)" if unseen else None
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
