@@ -40,7 +40,7 @@ Progress = Callable[[str, float], None]
 """Called with what is measured now and the fraction already done."""
 
 _RESERVE_FRACTION = 0.04
-_MOST_FLOPS = 1e18
+_HIGHEST_RATE = 1e18
 _START, _MESSAGES = 0.1, 0.9
 """Parts of a probe's time at which processes have started, and at which only messages are left to measure."""
 
@@ -272,20 +272,14 @@ def _rate_and_ramp(found: Measurements, precision: str) -> tuple[float, float]:
     come from farther away.
     """
     if found.operators and precision == "fp32":
-        overhead, per_flop, _ = _in_a_step(found.operators)
+        overhead, per_flop = found.operators.product_s, found.operators.flop_s
     else:
         timed = found.matmul_seconds[precision]
         overhead, per_flop = least_squares(
             [(1.0, flop) for flop, _ in timed], [seconds for _, seconds in timed]
         )
     common = found.launch_overhead_s or found.host_overhead_s
-    return 1 / max(per_flop, 1 / _MOST_FLOPS), max(overhead - common, 0.0)
-
-
-def _in_a_step(found: OperatorFigures) -> list[float]:
-    """Seconds of a product, of each FLOP and of each byte that is packed."""
-    rows = [(1.0, flop, num_bytes) for flop, num_bytes, _ in found.products]
-    return least_squares(rows, [seconds for *_, seconds in found.products])
+    return 1 / max(per_flop, 1 / _HIGHEST_RATE), max(overhead - common, 0.0)
 
 
 def _memory(found: list[Measurements]) -> dict[str, Any]:
@@ -312,7 +306,7 @@ def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[st
     names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate", "scatter_rate"
     return {
         **{name: median(name) for name in names},
-        "packing_bandwidth": 1 / max(statistics.median(_in_a_step(one)[2] for one in found), 1 / _MOST_FLOPS),
+        "packing_bandwidth": 1 / max(median("packed_byte_s"), 1 / _HIGHEST_RATE),
         "norm_efficiency": min(1.0, median("norm_bandwidth") / (figures["memory_bandwidth"] * speed_up)),
         "cache_bytes": _cache_bytes(),
         "cache_speed_up": speed_up,

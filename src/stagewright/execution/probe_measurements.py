@@ -304,8 +304,8 @@ def measure_messages(watch: Stopwatch, found: Measurements) -> None:
 
 
 def measure_posting(watch: Stopwatch, found: Measurements) -> None:
-    """What to post the buffer of a small message, or to send one, takes of a CPU that runs a step in between: three times
-    what it takes in a loop of its own. Every rank has to call this.
+    """What to post the buffer of a small message, or to send one, takes of a CPU that runs a step in between, and so finds
+    neither code nor data at hand. Every rank has to call this.
     """
     peer = dist.get_rank() ^ 1
     if watch.device.type != "cpu" or peer >= dist.get_world_size():

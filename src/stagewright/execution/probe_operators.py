@@ -159,8 +159,10 @@ class OperatorFigures:
     function_rate: float
     random_rate: float
     scatter_rate: float
-    products: list[tuple[float, float, float]]
-    """(FLOP, bytes moved, seconds) of each product."""
+    product_s: float
+    """Of each product, the overhead of any operator included, beside what its arithmetic and packing take."""
+    flop_s: float
+    packed_byte_s: float
     attention_overhead_s: float
     attention_flops: float
     attention_backward_flops: float
@@ -190,6 +192,11 @@ def fitted(samples: Samples) -> OperatorFigures:
         ],
         [seconds for _, seconds in streams],
     )
+    products = by_kernel[Kernel.MATMUL]
+    product, flop, packed_byte = least_squares(
+        [(1.0, found.arithmetic, found.bytes_moved) for found, _ in products],
+        [seconds for _, seconds in products],
+    )
     forward, backward = by_kernel[Kernel.ATTENTION], by_kernel[Kernel.ATTENTION_BACKWARD]
     attention, per_flop, per_flop_backward = least_squares(
         [(1.0, _computed(found), 0.0) for found, _ in forward]
@@ -204,9 +211,9 @@ def fitted(samples: Samples) -> OperatorFigures:
         function_rate=_rate(functions),
         random_rate=_rate(random),
         scatter_rate=_rate(scattered),
-        products=[
-            (found.arithmetic, found.bytes_moved, seconds) for found, seconds in by_kernel[Kernel.MATMUL]
-        ],
+        product_s=product,
+        flop_s=flop,
+        packed_byte_s=packed_byte,
         attention_overhead_s=max(attention - overhead, 0.0),
         attention_flops=_rate(per_flop),
         attention_backward_flops=_rate(per_flop_backward),

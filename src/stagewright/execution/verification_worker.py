@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.errors import StagewrightError
-from stagewright.execution.worker import gather, member, report_failure, start_process
+from stagewright.execution.worker import end_process, gather, member, report_failure, start_process
 
 if TYPE_CHECKING:
     from stagewright.execution.session import Session
@@ -77,4 +76,4 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
 
 if __name__ == "__main__":
     start_process()
-    sys.exit(main())
+    end_process(main())

@@ -10,15 +10,10 @@ from stagewright.planning.job import Job
 from stagewright.planning.mixed import ONE_STAGE_EACH, plan_mixed
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import SCHEDULES, Excluded, Found, over_lengths, plan
-from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference
 
 _KEPT = ("microbatch", "recompute", "offload", "report", "trace")
 """Options that mean the same where hosts take part."""
-
-
-def _unreported(stage: str) -> None:
-    """What `report` does unless something is to be told."""
 
 
 def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **options: Any) -> Found:
@@ -42,8 +37,8 @@ def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **opt
         mixed = plan_mixed(
             reference, whole, job, schedules=schedules or ["1f1b"], dp=1, pp=whole.num_devices, **kept
         )
-        report, trace = options.get("report", _unreported), options.get("trace", cached_trace)
-        mixed = over_lengths(Found(mixed, []), whole, report, trace).plans
+        heard = {name: value for name, value in kept.items() if name in ("report", "trace")}
+        mixed = over_lengths(Found(mixed, []), whole, **heard).plans
     except (PlanError, InputError) as error:
         if refused is not None:
             raise refused from None

@@ -23,7 +23,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.predictions import Predictions, RankPrediction, SavedPrediction, StagePrediction
 from stagewright.planning.sharding import Collectives, gathered_flats, reduced_flats
 from stagewright.planning.shortening import shortened
-from stagewright.planning.transfers import posting_seconds, transfer_times
+from stagewright.planning.transfers import flight_seconds, posting_seconds
 from stagewright.schedule import Kind, Program, insert_communication
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.schedule.tokens import Edge
@@ -266,7 +266,7 @@ def run_timeline(line: Pipeline) -> Timeline:
         gather_s=[line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages],
         reduce_s=[line.reduce_seconds(stage) for stage in stages],
     )
-    return simulate(line.program, costs, transfer_times(line, edges), edges=edges)
+    return simulate(line.program, costs, flight_seconds(line, edges), edges=edges)
 
 
 def step_seconds(line: Pipeline, timeline: Timeline) -> float:

@@ -165,7 +165,12 @@ def plan(
     return over_lengths(search.result(), cluster, report, trace)
 
 
-def over_lengths(found: Found, cluster: Cluster, report: Callable[[str], None], trace: Trace) -> Found:
+def over_lengths(
+    found: Found,
+    cluster: Cluster,
+    report: Callable[[str], None] = lambda stage: None,
+    trace: Trace = cached_trace,
+) -> Found:
     """`found`, where batches have several lengths with what each takes, and the best over all of them first.
 
     Raises:

@@ -16,15 +16,14 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 
-def transfer_times(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
+def flight_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
     """Seconds on the way by (source, target) stage, values one way, gradients the other: of one message after the other.
 
     What a sender is busy for (`posting_seconds`) is over when they begin.
     """
-    placed = line.program.placement.rank_of_stage
     found = {}
     for source, target, sent in _sent(line, edges):
-        on_the_way = sent if _posts(line, placed[source]) is None else 0
+        on_the_way = sent if _posts(line, source) is None else 0
         found[source, target] = _seconds(line, source, target, on_the_way) if sent else 0.0
     return found
 
@@ -39,20 +38,20 @@ def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[F
     placed = line.program.placement.rank_of_stage
     forward, backward = np.zeros(len(placed)), np.zeros(len(placed))
     for source, target, sent in _sent(line, edges):
+        if placed[source] == placed[target]:
+            continue
         busy = forward if source < target else backward
-        for stage in (source, target):
-            overhead = _posts(line, placed[stage])
-            if overhead is None or placed[source] == placed[target]:
-                continue
-            busy[stage] += _num_messages(line, source, target) * overhead
-            if stage == source:
-                busy[stage] += _seconds(line, source, target, sent) - _seconds(line, source, target, 0)
+        if (overhead := _posts(line, target)) is not None:
+            busy[target] += _num_messages(line, source, target) * overhead
+        if (overhead := _posts(line, source)) is not None:
+            leaving = _seconds(line, source, target, sent) - _seconds(line, source, target, 0)
+            busy[source] += _num_messages(line, source, target) * overhead + leaving
     return forward, backward
 
 
-def _posts(line: Pipeline, rank: int) -> float | None:
-    """Seconds that a message takes of the processor of a pipeline rank; None where another one does that."""
-    return line.device_of(rank).message_overhead_s
+def _posts(line: Pipeline, stage: int) -> float | None:
+    """Seconds that a message takes of the processor that computes a stage; None where another one does that."""
+    return line.device_of(line.program.placement.rank_of_stage[stage]).message_overhead_s
 
 
 def _seconds(line: Pipeline, source: int, target: int, num_bytes: int) -> float:

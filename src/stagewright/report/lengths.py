@@ -15,8 +15,9 @@ def lengths_tables(plan: Plan) -> list[Table]:
     """A row for each length; no table where all batches have one."""
     if not plan.shorter_lengths:
         return []
-    shares, unit_of = plan.job.shares, [rank for one in plan.by_length.values() for rank in one.ranks]
-    unit, size = byte_unit(rank.reserved_peak_bytes for rank in unit_of)
+    shares = plan.job.shares
+    ranks = (rank for one in plan.by_length.values() for rank in one.ranks)
+    unit, size = byte_unit(rank.reserved_peak_bytes for rank in ranks)
     rows = [
         (
             length,

@@ -30,11 +30,28 @@ def described_schedule(plan: Plan) -> str:
 
 def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
     """One plan of `plan --json`; `path` is the file it was written to."""
-    predictions = plan.predictions
+    ranks = plan.predictions.ranks
     return {
         "path": None if path is None else str(path),
+        **_figures(plan),
+        "lower_bound_seconds": plan.predictions.lower_bound_seconds,
+        "host_optimizer": list(plan.host_optimizer),
+        "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
+        "allocated_peak_bytes": max(rank.allocated_peak_bytes for rank in ranks),
+        "reserved_peak_bytes": max(rank.reserved_peak_bytes for rank in ranks),
+    }
+
+
+def estimate_document(plan: Plan) -> dict[str, Any]:
+    """What one configuration takes, rank by rank: the document of `estimate`."""
+    return {**_figures(plan), "ranks": [rank.model_dump(mode="json") for rank in plan.predictions.ranks]}
+
+
+def _figures(plan: Plan) -> dict[str, Any]:
+    """The configuration and its time."""
+    predictions = plan.predictions
+    return {
         "step_seconds": predictions.step_seconds,
-        "lower_bound_seconds": predictions.lower_bound_seconds,
         "tokens_per_second": predictions.tokens_per_second,
         "mean_step_seconds": plan.mean_step_seconds,
         "mean_tokens_per_second": plan.mean_rate(_tokens),
@@ -45,13 +62,9 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "pp": plan.pp,
         "num_stages": plan.num_stages,
         "schedule": plan.schedule,
-        "host_optimizer": list(plan.host_optimizer),
-        "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
         "microbatch_size": plan.microbatch_size,
         "num_microbatches": plan.num_microbatches,
         "lengths": lengths_document(plan),
-        "allocated_peak_bytes": max(rank.allocated_peak_bytes for rank in predictions.ranks),
-        "reserved_peak_bytes": max(rank.reserved_peak_bytes for rank in predictions.ranks),
     }
 
 
@@ -116,28 +129,6 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     step = "mean\nstep" if any(plan.shorter_lengths for plan in plans) else "step"
     headings = (*_HEADINGS[:4], step, *_HEADINGS[4:], f"peak {unit}\nper rank")
     return table("", headings, rows, text=0)
-
-
-def estimate_document(plan: Plan) -> dict[str, Any]:
-    """What one configuration takes, rank by rank: the document of `estimate`."""
-    predictions = plan.predictions
-    return {
-        "step_seconds": predictions.step_seconds,
-        "tokens_per_second": predictions.tokens_per_second,
-        "mean_step_seconds": plan.mean_step_seconds,
-        "mean_tokens_per_second": plan.mean_rate(_tokens),
-        "mfu": predictions.mfu,
-        "bubble_fraction": predictions.bubble_fraction,
-        "dp": plan.dp,
-        "tp": plan.tp,
-        "pp": plan.pp,
-        "num_stages": plan.num_stages,
-        "schedule": plan.schedule,
-        "microbatch_size": plan.microbatch_size,
-        "num_microbatches": plan.num_microbatches,
-        "ranks": [rank.model_dump(mode="json") for rank in predictions.ranks],
-        "lengths": lengths_document(plan),
-    }
 
 
 def estimate_heading(plan: Plan) -> str:
