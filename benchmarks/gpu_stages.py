@@ -26,7 +26,8 @@ from stagewright.execution.verification import largest_difference
 from stagewright.execution.weights import Weights
 from stagewright.graph.stage import Stage, carve
 from stagewright.planning.job import Job
-from stagewright.planning.predict import costing, pipeline, rank_memories, reserved_bytes
+from stagewright.planning.pipeline import costing, pipeline, reserved_bytes
+from stagewright.planning.predict import rank_memories
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.cache import trace

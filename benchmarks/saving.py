@@ -30,7 +30,8 @@ from stagewright.estimation.time import Costing
 from stagewright.graph.stage import carve
 from stagewright.planning.candidate import Choice, make_program
 from stagewright.planning.job import Job
-from stagewright.planning.predict import allocatable_bytes, pipeline, rank_memories
+from stagewright.planning.pipeline import allocatable_bytes, pipeline
+from stagewright.planning.predict import rank_memories
 from stagewright.planning.saving.exact import choose_exactly
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.saving.greedy import choose

@@ -15,8 +15,9 @@ from stagewright.planning.baselines.search import plan_with
 from stagewright.planning.baselines.strategies import STRATEGIES
 from stagewright.planning.candidate import Candidate, Choice
 from stagewright.planning.job import Job
+from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.predict import costing, rank_memories, run_timeline
+from stagewright.planning.predict import rank_memories, run_timeline
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB
 

@@ -22,8 +22,9 @@ from stagewright.planning.finalists import (
 from stagewright.planning.job import Job
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
+from stagewright.planning.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.plan import stage_cuts, stage_policies, stage_program
-from stagewright.planning.predict import Pipeline, costing, pipeline, run_timeline
+from stagewright.planning.predict import run_timeline
 from stagewright.planning.search import Found, plan
 from stagewright.tracing.cache import trace
 

@@ -19,8 +19,8 @@ from stagewright.planning.cutting.line import known_ranges, terms_of
 from stagewright.planning.cutting.refine import best_partition
 from stagewright.planning.job import Job
 from stagewright.planning.mixed import balanced_cuts
+from stagewright.planning.pipeline import bodies_of, costing
 from stagewright.planning.plan import Plan, load_plan
-from stagewright.planning.predict import bodies_of, costing
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

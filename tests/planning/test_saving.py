@@ -18,7 +18,8 @@ from stagewright.estimation.time import Costing
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import Choice, make_program
 from stagewright.planning.job import Job
-from stagewright.planning.predict import Pipeline, pipeline, rank_memories, reserved_bytes
+from stagewright.planning.pipeline import Pipeline, pipeline, reserved_bytes
+from stagewright.planning.predict import rank_memories
 from stagewright.planning.saving import best as best_choice
 from stagewright.planning.saving.exact import _muted, choose_exactly
 from stagewright.planning.saving.fit import fit

@@ -14,7 +14,7 @@ from in_turn import Batch, Outcome, Pipeline, assert_equal
 from nasty import NASTY
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
-from stagewright.graph.stage import carve
+from stagewright.graph.stage import Carving, carve
 
 
 @functools.cache
@@ -86,3 +86,21 @@ def test_what_is_rebuilt_is_not_kept() -> None:
     assert set(stage.rebuild.outputs) <= set(plain.saved)
     (kept,) = carve(graph, [], [KEEP])
     assert kept.rebuild.nodes == () and kept.saved == plain.saved
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_a_stage_carved_alone_is_that_of_a_whole_carving(name: str) -> None:
+    """Where values lie depends on the cuts alone, whatever policy a stage was carved under first."""
+    _, graph, _, _, cuts = prepared(name)
+    draw = random.Random(name)
+    some = [
+        Policy(frozenset(value for value in stage.saved if draw.random() < 0.5))
+        for stage in carve(graph, cuts)
+    ]
+    asked = [KEEP] * len(some), [RECOMPUTE_ALL] * len(some), some
+    for first in asked:
+        carving = Carving(graph, cuts)
+        carving.stages(first)
+        for policies in asked:
+            alone = [carving.stage(index, policy) for index, policy in enumerate(policies)]
+            assert alone == carve(graph, cuts, policies)

@@ -17,8 +17,8 @@ from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, PlanError, StagewrightError
 
 if TYPE_CHECKING:
+    from stagewright.planning.pipeline import Pipeline
     from stagewright.planning.plan import Plan
-    from stagewright.planning.predict import Pipeline
 
 _TOLERANCE = 0.03
 """Part by which the memory of the model as it is now may differ from what the plan says."""
@@ -102,7 +102,8 @@ def _check_transfers(line: Pipeline) -> str:
 
 
 def _check_memory(plan: Plan, line: Pipeline) -> str:
-    from stagewright.planning.predict import rank_memories, reserved_bytes
+    from stagewright.planning.pipeline import reserved_bytes
+    from stagewright.planning.predict import rank_memories
     from stagewright.units import format_bytes
 
     memories = rank_memories(line)

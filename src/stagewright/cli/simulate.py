@@ -11,7 +11,7 @@ from stagewright.cli.planning import PlannedCluster, cluster_of
 from stagewright.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from stagewright.planning.predict import Pipeline
+    from stagewright.planning.pipeline import Pipeline
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 

@@ -30,7 +30,7 @@ from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.weaving import woven
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
-__all__ = ["ACCUMULATE", "Function", "Stage", "Transfer", "carve"]
+__all__ = ["ACCUMULATE", "Carving", "Function", "Stage", "Transfer", "carve"]
 
 
 @dataclass(frozen=True)
@@ -114,28 +114,53 @@ def carve(graph: OperatorGraph, cuts: Sequence[int], policies: Sequence[Policy] 
     Raises:
         PlanError: a cut is out of range, repeated, or separates an operator from the buffer it updates.
     """
-    cutting = Cutting(graph, cuts)
-    if policies and len(policies) != cutting.num_stages:
-        raise PlanError(f"{len(policies)} memory policies for {cutting.num_stages} stages: give one for each")
-    chosen = policies or [KEEP] * cutting.num_stages
-    carvers = [_StageCarver(cutting, index, policy) for index, policy in enumerate(chosen)]
-    return _located([carver.carve() for carver in carvers], [carver.located() for carver in carvers])
+    return Carving(graph, cuts).stages(policies)
 
 
-def _located(stages: list[Stage], located: list[Located]) -> list[Stage]:
-    """The stages, with their values where each stage holds them."""
-    for stage, here in zip(stages, located, strict=True):
+class Carving:
+    """A graph cut at `cuts`, whose stages can be carved under one policy after another; raises as `carve`."""
+
+    def __init__(self, graph: OperatorGraph, cuts: Sequence[int]) -> None:
+        self._cutting = Cutting(graph, cuts)
+        self._located: list[Located] = []
+        """Where each stage holds its values. What it sends lies in the same places whatever its policy."""
+
+    def stages(self, policies: Sequence[Policy] = ()) -> list[Stage]:
+        """All stages; `policies` as for `carve`."""
+        num_stages = self._cutting.num_stages
+        if policies and len(policies) != num_stages:
+            raise PlanError(f"{len(policies)} memory policies for {num_stages} stages: give one for each")
+        chosen = policies or [KEEP] * num_stages
+        carvers = [_StageCarver(self._cutting, index, policy) for index, policy in enumerate(chosen)]
+        stages = [carver.carve() for carver in carvers]
+        self._located = [carver.located() for carver in carvers]
+        for stage in stages:
+            self._follow_forward(stage, self._located[stage.index])
+        for stage in reversed(stages):
+            self._follow_backward(stage, self._located[stage.index])
+        return [_at(stage, here) for stage, here in zip(stages, self._located, strict=True)]
+
+    def stage(self, index: int, policy: Policy) -> Stage:
+        """One of `stages`, which have been carved before."""
+        carver = _StageCarver(self._cutting, index, policy)
+        stage, here = carver.carve(), carver.located()
+        self._follow_forward(stage, here)
+        self._follow_backward(stage, here)
+        return _at(stage, here)
+
+    def _follow_forward(self, stage: Stage, here: Located) -> None:
         for transfer in stage.receives:
-            here.arrive(located[transfer.stage].value(value) for value in transfer.values)
+            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
         here.follow(stage.forward.nodes)
-    for stage, here in reversed(list(zip(stages, located, strict=True))):
+
+    def _follow_backward(self, stage: Stage, here: Located) -> None:
         for transfer in stage.grad_receives:
-            here.arrive(located[transfer.stage].value(value) for value in transfer.values)
+            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
         here.follow(stage.backward.nodes)
-    return [
-        replace(stage, extra=here.values, local_bytes=here.storage_bytes)
-        for stage, here in zip(stages, located, strict=True)
-    ]
+
+
+def _at(stage: Stage, here: Located) -> Stage:
+    return replace(stage, extra=here.values, local_bytes=here.storage_bytes)
 
 
 @dataclass(frozen=True)

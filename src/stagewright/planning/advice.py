@@ -9,7 +9,7 @@ from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
 from stagewright.planning.candidate import Candidate
 from stagewright.planning.job import Job
-from stagewright.planning.predict import reserved_bytes
+from stagewright.planning.pipeline import reserved_bytes
 from stagewright.units import format_bytes
 
 _PER_MICROBATCH = ("activations", "transient", "boundary", "inputs")

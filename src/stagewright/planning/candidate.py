@@ -18,9 +18,10 @@ from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
+from stagewright.planning.pipeline import Pipeline, pipeline, reserved_bytes
 from stagewright.planning.placing import placed
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy, cut_names
-from stagewright.planning.predict import Pipeline, pipeline, predict, rank_memories, reserved_bytes
+from stagewright.planning.predict import predict, rank_memories
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program
 from stagewright.planning.shortening import built
@@ -108,6 +109,11 @@ class Candidate:
     memories: tuple[RankMemory, ...]
     excess_bytes: int
     memory_policy: tuple[Literal["keep", "recompute"] | StagePolicy, ...]
+
+    def for_job(self, job: Job) -> Candidate:
+        """The same for a job that differs in its memory limit only."""
+        line = replace(self.line, job=job)
+        return replace(self, line=line, excess_bytes=line.missing_bytes(self.memories))
 
 
 def make_program(choice: Choice) -> Program:

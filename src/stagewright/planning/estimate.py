@@ -15,13 +15,14 @@ from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
+from stagewright.planning.pipeline import Pipeline, costing
 from stagewright.planning.plan import (
     ClusterSection,
     Plan,
     shared_layers,
 )
 from stagewright.planning.planned_line import planned_line
-from stagewright.planning.predict import Pipeline, costing, predict
+from stagewright.planning.predict import predict
 from stagewright.planning.predictions import Predictions
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve

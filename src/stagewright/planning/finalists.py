@@ -40,8 +40,9 @@ from stagewright.planning.joint.traced import (
     with_backwards,
     without_splits,
 )
+from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import Pipeline, run_timeline
+from stagewright.planning.predict import run_timeline
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 

@@ -9,7 +9,8 @@ from typing import Literal, get_args
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
 from stagewright.planning.candidate import Candidate, Choice, make_program
-from stagewright.planning.predict import Pipeline, host_of, rank_memories
+from stagewright.planning.pipeline import Pipeline
+from stagewright.planning.predict import host_of, rank_memories
 from stagewright.schedule import Kind
 
 HostOptimizer = Literal["auto", "never", "always"]

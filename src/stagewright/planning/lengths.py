@@ -13,9 +13,10 @@ from stagewright.cluster import Cluster, Device
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Origin
+from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
-from stagewright.planning.predict import costing, predict
+from stagewright.planning.predict import predict
 from stagewright.planning.predictions import LengthPrediction, Predictions
 from stagewright.planning.ranking import ranked
 from stagewright.units import format_bytes

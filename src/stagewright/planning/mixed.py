@@ -15,8 +15,9 @@ from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Candidate, Choice, least_saving, make_plan, with_cuts
 from stagewright.planning.job import Job
 from stagewright.planning.partition import Floats, Ints
+from stagewright.planning.pipeline import bodies_of, costing
 from stagewright.planning.plan import ClusterSection, Plan
-from stagewright.planning.predict import bodies_of, costing, run_timeline
+from stagewright.planning.predict import run_timeline
 from stagewright.planning.widths import microbatch_sizes, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference

@@ -10,7 +10,8 @@ import numpy as np
 from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.arranged import ArrangedCluster
 from stagewright.planning.configure.assignment import Grid, assign, grid_of
-from stagewright.planning.predict import Pipeline, gradient_bytes, run_timeline, step_seconds
+from stagewright.planning.pipeline import Pipeline
+from stagewright.planning.predict import gradient_bytes, run_timeline, step_seconds
 
 MOST_UNITS = 512
 """Larger clusters are placed by `stagewright configure`, which knows no graph."""

@@ -44,8 +44,9 @@ from stagewright.planning.job import Job
 from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.mixed import ONE_STAGE_EACH, plan_mixed
 from stagewright.planning.partition import MemoryBudget, partition
+from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan, shared_layers
-from stagewright.planning.predict import costing, lower_bound_seconds, run_timeline
+from stagewright.planning.predict import lower_bound_seconds, run_timeline
 from stagewright.planning.ranking import ranked
 from stagewright.planning.widths import microbatch_sizes, tensor_widths_of, widths_of
 from stagewright.tracing.cache import trace as cached_trace
@@ -422,10 +423,11 @@ class _Search:
             self._try_host(choice, body)
             return
         limit = self.job.usable_bytes(self.cluster.device)
+        fastest = with_cuts(body, choice, start, self.cluster, self.job)
         lost = 0  # to fragmentation, which only the replay of the allocator shows
         while True:
             within = self.job.model_copy(update={"memory_limit": limit - lost}) if lost else self.job
-            candidate = self._fastest_that_fits(body, choice, start, within, saves)
+            candidate = self._best_that_fits(fastest.for_job(within), body, saves)
             if candidate.excess_bytes > 0:
                 self.misses.append(candidate)
                 missing = candidate.excess_bytes
@@ -450,14 +452,11 @@ class _Search:
                 self._exclude(choice, reason, missing)
                 return
 
-    def _fastest_that_fits(
-        self, body: BodyCosts, choice: Choice, start: Sequence[int], job: Job, saves: bool
-    ) -> Candidate:
-        """The partition within memory, or one that saves less than it would, whichever is faster."""
-        fastest = with_cuts(body, choice, start, self.cluster, job)
+    def _best_that_fits(self, fastest: Candidate, body: BodyCosts, saves: bool) -> Candidate:
+        """The fastest partition, if it fits; else one within memory or one that saves, whichever is faster."""
         if fastest.excess_bytes <= 0:
             return fastest
-        self._try_host(choice, body)
+        self._try_host(fastest.choice, body)
         kept = within_memory(fastest, body)
         if not saves:
             return kept

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stagewright.graph.payload import messages
 
 if TYPE_CHECKING:
-    from stagewright.planning.predict import Pipeline
+    from stagewright.planning.pipeline import Pipeline
 
 Floats = NDArray[np.float64]
 

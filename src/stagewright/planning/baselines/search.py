@@ -11,8 +11,8 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.baselines.strategies import STRATEGIES
 from stagewright.planning.candidate import Candidate, Choice, make_plan
 from stagewright.planning.job import Job
+from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import costing
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import Excluded, Found, Trace, over_lengths
 from stagewright.planning.widths import microbatch_sizes, widths_of

@@ -18,8 +18,9 @@ from stagewright.planning.candidate import Candidate, in_flight
 from stagewright.planning.cutting.leaves import Leaves
 from stagewright.planning.cutting.line import corrected, known_ranges, terms_of
 from stagewright.planning.cutting.ranges import Ints
+from stagewright.planning.pipeline import Variants, allocatable_bytes
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.predict import allocatable_bytes, rank_memories
+from stagewright.planning.predict import rank_memories
 from stagewright.planning.saving.fit import with_choice
 from stagewright.planning.saving.problem import Choice, Unit, stage_units
 
@@ -77,8 +78,9 @@ class _Suffixes:
     """Stages of a pipeline with one stage per rank whose suffixes grow until they fit."""
 
     def __init__(self, plain: Candidate, body: BodyCosts) -> None:
-        self.plain, self.body = plain, body
+        self.plain = plain
         line = plain.line
+        self.variants = Variants(line, body)
         self.units = [unit for stage in line.stages for unit in stage_units(stage)]
         self.place = [_place(body, unit) for unit in self.units]
         ends = block_ends(body, len(line.stages))
@@ -118,7 +120,7 @@ class _Suffixes:
     def _replay(self) -> None:
         chosen = [self._chosen(stage) for stage in range(len(self.grown))]
         choice = Choice(frozenset(index for one in chosen for index in one))
-        line = with_choice(self.plain.line, self.body, self.units, choice)
+        line = with_choice(self.variants, self.units, choice)
         memories = tuple(
             _with_set_in_use(memory, self._bytes(line.program.placement.stages_of(memory.rank)[0]))
             for memory in rank_memories(line)

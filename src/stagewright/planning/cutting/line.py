@@ -13,7 +13,7 @@ from stagewright.planning.cutting.bisection import bottleneck
 from stagewright.planning.cutting.leaves import Leaves, Terms
 from stagewright.planning.cutting.ranges import Ranges, ranges_of
 from stagewright.planning.cutting.refine import best_partition, narrowed
-from stagewright.planning.predict import Pipeline, allocatable_bytes, bodies_of
+from stagewright.planning.pipeline import Pipeline, allocatable_bytes, bodies_of
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate
 

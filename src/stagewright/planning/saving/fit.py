@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.pipeline import Pipeline, Variants, allocatable_bytes, bodies_of
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.predict import (
-    Pipeline,
-    allocatable_bytes,
-    bodies_of,
-    lowered,
-    pipeline,
-    rank_memories,
-)
+from stagewright.planning.predict import lowered, rank_memories
 from stagewright.planning.saving.anchors import anchors
 from stagewright.planning.saving.best import choose
 from stagewright.planning.saving.problem import (
@@ -36,6 +31,9 @@ _ROUNDS = 12
 
 _CLOSE = 0.01
 """Choices for needs that differ by less than this are as good as each other."""
+
+_WITHIN = 0.1
+"""The next need is at least this part of what lies between the known ones away from either."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +75,16 @@ def fit(
     units = line_units(line, body)
     searches = [_RankSearch(line, body, memory, units, offload, chooser) for memory in memories]
     active = [search for search in searches if search.excess > 0]
+    variants = Variants(line, body)
     for _ in range(_ROUNDS):
         active = [search for search in active if search.propose()]
         if not active:
             break
-        _replay(line, body, units, active)
+        _replay(variants, units, active)
     if any(search.best is None for search in searches):
         return None
     found = _joined(search.best.choice for search in searches if search.best is not None)
-    chosen = with_choice(line, body, units, found)
+    chosen = with_choice(variants, units, found)
     best = tuple(search.best.memory for search in searches if search.best is not None)
     return Fitted(chosen, best, units, found)
 
@@ -101,19 +100,14 @@ def line_units(line: Pipeline, body: BodyCosts) -> tuple[Unit, ...]:
     )
 
 
-def with_choice(line: Pipeline, body: BodyCosts, units: Sequence[Unit], choice: Choice) -> Pipeline:
-    """`line`, which keeps everything, with the policies of a choice and the program that carries them out."""
-    cuts = [stage.start for stage in line.stages[1:]]
-    found = policies(units, choice, len(line.stages))
-    program = saving_program(line.program, units, choice)
-    chosen = pipeline(body, cuts, program, line.cluster, line.job, line.dp, found)
-    return replace(
-        chosen,
-        sharding=line.sharding,
-        reduce_dtype=line.reduce_dtype,
-        shard_size=line.shard_size,
-        host_optimizer=line.host_optimizer,
-    )
+def with_choice(
+    variants: Variants, units: Sequence[Unit], choice: Choice, program: Program | None = None
+) -> Pipeline:
+    """A partition with the policies of a choice and the program that carries them out; `program` keeps everything, and is
+    that of the partition unless given."""
+    kept = program or variants.line.program
+    found = policies(units, choice, len(variants.line.stages))
+    return variants.under(saving_program(kept, units, choice), found)
 
 
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
@@ -130,13 +124,12 @@ def _joined(choices: Iterable[Choice]) -> Choice:
     )
 
 
-def _replay(line: Pipeline, body: BodyCosts, units: Sequence[Unit], searches: Sequence[_RankSearch]) -> None:
+def _replay(variants: Variants, units: Sequence[Unit], searches: Sequence[_RankSearch]) -> None:
     """Tells every search what its latest choice takes."""
-    joint = _joined(search.latest for search in searches)
-    short = replace(line, program=shortened(line.program))
-    tried = with_choice(short, body, units, joint)
+    whole = variants.line.program
+    tried = with_choice(variants, units, _joined(search.latest for search in searches), shortened(whole))
     program = lowered(tried.program, stage_edges(tried.stages))
-    left_out = line.program.num_microbatches - program.num_microbatches
+    left_out = whole.num_microbatches - program.num_microbatches
     for search in searches:
         resident = tried.resident(search.rank)
         search.learn(replay_rank(tried.memories, program, search.rank, resident, left_out))
@@ -172,7 +165,8 @@ class _RankSearch:
         self.numbers = [number for number, unit in enumerate(units) if unit.stage in self.stages]
         self.problem = self._problem([units[number] for number in self.numbers], kept, body, offload)
         self.choose = chooser
-        self.low, self.high, self.need = 0.95 * self.excess, float("inf"), float(self.excess)
+        self.need = float(self.excess)
+        self.low, self.high = _Tried(0.95 * self.need, 0.05 * self.need), _Tried(math.inf, -math.inf)
         self.step = 0.0
         self.seconds = float("inf")
         self.tried: dict[Choice, int] = {}
@@ -195,7 +189,7 @@ class _RankSearch:
 
     def propose(self) -> bool:
         """Sets the next choice to replay; false when the search is over."""
-        while self.best is None or self.high - self.low > _CLOSE * self.high:
+        while self.best is None or not self._is_close():
             found = self.choose(replace(self.problem, needed=self.need))
             if found is None:
                 if self.took_everything or self.best is not None:
@@ -229,14 +223,34 @@ class _RankSearch:
                 self.best, self.seconds = _Proved(self.latest, memory), seconds
         self._move_on(excess)
 
+    def _is_close(self) -> bool:
+        low, high = self.low, self.high
+        return min(high.need - low.need, -high.excess) <= _CLOSE * high.need
+
     def _move_on(self, excess: int) -> None:
         """The next need to choose for, after one that left `excess` bytes too many, or fitted."""
+        latest = _Tried(self.need, excess)
         if excess <= 0:
-            self.high = min(self.high, self.need)
+            self.high = min(self.high, latest, key=lambda one: one.need)
         else:
-            self.low = max(self.low, self.need)
-        if self.best is None:
-            self.step = max(2 * self.step, float(excess), _CLOSE * self.need)
-            self.need += self.step
-        else:
-            self.need = (self.low + self.high) / 2
+            self.low, before = max(self.low, latest, key=lambda one: one.need), self.low
+            if self.best is None:
+                stuck = 2 * self.step if excess > before.excess / 2 else 0.0
+                self.step = max(stuck, float(excess), _CLOSE * self.need)
+                self.need += self.step
+        if self.best is not None:
+            self.need = self._between()
+
+    def _between(self) -> float:
+        """Where the excess would be nothing if it fell evenly from `low` to `high`."""
+        low, high = self.low, self.high
+        part = low.excess / (low.excess - high.excess)
+        return low.need + min(max(part, _WITHIN), 1 - _WITHIN) * (high.need - low.need)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A need that was chosen for, and the bytes the choice left too many."""
+
+    need: float
+    excess: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from stagewright.estimation.memory import replay_rank, stage_edges
-from stagewright.planning.predict import Pipeline
+from stagewright.planning.pipeline import Pipeline
 from stagewright.report.pictures.scene import Curve
 from stagewright.schedule import insert_communication
 from stagewright.schedule.action import COMPUTE

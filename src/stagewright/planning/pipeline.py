@@ -1,0 +1,213 @@
+"""A model carved for a program: the stages of every rank, what they take and hold, and who shares what out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from stagewright.cluster import Cluster, Device
+from stagewright.estimation.memory import RankMemory, StageMemory
+from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
+from stagewright.estimation.state import ResidentBytes, resident_bytes
+from stagewright.estimation.time import Costing
+from stagewright.graph import OperatorGraph
+from stagewright.graph.flat import Flat, flats
+from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.stage import Carving, Stage
+from stagewright.graph.tensor_parallel import parallelism
+from stagewright.planning.job import Job
+from stagewright.planning.sharding import Collectives, reduced_flats
+from stagewright.schedule import Program
+from stagewright.schedule.families.asynchronous import weight_versions
+
+_SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from the driver
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A carved model on its way through a program, in `dp` replicas on `cluster`."""
+
+    memories: tuple[StageMemory, ...]
+    summaries: tuple[StageSummary, ...]
+    program: Program
+    cluster: Cluster
+    job: Job
+    dp: int
+    carving: Carving
+    sharding: tuple[int, ...] = ()
+    """Per stage, what its replicas share out; none given: nothing."""
+    reduce_dtype: str | None = None
+    """Type in which gradients are summed over replicas, as torch names it; None is that of the gradients."""
+    shard_size: int | None = None
+    """Replicas that share out among each other, the others holding copies; None is all of them."""
+    host_optimizer: frozenset[int] = frozenset()
+    """Pipeline ranks whose optimizer state is on the host."""
+    tp: int = 1
+    """Ranks that share every layer; `memories` and `summaries` are those of one of them."""
+
+    @cached_property
+    def flats(self) -> tuple[Flat, ...]:
+        """The flat buffers of all stages; none where there is one replica."""
+        levels = self.sharding or (0,) * len(self.memories)
+        copies = self.dp // self.num_shards
+        return flats(self.stages, levels, self.num_shards, copies) if self.dp > 1 else ()
+
+    @property
+    def num_shards(self) -> int:
+        """Replicas that share out among each other."""
+        return self.shard_size or self.dp
+
+    def collectives(self, stage: int) -> Collectives:
+        """What the replicas of a stage take to share it out."""
+        rank = self.program.placement.rank_of_stage[stage]
+        return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype, self.num_shards)
+
+    def reduce_seconds(self, stage: int) -> float:
+        """What REDUCE of a stage takes."""
+        placement = self.program.placement
+        of_rank = placement.stages_of(placement.rank_of_stage[stage])
+        return self.collectives(stage).reduce(reduced_flats(self.flats, stage, of_rank))
+
+    @cached_property
+    def _weight_versions(self) -> list[int]:
+        return weight_versions(self.program)
+
+    def resident(self, pipeline_rank: int) -> ResidentBytes:
+        """What a rank keeps from step to step."""
+        on_host = pipeline_rank in self.host_optimizer
+        found = resident_bytes(
+            self.stages_of(pipeline_rank), self.flats, self.reduce_dtype, host_optimizer=on_host
+        )
+        return found.with_versions(self._weight_versions[pipeline_rank])
+
+    @property
+    def stages(self) -> list[Stage]:
+        return [memory.stage for memory in self.memories]
+
+    @property
+    def pp(self) -> int:
+        return self.program.num_ranks
+
+    def replicas(self, pipeline_rank: int) -> range:
+        """Global ranks that hold the same parameters."""
+        first = self.first_rank(pipeline_rank)
+        return range(first, first + self.dp * self.tp, self.tp)
+
+    def first_rank(self, pipeline_rank: int) -> int:
+        """The first of the global ranks that hold the stages of a pipeline rank."""
+        return pipeline_rank * self.dp * self.tp
+
+    def device_of(self, pipeline_rank: int) -> Device:
+        """What a pipeline rank computes on; of replicas on several kinds, the one with the least memory."""
+        if self.cluster.is_homogeneous:
+            return self.cluster.device
+        kinds = {self.cluster.device_of(rank) for rank in self.replicas(pipeline_rank)}
+        return min(kinds, key=lambda device: device.usable_bytes)
+
+    def missing_bytes(self, memories: Iterable[RankMemory]) -> int:
+        """What the rank that lacks most memory lacks; negative for what the fullest has left."""
+        return max(
+            reserved_bytes(memory, device) - self.job.usable_bytes(device)
+            for memory in memories
+            for device in (self.device_of(memory.rank),)
+        )
+
+    def stages_of(self, pipeline_rank: int) -> list[Stage]:
+        return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
+
+
+def pipeline(
+    body: BodyCosts,
+    cuts: Sequence[int],
+    program: Program,
+    cluster: Cluster,
+    job: Job,
+    dp: int,
+    policies: Sequence[Policy] = (),
+) -> Pipeline:
+    """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
+    carving = Carving(body.graph, cuts)
+    memories = tuple(StageMemory(stage) for stage in carving.stages(policies))
+    shared = parallelism(body.graph)
+    tp = shared.size if shared else 1
+    costings = _costings(body, cluster, program, dp * tp)
+    summaries = tuple(map(summarise, memories, costings))
+    return Pipeline(memories, summaries, program, cluster, job, dp, carving, tp=tp)
+
+
+class Variants:
+    """A partition under one memory policy after another; a stage is carved once for each of its policies.
+
+    Args:
+        line: the partition, which keeps everything.
+    """
+
+    def __init__(self, line: Pipeline, body: BodyCosts) -> None:
+        self.line = line
+        self._costings = _costings(body, line.cluster, line.program, line.dp * line.tp)
+        carved = zip(line.memories, line.summaries, strict=True)
+        self._known = {(index, KEEP): found for index, found in enumerate(carved)}
+
+    def under(self, program: Program, policies: Sequence[Policy]) -> Pipeline:
+        """`program`, of the same placement, with a policy for every stage."""
+        memories, summaries = zip(*(self._stage(*asked) for asked in enumerate(policies)), strict=True)
+        return replace(self.line, memories=memories, summaries=summaries, program=program)
+
+    def _stage(self, index: int, policy: Policy) -> tuple[StageMemory, StageSummary]:
+        found = self._known.get((index, policy))
+        if found is None:
+            memory = StageMemory(self.line.carving.stage(index, policy))
+            found = self._known[index, policy] = memory, summarise(memory, self._costings[index])
+        return found
+
+
+def _costings(body: BodyCosts, cluster: Cluster, program: Program, width: int) -> list[Costing]:
+    """Of every stage, on the rank that holds it."""
+    bodies = bodies_of(body, cluster, program.num_ranks, width)
+    return [bodies[rank].costing for rank in program.placement.rank_of_stage]
+
+
+def bodies_of(body: BodyCosts, cluster: Cluster, num_ranks: int, width: int) -> list[BodyCosts]:
+    """The costs of the model on every pipeline rank, each of `width` devices, the slowest of which is waited for."""
+    if cluster.is_homogeneous:
+        return [body] * num_ranks
+    kinds = [
+        {cluster.device_of(device) for device in range(rank * width, (rank + 1) * width)}
+        for rank in range(num_ranks)
+    ]
+    return [max(map(body.on, found), key=lambda one: float(one.seconds[-1])) for found in kinds]
+
+
+def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
+    """Costs of the operators of `graph` as `job` computes them on the devices of `cluster`, the first where they are of
+    several kinds.
+
+    Raises:
+        InputError: a device has no figures for the precision of the job's products.
+    """
+    if job.products is not None:
+        for group in cluster.nodes:
+            group.device.matmul_flops(job.products)
+    return Costing(graph, cluster.nodes[0].device, cluster, job.products, job.compiled)
+
+
+def reserved_bytes(memory: RankMemory, device: Device) -> int:
+    """The least that the allocator of `device` holds at the peak: on a GPU also the matrix library's workspace, in whole
+    segments.
+
+    Ignores: fragmentation, for which `reserved_peaks` replays the allocator and a device's `reserve_fraction` leaves
+    room.
+    """
+    if device.kind == "cpu":
+        return memory.peak_bytes
+    total = memory.peak_bytes + device.workspace_bytes
+    return -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES
+
+
+def allocatable_bytes(job: Job, device: Device) -> int:
+    """The most that a rank may have alive so that its `reserved_bytes` stay within the limit of `job`."""
+    limit = job.usable_bytes(device)
+    if device.kind == "cpu":
+        return limit
+    return limit // _SEGMENT_BYTES * _SEGMENT_BYTES - device.workspace_bytes
