@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from stagewright.errors import ScheduleError
@@ -40,3 +42,31 @@ def test_a_program_without_a_rank_is_refused():
 def test_a_placement_with_an_empty_rank_is_refused():
     with pytest.raises(ScheduleError, match="without gaps"):
         Program.from_text("program x\nmicrobatches 1\nplacement 0 2\n0: 0F0 0B0\n1:\n2: 1F0 1B0\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rank_of_stage": 5}, "'rank_of_stage' of a program is a list of whole numbers, not 5"),
+        ({"rank_of_stage": [0, 1.5]}, "list of whole numbers"),
+        ({"ranks": [[1], ["1F0"]]}, "'ranks' of a program is a list of lists of actions"),
+        ({"ranks": ["0F0", "1F0"]}, "list of lists of actions"),
+        ({"num_microbatches": [1]}, "'num_microbatches' of a program is a whole number"),
+        ({"num_microbatches": True}, "whole number, not true"),
+        ({"name": None}, "'name' of a program is a text, not null"),
+    ],
+)
+def test_a_document_of_other_types_is_refused_by_key(changes, text):
+    with pytest.raises(ScheduleError, match=re.escape(text)):
+        Program.from_document({**build("1f1b", 2, 1).to_document(), **changes})
+
+
+@pytest.mark.parametrize("document", [[], 1, "1f1b", None])
+def test_what_is_no_object_is_no_program(document):
+    with pytest.raises(ScheduleError, match="an object"):
+        Program.from_document(document)
+
+
+def test_a_missing_key_is_named():
+    with pytest.raises(ScheduleError, match="needs the key 'ranks'"):
+        Program.from_document({"name": "p", "rank_of_stage": [0], "num_microbatches": 1})

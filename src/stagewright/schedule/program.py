@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import COMPUTE, TRANSFERS, Action
 from stagewright.schedule.placement import Placement
+
+_MOST_SHOWN = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,16 @@ class Program:
         }
 
     @classmethod
-    def from_document(cls, document: dict[str, Any]) -> Program:
-        try:
-            fields = [document[key] for key in ("name", "rank_of_stage", "num_microbatches", "ranks")]
-        except KeyError as missing:
-            raise ScheduleError(f"a program document needs the key {missing}") from None
-        return _assembled(*fields)
+    def from_document(cls, document: object) -> Program:
+        """The program of `to_document`; further keys are left alone. Raises `ScheduleError` for anything else."""
+        if not isinstance(document, Mapping):
+            raise ScheduleError(f"a program document is an object of keys and values, not {_shown(document)}")
+        for key, (holds, kind) in _DOCUMENT.items():
+            if key not in document:
+                raise ScheduleError(f"a program document needs the key '{key}', {kind}")
+            if not holds(document[key]):
+                raise ScheduleError(f"'{key}' of a program is {kind}, not {_shown(document[key])}")
+        return _assembled(*(document[key] for key in _DOCUMENT))
 
     def to_json(self) -> str:
         return json.dumps(self.to_document())
@@ -139,6 +145,35 @@ def _after(word: str, lines: list[str], index: int) -> str:
         found = f"'{lines[index][:40]}'" if index < len(lines) else "the end"
         raise ScheduleError(f"line {index + 1} of a program must start with '{word}', found {found}")
     return lines[index].removeprefix(word).strip()
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_list(value: object, holds: Callable[[object], bool]) -> bool:
+    return isinstance(value, list | tuple) and all(map(holds, value))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+_DOCUMENT: dict[str, tuple[Callable[[object], bool], str]] = {
+    "name": (_is_text, "a text"),
+    "rank_of_stage": (lambda value: _is_list(value, _is_count), "a list of whole numbers"),
+    "num_microbatches": (_is_count, "a whole number"),
+    "ranks": (
+        lambda value: _is_list(value, lambda texts: _is_list(texts, _is_text)),
+        'a list of lists of actions, such as [["0F0", "0B0"]]',
+    ),
+}
+"""What a program document has: what each key must hold, and in words. In the order in which `_assembled` takes them."""
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _assembled(
