@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.planning.pipeline import Pipeline
 from stagewright.report.pictures.scene import Curve
-from stagewright.schedule import insert_communication
+from stagewright.schedule import Action, insert_communication
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
 
 
 def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
-    """Per rank the bytes that are alive after each of its actions, and the peak, which lies within one.
+    """Per rank the bytes that are alive after each of its computations, and the peak, which lies within one.
 
+    What transfers and moves change counts with the computation before them, where the program has them.
     Ignores: what an action allocates and frees again, but for the peak.
     """
     lowered = insert_communication(line.program, stage_edges(line.stages))
     curves = []
     for rank, actions in enumerate(lowered.ranks):
         memory = replay_rank(line.memories, lowered, rank, line.resident(rank))
-        # what sends and receives change counts with the computation before them
-        computes = [index for index, action in enumerate(actions) if action.kind in COMPUTE]
+        computes = _computations(actions)
         before_next = [*(index - 1 for index in computes[1:]), len(actions) - 1]
         held = np.array(memory.after_action, np.float64)
         first = held[computes[0] - 1] if computes[0] else held[0]
-        ends = timeline.end_s[timeline.encoded.rank_slice(rank)]
+        ends = timeline.end_s[timeline.encoded.rank_slice(rank)][_computations(line.program.actions(rank))]
         curves.append(Curve(np.r_[0.0, ends], np.r_[first, held[before_next]], float(memory.peak_bytes)))
     return curves
+
+
+def _computations(actions: Sequence[Action]) -> list[int]:
+    return [index for index, action in enumerate(actions) if action.kind in COMPUTE]
