@@ -26,9 +26,9 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare a plan's predictions with the record of its run."""
-    from stagewright.cli.line import line_of
     from stagewright.execution.measured import clock_error_seconds, timeline_of
     from stagewright.execution.record import load_record
+    from stagewright.planning.estimate import line_of
     from stagewright.planning.plan import load_plan
     from stagewright.planning.predict import run_timeline
     from stagewright.report.comparison import both_pictures, comparison_document, comparison_table, in_words
