@@ -92,3 +92,25 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["{"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["schedule", "1f1b", "-p", "16", "-m", "512", "--json"],  # more than a pipe holds
+        ["schedule", "1f1b", "-p", "16", "-m", "64"],
+        ["schedule", "1f1b", "--json"],  # less than the buffer of stdout
+        ["--help"],
+    ],
+    ids=["document", "table", "short", "help"],
+)
+def test_a_reader_that_leaves_early_is_no_failed_run(words: list[str]) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "stagewright.cli", *words]
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(write)
+    assert done.stderr == ""
+    assert done.returncode == 141

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from typing import NoReturn
 
 
 def main() -> None:
     """Entry point of `stagewright`: runs a verb; whatever goes wrong is one message and an exit code.
 
-    Exit codes: 0 done, 2 for input that cannot be used, 1 for a run that failed, 130 after Ctrl-C.
+    Exit codes: 0 done, 2 for input that cannot be used, 1 for a run that failed, 130 after Ctrl-C, 141 where the reader of
+    our output has gone.
     """
     if not sys.warnoptions:
         # Of libraries about each other; none of them is for the user of a command to act on.
@@ -21,12 +23,24 @@ def main() -> None:
     from stagewright.cli.failure import fail_unexpectedly
 
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()  # what is short is only now found to have no reader
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:
-        # The reader of our output (`| head`) has gone: nothing is left to say, on exit neither.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        _leave_unread()
+    except SystemExit as left:
+        # Typer and rich make a failed run of it.
+        if isinstance(left.__context__, BrokenPipeError):
+            _leave_unread()
+        raise
     except Exception as error:
         fail_unexpectedly(error)
+
+
+def _leave_unread() -> NoReturn:
+    """The reader of our output (`| head`) has gone: nothing is left to say, on exit neither."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)
