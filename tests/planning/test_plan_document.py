@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from stagewright.errors import InputError
 from stagewright.planning.job import Job, load_job
 from stagewright.planning.plan import ClusterSection, Plan, load_plan, stage_program
 
-DOCUMENT = {
+DOCUMENT: dict[str, Any] = {
     "version": 1,
     "stagewright": "0.1.0",
     "model": {"text": "tiny-llama", "digest": "0", "name": "tiny-llama"},
@@ -38,6 +39,11 @@ DOCUMENT = {
         "stages": [],
     },
 }
+
+ONE_RANK = {
+    "rank": 0, "busy_seconds": 0.5, "allocated_peak_bytes": 1, "reserved_peak_bytes": 1, "categories": {},
+}  # fmt: skip
+PREDICTED_ONE_OF_TWO = {**DOCUMENT["predictions"], "ranks": [ONE_RANK]}
 
 
 def write(path: Path, **changes: object) -> Path:
@@ -93,6 +99,7 @@ def test_the_schema_lists_every_field() -> None:
         ({"cutz": []}, "did you mean 'cuts'"),
         ({"dp": 0}, "dp = 0"),
         ({"cuts": []}, "cuts has 0 entries where 1 belong"),
+        ({"predictions": PREDICTED_ONE_OF_TWO}, "ranks has 1 entries where 2 belong"),
         ({"num_microbatches": 3}, "global_batch of 4"),
         ({"job": {"global_batch": 4, "sequence_length": 32, "dtype": "fp7"}}, "job.dtype = 'fp7'"),
     ],

@@ -166,6 +166,12 @@ class Plan(StrictModel):
         ):
             if found != wanted:
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
+        for one in self.by_length.values():
+            # Plans of other programs may predict nothing of their ranks.
+            if len(one.ranks) not in (0, self.pp):
+                raise ValueError(
+                    f"predictions.ranks has {len(one.ranks)} entries where {self.pp} belong, or none"
+                )
         if self.devices and sorted(self.devices) != list(range(self.num_ranks)):
             raise ValueError(f"devices must name each of 0 to {self.num_ranks - 1} once: one device per rank")
         if not set(self.host_optimizer) <= set(range(self.pp)):
