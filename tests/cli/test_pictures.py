@@ -106,4 +106,15 @@ def test_limits_of_schedules_are_refused_for_plans(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text("{}")
     code, _, err = call("check", path, "--max-activations", "3")
-    assert code == 2 and "for schedule files" in err
+    assert code == 2 and "leave out --max-activations, or check a schedule file" in err
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "p", "num_microbatches": 1, "ranks": [], "rank_of_stage": 5}', "[]"]
+)
+def test_a_program_of_other_types_is_bad_input(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "program.json"
+    path.write_text(text)
+    for verb in ("schedule", "check"):
+        code, _, err = call(verb, path)
+        assert code == 2 and "fault of Stagewright" not in err and err.startswith("error: ")

@@ -200,7 +200,7 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         (("plan", *MODEL, *CLUSTER, *JOB, "--strategy", "gpip"), "did you mean 'gpipe'?"),
         (
             ("plan", *MODEL, *CLUSTER, *JOB, "--strategy", "even", "--objective", "batch"),
-            "leave one of the two",
+            "leave out --objective, or plan without --strategy",
         ),
         (
             ("plan", *MODEL, *CLUSTER, *JOB, "--sequence-lengths", "32,six"),
@@ -266,4 +266,13 @@ def test_megatrons_stacks_have_widths_of_their_own() -> None:
     wrong = call("estimate", *words, "--sequence-length", 4096, "--tp", 3)
     assert wrong.exit_code != 0 and "tp 3" in wrong.stderr
     foreign = call("estimate", "llama-3-8b", "--cluster", "8x-h100", "--cp", 2, "--global-batch", 8)
-    assert foreign.exit_code != 0 and "belongs to Megatron's stacks" in foreign.stderr
+    assert foreign.exit_code == 2 and "leave out --cp, or give --stack" in foreign.stderr
+
+
+def test_a_plan_that_predicts_nothing_of_its_ranks_is_checked_without(planned: dict, folder: Path) -> None:
+    predictions = json.loads((folder / "plan.json").read_text())["predictions"]
+    silent = changed(folder, "silent.json", predictions={**predictions, "ranks": []})
+    assert call("check", silent).exit_code == 0
+    half = changed(folder, "half.json", predictions={**predictions, "ranks": predictions["ranks"] * 2})
+    done = call("check", half)
+    assert done.exit_code == 2 and "predictions.ranks has" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -183,3 +184,13 @@ def test_a_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> Non
     done = call("schedule", "1f1", "--traceback")
     assert done.exit_code == 2
     assert "Traceback" in done.stderr
+
+
+def test_a_memory_limit_that_is_missed_names_the_schedules_that_keep_it() -> None:
+    size = ("--ranks", "4", "--microbatches", "8", "--memory-limit", "2")
+    done = call("schedule", "1f1b", *size)
+    assert done.exit_code == 2 and "1f1b holds 4 activations on rank 0" in done.stderr
+    named = re.findall(r"\((.*)\)", done.stderr)[0].split(", ")
+    assert "zb-auto" in named and "1f1b" not in named
+    for name in named:
+        assert call("schedule", name, *size).exit_code == 0, name

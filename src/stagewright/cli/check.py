@@ -14,7 +14,8 @@ from stagewright.cli.options import Json
 from stagewright.cli.output import print_document, show
 from stagewright.cli.planning import PlannedCluster, cluster_of
 from stagewright.cli.progress import Progress
-from stagewright.errors import InputError, PlanError, StagewrightError
+from stagewright.cli.refuse import refuse
+from stagewright.errors import PlanError, StagewrightError
 
 if TYPE_CHECKING:
     from stagewright.planning.pipeline import Pipeline
@@ -25,6 +26,7 @@ _TOLERANCE = 0.03
 
 
 def check(
+    context: typer.Context,
     plan: Annotated[
         Path,
         typer.Argument(
@@ -48,10 +50,18 @@ def check(
     Exit code 0 if it would. If not: 2 with the reason for a plan, 1 with all findings for a schedule.
     """
     if holds_program(plan):
+        refuse(
+            context,
+            ["cluster"],
+            "a schedule file says nothing of times and bytes",
+            "check the plan it is from",
+        )
         check_program(plan, microbatches, max_activations, as_json)
         return
-    if microbatches is not None or max_activations is not None:
-        raise InputError(f"--microbatches and --max-activations are for schedule files; {plan} is a plan")
+    refuse(
+        context, ["microbatches", "max_activations"], f"{plan} is a plan, with a number of microbatches and a memory",
+        "check a schedule file",
+    )  # fmt: skip
     found: list[dict[str, Any]] = []
     failure: StagewrightError | None = None
     with Progress(f"checking {plan}") as progress:
@@ -107,7 +117,7 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
     from stagewright.units import format_bytes
 
     memories = rank_memories(line)
-    for memory, predicted in zip(memories, plan.predictions.ranks, strict=True):
+    for memory in memories:
         device = line.device_of(memory.rank)
         needed, limit = reserved_bytes(memory, device), plan.job.usable_bytes(device)
         if needed > limit:
@@ -115,6 +125,7 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
                 f"rank {memory.rank} needs {format_bytes(needed)} at {memory.at}, "
                 f"{format_bytes(needed - limit)} more than it may use ({format_bytes(limit)}): plan again"
             )
+    for memory, predicted in zip(memories, plan.predictions.ranks, strict=False):  # of all ranks or of none
         if abs(memory.peak_bytes - predicted.allocated_peak_bytes) > _TOLERANCE * memory.peak_bytes:
             raise PlanError(
                 f"rank {memory.rank} needs {format_bytes(memory.peak_bytes)}, but the plan says "

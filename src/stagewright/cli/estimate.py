@@ -31,6 +31,7 @@ from stagewright.cli.planning import (
 )
 from stagewright.cli.progress import Progress
 from stagewright.cli.quick import without_collection
+from stagewright.cli.refuse import refuse, refuse_all_but
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 
@@ -43,6 +44,7 @@ _PANEL = "Megatron's stacks"
 
 
 def estimate(
+    context: typer.Context,
     subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model, or a plan.json.")],
     cluster: PlannedCluster = None,
     job: JobFile = None,
@@ -98,11 +100,9 @@ def estimate(
     from stagewright.planning.plan import load_plan
     from stagewright.tracing.models.reference import resolve
 
-    megatron = {
-        "cp": cp, "ep": ep, "num_chunks": chunks, "shards_optimizer": shard_optimizer or None,
-    }  # fmt: skip
-    megatron = {name: value for name, value in megatron.items() if value is not None}
-    if stack in MEGATRON_STACKS and not is_plan(subject):
+    from_plan = is_plan(subject)
+    _refuse_unheard(context, stack, from_plan)
+    if stack in MEGATRON_STACKS and not from_plan:
         wanted = read_job(
             job,
             global_batch=global_batch,
@@ -112,29 +112,17 @@ def estimate(
         )
         check_one_length(wanted, f"--stack {stack}")
         given = {
-            "dp": dp, "tp": tp, "pp": pp, "microbatch_size": microbatch, "schedule": schedule,
-            "sequence_parallel": sequence_parallel or None, "recompute": recompute,
+            "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "num_chunks": chunks, "microbatch_size": microbatch,
+            "schedule": schedule, "sequence_parallel": sequence_parallel or None, "recompute": recompute,
+            "shards_optimizer": shard_optimizer or None,
         }  # fmt: skip
-        _refuse_on_megatron(zero=zero, reduce_dtype=reduce_dtype, shard_size=shard_size)
-        megatron |= {name: value for name, value in given.items() if value is not None}
+        megatron = {name: value for name, value in given.items() if value is not None}
         _show_megatron(
             resolve(subject, parse_settings(settings)), _cluster(cluster), wanted, stack, megatron, as_json
         )
         return
-    if megatron:
-        raise InputError(
-            f"--{next(iter(megatron)).replace('_', '-')} belongs to Megatron's stacks: give --stack with one of "
-            f"{', '.join(MEGATRON_STACKS)}, and a model"
-        )
     with without_collection(), Progress(f"estimating {subject}") as progress:
-        if is_plan(subject):
-            _refuse_with_a_plan(
-                job=job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
-                compiled=compiled or None,
-                memory_limit=memory_limit, pp=pp, dp=dp, tp=tp, microbatch=microbatch, schedule=schedule,
-                sequence_parallel=sequence_parallel or None, recompute=recompute, zero=zero,
-                reduce_dtype=reduce_dtype, shard_size=shard_size, set=settings,
-            )  # fmt: skip
+        if from_plan:
             plan = load_plan(subject)
             on = cluster_of(plan, cluster)
             found = estimating.estimate(plan, on, stack=stack, report=progress)
@@ -204,22 +192,25 @@ def _recomputes(way: str | None) -> bool:
     return way == "full"
 
 
-def _refuse_on_megatron(**options: object) -> None:
-    """What has another name there."""
-    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
-    if given:
-        raise InputError(
-            f"Megatron's stacks have no {', '.join(given)}: give --shard-optimizer for the distributed optimizer"
-        )
-
-
-def _refuse_with_a_plan(**options: object) -> None:
-    """A plan brings its own job and configuration: what would be ignored is refused."""
-    given = [f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None]
-    if given:
-        raise InputError(
-            f"a plan has its own job and configuration: leave out {', '.join(given)}, or estimate the model"
-        )
+def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None:
+    """Refuses what neither a plan nor the stack would look at."""
+    if from_plan:
+        refuse_all_but(
+            context, ["subject", "cluster", "stack", "by", "as_json"], "a plan has its own job and configuration",
+            "estimate the model",
+        )  # fmt: skip
+    elif stack in MEGATRON_STACKS:
+        refuse(
+            context, ["zero", "reduce_dtype", "shard_size", "by", "compiled"],
+            f"--stack {stack} knows Megatron's own options only, and predicts memory without time",
+            "take another --stack", {"zero": "give --shard-optimizer for the distributed optimizer"},
+        )  # fmt: skip
+    else:
+        refuse(
+            context, ["cp", "ep", "chunks", "shard_optimizer"],
+            f"--stack {stack} ignores what belongs to Megatron's stacks",
+            f"give --stack with one of {', '.join(MEGATRON_STACKS)}, and a model",
+        )  # fmt: skip
 
 
 def _cluster(name: str | None) -> Cluster:

@@ -115,6 +115,8 @@ def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
 def _problem(request: Request) -> Problem:
     from stagewright.planning.joint.problem import LayerTable, Problem
 
+    if request.ran is not None and request.record is None:
+        raise InputError("--ran is the plan of a run: give what that measured too, as --record RECORD")
     if request.ranks is None or request.microbatches is None:
         raise InputError("--costs also needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
     rows = read_cost_table(request.costs)
@@ -181,6 +183,8 @@ def _observed(request: Request) -> list[float]:
             f"record {request.record} has {len(measured)} pipeline ranks and {request.ran} {plan.pp}, but --ranks is "
             f"{request.ranks}: give the same number"
         )
+    if not plan.predictions.ranks:
+        raise InputError(f"{request.ran} says nothing of its ranks' times: give the speeds with --speeds")
     planned = [rank.busy_seconds for rank in plan.predictions.ranks]
     return relative_speeds(planned, [measured[rank] for rank in range(plan.pp)]).tolist()
 

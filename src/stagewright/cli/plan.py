@@ -33,6 +33,7 @@ from stagewright.cli.planning import (
     warn,
 )
 from stagewright.cli.progress import Progress
+from stagewright.cli.refuse import refuse, refuse_all_but
 from stagewright.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -40,9 +41,25 @@ if TYPE_CHECKING:
 
 _SHOWN = 5
 _OBJECTIVES = ("speed", "batch")
+_OF_COSTS = frozenset(
+    {"costs", "ranks", "microbatches", "speeds", "ran", "record", "bandwidth", "seconds", "seed", "robust"}
+)
+"""Options that go with --costs only."""
+_OF_STRATEGIES = frozenset(
+    {
+        "model", "cluster", "job", "global_batch", "sequence_length", "sequence_lengths", "dtype", "compiled",
+        "memory_limit", "pp", "dp", "microbatch", "strategy", "settings", "output", "top", "as_json",
+    }
+)  # fmt: skip
+"""All that goes with --strategy."""
+_MEANT = {
+    "microbatches": "--microbatch is the samples of one microbatch",
+    "ranks": "--pp, --dp and --tp are the widths",
+}
 
 
 def plan(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -137,15 +154,27 @@ def plan(
     --costs TABLE in place of a model: the best partition, placement and schedule for layers of those costs.
     """
     if costs is not None:
-        if model is not None or cluster is not None:
-            raise InputError("--costs takes the place of MODEL and --cluster: leave them out")
+        refuse_all_but(
+            context,
+            _OF_COSTS | {"memory_limit", "output", "as_json"},
+            "--costs takes the place of model, job and cluster, and searches all that is planned for them",
+            "plan for a MODEL and a --cluster without --costs",
+        )
         request = joint.Request(
             costs, ranks, microbatches, speeds, bandwidth, memory_limit, seconds, seed, robust, ran, record
         )
         joint.plan_costs(request, output, as_json)
         return
+    refuse(context, _OF_COSTS, "it belongs to --costs, which is not given", "give --costs TABLE", _MEANT)
     if model is None or cluster is None:
         raise InputError("give a MODEL and --cluster, or --costs TABLE with --ranks and --microbatches")
+    if strategy is not None:
+        refuse_all_but(
+            context,
+            _OF_STRATEGIES,
+            f"--strategy {strategy} chooses schedule and savings itself, in plain replicas of one pipeline",
+            "plan without --strategy",
+        )
     from stagewright.cluster import load_cluster
     from stagewright.planning import search
     from stagewright.planning.baselines.search import plan_with
@@ -173,10 +202,6 @@ def plan(
     reference = resolve(model, parse_settings(settings))
     with Progress(f"planning {model}") as progress:
         if strategy is not None:
-            if objective != "speed":
-                raise InputError(
-                    f"--strategy {strategy} has no --objective {objective}: leave one of the two out"
-                )
             found = plan_with(
                 strategy, reference, target, wanted, report=progress, pp=pp, dp=dp, microbatch=microbatch
             )

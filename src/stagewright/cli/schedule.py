@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +13,8 @@ from stagewright.cli.options import Json, parse_settings
 from stagewright.cli.output import print_document, show
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
 from stagewright.cli.program_file import is_program_file, read_program
-from stagewright.errors import ScheduleError
+from stagewright.cli.refuse import refuse
+from stagewright.errors import InputError, ScheduleError
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
@@ -26,6 +27,7 @@ _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 
 
 def schedule(
+    context: typer.Context,
     name: Annotated[
         str,
         typer.Argument(
@@ -62,10 +64,21 @@ def schedule(
 
     The program is checked first: complete, in order, free of deadlock.
     """
-    from stagewright.report.timelines import heading, peak_activations, rank_table, timeline_document
+    from stagewright.report.timelines import heading, rank_table, timeline_document
     from stagewright.schedule import verify
     from stagewright.simulation import simulate
 
+    if is_program_file(name):
+        refuse(
+            context, ["ranks", "microbatches", "chunks", "options"],
+            "a program file says which ranks, stages and microbatches there are, and in which order",
+            "name a schedule in place of the file",
+        )  # fmt: skip
+    if costs is not None:
+        refuse(
+            context, ["forward", "input_grad", "weight_grad"], "--costs says how long each pass takes",
+            "give one time for all stages without --costs",
+        )  # fmt: skip
     pictures = Pictures(svg, png, html, trace, dark)
     pictures.check()
     given = parse_settings(options)
@@ -76,7 +89,7 @@ def schedule(
     program = verify(_program(name, ranks, microbatches, chunks, costs_of, transfer, given, counts))
     timeline = simulate(program, costs_of(program.num_stages), transfer)
     if memory_limit is not None and "memory_limit" not in given:
-        _check_limit(program, peak_activations(program), memory_limit)
+        _check_limit(program, memory_limit, costs_of, transfer)
     pictures.write(timeline)
     document = timeline_document(program, timeline)
     if as_json:
@@ -143,10 +156,36 @@ def _limits_itself(name: str) -> bool:
     return builder is not None and "memory_limit" in inspect.signature(builder).parameters
 
 
-def _check_limit(program: Program, activations: list[int], limit: int) -> None:
+def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: float) -> None:
+    """Raises `ScheduleError` where a rank holds more; names the schedules that do not."""
+    from stagewright.report.timelines import peak_activations
+
+    activations = peak_activations(program)
     rank = max(range(len(activations)), key=activations.__getitem__)
-    if activations[rank] > limit:
-        raise ScheduleError(
-            f"{program.name} holds {activations[rank]} activations on rank {rank}, the limit is {limit}: "
-            "allow more, use fewer microbatches, or a schedule that holds fewer (1f1b: at most one per rank)"
+    if activations[rank] <= limit:
+        return
+    others = ", ".join(_within(limit, program, costs_of, transfer))
+    raise ScheduleError(
+        f"{program.name} holds {activations[rank]} activations on rank {rank}, the limit is {limit}: allow more, "
+        + (
+            f"use fewer microbatches, or a schedule that holds no more ({others})"
+            if others
+            else "or use fewer microbatches"
         )
+    )
+
+
+def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) -> Iterator[str]:
+    """The synchronous schedules that hold at most `limit` activations on any rank, at the size of `program`."""
+    from stagewright.report.timelines import peak_activations
+    from stagewright.schedule import FAMILIES, Kind
+
+    for name in FAMILIES:
+        options = {"memory_limit": float(limit)} if _limits_itself(name) else {}
+        size = program.num_ranks, program.num_microbatches, None
+        try:
+            built = _program(name, *size, costs_of, transfer, options, True)
+        except (InputError, ScheduleError):
+            continue  # it has other sizes, or more stages than there are layers
+        if max(peak_activations(built)) <= limit and all(action.kind is not Kind.STEP for action in built):
+            yield name

@@ -1,0 +1,108 @@
+"""What a verb would ignore in the way it is used is refused, by the name it has on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from stagewright.cli.app import app
+
+MODEL = ("plan", "tiny-llama", "--cluster", "2x-h100", "--global-batch", "8", "--sequence-length", "16")
+COSTS = ("plan", "--costs", "layers.csv", "--ranks", "2", "--microbatches", "2")
+ESTIMATE = (
+    "estimate",
+    "llama-3-8b",
+    "--cluster",
+    "8x-h100",
+    "--global-batch",
+    "8",
+    "--sequence-length",
+    "16",
+)
+MEGATRON = (*ESTIMATE, "--stack", "megatron-core+te")
+
+
+@pytest.fixture(autouse=True)
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "program.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    (tmp_path / "layers.csv").write_text("layer,forward_s,input_grad_s,weight_grad_s\na,1,1,1\nb,1,1,1\n")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--job j.toml", "--global-batch 8", "--pp 2", "--dp 1", "--tp 1", "--schedule 1f1b", "--recompute full",
+        "--no-offload", "--zero 1", "--objective speed", "--strategy even", "--set a=1", "--top 3", "--cluster 2x-h100",
+    ],
+)  # fmt: skip
+def test_costs_take_the_place_of_a_model_and_a_job(option: str) -> None:
+    refused(*COSTS, option=option, remedy="plan for a MODEL")
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["--microbatches 4", "--ranks 4", "--seconds 1", "--seed 1", "--robust 5", "--speeds 1,1", "--bandwidth 1GiB"],
+)  # fmt: skip
+def test_a_plan_for_a_model_has_nothing_of_costs(option: str) -> None:
+    refused(*MODEL, option=option, remedy="give --costs TABLE")
+
+
+def test_the_option_that_may_be_meant_is_named() -> None:
+    assert "--microbatch is the samples" in refused(*MODEL, option="--microbatches 4", remedy="--costs")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--schedule 1f1b", "--tp 2", "--zero 1", "--reduce-dtype bf16", "--shard-size 2", "--recompute full",
+        "--no-offload", "--host-optimizer always", "--host-stages", "--sequence-parallel", "--objective batch",
+    ],
+)  # fmt: skip
+def test_a_strategy_leaves_no_choice(option: str) -> None:
+    refused(*MODEL, "--strategy", "even", option=option, remedy="plan without --strategy")
+
+
+def test_the_plan_of_a_run_needs_its_record() -> None:
+    done = call(*COSTS, "--ran", "plan.json")
+    assert done[0] == 2 and "--record RECORD" in done[1]
+
+
+@pytest.mark.parametrize(
+    "option", ["--by layer", "--compiled", "--zero 1", "--reduce-dtype bf16", "--shard-size 2"]
+)
+def test_stacks_of_megatron_refuse_what_they_lack(option: str) -> None:
+    refused(*MEGATRON, option=option, remedy="another --stack")
+
+
+@pytest.mark.parametrize("option", ["--chunks 2", "--shard-optimizer", "--cp 2", "--ep 2"])
+def test_other_stacks_refuse_what_is_megatrons(option: str) -> None:
+    refused(*ESTIMATE, option=option, remedy="megatron-core+te")
+
+
+def test_a_schedule_file_needs_no_cluster() -> None:
+    refused("check", "program.csv", option="--cluster 2x-h100", remedy="check the plan")
+
+
+@pytest.mark.parametrize("option", ["--ranks 2", "--microbatches 1", "--chunks 1", "--set a=1"])
+def test_a_program_file_is_not_reshaped(option: str) -> None:
+    refused("schedule", "program.csv", option=option, remedy="name a schedule")
+
+
+@pytest.mark.parametrize("option", ["--forward 2", "--input-grad 1", "--weight-grad 3"])
+def test_a_table_of_costs_has_the_passes(option: str) -> None:
+    refused("schedule", "1f1b", "--costs", "layers.csv", option=option, remedy="without --costs")
+
+
+def call(*words: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, list(words))
+    return done.exit_code, done.stderr
+
+
+def refused(*words: str, option: str, remedy: str) -> str:
+    code, shown = call(*words, *option.split())
+    assert code == 2, shown
+    assert f"leave out {option.split()[0]}, or " in shown and remedy in shown
+    return shown
