@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -46,7 +46,24 @@ class AdamW:
             target.grad = gradients.get(value)
         if self.adamw is not None:
             self.adamw.step()
-        self._round()
+        self.round()
+
+    def begin(self) -> None:
+        """Make the state that the first step would make."""
+        for target in self.targets.values():
+            if self.adamw is not None and not self.adamw.state.get(target):
+                self.adamw.state[target] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=target.device),
+                    "exp_avg": torch.zeros_like(target),
+                    "exp_avg_sq": torch.zeros_like(target),
+                }
+
+    def states(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """For each parameter, by name, all that a step changes, but for what is rounded from it."""
+        self.begin()
+        for value, target in self.targets.items():
+            kept = self.adamw.state[target] if self.adamw is not None else {}
+            yield value, {"weight": target.detach(), **kept}
 
     def release(self, values: Iterable[int]) -> None:
         """Hold the gradients of `values` no longer."""
@@ -64,7 +81,7 @@ class AdamW:
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
         return parameter.to(wide) if wide != parameter.dtype else None
 
-    def _round(self) -> None:
+    def round(self) -> None:
         """Parameters from their masters."""
         for value, master in self.masters.items():
             self.parameters[value].copy_(master)
@@ -86,13 +103,7 @@ class HostAdamW(AdamW):
     def __init__(self, parameters: Tensors, job: Job, wide: torch.dtype | None) -> None:
         super().__init__(parameters, job, wide)
         self.received = {value: _host_like(target, target.dtype) for value, target in self.targets.items()}
-        if self.adamw is not None:
-            for target in self.targets.values():
-                self.adamw.state[target] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    "exp_avg": torch.zeros_like(target),
-                    "exp_avg_sq": torch.zeros_like(target),
-                }
+        self.begin()
 
     def update(self, gradients: Tensors) -> None:
         here = {value: self.received[value] for value in gradients}
@@ -111,7 +122,7 @@ class HostAdamW(AdamW):
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
         return _host_like(parameter, wide).copy_(parameter)
 
-    def _round(self) -> None:
+    def round(self) -> None:
         """On the host, in the room of gradients that are used up, so that the device needs none for it."""
         for value, master in self.masters.items():
             parameter = self.parameters[value]

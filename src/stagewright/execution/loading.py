@@ -43,6 +43,17 @@ def starting_tensors(
     return {**found, **model.tensors(buffers), **_constants(stages)}
 
 
+def unused_tensors(
+    model: DeferredModel, names: Iterable[str], weights: Path | None = None
+) -> dict[str, torch.Tensor]:
+    """Tensors of the model that no stage uses, by name: from files that have them, from the seed otherwise."""
+    stored = {} if weights is None else _index(weights)
+    layouts = {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
+    read = {name: layouts[name] for name in names if name.removeprefix("net.") in stored}
+    found = {} if weights is None else _read_weights(weights, read)
+    return {**model.tensors(name for name in names if name not in found), **found}
+
+
 def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) -> torch.Tensor:
     """The part of `rank` of a tensor that `num_ranks` ranks share, in memory of its own."""
     if shard.padding:

@@ -13,9 +13,9 @@ from stagewright.execution.rank_runner import BatchResult
 from stagewright.planning.job import Job
 
 
-def metered_steps(job: Job, num_steps: int) -> set[int]:
-    """The steps whose memory is counted: the first of each length, which is step 0, when optimizer state is made, only of a
-    length that does not come again.
+def metered_steps(job: Job, num_steps: int, first: int = 0) -> set[int]:
+    """The steps from `first` on whose memory is counted: the first of each length, which is the first of all, when optimizer
+    state is made, only of a length that does not come again.
 
     >>> metered_steps(Job(global_batch=1, sequence_length=8), 9), metered_steps(Job(global_batch=1, sequence_length=8), 1)
     ({1}, {0})
@@ -24,10 +24,10 @@ def metered_steps(job: Job, num_steps: int) -> set[int]:
     >>> sorted(metered_steps(Job(global_batch=1, sequence_lengths=(8, 4, 4)), 3))
     [0, 1]
     """
-    first: dict[int, int] = {}
-    for step in (*range(1, num_steps), 0):
-        first.setdefault(job.length_of(step), step)
-    return set(first.values())
+    of_length: dict[int, int] = {}
+    for step in (*range(first + 1, num_steps), first):
+        of_length.setdefault(job.length_of(step), step)
+    return set(of_length.values())
 
 
 @dataclass(frozen=True)

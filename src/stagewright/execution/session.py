@@ -20,6 +20,7 @@ from stagewright.execution.loading import part_of, starting_tensors
 from stagewright.execution.loss_scale import LossScale
 from stagewright.execution.mesh import Mesh
 from stagewright.execution.metering import Metering, TimedStep
+from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, cause_of, explained, forget
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
@@ -103,7 +104,9 @@ class Session:
         shards = self.mesh.num_shards
         every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
-        self.weights = self._weights(model, reference, own, random_weights, mine)
+        folder = None if random_weights else reference.weights
+        self.weights = self._weights(model, folder, own, mine)
+        self.model_files = ModelFiles.of(model, self.stages, plan.placement, self.mesh.pipeline_rank, folder)
         del model
         watch("making process groups")
         pipelines = self.mesh.pipelines()
@@ -151,12 +154,10 @@ class Session:
     def _weights(
         self,
         model: DeferredModel,
-        reference: ModelReference,
+        folder: Path | None,
         own: list[Stage],
-        random_weights: bool,
         mine: tuple[Flat, ...],
     ) -> Weights:
-        folder = None if random_weights else reference.weights
         tensors = starting_tensors(model, own, folder, self.part)
         accumulate = torch.float32 if self.plan.job.dtype in ("bf16", "fp16") else None
         return Weights(own, tensors, self.device, accumulate, mine)

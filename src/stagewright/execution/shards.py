@@ -6,7 +6,7 @@ When a buffer comes and goes is said by `stagewright.estimation.sharded`, from w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -165,6 +165,13 @@ class FlatBuffer:
         assert whole is not None
         return {entry.value: _view(whole, entry) for entry in self.flat.entries}
 
+    def whole_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters of all replicas by name, in memory of their own; every replica must ask."""
+        assert self.shard is not None
+        whole = torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.device)
+        self.replicas.gather(whole, self.shard, f"gathering parameters of {self}").wait()
+        return {entry.name: _view(whole, entry) for entry in self.flat.entries}
+
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> Iterable[torch.Tensor]:
         """This replica's part of the sum, without parameters that others count: ranks that share layers hold some of
         their parameters whole, each the same ones, beside those they share out."""
@@ -280,6 +287,20 @@ class Shards:
             for flat, buffer in self.buffers.items()
             if flat.is_trained and buffer.shard is not None
         }
+
+    def frozen(self) -> dict[int, torch.Tensor]:
+        """This rank's parts of parameters that are not trained, by the first of each flat buffer."""
+        return {
+            flat.values[0]: buffer.shard
+            for flat, buffer in self.buffers.items()
+            if not flat.is_trained and buffer.shard is not None
+        }
+
+    def whole_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Parameters that are shared out, whole and by name, one flat buffer after the other; every replica must ask."""
+        for flat, buffer in self.buffers.items():
+            if flat.level >= PARAMETERS:
+                yield buffer.whole_parameters()
 
     def gradient_parts(self) -> dict[int, torch.Tensor]:
         """The gradients of `parts`, once a batch has summed them."""

@@ -30,7 +30,7 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}
 
 def rank_in(name: str) -> int:
     """This process's rank in the group called `name`."""
-    return dist.get_rank(_group(name))
+    return dist.get_rank(group_of(name))
 
 
 def use_group(name: str, group: dist.ProcessGroup) -> None:
@@ -51,7 +51,7 @@ def in_group(name: str, group: dist.ProcessGroup) -> Iterator[None]:
             _GROUPS[name] = before
 
 
-def _group(name: str) -> dist.ProcessGroup:
+def group_of(name: str) -> dist.ProcessGroup:
     if name not in _GROUPS:
         raise RunError(
             f"a collective of the group '{name}' runs, but this process belongs to no such group: "
@@ -105,31 +105,31 @@ def _run_enter(x: Tensor, group: str, size: int) -> Tensor:
 
 def _run_all_reduce(x: Tensor, group: str, size: int) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=_group(group))
+    dist.all_reduce(total, group=group_of(group))
     return total
 
 
 def _run_all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
     own = x.contiguous()
     parts = own.new_empty((size, *own.shape))
-    _all_gather_into(parts.view(-1), own.view(-1), group=_group(group))
+    _all_gather_into(parts.view(-1), own.view(-1), group=group_of(group))
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
 
 
 def _run_reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     parts = torch.stack(x.chunk(size, dim))
     own = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-    _reduce_scatter_into(own.view(-1), parts.view(-1), group=_group(group))
+    _reduce_scatter_into(own.view(-1), parts.view(-1), group=group_of(group))
     return own
 
 
 def _run_shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    part = x.chunk(size, dim)[dist.get_rank(_group(group))]
+    part = x.chunk(size, dim)[dist.get_rank(group_of(group))]
     return part.clone(memory_format=torch.contiguous_format)
 
 
 def _run_group_rank(group: str, *, device: torch.device) -> Tensor:
-    return torch.tensor(dist.get_rank(_group(group)), dtype=torch.int64, device=device)
+    return torch.tensor(dist.get_rank(group_of(group)), dtype=torch.int64, device=device)
 
 
 # -- their layouts ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,147 @@
+"""The weights of a model by their own names, in the files that Hugging Face's libraries read.
+
+Each pipeline rank's first replica writes ``model-00001-of-00002.safetensors`` with the parameters and lasting buffers of its
+stages, gathered where replicas or ranks that share layers hold parts of them; ``model.safetensors.index.json`` says which
+file has which tensor. A tied parameter is written once, by its first name.
+
+Source: the layout of sharded checkpoints in the documentation of transformers, "Sharded checkpoints".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from stagewright.execution.loading import unused_tensors
+from stagewright.execution.record import write_whole
+from stagewright.graph.stage import Stage
+from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
+from stagewright.tracing.models.build import DeferredModel
+from stagewright.tracing.tensor_parallel.operators import group_of
+
+if TYPE_CHECKING:
+    from stagewright.execution.session import Session
+
+INDEX = "model.safetensors.index.json"
+_OF_STORAGE = ("torch_dtype", "dtype", "quantization_config")
+"""Keys of a config that say how other files than these hold the weights."""
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a rank writes of the model.
+
+    `name` is that of its pipeline rank's file, `names` are the tensors in it as the graph calls them, `unused` those among
+    them that no stage uses, so that the model has all its tensors.
+    """
+
+    name: str
+    names: frozenset[str]
+    unused: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        model: DeferredModel,
+        stages: Sequence[Stage],
+        placement: Sequence[int],
+        rank: int,
+        weights: Path | None,
+    ) -> ModelFiles:
+        """For pipeline rank `rank`; `weights` is the folder that the run starts from, None where it starts from the seed."""
+        lasting = _lasting(model.module)
+        owners: dict[str, int] = {}
+        for stage in stages:
+            here = placement[stage.index]
+            for value in (*stage.parameters, *stage.buffers):
+                name = stage.value(value).name
+                owners[name] = min(here, owners.get(name, here))
+        unused = lasting - owners.keys()
+        owners = {name: owner for name, owner in owners.items() if name in lasting} | dict.fromkeys(unused, 0)
+        writers = sorted(set(owners.values()))
+        number = writers.index(rank) + 1 if rank in writers else 0
+        return cls(
+            f"model-{number:05d}-of-{len(writers):05d}.safetensors",
+            frozenset(name for name, owner in owners.items() if owner == rank),
+            unused_tensors(model, unused, weights) if rank == 0 else {},
+        )
+
+    def tensors(self, session: Session) -> dict[str, torch.Tensor]:
+        """What this rank's file holds, on the CPU: nothing but on the first of the replicas and of those that share layers.
+
+        Every rank must call this.
+        """
+        mesh, found = session.mesh, dict(self.unused)
+        is_writer = mesh.replica == 0 and mesh.tensor_rank == 0
+        shared = parallelism(session.graph)
+        for name, held in _tensors(session):
+            if mesh.replica != 0 or name not in self.names:
+                continue
+            how = shared.shards.get(name) if shared else None
+            whole = held if how is None else _merged(held, how, mesh.tp)
+            if is_writer:
+                found[name] = whole.detach().to("cpu")
+        return {name.removeprefix("net."): tensor for name, tensor in found.items()} if is_writer else {}
+
+
+def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:
+    """The index of the model files in `folder`, and the model's config where it has one; returns what was written."""
+    where: dict[str, str] = {}
+    total = 0
+    for file in sorted(folder.glob("model-*.safetensors")):
+        with safe_open(str(file), framework="pt") as reader:
+            where.update(dict.fromkeys(reader.keys(), file.name))
+        total += _tensor_bytes(file)
+    documents: dict[str, Any] = {INDEX: {"metadata": {"total_size": total}, "weight_map": where}}
+    if config is not None:
+        documents["config.json"] = {key: value for key, value in config.items() if key not in _OF_STORAGE}
+    for name, document in documents.items():
+        write_whole(folder / name, json.dumps(document, indent=2, sort_keys=True) + "\n")
+    return [folder / name for name in documents]
+
+
+def _lasting(module: torch.nn.Module) -> frozenset[str]:
+    """Parameters, tied ones by their first name, and the buffers that belong to the state of `module`."""
+    kept = module.state_dict(keep_vars=True)
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return frozenset({name for name, _ in module.named_parameters()} | (buffers & kept.keys()))
+
+
+def _tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers of this rank by name, whole but for tensor parallelism; gathered ones one flat buffer after the
+    other, by the replicas that share them out with the first."""
+    names = session.weights.names
+    for value, tensor in session.weights.tensors.items():
+        yield names[value], tensor
+    if session.mesh.replica < session.mesh.num_shards:
+        for gathered in session.shards.whole_parameters():
+            yield from gathered.items()
+
+
+def _merged(part: torch.Tensor, how: TensorShard, num_ranks: int) -> torch.Tensor:
+    """The whole of a tensor that `num_ranks` ranks share, each of which calls this with its part."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(num_ranks)]
+    dist.all_gather(parts, part.contiguous(), group=group_of(GROUP))
+    shape = list(part.shape)
+    shape[how.dim] = sum(how.padded_blocks)
+    whole = part.new_empty(shape)
+    for rank, one in enumerate(parts):
+        offset = 0
+        for start, stop in how.ranges(num_ranks, rank):
+            whole.narrow(how.dim, start, stop - start).copy_(one.narrow(how.dim, offset, stop - start))
+            offset += stop - start
+    return whole.narrow(how.dim, 0, how.whole_size)
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Of a safetensors file: all but its header, whose bytes the first eight count."""
+    with file.open("rb") as opened:
+        header = int.from_bytes(opened.read(8), "little")
+    return file.stat().st_size - 8 - header
