@@ -1,9 +1,11 @@
 """The joint search on published layer costs: what it finds, and what no one can beat."""
 
+from time import sleep
+
 import numpy as np
 import pytest
 
-from stagewright.planning.joint.anneal import NO_BACKLOG
+from stagewright.planning.joint.anneal import NO_BACKLOG, makespan_of
 from stagewright.planning.joint.bounds import lower_bound
 from stagewright.planning.joint.layout import Layout, hops, stage_costs
 from stagewright.planning.joint.plan import judged, scheduled
@@ -91,3 +93,25 @@ def test_a_memory_limit_is_kept_and_one_seed_gives_one_result():
     assert found[0].best.peak_bytes <= 60
     assert found[0].best.program == found[1].best.program
     assert found[0].bound.seconds <= found[0].best.makespan_s
+
+
+def test_a_search_finds_the_same_with_any_number_of_threads():
+    one, three = (search(nemotron(), Effort(rounds=3, num_workers=number), seed=5) for number in (1, 3))
+    assert one.best.program == three.best.program
+    assert [plan.makespan_s for plan in one.runners_up] == [plan.makespan_s for plan in three.runners_up]
+
+
+def test_what_a_start_is_given_up_at_does_not_depend_on_threads(monkeypatch):
+    problem = Problem.of(LayerTable.of(*np.tile([[1, 3], [2, 4], [1, 1]], 6), saved_bytes=1.0), 3, 6)
+    limits = [[], []]
+    for number, told in zip((1, 3), limits, strict=True):
+
+        def timed(*arguments, told=told):
+            told.append(float(arguments[-1]))
+            sleep(0.001 * (len(told) % 3))  # so that threads overtake each other
+            return makespan_of(*arguments)
+
+        monkeypatch.setattr("stagewright.planning.joint.search.makespan_of", timed)
+        search(problem, Effort(rounds=0, num_workers=number))
+    assert len(limits[0]) > 20
+    assert sorted(limits[0]) == sorted(limits[1])

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,8 +32,12 @@ from stagewright.planning.joint.tuner import tune
 Report = Callable[[float, float], None]
 """Told the best makespan so far and the lower bound, in seconds."""
 
+_TASKS_PER_ROUND = 2
+"""As many whatever the number of cores, so that a search finds the same on every machine."""
+_AHEAD = 8
+"""Starts that are timed at once at most, none with the times of the others in sight."""
 _WORK_PER_ROUND = 3_000_000
-"""Actions that one core schedules in a round: a tenth to a quarter of a second."""
+"""Actions that one task schedules in a round: a tenth to a quarter of a second."""
 _OPENING = 10
 """Rounds whose actions may be spent on starts that differ in what ranks make again."""
 _CALL = 200
@@ -58,14 +62,15 @@ _EXACT = 2e-6  # the precision of the packing bound
 class Effort:
     """When a search ends: after so many seconds or, for results that repeat exactly, after so many rounds.
 
-    `pool` states are annealed in turn. `gap` ends the search once the best is that close to the bound.
+    `pool` states are annealed in turn. `gap` ends the search once the best is that close to the bound. The threads of
+    `num_workers` share the tasks of a round; their number changes how long rounds take and nothing else.
     """
 
     seconds: float = 10.0
     rounds: int | None = None
     pool: int = 6
     gap: float = 0.0
-    num_workers: int = field(default_factory=lambda: min(2, os.cpu_count() or 1))
+    num_workers: int = field(default_factory=lambda: min(_TASKS_PER_ROUND, os.cpu_count() or 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,15 +209,21 @@ class _Search:
         return State(np.inf, ranks, layout.is_cut(), tables, policy.rule, policy.shifts)
 
     def _timed(self, states: Iterable[State], workers: ThreadPoolExecutor) -> list[State]:
-        """The states with their makespans, infinite where far from the best."""
-        best = [self.pool[0].makespan_s if self.pool else np.inf]
+        """The states with their makespans, infinite where far from the best.
 
-        def timed(state: State) -> State:
-            makespan = makespan_of(*state.parts, self.problem.tables, self.batch, 1.2 * best[0])
-            best[0] = min(best[0], makespan)
-            return State(makespan, *state.parts)
+        What is far is judged by the states from `_AHEAD` places in front on, which are waited for: not by what other
+        threads happen to have timed.
+        """
+        best = self.pool[0].makespan_s if self.pool else np.inf
+        tasks: list[Future[State]] = []
+        for index, state in enumerate(states):
+            if index >= _AHEAD:
+                best = min(best, tasks[index - _AHEAD].result().makespan_s)
+            tasks.append(workers.submit(self._timed_within, state, 1.2 * best))
+        return [task.result() for task in tasks]
 
-        return list(workers.map(timed, states))
+    def _timed_within(self, state: State, limit_s: float) -> State:
+        return State(makespan_of(*state.parts, self.problem.tables, self.batch, limit_s), *state.parts)
 
     def _is_over(self) -> bool:
         if self.stop.is_set() or not self.pool:
@@ -231,7 +242,7 @@ class _Search:
         return (time.monotonic() - self.began) / max(1e-9, self.effort.seconds)
 
     def _round(self, workers: ThreadPoolExecutor) -> None:
-        """Anneal a state of the pool, or towards the end improve an order, on every core."""
+        """Anneal states of the pool, or towards the end improve orders, one per task."""
         if self._done() >= _COARSE:
             self._use_whole_batch(workers)
         if self._done() >= _POLISH:
@@ -246,8 +257,8 @@ class _Search:
         """What is found joins the pool."""
         steps = max(20, _WORK_PER_ROUND // (_CALL + 3 * self.problem.layers.num_layers * self.batch[0]))
         tasks = []
-        for worker in range(self.effort.num_workers):
-            turn = self.num_rounds * self.effort.num_workers + worker
+        for number in range(_TASKS_PER_ROUND):
+            turn = self.num_rounds * _TASKS_PER_ROUND + number
             state = self.pool[turn % len(self.pool)]
             share = _SHARES[turn // len(self.pool) % len(_SHARES)]
             seed = int(self.rng.integers(1 << 31))
@@ -262,8 +273,8 @@ class _Search:
         actions = 3 * self.problem.layers.num_layers * self.problem.num_microbatches
         steps = max(100, _CHEAPER * _WORK_PER_ROUND // (_CALL + actions))
         tasks = []
-        for worker in range(min(self.effort.num_workers, len(self.ordered))):
-            place = (self.num_rounds * self.effort.num_workers + worker) % len(self.ordered)
+        for number in range(min(_TASKS_PER_ROUND, len(self.ordered))):
+            place = (self.num_rounds * _TASKS_PER_ROUND + number) % len(self.ordered)
             share = _SHARES[int(self.rng.integers(len(_SHARES)))]
             seed = int(self.rng.integers(1 << 31))
             each = self.ordered[place]
