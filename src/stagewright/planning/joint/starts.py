@@ -33,10 +33,10 @@ def even(problem: Problem, placement: Placement) -> Layout:
 
 
 def balanced(problem: Problem, placement: Placement) -> Layout | None:
-    """Consecutive layers whose slowest stage is as fast as can be on the ranks of `placement`, each stage
-    within an equal share of its rank's memory for one microbatch; None if there is none.
+    """Consecutive layers whose slowest stage is as fast as can be on the ranks of `placement`, whatever memory that takes;
+    None where there are fewer layers than stages.
 
-    Among such partitions every stage but the last ones is cut as early as the bottleneck allows the rest.
+    Among such partitions every stage, from the first on, ends as late as it can.
     """
     time = np.concatenate([[0.0], np.cumsum(problem.layers.seconds)])
     ranks = list(placement.rank_of_stage)
