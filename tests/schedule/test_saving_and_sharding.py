@@ -1,3 +1,5 @@
+from time import process_time
+
 import pytest
 
 from stagewright.errors import ScheduleError
@@ -90,3 +92,12 @@ def test_offloaded_values_come_back_before_they_are_used():
 def test_recomputed_stages_have_nothing_to_offload():
     with pytest.raises(ScheduleError, match="choose one of the two"):
         insert_offloading(insert_recomputation(build("1f1b", 2, 4), [0]), [0])
+
+
+def test_offloading_takes_no_longer_per_microbatch_in_a_long_batch():
+    """0.1 s for 8,192 microbatches; 5 s when the place of each FETCH was sought from the first action on."""
+    program = build("gpipe", 1, 8192)
+    began = process_time()
+    found = insert_offloading(program, [0])
+    assert process_time() - began < 2.5
+    assert count(found, Kind.FETCH) == 8192

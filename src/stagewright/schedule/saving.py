@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 
 from stagewright.errors import ScheduleError
@@ -92,7 +93,7 @@ def _with_offloading(actions: Sequence[Action], stages: set[int], ahead: int) ->
         start = forward[key]
         if number[end] - number[start] - 1 > ahead:
             leaves.setdefault(start, []).append(Action(Kind.OFFLOAD, *key))
-            back = next(index for index, count in enumerate(number) if count == number[end] - ahead)
+            back = bisect_left(number, number[end] - ahead)
             returns.setdefault(back, []).append(Action(Kind.FETCH, *key))
     for index, action in enumerate(actions):
         yield from (*returns.get(index, ()), action, *leaves.get(index, ()))
