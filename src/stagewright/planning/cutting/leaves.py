@@ -29,7 +29,6 @@ class Terms:
     slowness: float = 1.0
     link_s_per_byte: float = math.inf
     boundary_s_per_byte: float = 0.0
-    recompute: bool = True
     state_share: float = 1.0
 
     def with_capacity(self, capacity: float) -> Terms:
@@ -92,8 +91,6 @@ class Leaves:
         needed = self.demand(stage, start, stop) - terms.capacity
         if needed <= 0:
             return 0.0
-        if not terms.recompute:
-            return math.inf
         needed += self.ranges.most_work(start, stop)
         given = self.ranges.givable
         inside = (given.place >= start) & (given.place < stop)
