@@ -35,6 +35,15 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's."),
     ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a plan, one process per rank.
@@ -56,6 +65,9 @@ def run(
         random_weights=random_weights,
         timeout=timeout,
         ranks=ranks,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
     )
     if record is None or os.environ.get("RANK", "0") != "0":
         return

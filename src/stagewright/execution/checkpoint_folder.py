@@ -78,13 +78,23 @@ def newest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def check_start(folder: Path, plan: Plan, num_steps: int, is_resumed: bool) -> None:
-    """Before any process is started.
+def check_start(
+    checkpoints: str | Path | None, plan: Plan, num_steps: int, every: int | None, is_resumed: bool
+) -> None:
+    """Before any process is started; `checkpoints` is the folder, None if none are written, `every` how many steps apart.
 
     Raises:
-        InputError: there is nothing to go on from, or it is of another plan, or of as many steps as are asked for; or a run
-            that goes on from nothing would mix its checkpoints with those of another.
+        InputError: the options do not go together; there is nothing to go on from, or it is of another plan, or of as many
+            steps as are asked for; or a run that starts afresh would mix its checkpoints with those of another.
     """
+    if checkpoints is None:
+        if every is not None or is_resumed:
+            option = "--resume" if is_resumed else "--checkpoint-every"
+            raise InputError(f"{option} needs --checkpoint FOLDER, where the checkpoints are")
+        return
+    if every is not None and every < 1:
+        raise InputError(f"checkpoints every {every} steps: give a whole number of at least 1")
+    folder = Path(checkpoints)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

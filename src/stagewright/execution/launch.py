@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError, RunError
+from stagewright.execution.checkpoint_folder import check_start
 from stagewright.execution.record import Record, load_record
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
@@ -29,6 +30,9 @@ def run(
     random_weights: bool = False,
     timeout: float = 1800.0,
     ranks: str | Path | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -44,6 +48,9 @@ def run(
         random_weights: start from the seed even where weights lie beside the model's config.
         timeout: seconds a rank may stay at one action.
         ranks: a rank file that says which device each rank has; None takes the plan's.
+        checkpoint: folder for checkpoints, of which one is written after the last step.
+        checkpoint_every: steps after which one more is written each time.
+        resume: go on from the newest one in that folder; `steps` are counted from the first of all.
 
     Returns:
         What was measured; None on the ranks of a launcher that are not the first.
@@ -54,18 +61,21 @@ def run(
     """
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
+    check_start(checkpoint, loaded, steps or loaded.job.num_steps, checkpoint_every, resume)
     folder = (
         Path(out)
         if out is not None
         else Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
     options = {"data": data, "steps": steps, "device": device, "timeout": timeout}
+    options |= {"checkpoint": checkpoint, "checkpoint-every": checkpoint_every}
     arguments = [str(Path(plan).resolve()), "--out", str(folder)]
     arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
     if ranks is not None:
         found = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
         arguments += [f"--devices={','.join(map(str, found))}"]
     arguments += ["--random-weights"] if random_weights else []
+    arguments += ["--resume"] if resume else []
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return _join(arguments, folder)
     return _start(loaded, arguments, folder)

@@ -69,6 +69,8 @@ class Record(StrictModel):
     model: str
     device: str
     versions: dict[str, str] = Field(default_factory=dict)
+    first_step: int = 0
+    """Steps done before, by the runs whose checkpoint this one went on from; what follows is of its own steps."""
     losses: tuple[float, ...]
     gradient_norms: tuple[float | None, ...]
     """Before clipping; None for a step of fp16 that changed nothing because a gradient overflowed."""

@@ -52,6 +52,9 @@ def work(
     timeout: float,
     quiet: bool = False,
     devices: str | None = None,
+    checkpoint: str | None = None,
+    checkpoint_every: int | None = None,
+    resume: bool = False,
 ) -> Any:
     """Train the plan on this rank; the record on rank 0, None elsewhere.
 
@@ -70,6 +73,7 @@ def work(
     if (threads := num_threads(loaded, launched)) is not None:
         torch.set_num_threads(threads)
     with member(out, target, timeout, quiet, loaded.rank_on(launched)) as watch:
+        from stagewright.execution.checkpoint import is_due, restore, save
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.session import Session
@@ -78,24 +82,27 @@ def work(
         session = Session(loaded, target, data, random_weights, watch.at, watch.at)
         results = []
         num_steps = steps or loaded.job.num_steps
-        metered = metered_steps(loaded.job, num_steps)
+        first = restore(session, Path(checkpoint)) if checkpoint is not None and resume else 0
+        metered = metered_steps(loaded.job, num_steps, first)
         progress = _Progress(num_steps)
-        for step in range(num_steps):
+        for step in range(first, num_steps):
             result = session.train_step(step, metered=step in metered)
             results.append(result)
             if launched == 0:
                 progress(step, result)
+            if checkpoint is not None and is_due(step + 1, num_steps, checkpoint_every):
+                save(session, Path(checkpoint), step + 1)
         watch.at("comparing clocks")
         offset = clock_offset(own_store(timeout), watch.rank, watch.num_ranks)
         ranks = gather(session.rank_record(offset).model_dump_json())
     if launched != 0:
         return None
-    return _record(loaded, torch, target, results, metered, ranks)
+    return _record(loaded, torch, target, results, first, metered, ranks)
 
 
-def lengths_of(job: Job, num_steps: int) -> tuple[int, ...]:
-    """Tokens per sample of every step; nothing where all are alike."""
-    return tuple(map(job.length_of, range(num_steps))) if job.sequence_lengths else ()
+def lengths_of(job: Job, steps: range) -> tuple[int, ...]:
+    """Tokens per sample of each of `steps`; nothing where all are alike."""
+    return tuple(map(job.length_of, steps)) if job.sequence_lengths else ()
 
 
 def num_threads(plan: Plan, device: int) -> int | None:
@@ -166,16 +173,17 @@ def _failure(error: Exception, rank: int, watch: Any) -> RunError:
 
 
 def _record(
-    loaded: Any, torch: Any, target: Any, results: list[Any], metered: set[int], ranks: list[Any]
+    loaded: Any, torch: Any, target: Any, results: list[Any], first: int, metered: set[int], ranks: list[Any]
 ) -> Any:
     from stagewright.execution.record import Record
     from stagewright.version import __version__
 
-    lengths = lengths_of(loaded.job, len(results))
+    lengths = lengths_of(loaded.job, range(first, first + len(results)))
     timed = loaded.at_length(max(lengths)) if lengths else loaded
     return Record(
         stagewright=__version__,
         model=loaded.model.name,
+        first_step=first,
         device=str(target),
         versions={"torch": torch.__version__, "python": sys.version.split()[0]},
         losses=tuple(result.loss for result in results),
@@ -184,7 +192,7 @@ def _record(
         ),
         step_seconds=tuple(result.seconds for result in results),
         sequence_lengths=lengths,
-        metered_steps=tuple(sorted({0, *metered})),
+        metered_steps=tuple(sorted({0, *(step - first for step in metered)})),
         predicted_step_seconds=timed.predictions.step_seconds,
         ranks=tuple(ranks),
     )
@@ -264,6 +272,9 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--devices", help="device of every rank, instead of the plan's")
+    parser.add_argument("--checkpoint")
+    parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--quiet", action="store_true", help="leave it to the launcher to print what failed")
     return vars(parser.parse_args(arguments))
 
