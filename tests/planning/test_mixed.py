@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from stagewright.cluster import Cluster, arranged, load_cluster
+from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning import search
@@ -130,3 +130,22 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
             wanted = min(bottleneck(leaves, cuts) for cuts in combinations(ranges.legal.tolist(), 2))
             assert math.isfinite(wanted), "or there would be nothing to compare"
             assert found is not None and bottleneck(leaves, found.cuts) <= 1.01 * wanted
+
+
+def test_a_rank_on_two_kinds_of_equal_memory_is_as_slow_as_the_slower() -> None:
+    """Whatever the kinds are called and whichever comes first."""
+    group = load_cluster("1x-a100-40").nodes[0]
+    graph = trace(resolve("tiny-llama", {"num_hidden_layers": 2}), 2, **JOB.traced("cuda"))
+
+    def kind(name: str, share: float) -> NodeGroup:
+        peaks = {one: share * peak for one, peak in group.device.peak_flops if peak is not None}
+        figures = {"name": name, "peak_flops": group.device.peak_flops.model_copy(update=peaks)}
+        return group.model_copy(update={"device": group.device.model_copy(update=figures)})
+
+    for number in range(8):
+        kinds = kind(f"fast {number}", 1.0), kind(f"slow {number}", 0.5)
+        for nodes in (kinds, kinds[::-1]):
+            cluster = Cluster(name="two", nodes=nodes)
+            body = BodyCosts(graph, costing(graph, cluster, JOB))
+            line = with_cuts(body, Choice(2, 1, 2, 8, "1f1b"), (), cluster, JOB).line
+            assert line.device_of(0).name == f"slow {number}"

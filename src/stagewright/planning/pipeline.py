@@ -81,9 +81,9 @@ class Pipeline:
         )
         return found.with_versions(self._weight_versions[pipeline_rank])
 
-    @property
-    def stages(self) -> list[Stage]:
-        return [memory.stage for memory in self.memories]
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(memory.stage for memory in self.memories)
 
     @property
     def pp(self) -> int:
@@ -99,11 +99,15 @@ class Pipeline:
         return pipeline_rank * self.dp * self.tp
 
     def device_of(self, pipeline_rank: int) -> Device:
-        """What a pipeline rank computes on; of replicas on several kinds, the one with the least memory."""
+        """What a pipeline rank computes on; of replicas on several kinds the one with the least memory, of equals there the
+        slowest at products, then at memory, then the first."""
         if self.cluster.is_homogeneous:
             return self.cluster.device
-        kinds = {self.cluster.device_of(rank) for rank in self.replicas(pipeline_rank)}
-        return min(kinds, key=lambda device: device.usable_bytes)
+        kinds = dict.fromkeys(self.cluster.device_of(rank) for rank in self.replicas(pipeline_rank))
+        dtype = self.job.computed_in
+        return min(
+            kinds, key=lambda one: (one.usable_bytes, one.peak_flops.get(dtype) or 0.0, one.memory_bandwidth)
+        )
 
     def missing_bytes(self, memories: Iterable[RankMemory]) -> int:
         """What the rank that lacks most memory lacks; negative for what the fullest has left."""
@@ -173,7 +177,7 @@ def bodies_of(body: BodyCosts, cluster: Cluster, num_ranks: int, width: int) -> 
     if cluster.is_homogeneous:
         return [body] * num_ranks
     kinds = [
-        {cluster.device_of(device) for device in range(rank * width, (rank + 1) * width)}
+        dict.fromkeys(cluster.device_of(device) for device in range(rank * width, (rank + 1) * width))
         for rank in range(num_ranks)
     ]
     return [max(map(body.on, found), key=lambda one: float(one.seconds[-1])) for found in kinds]

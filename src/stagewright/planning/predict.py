@@ -35,8 +35,8 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     shards = line.num_shards if any(line.sharding) else 1
     memories = rank_memories(line) if memories is None else memories
     reserved = reserved_peaks(line, memories)
-    num_samples = line.program.num_microbatches * line.dp
-    tokens = body.graph.facts.get("num_tokens", 0) * num_samples
+    num_microbatches = line.program.num_microbatches * line.dp
+    tokens = body.graph.facts.get("num_tokens", 0) * num_microbatches
     return Predictions(
         step_seconds=step,
         lower_bound_seconds=lower_bound_seconds(
@@ -44,7 +44,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         ),
         tokens_per_second=tokens / step,
         mfu=body.costing.model_flop
-        * num_samples
+        * num_microbatches
         / (step * line.dp * sum(_peak(line, rank) for rank in range(line.pp))),
         bubble_fraction=timeline.bubble_fraction,
         ranks=tuple(
@@ -137,6 +137,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
     Ignores: overlap of the sums with the computations of other ranks beyond each rank's own end.
     """
     reduced = {action.stage for action in line.program if action.kind is Kind.REDUCE}
+    holders = _holders(line)
     ends, steps = [], []
     for rank in range(line.pp):
         stages = line.stages_of(rank)
@@ -151,7 +152,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
                 }
         part = timeline.encoded.rank_slice(rank)
         end = float(timeline.end_s[part].max(initial=0.0))
-        ends.append(end + rest + _tied_seconds(line, rank, gradients))
+        ends.append(end + rest + _tied_seconds(line, gradients, holders))
         spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
         steps.append(_rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + spread)
     whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
@@ -169,20 +170,22 @@ def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
     return found
 
 
-def _tied_seconds(line: Pipeline, rank: int, gradients: dict[int, float]) -> float:
-    """Time to sum the gradients of parameters that `rank` shares with other pipeline ranks."""
-    holders: dict[int, set[int]] = {value: {rank} for value in gradients}
-    for other in range(line.pp):
-        for stage in line.stages_of(other):
-            for value, _ in stage.gradients:
-                if value in holders:
-                    holders[value].add(other)
+def _holders(line: Pipeline) -> dict[int, list[int]]:
+    """Trained parameter -> the pipeline ranks that hold it, in order."""
+    found: dict[int, list[int]] = {}
+    for rank in range(line.pp):
+        held = dict.fromkeys(value for stage in line.stages_of(rank) for value, _ in stage.gradients)
+        for value in held:
+            found.setdefault(value, []).append(rank)
+    return found
+
+
+def _tied_seconds(line: Pipeline, gradients: dict[int, float], holders: dict[int, list[int]]) -> float:
+    """Time to sum those of the `gradients` of a rank whose parameters other pipeline ranks hold too."""
     return sum(
-        all_reduce_seconds(
-            line.cluster, gradients[value], [line.first_rank(member) for member in sorted(members)]
-        )
-        for value, members in holders.items()
-        if len(members) > 1
+        all_reduce_seconds(line.cluster, num_bytes, [line.first_rank(rank) for rank in holders[value]])
+        for value, num_bytes in gradients.items()
+        if len(holders[value]) > 1
     )
 
 
