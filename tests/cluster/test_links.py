@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.cluster import Cluster, Link, load_cluster
+from stagewright.cluster import Cluster, Link, arranged, load_cluster
 from stagewright.errors import InputError
 
 
@@ -62,3 +62,19 @@ def test_links_reject_impossible_figures() -> None:
         Link(latency_s=0, bandwidth=0)
     with pytest.raises(ValueError, match="finite"):
         Link(latency_s=0, bandwidth=float("inf"))
+
+
+def test_blocks_of_ranks_wait_for_the_slowest_of_their_links() -> None:
+    cluster = load_cluster("24x-h100")
+    for size in (0.0, 1e9):
+        inside, across = (cluster.point_to_point_seconds(size, *ends) for ends in ((3, 6), (5, 8)))
+        assert (
+            cluster.blocks_seconds(size, 3, 6, 2) == inside < across == cluster.blocks_seconds(size, 3, 6, 3)
+        )
+    assert cluster.blocks_seconds(1e9, 3, 3, 3) == 0.0
+    measured = with_measured("1x4x-h100", {"between": "ranks", "bandwidth": [[1e9 / (1 + i + 4 * j) for j in range(4)]
+                                                                             for i in range(4)]})  # fmt: skip
+    slowest = max(measured.point_to_point_seconds(1e9, *pair) for pair in ((0, 2), (1, 3)))
+    assert measured.blocks_seconds(1e9, 0, 2, 2) == slowest == measured.point_to_point_seconds(1e9, 1, 3)
+    swapped = arranged(cluster, [*range(8, 16), *range(8), *range(16, 24)])
+    assert swapped.blocks_seconds(1e9, 3, 6, 3) == cluster.point_to_point_seconds(1e9, 13, 0)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from stagewright.cluster import Cluster, load_cluster
+from stagewright.estimation.stages import BodyCosts
+from stagewright.graph.stage import Stage
+from stagewright.planning.candidate import Choice, approximate_seconds, make_candidate
+from stagewright.planning.cutting.line import terms_of
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
+from stagewright.planning.joint.traced import Wiring
+from stagewright.planning.pipeline import Pipeline, costing
 from stagewright.planning.plan import Plan
+from stagewright.planning.predict import run_timeline, step_seconds
+from stagewright.planning.transfers import flight_seconds
+from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
 MODEL = resolve("tiny-llama", {"num_hidden_layers": 4})
@@ -56,3 +67,45 @@ def test_a_sender_is_busy_until_its_bytes_have_left() -> None:
             for seconds in (None, 0.0)
         )
         assert (busy > beside * 1.001) if holds_up else busy == pytest.approx(beside, rel=1e-9)
+
+
+def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
+    """Of two replicas of two stages on nodes of three devices, the second's transfers cross nodes."""
+    cluster = load_cluster("2x3x-h100")
+    (inside, across) = (cluster.point_to_point_seconds(2**26, *ends) for ends in ((0, 2), (1, 3)))
+    job = JOB.model_copy(update={"dtype": "bf16"})
+    graph = trace(MODEL, 1, **job.traced("cuda"))
+    body = BodyCosts(graph, costing(graph, cluster, job))
+    choice = Choice(2, 2, 1, 4, "gpipe")
+    line = make_candidate(body, choice, cluster, job).line
+    (sent,) = (size for summary in line.summaries for size in summary.sent_bytes.values())
+    assert flight_seconds(line, [(0, 1)])[0, 1] == cluster.point_to_point_seconds(sent, 1, 3)
+    per_byte = terms_of(line, body, [4, 4])[0].boundary_s_per_byte
+    assert per_byte == cluster.point_to_point_seconds(1e9, 1, 3) / 1e9 / 2
+    _, bandwidth = Wiring(cluster, 2, 2).link()
+    assert bandwidth == pytest.approx(cluster.link_between(1, 3).bandwidth)
+    assert inside < across
+    cuts = [stage.start for stage in line.stages[1:]]
+    node = load_cluster("1x8x-h100")
+    slow, fast = (approximate_seconds(body, cuts, line.program, one, 2) for one in (cluster, node))
+    assert slow > fast
+
+
+def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at every pair of ranks: 512 of them would take longer than the rest of a prediction."""
+    cluster = load_cluster("8x-t4")
+    graph = trace(MODEL, 1, **JOB.traced("cuda"))
+    body = BodyCosts(graph, costing(graph, cluster, JOB))
+    line = make_candidate(body, Choice(1, 8, 1, 8, "gpipe"), cluster, JOB).line
+    timeline, seen = run_timeline(line), Counter[int]()
+    plain = Pipeline.stages_of
+
+    def counted(self: Pipeline, rank: int) -> list[Stage]:
+        seen[rank] += 1
+        return plain(self, rank)
+
+    monkeypatch.setattr(Pipeline, "stages_of", counted)
+    step_seconds(line, timeline)
+    assert sorted(seen) == list(range(8))
+    assert max(seen.values()) < 8
+    assert line.stages is line.stages

@@ -210,3 +210,25 @@ class Cluster(SourcedModel):
         Source and ignores: `Link.seconds`.
         """
         return 0.0 if src == dst else self.link_between(src, dst, flows_per_node).seconds(num_bytes)
+
+    def blocks_seconds(self, num_bytes: float, src: int, dst: int, width: int) -> float:
+        """Time of `width` messages of `num_bytes` at once, from ranks `src`, `src` + 1, ... to `dst`, `dst` + 1, ...: that
+        of the slowest; zero from ranks to themselves.
+
+        Source and ignores: `Link.seconds`.
+        """
+        return 0.0 if src == dst else max(link.seconds(num_bytes) for link in self._links_of(src, dst, width))
+
+    def _links_of(self, src: int, dst: int, width: int) -> tuple[Link, ...]:
+        """Between two blocks of ranks, equal ones once."""
+        links = self._block_links.get((src, dst, width))
+        if links is None:
+            pairs = ((src + index, dst + index) for index in range(width))
+            links = tuple(dict.fromkeys(self.link_between(*pair) for pair in pairs))
+            self._block_links[src, dst, width] = links
+        return links
+
+    @cached_property
+    def _block_links(self) -> dict[tuple[int, int, int], tuple[Link, ...]]:
+        """Links between blocks already asked for."""
+        return {}

@@ -169,8 +169,9 @@ def approximate_seconds(
     placed = program.placement.rank_of_stage
 
     def transfer(source: int, target: int) -> float:
-        width = float(body.boundary_bytes[ends[max(source, target)]]) / 2
-        return cluster.point_to_point_seconds(width, placed[source] * num_ranks, placed[target] * num_ranks)
+        num_bytes = float(body.boundary_bytes[ends[max(source, target)]]) / 2
+        firsts = placed[source] * num_ranks, placed[target] * num_ranks
+        return cluster.blocks_seconds(num_bytes, *firsts, num_ranks)
 
     return simulate(program, StageCosts.of(forward, total - forward, 0.0 * total), transfer).makespan_s
 

@@ -24,7 +24,7 @@ def flight_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tup
     found = {}
     for source, target, sent in _sent(line, edges):
         on_the_way = sent if _posts(line, source) is None else 0
-        found[source, target] = _seconds(line, source, target, on_the_way) if sent else 0.0
+        found[source, target] = message_seconds(line, source, target, on_the_way) if sent else 0.0
     return found
 
 
@@ -44,7 +44,7 @@ def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[F
         if (overhead := _posts(line, target)) is not None:
             busy[target] += _num_messages(line, source, target) * overhead
         if (overhead := _posts(line, source)) is not None:
-            leaving = _seconds(line, source, target, sent) - _seconds(line, source, target, 0)
+            leaving = message_seconds(line, source, target, sent) - message_seconds(line, source, target, 0)
             busy[source] += _num_messages(line, source, target) * overhead + leaving
     return forward, backward
 
@@ -54,11 +54,11 @@ def _posts(line: Pipeline, stage: int) -> float | None:
     return line.device_of(line.program.placement.rank_of_stage[stage]).message_overhead_s
 
 
-def _seconds(line: Pipeline, source: int, target: int, num_bytes: int) -> float:
+def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) -> float:
+    """Of one message from a stage to another, in the replica where that takes longest."""
     placed = line.program.placement.rank_of_stage
-    return line.cluster.point_to_point_seconds(
-        num_bytes, line.first_rank(placed[source]), line.first_rank(placed[target])
-    )
+    ends = line.first_rank(placed[source]), line.first_rank(placed[target])
+    return line.cluster.blocks_seconds(num_bytes, *ends, line.dp * line.tp)
 
 
 def _sent(line: Pipeline, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

@@ -14,6 +14,7 @@ from stagewright.planning.cutting.leaves import Leaves, Terms
 from stagewright.planning.cutting.ranges import Ranges, ranges_of
 from stagewright.planning.cutting.refine import best_partition, narrowed
 from stagewright.planning.pipeline import Pipeline, allocatable_bytes, bodies_of
+from stagewright.planning.transfers import message_seconds
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate
 
@@ -108,11 +109,9 @@ def _link_seconds(device: Device) -> float:
 
 def _boundary_seconds(line: Pipeline, stage: int) -> float:
     """Per byte that crosses the end of a stage; half of them go each way, at the same time."""
-    placed = line.program.placement.rank_of_stage
-    if stage + 1 >= len(placed) or placed[stage] == placed[stage + 1]:
+    if stage + 1 == len(line.stages):
         return 0.0
-    ends = line.first_rank(placed[stage]), line.first_rank(placed[stage + 1])
-    return line.cluster.point_to_point_seconds(_PROBE_BYTES, *ends) / _PROBE_BYTES / 2
+    return message_seconds(line, stage, stage + 1, _PROBE_BYTES) / _PROBE_BYTES / 2
 
 
 def corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, shrink: float = 0.0) -> Leaves:

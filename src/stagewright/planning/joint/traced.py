@@ -49,8 +49,8 @@ class Wiring:
         latency, slowest = 0.0, 0.0
         for rank in range(self.num_ranks):
             ends = rank * self.width, (rank + 1) % self.num_ranks * self.width
-            least = self.cluster.point_to_point_seconds(0, *ends)
-            most = self.cluster.point_to_point_seconds(_LARGE_MESSAGE, *ends)
+            least = self.cluster.blocks_seconds(0, *ends, self.width)
+            most = self.cluster.blocks_seconds(_LARGE_MESSAGE, *ends, self.width)
             latency, slowest = max(latency, least), max(slowest, most - least)
         return latency, _LARGE_MESSAGE / slowest if slowest else np.inf
 
