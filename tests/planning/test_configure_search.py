@@ -203,3 +203,22 @@ def test_stages_stay_on_the_devices_they_are_sized_for() -> None:
         name = MIXED.device_of(8 * int(line.split(",")[1])).name
         (device,) = best.devices[number // per_stage]
         assert name == device.name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp64", "fp8", "autocast"])
+def test_a_precision_that_a_stack_does_not_train_in_is_refused(dtype: str) -> None:
+    with pytest.raises(InputError, match=f"trains in bf16 or fp16, not in {dtype}: give --dtype bf16"):
+        configure(SHAPE, CLUSTER, JOB.model_copy(update={"dtype": dtype}))
+
+
+def test_deepspeed_in_tf32_takes_jobs_in_tf32_and_fp32() -> None:
+    small, cluster = replace(SHAPE, num_layers=4), load_cluster("8x-a100-80")
+
+    def share(dtype: str) -> float:
+        job = JOB.model_copy(update={"dtype": dtype})
+        best = configure(small, cluster, job, stack="deepspeed-tf32", bounds=Bounds(tp=1, cp=1, pp=2))
+        return best.configurations[0].mfu
+
+    assert 0.05 < share("tf32") == share("fp32") < 1
+    with pytest.raises(InputError, match="trains in tf32 or fp32, not in bf16: give --dtype tf32"):
+        share("bf16")

@@ -8,6 +8,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError
 from stagewright.estimation.megatron import (
     Layout,
+    MegatronStack,
     RankFootprint,
     find_megatron_stack,
     footprints,
@@ -15,8 +16,6 @@ from stagewright.estimation.megatron import (
 )
 from stagewright.planning.job import Job
 from stagewright.tracing.models.reference import ModelReference
-
-_HALF_TYPES = ("bf16",)
 
 
 @dataclass(frozen=True)
@@ -51,14 +50,20 @@ def megatron_footprint(
     runtime = find_megatron_stack(stack)
     if reference.config is None:
         raise InputError(f"stack '{stack}' reads widths from a config: '{reference.text}' is a factory")
-    if job.dtype not in _HALF_TYPES:
-        raise InputError(
-            f"stack '{stack}' trains in half precision, not {job.dtype}: give --dtype {_HALF_TYPES[0]}"
-        )
+    check_precision(runtime, job)
     layout = _filled(layout, cluster, job)
     ranks = footprints(shape_of(reference.config), layout, runtime)
     usable = job.usable_bytes(cluster.device)
     return MegatronFootprint(reference.name, stack, cluster.name, layout, ranks, usable)
+
+
+def check_precision(stack: MegatronStack, job: Job) -> None:
+    """Raises `InputError` for a job in a precision whose time and memory are not those of `stack`."""
+    if job.dtype not in stack.dtypes:
+        known = " or ".join(stack.dtypes)
+        raise InputError(
+            f"stack '{stack.name}' trains in {known}, not in {job.dtype}: give --dtype {stack.dtypes[0]}"
+        )
 
 
 def _filled(layout: Layout, cluster: Cluster, job: Job) -> Layout:

@@ -35,6 +35,11 @@ class MegatronStack:
     engine_bytes: int = 0
     computes_in: str | None = None
 
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Precisions of jobs that it trains."""
+        return ("bf16", "fp16") if self.element_bytes == 2 else ("tf32", "fp32")
+
     def gradient_element_bytes(self, in_fp32: bool | None) -> int:
         """Bytes of an element of gradients as they are added up; None: as the stack does it."""
         return 4 if (self.fp32_gradients if in_fp32 is None else in_fp32) else self.element_bytes

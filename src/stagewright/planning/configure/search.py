@@ -20,6 +20,7 @@ from stagewright.planning.configure.iteration import Run, StepTime
 from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, kinds_of_ranks, orders
 from stagewright.planning.configure.space import Bounds, Widths, layout_of, schedules, widths
 from stagewright.planning.job import Job
+from stagewright.planning.megatron import check_precision
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,13 @@ def configure(
     with fast devices come first or last.
 
     Raises:
-        InputError: a stack without kernels, or widths that leave nothing to try.
+        InputError: a stack without kernels or one that does not train in the job's precision, or widths that leave nothing
+            to try.
         PlanError: nothing fits; says what misses least.
     """
-    search = _Search(shape, cluster, job, find_megatron_stack(stack), find_fusion(stack), bounds or Bounds())
+    runtime = find_megatron_stack(stack)
+    check_precision(runtime, job)
+    search = _Search(shape, cluster, job, runtime, find_fusion(stack), bounds or Bounds())
     return search.run(keep, report)
 
 
@@ -124,7 +128,7 @@ class _Search:
     too_large: dict[str, tuple[int, float, str]] = field(default_factory=dict)
 
     def run(self, keep: int, report: Callable[[str], None]) -> Configured:
-        clusters = orders(self.cluster, self.job.computed_in)
+        clusters = orders(self.cluster, self.computed_in)
         found = list(widths(self.shape, self.cluster, self.job, self.bounds))
         if not found:
             raise InputError(
@@ -253,11 +257,16 @@ class _Search:
     def room(self) -> Room:
         return Room(self.shape, self.stack)
 
+    @property
+    def computed_in(self) -> str:
+        """The precision of products."""
+        return self.stack.computes_in or self.job.computed_in
+
     @cached_property
     def peak_flops(self) -> float:
         """Of all devices together."""
         return sum(
-            (group.device.peak_flops.get(self.job.computed_in) or float("inf"))
+            (group.device.peak_flops.get(self.computed_in) or float("inf"))
             * group.count
             * group.devices_per_node
             for group in self.cluster.nodes
