@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from stagewright.cluster import Cluster, all_reduce_seconds, load_cluster
+from stagewright.cluster import Cluster, MeasuredCollective, all_reduce_seconds, load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.megatron import Experts, Layout, Shape, find_megatron_stack
 from stagewright.estimation.megatron.fusion import find_fusion
-from stagewright.estimation.megatron.kernels import Kernel
+from stagewright.estimation.megatron.kernels import Collective, Kernel
 from stagewright.planning.configure.iteration import Run
 from stagewright.schedule.placement import linear
 
@@ -147,3 +147,16 @@ def test_reductions_hide_behind_the_backward_and_gathers_behind_the_forward() ->
     assert what.step().reduce_s == pytest.approx(reduce + gather - hidden)
     exposed = replace(what, layout=replace(what.layout, overlaps_reduction=False))
     assert exposed.step().reduce_s == pytest.approx(reduce + gather)
+
+
+def test_measured_curves_correct_the_collectives_they_are_of(node: Cluster) -> None:
+    clocks = []
+    for operation in ("all-reduce", "all-gather", "reduce-scatter"):
+        curve = MeasuredCollective(
+            operation=operation, spans="node", num_ranks=8, num_bytes=(1e6,), seconds=(1.0,)
+        )
+        clocks.append(run(node.model_copy(update={"collectives": (curve,)}), tp=8).clock)
+    for number, kind in enumerate(("all-reduce", "all-gather", "reduce-scatter")):
+        took = [clock.collective_seconds(Collective(kind, "tp", 1e6)) for clock in clocks]
+        assert took[number] == pytest.approx(1.0)
+        assert max(took[:number] + took[number + 1 :]) < 0.01

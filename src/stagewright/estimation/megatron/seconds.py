@@ -12,6 +12,7 @@ from stagewright.cluster import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    reduce_scatter_seconds,
 )
 from stagewright.estimation.megatron.fusion import Fusion
 from stagewright.estimation.megatron.kernels import Collective, Kernel, Pass, Passes, together
@@ -152,7 +153,7 @@ class Clock:
         rate: Callable[..., float] = {
             "all-reduce": all_reduce_seconds,
             "all-gather": all_gather_seconds,
-            "reduce-scatter": all_gather_seconds,
+            "reduce-scatter": reduce_scatter_seconds,
             "all-to-all": all_to_all_seconds,
             "exchange": all_gather_seconds,
         }[collective.kind]
