@@ -34,6 +34,8 @@ class Measured(Protocol):
     """What a run measured: the record of `stagewright.execution`."""
 
     @property
+    def first_step(self) -> int: ...
+    @property
     def losses(self) -> Sequence[float]: ...
     @property
     def step_seconds(self) -> Sequence[float]: ...
@@ -71,6 +73,7 @@ def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
     return {
         "path": path,
         "model": plan.model.name,
+        "first_step": measured.first_step,
         "timed_length": measured.timed_length,
         "losses": list(measured.losses),
         "step_seconds": measured.median_step_seconds,
@@ -93,14 +96,14 @@ def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
 
 def run_summary(document: dict[str, Any]) -> Group:
     """The document of a run for people."""
-    return Group(loss_table(document["losses"]), comparison(document))
+    return Group(loss_table(document["losses"], document["first_step"]), comparison(document))
 
 
-def loss_table(losses: Sequence[float]) -> Table:
-    """The loss at a few steps, and its course over all of them."""
+def loss_table(losses: Sequence[float], first: int = 0) -> Table:
+    """The loss at a few steps, and its course over all of them; `first` steps were done before."""
     steps = _spread(len(losses), _SHOWN_STEPS)
     rows = [["loss", *(f"{losses[step]:.3f}" for step in steps), sparkline(losses)]]
-    return table("", ["step", *(str(step + 1) for step in steps), "course"], rows)
+    return table("", ["step", *(str(first + step + 1) for step in steps), "course"], rows)
 
 
 def comparison(document: dict[str, Any]) -> Table:
