@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 
 
@@ -32,6 +33,18 @@ class ScheduleError(StagewrightError):
 
 class RunError(StagewrightError):
     """A run that stopped: names the rank, the action and what it waited for."""
+
+
+class StagewrightWarning(RuntimeWarning):
+    """What a user should know about a run that goes on; ranks print it."""
+
+
+TRACEBACK = "STAGEWRIGHT_TRACEBACK"
+"""Environment variable, which processes of ranks inherit: ``1`` shows the traceback of every error."""
+
+
+def wants_traceback() -> bool:
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -68,7 +68,7 @@ def fail_on_the_second_rank(rank: int, num_ranks: int, path: str, out: str) -> i
 
     StageRunner.backward = full  # type: ignore[method-assign]
     os.environ["LOCAL_RANK"] = str(rank)
-    return main([path, "--out", out, "--device", "cpu", "--random-weights"])
+    return main([path, "--out", out, "--device", "cpu", "--random-weights", "--quiet"])
 
 
 def test_a_limit_of_the_process(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from plans import make_plan
@@ -17,6 +18,8 @@ from plans import make_plan
 from stagewright.errors import InputError, RunError
 from stagewright.execution.data import TextBatches
 from stagewright.execution.launch import run
+from stagewright.execution.record import load_record
+from stagewright.execution.worker import may_be_lost_peer
 from stagewright.planning.plan import load_plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
@@ -169,7 +172,7 @@ def test_changed_model_is_refused(tmp_path: Path) -> None:
     plan = make_plan(tmp_path / "plan.json")
     changed = plan.model_copy(update={"model": plan.model.model_copy(update={"digest": "0" * 64})})
     changed.save(tmp_path / "plan.json")
-    with pytest.raises(RunError, match="plan again"):
+    with pytest.raises(InputError, match="plan again"):
         run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu", timeout=60)
 
 
@@ -190,3 +193,42 @@ def test_an_asynchronous_plan_is_refused_before_any_process_starts(
         run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu")
     with pytest.raises(InputError, match="'pipedream' updates weights"):
         verify("tiny-llama", plan)
+
+
+def test_a_loss_that_is_no_number_is_in_the_record(tmp_path: Path) -> None:
+    """What was measured is not lost with the training."""
+    plan = make_plan(tmp_path / "plan.json", num_steps=3)
+    job = plan.job.model_copy(update={"learning_rate": 1e30})
+    plan.model_copy(update={"job": job}).save(tmp_path / "plan.json")
+    record = run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu", timeout=60)
+    assert record is not None and record.losses[0] is not None and record.losses[-1] is None
+    assert "None" in repr(load_record(tmp_path / "run" / "record.json").losses)
+
+
+def test_what_the_user_gave_is_refused_as_such(tmp_path: Path) -> None:
+    """Also where only a rank can see it; folders and devices before any process is started."""
+    make_plan(tmp_path / "plan.json")
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(InputError, match="give another one with --out"):
+        run(tmp_path / "plan.json", out=tmp_path / "file", device="cpu")
+    with pytest.raises(InputError, match="give cpu, cuda or auto"):
+        run(tmp_path / "plan.json", out=tmp_path / "run", device="gpu")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(InputError, match="holds 10 tokens, fewer than one sample"):
+        run(tmp_path / "plan.json", data=tmp_path / "file", out=tmp_path / "run", device="cpu", timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("ids", "match"),
+    [(np.full(99, -1), "begin at 0"), (np.ones(99), "are integers"), (np.zeros(3, int), "fewer")],
+)
+def test_what_are_no_token_ids_is_refused(ids: np.ndarray, match: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", ids)
+    with pytest.raises(InputError, match=match):
+        TextBatches(tmp_path / "ids.npy", 8, seed=0, vocabulary=100)
+
+
+def test_a_lost_peer_is_looked_for_behind_every_error() -> None:
+    lost = RunError("action 0F1 failed")
+    lost.__cause__ = RuntimeError("Connection closed by peer")
+    assert may_be_lost_peer(lost) and not may_be_lost_peer(InputError("no such token"))

@@ -19,13 +19,14 @@ from stagewright.planning.finalists import (
     finalists,
     joint_candidate,
 )
+from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.plan import stage_cuts, stage_policies, stage_program
 from stagewright.planning.predict import run_timeline
-from stagewright.planning.search import Found, plan
+from stagewright.planning.search import plan
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("4x-h100")

@@ -15,10 +15,10 @@ from stagewright.estimation.state import resident_bytes
 from stagewright.graph.stage import carve
 from stagewright.planning import search
 from stagewright.planning.estimate import estimate
+from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, stage_cuts, stage_program
 from stagewright.planning.ranking import AS_FAST
-from stagewright.planning.search import Found
 from stagewright.planning.shortening import shortened
 from stagewright.planning.widths import widths_of
 from stagewright.schedule import build, insert_communication

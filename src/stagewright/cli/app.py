@@ -25,8 +25,8 @@ from stagewright.cli import (
     trace,
     verify,
 )
-from stagewright.cli.failure import TRACEBACK, fail
-from stagewright.errors import StagewrightError
+from stagewright.cli.failure import fail
+from stagewright.errors import TRACEBACK, StagewrightError
 from stagewright.version import __version__
 
 

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagewright.cli.output import show
+from stagewright.cli.planning import warn
 from stagewright.cli.progress import Progress
 from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
+    from stagewright.planning.found import Found
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
-    from stagewright.planning.search import Found
 
 _LARGE = "llama-3-8b"
 _SMALL = "tiny-llama"
@@ -67,9 +68,12 @@ def _probe(out: Path) -> Cluster:
 
     show(f"[bold]2. Probing this machine[/bold] with {_PROCESSES} processes at work at once.")
     with Progress("importing torch") as progress:
+        from stagewright.execution.machine_use import MachineUse, others_at_work
         from stagewright.execution.probe import probe
 
+        before = MachineUse.now()
         cluster = probe("cpu", _PROCESSES, lambda what, fraction: progress(f"measuring: {what}", fraction))
+    warn(others_at_work(before, MachineUse.now()))
     path = out / "local.toml"
     save_cluster(cluster, path, "Measured by `stagewright demo` on the machine it describes.")
     show(cluster_summary(cluster), f"The description is in {path}.\n")

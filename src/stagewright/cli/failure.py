@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from typing import NoReturn
 
 import typer
 
-from stagewright.errors import RunError, StagewrightError
-
-TRACEBACK = "STAGEWRIGHT_TRACEBACK"
-"""Environment variable: ``1`` shows the traceback of every error."""
-
-
-def wants_traceback() -> bool:
-    return os.environ.get(TRACEBACK, "") not in ("", "0")
+from stagewright.errors import RunError, StagewrightError, wants_traceback
 
 
 def exit_code(error: StagewrightError) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -176,16 +175,16 @@ def plan(
             "plan without --strategy",
         )
     from stagewright.cluster import load_cluster
-    from stagewright.planning import search
+    from stagewright.planning import fitting, search
     from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
     from stagewright.planning.host_stages import plan_with_hosts
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
-    if recompute not in search.RECOMPUTE:
+    if recompute not in fitting.RECOMPUTE:
         raise InputError(
-            f"--recompute {recompute}{nearest(recompute, search.RECOMPUTE)}: give none, full or auto"
+            f"--recompute {recompute}{nearest(recompute, fitting.RECOMPUTE)}: give none, full or auto"
         )
     if objective not in _OBJECTIVES:
         raise InputError(f"--objective {objective}{nearest(objective, _OBJECTIVES)}: give speed or batch")
@@ -203,19 +202,19 @@ def plan(
     with Progress(f"planning {model}") as progress:
         if strategy is not None:
             found = plan_with(
-                strategy, reference, target, wanted, report=progress, pp=pp, dp=dp, microbatch=microbatch
-            )
+                strategy, reference, target, wanted, report=progress, pp=pp, dp=dp, microbatch=microbatch,
+                interruptible=True,
+            )  # fmt: skip
         else:
             if host_stages and objective == "batch":
                 raise InputError("--host-stages has no --objective batch: leave one of the two out")
-            anytime = partial(search.plan, interruptible=True)
-            find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else anytime
+            find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else search.plan
             found = find(
                 reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
                 tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
-                recompute=cast("search.Recompute", recompute), offload=offload,
+                recompute=cast("fitting.Recompute", recompute), offload=offload,
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
-                shard_size=shard_size, host_optimizer=cast("search.HostOptimizer", host_optimizer),
+                shard_size=shard_size, host_optimizer=cast("search.HostOptimizer", host_optimizer), interruptible=True,
             )  # fmt: skip
     warn(found.warnings)
     shown = found.plans[: top or _SHOWN]

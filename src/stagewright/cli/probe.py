@@ -10,16 +10,19 @@ import typer
 
 from stagewright.cli.options import Json
 from stagewright.cli.output import check_writable, print_document, show
+from stagewright.cli.planning import warn
 from stagewright.cli.progress import Progress
+from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError
 
-_TIME_LIMIT_S = 600.0
-"""For one collective of a cluster's probe, before a rank is taken for lost."""
+_TIMEOUT_S, _CLUSTER_TIMEOUT_S = 180.0, 600.0
+"""Of all measurements here; of each between the ranks of a launcher, before one is taken for lost."""
 
 Processes = Annotated[int, typer.Option("--processes", "-n", min=1, help="Processes that work at once.")]
 
 
 def probe(
+    context: typer.Context,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The cluster file to write.")
     ] = None,
@@ -35,6 +38,14 @@ def probe(
             metavar="CLUSTER", help="With --cluster: devices and nodes are known, measure links only."
         ),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            metavar="SECONDS",
+            help="Most time for all measurements, default 180; with --cluster for each, default 600.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure this machine, or with --cluster all hosts of a launcher, as a cluster to plan for.
@@ -45,15 +56,25 @@ def probe(
     if base is not None and not cluster:
         raise InputError("--base says what is known of a launcher's hosts: give it with --cluster")
     if cluster:
-        _probe_hosts(output, device, base, as_json)
+        refuse(
+            context, ["processes"], "with --cluster the launcher says how many processes there are",
+            "probe this machine without --cluster",
+        )  # fmt: skip
+        _probe_hosts(output, device, base, timeout or _CLUSTER_TIMEOUT_S, as_json)
         return
     check_writable(output)
     with Progress("importing torch") as progress:
         from stagewright.execution import probe as prober
+        from stagewright.execution.machine_use import MachineUse, others_at_work
 
+        before = MachineUse.now()
         found = prober.probe(
-            device, processes, lambda what, fraction: progress(f"measuring: {what}", fraction)
+            device,
+            processes,
+            lambda what, fraction: progress(f"measuring: {what}", fraction),
+            time_limit_s=timeout or _TIMEOUT_S,
         )
+    warn(others_at_work(before, MachineUse.now()))
     if output is not None:
         from stagewright.cluster import save_cluster
 
@@ -68,7 +89,7 @@ def probe(
         show(f"\nWrote {output}; plan for it with `--cluster {output}`.")
 
 
-def _probe_hosts(output: Path | None, device: str, base: str | None, as_json: bool) -> None:
+def _probe_hosts(output: Path | None, device: str, base: str | None, timeout: float, as_json: bool) -> None:
     """What `probe --cluster` does on each rank of a launcher."""
     from stagewright.cluster import load_cluster, save_cluster
 
@@ -78,7 +99,7 @@ def _probe_hosts(output: Path | None, device: str, base: str | None, as_json: bo
         check_writable(output)
     from stagewright.execution import cluster_probe
 
-    with cluster_probe.joined(device, _TIME_LIMIT_S) as target, Progress("probing the cluster") as progress:
+    with cluster_probe.joined(device, timeout) as target, Progress("probing the cluster") as progress:
         report = progress if is_first else lambda what, fraction: None
         found = cluster_probe.probe_cluster(target, known, progress=report)
     if found is None:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from stagewright.errors import StagewrightWarning
+from stagewright.execution.allocation import cause_of
 from stagewright.graph.stage import Function
 from stagewright.tracing.runnable import Accumulate, Pure, Reseed, Runnable, pure_function
 
@@ -68,6 +70,8 @@ class _Compiled:
         try:
             found = self.fast(*arguments)
         except Exception as error:  # whatever a compiler may raise, the operators are there
+            if cause_of(error) is not None:
+                raise
             self._give_up(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
             return
         problem = _difference(found, self.pure.call(*arguments), arguments)
@@ -81,7 +85,7 @@ class _Compiled:
 
 
 def _warn(name: str, reason: str) -> None:
-    warnings.warn(f"{name} is not compiled: {reason}", RuntimeWarning, stacklevel=2)
+    warnings.warn(f"{name} is not compiled: {reason}", StagewrightWarning, stacklevel=2)
 
 
 def _difference(

@@ -14,6 +14,7 @@ from stagewright.execution.random import key
 from stagewright.graph import OperatorGraph
 from stagewright.tracing.arguments import DTYPES
 
+_NONE = np.array([], np.uint8)
 _TEXT_INPUTS = {"input_ids", "labels", "decoder_input_ids"}
 
 
@@ -40,17 +41,27 @@ class TextBatches:
             if self.path.suffix == ".npy":
                 self.tokens = np.load(self.path, mmap_mode="r", allow_pickle=False).reshape(-1)
             else:
-                self.tokens = np.frombuffer(self.path.read_bytes(), dtype=np.uint8)
+                self.tokens = (
+                    np.memmap(self.path, dtype=np.uint8, mode="r") if self.path.stat().st_size else _NONE
+                )
         except OSError as error:
             raise InputError(f"data file '{path}' cannot be read: {error.strerror or error}") from None
         except ValueError as error:
             raise InputError(f"data file '{path}' is not an array of token ids: {error}") from None
+        if self.tokens.dtype.kind not in "iu":
+            raise InputError(
+                f"data file '{path}' holds numbers of type {self.tokens.dtype}, but token ids are integers: save them so"
+            )
         if len(self.tokens) <= sequence_length:
             raise InputError(
                 f"data file '{path}' holds {len(self.tokens)} tokens, fewer than one sample of {sequence_length + 1}: "
                 "give a longer text or a smaller sequence length"
             )
-        largest = int(self.tokens.max())
+        least, largest = int(self.tokens.min()), int(self.tokens.max())
+        if least < 0:
+            raise InputError(
+                f"data file '{path}' holds token {least}, but token ids begin at 0: leave such tokens out"
+            )
         if vocabulary is not None and largest >= vocabulary:
             raise InputError(
                 f"data file '{path}' holds token {largest}, but the model's vocabulary has {vocabulary}: tokenise the "

@@ -8,13 +8,15 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
 from typing import Any
 
-from stagewright.errors import InputError, RunError
+from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution.checkpoint_folder import check_start
+from stagewright.execution.device import kind_of
 from stagewright.execution.record import Record, load_record
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
@@ -44,7 +46,7 @@ def run(
         data: a text (bytes are tokens) or ``.npy`` of token ids; None makes synthetic samples.
         steps: number of optimizer steps; None takes the job's.
         out: folder for ``record.json``; None makes ``runs/<model>-<time>``.
-        device: ``cpu``, ``cuda`` or ``auto``.
+        device: ``cpu``, ``cuda`` or ``auto``: CUDA where the plan is for GPUs and this machine has any.
         random_weights: start from the seed even where weights lie beside the model's config.
         timeout: seconds a rank may stay at one action.
         ranks: a rank file that says which device each rank has; None takes the plan's.
@@ -56,7 +58,8 @@ def run(
         What was measured; None on the ranks of a launcher that are not the first.
 
     Raises:
-        InputError: the plan cannot be read, or is one that is predicted only.
+        InputError: the plan cannot be read, or is one that is predicted only; there are too few devices, or no folder to
+            write to.
         RunError: a rank failed; names the rank and the action.
     """
     loaded = load_plan(plan)
@@ -67,7 +70,10 @@ def run(
         if out is not None
         else Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     )
-    options = {"data": data, "steps": steps, "device": device, "timeout": timeout}
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    kind = kind_of(device, loaded, _num_ranks_here(loaded, is_launched))
+    _make_writable(folder)
+    options = {"data": data, "steps": steps, "device": kind, "timeout": timeout}
     options |= {"checkpoint": checkpoint, "checkpoint-every": checkpoint_every}
     arguments = [str(Path(plan).resolve()), "--out", str(folder)]
     arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
@@ -76,7 +82,7 @@ def run(
         arguments += [f"--devices={','.join(map(str, found))}"]
     arguments += ["--random-weights"] if random_weights else []
     arguments += ["--resume"] if resume else []
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if is_launched:
         return _join(arguments, folder)
     return _start(loaded, arguments, folder)
 
@@ -96,14 +102,27 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
         )
 
 
-def _join(arguments: list[str], folder: Path) -> Record | None:
-    from stagewright.execution.worker import main
+def _num_ranks_here(plan: Plan, is_launched: bool) -> int:
+    """Ranks that this machine is to run: all of the plan, or those that a launcher says it starts here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched else plan.num_ranks
 
-    code = main(arguments)
-    if code == 130:
-        raise KeyboardInterrupt
-    if code:
-        raise RunError(f"rank {os.environ['RANK']} ended with exit code {code}")
+
+def _make_writable(folder: Path) -> None:
+    """Finds out before the training what would stop the record from being written after it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"nothing can be written to folder '{folder}' ({error.strerror or error}): give another one with --out"
+        ) from None
+
+
+def _join(arguments: list[str], folder: Path) -> Record | None:
+    from stagewright.execution.worker import parsed, work_and_record
+
+    work_and_record(parsed(arguments))
     return load_record(folder / "record.json") if os.environ["RANK"] == "0" else None
 
 
@@ -147,7 +166,7 @@ def start_ranks(num_processes: int, module: str, arguments: list[str], folder: P
         try:
             elastic_launch(config, sys.executable)("-m", module, *arguments, "--quiet")
         except ChildFailedError as error:
-            raise RunError(_explain(error, folder)) from None
+            raise _explained(error, folder) from None
         except SignalException as received:
             if received.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
@@ -161,8 +180,10 @@ def _silence(*prefixes: str) -> None:
             logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def _explain(error: Any, folder: Path) -> str:
+def _explained(error: Any, folder: Path) -> StagewrightError:
     """What the first rank to fail said, or how it ended when it could say nothing."""
+    from stagewright.execution.worker import RUN_ERRORS
+
     messages = []
     for file in folder.glob(".failure-*"):
         with contextlib.suppress(OSError, ValueError):
@@ -172,15 +193,23 @@ def _explain(error: Any, folder: Path) -> str:
     rank, failure = error.get_first_failure()
     said = any(item["rank"] == rank for item in messages)
     if said or (messages and failure.exitcode > 0):
-        return f"the run stopped: {messages[0]['message']}"
+        kind = RUN_ERRORS.get(messages[0].get("kind", ""), RunError)
+        return kind(f"the run stopped: {messages[0]['message']}")
     own = f"rank {rank} ended with {_ending(failure)}"
     if messages:
-        return f"the run stopped: {own}: {messages[0]['message']}"
-    return f"the run stopped: {own} (process {failure.pid}); what the other ranks saw is above"
+        return RunError(f"the run stopped: {own}: {messages[0]['message']}")
+    return RunError(f"the run stopped: {own} (process {failure.pid}), and no rank had anything to say")
 
 
 def _ending(failure: Any) -> str:
-    return failure.signal_name() if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    if failure.exitcode >= 0:
+        return f"exit code {failure.exitcode}"
+    if -failure.exitcode == signal.SIGKILL:
+        return (
+            "SIGKILL (if nobody sent it, the system had run out of memory: its log says so; then plan with a smaller "
+            "--memory-limit, or run fewer ranks here)"
+        )
+    return failure.signal_name()
 
 
 @contextlib.contextmanager

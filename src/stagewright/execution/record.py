@@ -71,9 +71,10 @@ class Record(StrictModel):
     versions: dict[str, str] = Field(default_factory=dict)
     first_step: int = 0
     """Steps done before, by the runs whose checkpoint this one went on from; what follows is of its own steps."""
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    """None where the loss was no finite number."""
     gradient_norms: tuple[float | None, ...]
-    """Before clipping; None for a step of fp16 that changed nothing because a gradient overflowed."""
+    """Before clipping; None where a gradient was not finite, as in a step of fp16 that therefore changed nothing."""
     step_seconds: tuple[float, ...]
     sequence_lengths: tuple[int, ...] = ()
     """Tokens per sample of every step, where there are several lengths."""

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stagewright.errors import RunError
+from stagewright.errors import InputError, RunError
+from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset
 from stagewright.execution.collectives import Replicas
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
@@ -22,7 +23,7 @@ from stagewright.execution.mesh import Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.optimizer import Optimizer
-from stagewright.execution.out_of_memory import alive_bytes, cause_of, explained, forget
+from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
@@ -397,7 +398,7 @@ class Session:
 def _same_model(plan: Plan) -> ModelReference:
     reference = resolve(plan.model.text, plan.model.overrides)
     if reference.digest != plan.model.digest:
-        raise RunError(
+        raise InputError(
             f"model '{plan.model.text}' is not the one the plan was made for (its config or source changed): plan again"
         )
     return reference

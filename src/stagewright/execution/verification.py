@@ -291,8 +291,8 @@ def reduced_plan(
         name=reference.name,
     )
     changes = {"model": section, "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
-        "reduce_dtype": None, "shard_size": None}  # fmt: skip
-    return plan.model_copy(update=changes), graph
+        "reduce_dtype": None, "shard_size": None, "shorter_lengths": (), "devices": ()}  # fmt: skip
+    return Plan.model_validate(plan.model_copy(update=changes).model_dump()), graph
 
 
 def _without_names(plan: Plan) -> Plan:

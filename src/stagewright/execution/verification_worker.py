@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         work(Path(options.plan), Path(options.out), options.quiet)
     except StagewrightError as error:
-        report_failure(options.out, int(os.environ["RANK"]), str(error), options.quiet)
+        report_failure(options.out, int(os.environ["RANK"]), error, options.quiet)
         return 1
     return 0
 

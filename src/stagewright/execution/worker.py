@@ -12,13 +12,22 @@ import os
 import signal
 import sys
 import time
+import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.errors import RunError, StagewrightError
+from stagewright.errors import (
+    InputError,
+    PlanError,
+    RunError,
+    StagewrightError,
+    StagewrightWarning,
+    wants_traceback,
+)
 
 if TYPE_CHECKING:
     from stagewright.execution.watch import Watch
@@ -26,20 +35,28 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
 
+RUN_ERRORS: dict[str, type[StagewrightError]] = {one.__name__: one for one in (InputError, PlanError)}
+"""Of a rank's errors those that the launcher passes on as they are, by name: what the user gave cannot be used."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
-    options = _parse(arguments)
-    rank, quiet = int(os.environ["RANK"]), options.pop("quiet")
+    options = parsed(arguments)
     try:
-        record = work(**options, quiet=quiet)
+        work_and_record(options)
     except StagewrightError as error:
-        report_failure(options["out"], rank, str(error), quiet)
-        return 1
+        report_failure(options["out"], int(os.environ["RANK"]), error, options["quiet"])
+        return 1 if isinstance(error, RunError) else 2
     except KeyboardInterrupt:
         return 130
-    if rank == 0 and record is not None:
-        record.save(Path(options["out"]) / "record.json")
     return 0
+
+
+def work_and_record(options: dict[str, Any]) -> None:
+    """`work`, whose record rank 0 writes."""
+    record = work(**options)
+    if record is not None:
+        record.save(Path(options["out"]) / "record.json")
 
 
 def work(
@@ -63,9 +80,11 @@ def work(
     """
     import torch
 
+    from stagewright.execution.device import local_device
     from stagewright.planning.plan import load_plan
 
-    target = _device(device)
+    warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
+    target = local_device(device)
     loaded = load_plan(plan)
     if devices is not None:
         loaded = loaded.model_copy(update={"devices": tuple(map(int, devices.split(",")))})
@@ -134,8 +153,10 @@ def member(out: str, target: Any, timeout: float, quiet: bool, rank: int | None 
     rank = launched if rank is None else rank
 
     def end(message: str) -> None:
-        report_failure(out, launched, message, quiet)
-        os._exit(1)
+        try:
+            report_failure(out, launched, RunError(message), quiet)
+        finally:
+            os._exit(1)
 
     host = host_store()
     watch = Watch(rank, world, own_store(), timeout, on_failure=end)
@@ -158,18 +179,29 @@ def member(out: str, target: Any, timeout: float, quiet: bool, rank: int | None 
     del host
 
 
-def _failure(error: Exception, rank: int, watch: Any) -> RunError:
+def _failure(error: Exception, rank: int, watch: Any) -> StagewrightError:
     """What this rank should say: its own error, or which other rank's end caused it."""
     own = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
     position = watch.position
-    may_be_lost_peer = (
-        isinstance(error, RuntimeError) or "waited for rank" in own
-    )  # collectives raise RuntimeError
-    blamed = watch.blame() if may_be_lost_peer else None
+    blamed = watch.blame() if may_be_lost_peer(error) else None
     if blamed is None:
         watch.failed(own)
-        return RunError(f"rank {rank} failed at {position}: {own}")
+        kind = RUN_ERRORS.get(type(error).__name__, RunError)
+        return kind(f"rank {rank} failed at {position}: {own}")
     return RunError(f"{blamed}; rank {rank} stopped at {position}: {own}")
+
+
+def may_be_lost_peer(error: BaseException | None) -> bool:
+    """Whether a transfer or a collective may be behind `error`: they raise `RuntimeError`.
+
+    >>> may_be_lost_peer(ValueError("no such token"))
+    False
+    """
+    while error is not None:
+        if isinstance(error, RuntimeError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _record(
@@ -186,10 +218,8 @@ def _record(
         first_step=first,
         device=str(target),
         versions={"torch": torch.__version__, "python": sys.version.split()[0]},
-        losses=tuple(result.loss for result in results),
-        gradient_norms=tuple(
-            result.gradient_norm if math.isfinite(result.gradient_norm) else None for result in results
-        ),
+        losses=tuple(_finite(result.loss) for result in results),
+        gradient_norms=tuple(_finite(result.gradient_norm) for result in results),
         step_seconds=tuple(result.seconds for result in results),
         sequence_lengths=lengths,
         metered_steps=tuple(sorted({0, *(step - first for step in metered)})),
@@ -198,14 +228,9 @@ def _record(
     )
 
 
-def _device(name: str) -> Any:
-    import torch
-
-    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        torch.cuda.set_device(local)
-        return torch.device("cuda", local)
-    return torch.device("cpu")
+def _finite(value: float) -> float | None:
+    """None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
 
 
 def gather(document: str) -> list[Any]:
@@ -251,24 +276,27 @@ class _Progress:
         )
 
 
-def report_failure(out: str, rank: int, message: str, quiet: bool) -> None:
-    """Leave the message for the launcher; print it too unless `quiet`."""
+def report_failure(out: str, rank: int, error: StagewrightError, quiet: bool) -> None:
+    """Leave the error for the launcher that asked this rank to be `quiet`; otherwise print it."""
+    trace = "".join(traceback.format_exception(error)) if wants_traceback() else ""
     if not quiet:
-        print(f"stagewright: {message}", file=sys.stderr, flush=True)
+        print(f"{trace}stagewright: {error}", file=sys.stderr, flush=True)
+        return
+    said = {"rank": rank, "time": time.time(), "kind": type(error).__name__, "message": str(error)}
+    print(trace, end="", file=sys.stderr, flush=True)
     folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f".failure-{rank}").write_text(
-        json.dumps({"rank": rank, "time": time.time(), "message": message})
-    )
+    (folder / f".failure-{rank}").write_text(json.dumps(said))
 
 
-def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
+def parsed(arguments: Sequence[str] | None) -> dict[str, Any]:
+    """Arguments of this process as those of `work`."""
     parser = argparse.ArgumentParser(prog="python -m stagewright.execution.worker", description=__doc__)
     parser.add_argument("plan")
     parser.add_argument("--out", required=True)
     parser.add_argument("--data")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0)
     parser.add_argument("--devices", help="device of every rank, instead of the plan's")
@@ -282,7 +310,12 @@ def _parse(arguments: Sequence[str] | None) -> dict[str, Any]:
 def start_process() -> None:
     """For a process that is nothing but a rank: Ctrl-C ends it at once, and nothing it prints is on stdout."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # also while it is blocked in a transfer
+    warnings.showwarning = _show
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+def _show(message: Warning | str, *_: Any) -> None:
+    print(f"warning: rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.finalists import JOINT
+from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.search import SCHEDULES, Found, plan
+from stagewright.planning.search import SCHEDULES, plan
 from stagewright.planning.widths import tensor_widths_of, widths_of
 from stagewright.tracing.models.reference import ModelReference
 
@@ -28,10 +29,11 @@ def largest_batch(
     tp: int | None = 1,
     microbatch: int | None = None,
     schedules: Sequence[str] = SCHEDULES,
+    interruptible: bool = False,
     **options: Any,
 ) -> Found:
     """The plans with the largest batch, best first: every sample of the job's `global_batch` becomes a microbatch, and
-    microbatches grow until nothing fits.
+    microbatches grow until nothing fits, or Ctrl-C if the search is `interruptible` and there is a plan.
 
     Sizes double until nothing fits, then the last interval is halved down to a sixteenth of the size. Other arguments are
     those of `stagewright.planning.search.plan`, whose plans these are; their jobs have the batch that was found.
@@ -43,31 +45,34 @@ def largest_batch(
     if microbatch is not None:
         raise InputError(f"microbatch = {microbatch} is what the largest batch is searched by: leave it out")
     options["schedules"] = [name for name in schedules if name != JOINT]  # a faster order lets no batch grow
-    best: tuple[int, Found] | None = None
+    tried: list[tuple[int, Found]] = []
     refused: PlanError | InputError | None = None
     for dp_width, pp_width, tp_width in _widths(cluster, job, pp, dp, tp):
 
-        def fits(size: int, dp: int = dp_width, pp: int = pp_width, tp: int = tp_width) -> Found:
+        def fit(size: int, dp: int = dp_width, pp: int = pp_width, tp: int = tp_width) -> None:
             report(f"microbatches of {size} on dp {dp} x tp {tp} x pp {pp}")
             grown = job.model_copy(update={"global_batch": job.global_batch * size})
-            return plan(model, cluster, grown, report=report, pp=pp, dp=dp, tp=tp, microbatch=size, **options)
+            found = plan(
+                model, cluster, grown, report=report, pp=pp, dp=dp, tp=tp, microbatch=size, **options
+            )
+            tried.append((size, found))
 
         try:
-            size, found = _largest(fits, best[0] if best is not None else 1)
+            _grow(fit, max((size for size, _ in tried), default=1))
+        except KeyboardInterrupt:
+            if not (interruptible and tried):
+                raise
+            return _best(tried).interrupted()
         except PlanError as error:
             refused = refused or error
-            continue
         except InputError as error:
             if tp is not None:
                 raise
             refused = refused or error
-            continue
-        if best is None or _better(size, found, best):
-            best = size, found
-    if best is None:
+    if not tried:
         assert refused is not None
         raise refused
-    return best[1]
+    return _best(tried)
 
 
 def _widths(
@@ -81,20 +86,23 @@ def _widths(
     ]
 
 
-def _better(size: int, found: Found, best: tuple[int, Found]) -> bool:
-    """Larger, or as large and faster."""
-    seconds = [one.plans[0].predictions.step_seconds for one in (found, best[1])]
-    return size > best[0] or (size == best[0] and seconds[0] < seconds[1])
+def _best(tried: Sequence[tuple[int, Found]]) -> Found:
+    """The plans of the largest size; of as large ones the fastest."""
+    return max(tried, key=lambda one: (one[0], -one[1].plans[0].predictions.step_seconds))[1]
 
 
-def _largest(fits: Callable[[int], Found], first: int) -> tuple[int, Found]:
-    """The largest size, from `first` on, for which `fits` returns plans; raises its error if `first` is too large."""
-    size, found = first, fits(first)
-    above = None
+def _grow(fit: Callable[[int], None], first: int) -> None:
+    """Calls `fit` with larger and larger sizes, up to the largest for which it does not raise `PlanError`.
+
+    Raises:
+        PlanError: `first` is too large.
+    """
+    fit(first)
+    size, above = first, None
     while above is None or above - size > max(1, size // _CLOSE):
         middle = 2 * size if above is None else (size + above) // 2
         try:
-            size, found = middle, fits(middle)
+            fit(middle)
+            size = middle
         except PlanError:
             above = middle
-    return size, found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -13,6 +12,8 @@ from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Candidate, Choice, least_saving, make_plan, with_cuts
+from stagewright.planning.fitting import Recompute
+from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.partition import Floats, Ints
 from stagewright.planning.pipeline import bodies_of, costing
@@ -23,7 +24,6 @@ from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference
 
 Report = Callable[[str], None]
-Recompute = Literal["auto", "none", "full"]
 
 ONE_STAGE_EACH = ("1f1b", "gpipe")
 """Schedules that are tried."""
@@ -46,21 +46,60 @@ def plan_mixed(
     offload: bool = True,
     report: Report = lambda stage: None,
     trace: Callable[..., OperatorGraph] = cached_trace,
-) -> list[Plan]:
+    interruptible: bool = False,
+) -> Found:
     """Plans of `reference` on a cluster of several kinds of devices, fastest first: one stage per pipeline rank, cut so
     that the slowest rank is as fast as can be by the costs on its own devices.
 
     Devices of a kind are next to each other in the pipeline, the fast ones first or last. Every rank has the memory of its
     own device; where that is not enough, cuts move and ranks recompute and offload as on equal devices. Ignores: layers
-    shared by ranks; what replicas could share out.
+    shared by ranks; what replicas could share out. Ctrl-C ends the search if it is `interruptible` and there is a plan.
 
     Raises:
         InputError: widths or a device that cannot be used.
         PlanError: nothing fits.
     """
     found: list[Plan] = []
-    widths = widths_of(cluster, job, pp, dp)
     missing: list[int] = []
+    interrupted = False
+    try:
+        for made in _made(
+            reference, cluster, job, schedules, pp, dp, microbatch, recompute, offload, report, trace
+        ):
+            if isinstance(made, Plan):
+                found.append(made)
+            else:
+                missing.append(made)
+    except KeyboardInterrupt:
+        if not (interruptible and found):
+            raise
+        interrupted = True
+    if not found:
+        least = (
+            f"lacks {min(missing)} bytes on its fullest device"
+            if missing
+            else "has a whole share of the batch"
+        )
+        raise PlanError(f"no configuration of mixed cluster '{cluster.name}' fits: the best {least}")
+    best_first = Found(sorted(found, key=lambda one: one.predictions.step_seconds), [])
+    return best_first.interrupted() if interrupted else best_first
+
+
+def _made(
+    reference: ModelReference,
+    cluster: Cluster,
+    job: Job,
+    schedules: Sequence[str],
+    pp: int | None,
+    dp: int | None,
+    microbatch: int | None,
+    recompute: Recompute,
+    offload: bool,
+    report: Report,
+    trace: Callable[..., OperatorGraph],
+) -> Iterator[Plan | int]:
+    """Of every configuration its plan, or the bytes that its fullest rank lacks."""
+    widths = widths_of(cluster, job, pp, dp)
     for size in microbatch_sizes(widths, job, microbatch):
         report(f"tracing microbatches of {size}")
         graph = trace(reference, size, report=report, **job.traced(cluster.kind))
@@ -71,19 +110,7 @@ def plan_mixed(
                 choice = Choice(num_replicas, num_stages, size, count, schedule, recompute == "full")
                 report(str(choice))
                 for order in _orders(cluster, body):
-                    made = _planned(reference, body, choice, cluster, order, job, recompute, offload)
-                    if isinstance(made, Plan):
-                        found.append(made)
-                    else:
-                        missing.append(made)
-    if not found:
-        least = (
-            f"lacks {min(missing)} bytes on its fullest device"
-            if missing
-            else "has a whole share of the batch"
-        )
-        raise PlanError(f"no configuration of mixed cluster '{cluster.name}' fits: the best {least}")
-    return sorted(found, key=lambda one: one.predictions.step_seconds)
+                    yield _planned(reference, body, choice, cluster, order, job, recompute, offload)
 
 
 def _orders(cluster: Cluster, body: BodyCosts) -> list[tuple[int, ...]]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
+from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.predictions import Predictions, RankPrediction
-from stagewright.planning.search import Found
 from stagewright.report.lengths import lengths_document
 from stagewright.report.tables import byte_unit, figure, plural, table, time_unit
 from stagewright.units import format_seconds

@@ -9,7 +9,6 @@ from rich.console import Group
 from rich.table import Table
 
 from stagewright.planning.plan import Plan
-from stagewright.planning.predictions import RankPrediction
 from stagewright.report.tables import table
 from stagewright.units import format_bytes, format_seconds
 
@@ -36,7 +35,7 @@ class Measured(Protocol):
     @property
     def first_step(self) -> int: ...
     @property
-    def losses(self) -> Sequence[float]: ...
+    def losses(self) -> Sequence[float | None]: ...
     @property
     def step_seconds(self) -> Sequence[float]: ...
     @property
@@ -80,17 +79,21 @@ def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
         "predicted_step_seconds": plan.predictions.step_seconds,
         "tokens_per_second": tokens / measured.median_step_seconds,
         "all_step_seconds": list(measured.step_seconds),
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "pipeline_rank": rank.pipeline_rank,
-                "allocated_peak_bytes": rank.timed_peak_bytes,
-                "predicted_allocated_peak_bytes": _predicted(plan, rank).allocated_peak_bytes,
-                "busy_seconds": rank.busy_seconds,
-                "predicted_busy_seconds": _predicted(plan, rank).busy_seconds,
-            }
-            for rank in measured.ranks
-        ],
+        "ranks": [_beside_predicted(plan, rank) for rank in measured.ranks],
+    }
+
+
+def _beside_predicted(plan: Plan, rank: MeasuredRank) -> dict[str, Any]:
+    """What a rank measured and what was predicted, which is None where the plan predicts nothing of its ranks."""
+    ranks = plan.predictions.ranks
+    predicted = ranks[rank.pipeline_rank] if ranks else None
+    return {
+        "rank": rank.rank,
+        "pipeline_rank": rank.pipeline_rank,
+        "allocated_peak_bytes": rank.timed_peak_bytes,
+        "predicted_allocated_peak_bytes": predicted and predicted.allocated_peak_bytes,
+        "busy_seconds": rank.busy_seconds,
+        "predicted_busy_seconds": predicted and predicted.busy_seconds,
     }
 
 
@@ -99,10 +102,11 @@ def run_summary(document: dict[str, Any]) -> Group:
     return Group(loss_table(document["losses"], document["first_step"]), comparison(document))
 
 
-def loss_table(losses: Sequence[float], first: int = 0) -> Table:
+def loss_table(losses: Sequence[float | None], first: int = 0) -> Table:
     """The loss at a few steps, and its course over all of them; `first` steps were done before."""
     steps = _spread(len(losses), _SHOWN_STEPS)
-    rows = [["loss", *(f"{losses[step]:.3f}" for step in steps), sparkline(losses)]]
+    shown = ["none" if loss is None else f"{loss:.3f}" for loss in losses]
+    rows = [["loss", *(shown[step] for step in steps), sparkline(losses)]]
     return table("", ["step", *(str(first + step + 1) for step in steps), "course"], rows)
 
 
@@ -124,26 +128,42 @@ def comparison(document: dict[str, Any]) -> Table:
     return table("", ("", "predicted", "measured", "difference"), rows)
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """The course of `values`, one character each.
+def diverged(losses: Sequence[float | None]) -> list[str]:
+    """A warning if a loss was no finite number.
 
-    >>> sparkline([4.0, 3.0, 2.0, 1.0])
-    '█▆▃▁'
+    >>> diverged([2.0, 1.5])
+    []
+    >>> diverged([2.0, None, None])
+    ['the loss was no finite number in 2 of 3 steps, first in step 2: lower learning_rate in the job, or clip_norm']
     """
-    low, high = min(values), max(values)
+    lost = [step for step, loss in enumerate(losses, start=1) if loss is None]
+    if not lost:
+        return []
+    return [
+        f"the loss was no finite number in {len(lost)} of {len(losses)} steps, first in step {lost[0]}: lower "
+        "learning_rate in the job, or clip_norm"
+    ]
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """The course of `values`, one character each; a cross for what is missing.
+
+    >>> sparkline([4.0, 3.0, None, 1.0])
+    '█▆×▁'
+    """
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in values)
+    return "".join("×" if value is None else _BARS[round((value - low) * scale)] for value in values)
 
 
 def _compared(
-    name: str, predicted: float, measured: float, written: Callable[[float], str]
+    name: str, predicted: float | None, measured: float, written: Callable[[float], str]
 ) -> tuple[str, str, str, str]:
+    if predicted is None:
+        return name, "", written(measured), ""
     difference = f"{predicted / measured - 1:+.1%}" if measured else ""
     return name, written(predicted), written(measured), difference
-
-
-def _predicted(plan: Plan, rank: MeasuredRank) -> RankPrediction:
-    return plan.predictions.ranks[rank.pipeline_rank]
 
 
 def _spread(count: int, wanted: int) -> list[int]:

@@ -10,11 +10,12 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.baselines.strategies import STRATEGIES
 from stagewright.planning.candidate import Candidate, Choice, make_plan
+from stagewright.planning.found import Excluded, Found
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan
 from stagewright.planning.ranking import ranked
-from stagewright.planning.search import Excluded, Found, Trace, over_lengths
+from stagewright.planning.search import Trace, over_lengths
 from stagewright.planning.widths import microbatch_sizes, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -32,8 +33,11 @@ def plan_with(
     dp: int | None = None,
     microbatch: int | None = None,
     trace: Trace = cached_trace,
+    interruptible: bool = False,
 ) -> Found:
     """What the planner named `strategy` makes of every width and microbatch size (or of those given), best first.
+
+    Ctrl-C ends an `interruptible` search with the plans so far, once there is one.
 
     Raises:
         InputError: no planner of that name; the model, device or a width cannot be used as given.
@@ -49,29 +53,36 @@ def plan_with(
     excluded: list[Excluded] = []
     misses: list[Candidate] = []
     refused: PlanError | None = None
-    for size in microbatch_sizes(widths, job, microbatch):
-        report(f"tracing microbatches of {size}")
-        graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
-        body = BodyCosts(graph, costing(graph, cluster, job))
-        fitted = False
-        for choice in _choices(widths, job, size):
-            report(f"{strategy}: {choice}")
-            try:
-                found = STRATEGIES[strategy].candidate(body, choice, cluster, job)
-            except PlanError as error:
-                refused = refused or error
-                excluded.append(Excluded(str(error), choice.dp, choice.pp, size, strategy))
-                continue
-            if found is not None and found.excess_bytes <= 0:
-                fitted = True
-                plans.append(make_plan(found, body, reference))
-                continue
-            misses += [found] if found is not None else []
-            excluded.append(_missed(found, choice, strategy))
-        if not fitted and plans:
-            break
+    interrupted = False
+    try:
+        for size in microbatch_sizes(widths, job, microbatch):
+            report(f"tracing microbatches of {size}")
+            graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
+            body = BodyCosts(graph, costing(graph, cluster, job))
+            fitted = False
+            for choice in _choices(widths, job, size):
+                report(f"{strategy}: {choice}")
+                try:
+                    found = STRATEGIES[strategy].candidate(body, choice, cluster, job)
+                except PlanError as error:
+                    refused = refused or error
+                    excluded.append(Excluded(str(error), choice.dp, choice.pp, size, strategy))
+                    continue
+                if found is not None and found.excess_bytes <= 0:
+                    fitted = True
+                    plans.append(make_plan(found, body, reference))
+                    continue
+                misses += [found] if found is not None else []
+                excluded.append(_missed(found, choice, strategy))
+            if not fitted and plans:
+                break
+    except KeyboardInterrupt:
+        if not (interruptible and plans):
+            raise
+        interrupted = True
     if plans:
-        return over_lengths(Found(ranked(plans), excluded), cluster, report, trace)
+        result = Found(ranked(plans), excluded)
+        return over_lengths(result.interrupted() if interrupted else result, cluster, report, trace)
     if misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)
     raise refused or PlanError(

@@ -1,0 +1,50 @@
+"""Which device the process of a rank computes on."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from stagewright.errors import InputError, nearest
+from stagewright.planning.plan import Plan
+
+ASKED = ("cpu", "cuda", "auto")
+
+
+def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
+    """``cpu`` or ``cuda``: what is asked for; with ``auto`` a GPU where the plan is for GPUs and this machine has any.
+
+    Raises:
+        InputError: no such kind, or fewer GPUs than the ranks that this machine is to run.
+    """
+    if asked not in ASKED:
+        raise InputError(f"--device {asked}{nearest(asked, ASKED)}: give cpu, cuda or auto")
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked == "cpu" or (asked == "auto" and not (available and plan.cluster.kind == "cuda")):
+        return "cpu"
+    if available < num_ranks_here:
+        raise InputError(
+            f"the plan has {num_ranks_here} ranks on this machine, which has {available} CUDA devices: plan for as many "
+            "ranks as there are devices (`stagewright probe --device cuda` describes them), or run with --device cpu"
+        )
+    return "cuda"
+
+
+def local_device(kind: str) -> torch.device:
+    """The device of this process, which is its current one from now on.
+
+    Raises:
+        InputError: there are several GPUs, and the launcher does not say which is this process's.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    local = os.environ.get("LOCAL_RANK")
+    if local is None and torch.cuda.device_count() > 1:
+        raise InputError(
+            f"this machine has {torch.cuda.device_count()} CUDA devices, and LOCAL_RANK does not say which of them is this "
+            "rank's: set it, or let each process see its own device only (CUDA_VISIBLE_DEVICES)"
+        )
+    device = torch.device("cuda", int(local or 0))
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,69 @@
+"""Whether a measurement had its cores to itself."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+_STAT = Path("/proc/stat")
+_WAITING = (3, 4)
+"""Columns of a core's line that are not use: idle, and waiting for a device."""
+
+MOST_OTHERS = 0.1
+"""Part of the cores that other programs may use without a word."""
+
+
+@dataclass(frozen=True)
+class MachineUse:
+    """Seconds until now: of the clock, of the cores this process may use, and of this process and those it waited for."""
+
+    clock_s: float
+    cores_s: float
+    own_s: float
+    num_cores: int
+
+    @classmethod
+    def now(cls) -> MachineUse | None:
+        """None where the system does not tell."""
+        if not hasattr(os, "sched_getaffinity") or not _STAT.exists():
+            return None
+        cores = os.sched_getaffinity(0)
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        own = sum(one.ru_utime + one.ru_stime for one in used)
+        ticks = busy_ticks(_STAT.read_text(encoding="ascii"), cores)
+        return cls(time.monotonic(), ticks / os.sysconf("SC_CLK_TCK"), own, len(cores))
+
+
+def busy_ticks(stat: str, cores: Collection[int]) -> int:
+    """Ticks in which `cores` were used, of the text of /proc/stat.
+
+    >>> busy_ticks("cpu 9 9 9 9 9\\ncpu0 5 0 2 70 1 0 1 0 0 0\\ncpu1 1 1 1 90 0 0 0 0 0 0\\n", [0])
+    8
+    """
+    lines = (line.split() for line in stat.splitlines())
+    names = {f"cpu{core}" for core in cores}
+    return sum(
+        int(ticks)
+        for name, *columns in lines
+        if name in names
+        for place, ticks in enumerate(columns[:8])  # those behind are of guests, and counted as user
+        if place not in _WAITING
+    )
+
+
+def others_at_work(before: MachineUse | None, after: MachineUse | None) -> list[str]:
+    """A warning if other programs used the cores in between."""
+    if before is None or after is None:
+        return []
+    clock = after.clock_s - before.clock_s
+    others = (after.cores_s - before.cores_s - (after.own_s - before.own_s)) / clock
+    if others <= MOST_OTHERS * after.num_cores:
+        return []
+    return [
+        f"other programs used {others:.1f} of the {after.num_cores} cores while this was measured, so that its figures are "
+        "of a machine that is slower than it would be alone: measure again when they have ended"
+    ]

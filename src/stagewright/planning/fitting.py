@@ -1,0 +1,200 @@
+"""Configurations made to fit in memory, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import numpy as np
+
+from stagewright.cluster import Cluster
+from stagewright.errors import PlanError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.state import Precision
+from stagewright.planning.advice import misses_memory
+from stagewright.planning.candidate import (
+    Candidate,
+    Choice,
+    least_saving,
+    make_candidate,
+    make_plan,
+    make_program,
+    saved_counts,
+    with_cuts,
+    within_memory,
+)
+from stagewright.planning.found import Excluded
+from stagewright.planning.host_optimizer import (
+    HostOptimizer,
+    host_excess_bytes,
+    may_use_host,
+    steps_once,
+    with_room_used,
+)
+from stagewright.planning.job import Job
+from stagewright.planning.partition import MemoryBudget, partition
+from stagewright.planning.plan import Plan
+from stagewright.planning.predict import run_timeline
+from stagewright.tracing.models.reference import ModelReference
+from stagewright.units import format_bytes
+
+Recompute = Literal["auto", "none", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
+_MOST_FRAGMENTS = 0.15
+"""A configuration that loses more than this of its memory to fragmentation is no plan."""
+
+
+@dataclass
+class Fitting:
+    """The memory side of one search.
+
+    * `excluded`: configurations that are no plans;
+    * `on_host`: those that lack memory, with the optimizer on the host: to be tried too, once.
+    """
+
+    reference: ModelReference
+    cluster: Cluster
+    job: Job
+    recompute: Recompute
+    offload: bool
+    host_optimizer: HostOptimizer
+    excluded: list[Excluded] = field(default_factory=list)
+    on_host: list[Choice] = field(default_factory=list)
+    _tried_on_host: set[Choice] = field(default_factory=set)
+    _misses: list[Candidate] = field(default_factory=list)
+    _roughly_missed: list[tuple[int, Choice]] = field(default_factory=list)
+    _too_many_stages: list[PlanError] = field(default_factory=list)
+
+    def exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:
+        self.excluded.append(
+            Excluded(
+                reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing, choice.tp
+            )
+        )
+
+    def may_fit(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> list[Choice]:
+        """Of each choice, itself if it may fit, or else with the host's memory if that may; saved values are `scale` times
+        those of `body`."""
+        found = []
+        for choice in choices:
+            ways = [choice, *self._with_host(choice)]
+            found += [way for way in ways if self._may_fit(way, body, scale)][:1]
+        return found
+
+    def plan(
+        self, choice: Choice, body: BodyCosts, start: Sequence[int], saves: bool, below_s: float
+    ) -> Plan | None:
+        """The plan of `choice` that leaves room for what the allocator loses; if there is none, why is noted.
+
+        Args:
+            start: the fastest cuts.
+            saves: whether it may recompute or offload, which takes long to work out and only pays for what could be the
+                fastest.
+            below_s: steps that save and take as long or longer are of no use.
+        """
+        counts = saved_counts(make_program(choice))
+        if not saves and not self._partition_fits(choice, body, counts, kept=True):
+            self._try_host(choice)
+            return None
+        limit = self.job.usable_bytes(self.cluster.device)
+        fastest = with_cuts(body, choice, start, self.cluster, self.job)
+        lost = 0  # to fragmentation, which only the replay of the allocator shows
+        while True:
+            within = self.job.model_copy(update={"memory_limit": limit - lost}) if lost else self.job
+            candidate = self._best_that_fits(fastest.for_job(within), body, saves, below_s)
+            if candidate.excess_bytes > 0:
+                self._misses.append(candidate)
+                missing = candidate.excess_bytes
+                self.exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
+                return None
+            if (missing := host_excess_bytes(candidate.line)) > 0:
+                self.exclude(choice, f"lacks {format_bytes(missing)} of memory on a host", missing)
+                return None
+            used = (
+                [with_room_used(candidate)] if choice.host_optimizer and self.host_optimizer == "auto" else []
+            )
+            for one in (*used, candidate):
+                found = make_plan(one, body, self.reference)
+                missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
+                if missing <= 0:
+                    return found.model_copy(update={"job": self.job})
+            lost += max(missing, limit // 25)
+            if lost > _MOST_FRAGMENTS * limit:
+                self._misses.append(replace(candidate, excess_bytes=missing))
+                reason = f"lacks {format_bytes(missing)} of memory a device, lost to fragmentation"
+                self.exclude(choice, reason, missing)
+                return None
+
+    def nothing_fits(self, body_of: Callable[[Choice], BodyCosts]) -> PlanError:
+        """Why no choice became a plan; `body_of` has the costs of one that was never worked out."""
+        if not self._misses and self._roughly_missed:
+            _, choice = min(self._roughly_missed, key=lambda miss: miss[0])
+            self._misses.append(make_candidate(body_of(choice), choice, self.cluster, self.job))
+        if self._misses:
+            return misses_memory(min(self._misses, key=lambda miss: miss.excess_bytes), self.job)
+        return self._too_many_stages[0]
+
+    def _with_host(self, choice: Choice) -> list[Choice]:
+        """`choice` with the optimizer on the host, if that is one more way to try."""
+        allowed = self.host_optimizer == "auto" and not choice.host_optimizer and may_use_host(self.cluster)
+        return [replace(choice, host_optimizer=True)] if allowed and steps_once(choice) else []
+
+    def _try_host(self, choice: Choice) -> None:
+        ways = [way for way in self._with_host(choice) if way not in self._tried_on_host]
+        self._tried_on_host.update(ways)
+        self.on_host += ways
+
+    def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
+        """Whether state and saved values alone fit in some partition; where saved values may be given up, those of one
+        microbatch."""
+        saved = saved_counts(make_program(choice))
+        if self.recompute == "auto":
+            saved = [min(count, 1) for count in saved]
+        return self._partition_fits(choice, body, [count * scale for count in saved])
+
+    def _partition_fits(
+        self, choice: Choice, body: BodyCosts, counts: Sequence[float], kept: bool = False
+    ) -> bool:
+        """Whether some partition keeps the state and so many sets of saved values per stage, which are all there are if
+        `kept`; if none does, why is noted."""
+        limit = self.job.usable_bytes(self.cluster.device)
+        share = choice.state_share(Precision.of(self.job.torch_name))
+        budget = MemoryBudget([float(limit)] * len(counts), counts, share)
+        try:
+            if partition(body, len(counts), 0.0, budget) is not None:
+                return True
+        except PlanError as error:
+            self._too_many_stages.append(error)
+            self.exclude(choice, str(error))
+            return False
+        least = _least_bytes(body, counts, share)
+        self._roughly_missed.append((least, choice))
+        if least > limit:
+            which = (
+                ", and cannot be the fastest if it gives any up" if self.recompute == "auto" and kept else ""
+            )
+            reason = f"needs {format_bytes(least)} a device or more, of {format_bytes(limit)}{which}"
+            self.exclude(choice, reason, least - limit)
+        else:
+            self.exclude(choice, f"no partition keeps every device within {format_bytes(limit)}")
+        return False
+
+    def _best_that_fits(self, fastest: Candidate, body: BodyCosts, saves: bool, below_s: float) -> Candidate:
+        """The fastest partition, if it fits; else one within memory or one that saves, whichever is faster."""
+        if fastest.excess_bytes <= 0:
+            return fastest
+        self._try_host(fastest.choice)
+        kept = within_memory(fastest, body)
+        if not saves:
+            return kept
+        saving = least_saving([fastest, kept], body, offload=self.offload, below_s=below_s)
+        fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
+        return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
+
+
+def _least_bytes(body: BodyCosts, counts: Sequence[float], state_share: float) -> int:
+    """Bytes of the fullest rank if what it keeps of the state, and saved values, could be shared out evenly."""
+    saved = float(body.saved_bytes[-1]) * float(np.mean(counts))
+    return round((state_share * float(body.state_bytes[-1]) + saved) / len(counts))
