@@ -6,29 +6,39 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.estimation.reserved import reserved_on
+from stagewright.graph.flat import of_stages
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Pipeline, reserved_bytes
 from stagewright.planning.predict import lowered, rank_memories, reserved_peaks, stage_edges
+from stagewright.units import MIB
 
 _BLOCK = 512
 
 
-def pipeline(model: str, schedule: str, pp: int = 2) -> Pipeline:
-    cluster = load_cluster(f"{pp}x-h100")
-    job = Job(global_batch=6, sequence_length=64)
-    plan = estimate(model, cluster, job, pp=pp, schedule=schedule)
+def pipeline(
+    model: str, schedule: str, pp: int = 2, dp: int = 1, zero: int | None = None, size: int = 1
+) -> Pipeline:
+    cluster = load_cluster(f"{pp * dp}x-h100")
+    job = Job(global_batch=6 * dp * size, sequence_length=64 * size)
+    plan = estimate(model, cluster, job, pp=pp, dp=dp, schedule=schedule, zero=zero, microbatch=size)
     return line_of(plan, cluster)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize(
+    ("schedule", "dp", "zero"),
+    [("1f1b", 1, None), ("gpipe", 1, None), ("zb-h1", 1, None), ("1f1b", 2, None), ("1f1b", 2, 0)],
+)
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
-def test_active_bytes_are_the_replayed_ones_in_whole_blocks(model: str, schedule: str) -> None:
-    line = pipeline(model, schedule)
+def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
+    model: str, schedule: str, dp: int, zero: int | None
+) -> None:
+    line = pipeline(model, schedule, dp=dp, zero=zero)
     program = lowered(line.program, stage_edges(line.stages))
     for memory in rank_memories(line):
         state = sum(line.resident(memory.rank).categories.values())
-        found = reserved_on(line.memories, program, memory.rank, state)
+        flats = of_stages(line.flats, (stage.index for stage in line.stages_of(memory.rank)))
+        found = reserved_on(line.memories, program, memory.rank, state, flats=flats)
         inside = sum(
             stage.graph.storage_bytes[v] > 0 for stage in line.stages for v in stage.graph.storage_bytes
         )
@@ -52,3 +62,15 @@ def test_predictions_hold_what_fragmentation_takes() -> None:
     reserved = reserved_peaks(line, memories)
     for memory, found in zip(memories, reserved, strict=True):
         assert found >= reserved_bytes(memory, line.cluster.device) > memory.peak_bytes
+
+
+@pytest.mark.parametrize("zero", [None, 0, 1, 3])
+def test_replicas_lose_memory_to_fragmentation_as_one_alone_does(zero: int | None) -> None:
+    def lost(line: Pipeline) -> list[int]:
+        memories = rank_memories(line)
+        least = [reserved_bytes(memory, line.cluster.device) for memory in memories]
+        return [whole - own for whole, own in zip(reserved_peaks(line, memories), least, strict=True)]
+
+    alone, replicated = (lost(pipeline("tiny-llama", "gpipe", 2, dp, zero, size=8)) for dp in (1, 2))
+    assert min(*alone, *replicated) > 4 * MIB
+    assert max(replicated) < 2 * max(alone)

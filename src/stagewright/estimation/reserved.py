@@ -9,6 +9,7 @@ from stagewright.estimation.allocator import Block, CachingAllocator
 from stagewright.estimation.in_flight import Event, Happenings, InFlight, StageMemory
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.state import Precision
+from stagewright.graph.flat import Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule import Program
@@ -35,6 +36,7 @@ def reserved_on(
     num_steps: int = 2,
     *,
     host_optimizer: bool = False,
+    flats: Sequence[Flat] = (),
 ) -> Reserved:
     """Replay `num_steps` optimizer steps of the lowered `program` on `rank`.
 
@@ -43,14 +45,17 @@ def reserved_on(
     the first optimizer step, between what the batch has left in the cache.
 
     `state_bytes` are those of all that lasts; what is not a parameter, gradient, moment or master weight of them is
-    taken to be one storage. With `host_optimizer` there are neither moments nor master weights.
+    taken to be one storage. With `host_optimizer` there are neither moments nor master weights. The gradients of `flats`,
+    those of the rank's stages, which replicas hold whole, are one storage each.
 
     Ignores: buffers that replicas share out; several streams.
 
     Raises:
         ScheduleError: the program uses a value before it is made.
     """
-    return _Replay(memories, program, rank, state_bytes, workspace_bytes, host_optimizer).run(num_steps)
+    return _Replay(memories, program, rank, state_bytes, workspace_bytes, host_optimizer, flats).run(
+        num_steps
+    )
 
 
 class _Replay:
@@ -62,9 +67,11 @@ class _Replay:
         state_bytes: int,
         workspace_bytes: int,
         host_optimizer: bool,
+        flats: Sequence[Flat],
     ) -> None:
         self.rank = rank
         self.host_optimizer = host_optimizer
+        self.flats = [flat for flat in flats if flat.is_trained]
         self.actions = program.actions(rank)
         self.num_microbatches = program.num_microbatches
         placed = program.placement.rank_of_stage
@@ -96,14 +103,17 @@ class _Replay:
             meta.num_elements * ITEM_BYTES[kind.gradient]
             for meta, kind in zip(trained.values(), kinds, strict=True)
         ]
+        flat = {value for buffer in self.flats for value in buffer.values}
+        own = [size for value, size in zip(trained, gradients, strict=True) if value not in flat]
+        buffers = [one.num_elements * ITEM_BYTES[Precision.of(one.dtype).gradient] for one in self.flats]
         if self.host_optimizer:
-            self._allocate(fixed, gradients, self.state_bytes)
+            self._allocate(fixed, [*own, *buffers], self.state_bytes)
             return []
         masters = [
             size for size, kind in zip(gradients, kinds, strict=True) if kind.gradient != kind.parameter
         ]
         moments = 2 * sum(gradients) + _STEP_BYTES * len(gradients)
-        self._allocate(fixed, [*gradients, *masters], self.state_bytes - moments)
+        self._allocate(fixed, [*own, *buffers, *masters], self.state_bytes - moments)
         return gradients
 
     def _allocate(self, first: Sequence[int], last: Sequence[int], total: int) -> None:

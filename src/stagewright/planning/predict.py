@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
@@ -257,11 +258,12 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
     """What the allocator of each rank reserves: on a GPU by replay of every allocation.
 
     In a long pipeline that is done for the fullest ranks, and the others are taken to lose as large a share to
-    fragmentation as the worst of these. Ignores: fragmentation where replicas share out buffers.
+    fragmentation as the worst of these. Where replicas share out, a rank is taken to lose what it would lose alone.
+    Ignores: what shared buffers that come and go lose beyond that.
     """
     least = [reserved_bytes(memory, line.device_of(memory.rank)) for memory in memories]
     ranks = [rank for rank in range(line.pp) if line.device_of(rank).kind != "cpu"]
-    if line.flats or not ranks:
+    if not ranks:
         return least
     fullest = sorted(ranks, key=lambda rank: -memories[rank].peak_bytes)[:_REPLAYED_RANKS]
     program = lowered(shortened(line.program), stage_edges(line.stages))
@@ -273,8 +275,16 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
 
 
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
-    state = sum(memory.categories.get(name, 0) for name in line.resident(memory.rank).categories)
-    workspace = line.device_of(memory.rank).workspace_bytes
-    on_host = memory.rank in line.host_optimizer
-    found = reserved_on(line.memories, program, memory.rank, state, workspace, host_optimizer=on_host)
-    return found.reserved_peak_bytes
+    """What the allocator of a rank reserves; where replicas share out, its own bytes and what it would lose alone."""
+    rank, shares = memory.rank, any(line.sharding) and line.dp > 1
+    alone = replace(line, dp=1, sharding=(), shard_size=None) if shares else line
+    workspace = line.device_of(rank).workspace_bytes
+    found = reserved_on(
+        line.memories, program, rank, alone.resident(rank).total, workspace,
+        host_optimizer=rank in line.host_optimizer,
+        flats=of_stages(alone.flats, (stage.index for stage in line.stages_of(rank))),
+    )  # fmt: skip
+    if not shares:
+        return found.reserved_peak_bytes
+    lost = found.reserved_peak_bytes - found.active_peak_bytes
+    return reserved_bytes(replace(memory, peak_bytes=memory.peak_bytes + lost), line.device_of(rank))
