@@ -182,9 +182,14 @@ def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) ->
 
     for name in FAMILIES:
         options = {"memory_limit": float(limit)} if _limits_itself(name) else {}
-        size = program.num_ranks, program.num_microbatches, None
+        num_microbatches = program.num_microbatches
+        if "times" in inspect.signature(FAMILIES[name]).parameters:
+            # Long batches take long to order by times, and hold no more than short ones.
+            num_microbatches = min(num_microbatches, 2 * program.num_ranks)
         try:
-            built = _program(name, *size, costs_of, transfer, options, True)
+            built = _program(
+                name, program.num_ranks, num_microbatches, None, costs_of, transfer, options, True
+            )
         except (InputError, ScheduleError):
             continue  # it has other sizes, or more stages than there are layers
         if max(peak_activations(built)) <= limit and all(action.kind is not Kind.STEP for action in built):
