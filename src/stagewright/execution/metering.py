@@ -19,6 +19,8 @@ def metered_steps(job: Job, num_steps: int, first: int = 0) -> set[int]:
 
     >>> metered_steps(Job(global_batch=1, sequence_length=8), 9), metered_steps(Job(global_batch=1, sequence_length=8), 1)
     ({1}, {0})
+    >>> metered_steps(Job(global_batch=1, sequence_length=8), 9, first=4)
+    {5}
     >>> sorted(metered_steps(Job(global_batch=1, sequence_lengths=(4, 8, 8)), 9))
     [1, 3]
     >>> sorted(metered_steps(Job(global_batch=1, sequence_lengths=(8, 4, 4)), 3))
