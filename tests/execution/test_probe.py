@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from stagewright.cli.app import app
 from stagewright.cluster import Cluster, load_cluster, save_cluster
-from stagewright.errors import InputError, RunError
-from stagewright.execution.probe import _listen, _Request, describe, probe
+from stagewright.errors import TRACEBACK, InputError, RunError
+from stagewright.execution.probe import _described, _listen, _Request, describe, probe
 from stagewright.execution.probe_measurements import Measurements, linear_fit
 
 REQUEST = _Request("cpu", 1, 1, time_limit_s=0.2, seconds_per_figure=0.01)
@@ -82,8 +87,63 @@ def test_a_failing_process_is_named_with_its_reason() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     sender.send(("phase", ("attention", 0.5)))
     sender.send(("error", "MemoryError: too large"))
-    with pytest.raises(RunError, match="rank 0 of the probe failed during 'attention':\nMemoryError"):
+    with pytest.raises(
+        RunError, match=r"rank 0 of the probe failed during 'attention': MemoryError: too large$"
+    ):
         _listen([receiver], time.monotonic() + 5, REQUEST, lambda what, done: None)
+
+
+def test_an_error_is_one_line_unless_its_traceback_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        raise ValueError("too large\nsecond line")
+    except ValueError as error:
+        monkeypatch.delenv(TRACEBACK, raising=False)
+        assert _described(error) == "ValueError: too large"
+        monkeypatch.setenv(TRACEBACK, "1")
+        assert "Traceback" in _described(error) and "second line" in _described(error)
+
+
+def test_the_command_says_how_to_allow_more_time() -> None:
+    done = CliRunner().invoke(app, ["probe", "--timeout", "1"])
+    assert done.exit_code == 1
+    assert "did not finish within 1 s" in done.stderr and "--timeout" in done.stderr
+    assert multiprocessing.active_children() == []
+
+
+def test_under_a_launcher_the_number_of_processes_is_not_ours() -> None:
+    done = CliRunner().invoke(app, ["probe", "--cluster", "--processes", "2"])
+    assert done.exit_code == 2 and "leave out --processes" in done.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are counted by /proc")
+def test_ctrl_c_ends_every_process_quietly() -> None:
+    code = (
+        "import signal, sys; from stagewright import cli\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background starts deaf to it
+        "sys.argv = ['stagewright', 'probe']; cli.main()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )  # fmt: skip
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    try:
+        deadline = time.monotonic() + 60
+        while len(children.read_text().split()) < 3:  # two ranks, and what tracks shared resources
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)  # both are at work on their imports
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        out, shown = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, out, shown) == (130, "", "")
+    deadline = time.monotonic() + 10
+    with pytest.raises(ProcessLookupError):  # no rank is left
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
 
 
 def test_a_process_that_vanishes_is_named() -> None:

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, PerPrecisionFraction
-from stagewright.errors import InputError, RunError
+from stagewright.errors import InputError, RunError, wants_traceback
 from stagewright.execution.heap import keep_freed_memory
+from stagewright.execution.interrupts import interrupts_ignored
 from stagewright.execution.probe_measurements import (
     MESSAGE_PHASE,
     Measurements,
@@ -100,22 +101,24 @@ def _run_workers(request: _Request, progress: Progress) -> list[Measurements]:
     deadline = time.monotonic() + request.time_limit_s
     with tempfile.TemporaryDirectory(prefix="stagewright-probe-") as folder:
         try:
-            for rank in range(request.world):
-                receiver, sender = context.Pipe(duplex=False)
-                worker = context.Process(
-                    target=_worker, args=(rank, request, str(Path(folder) / "store"), sender), daemon=True
-                )
-                worker.start()
-                sender.close()  # so that the end of the worker is the end of the pipe
-                workers.append(worker)
-                pipes.append(receiver)
-            return _listen(pipes, deadline, request, progress)
-        finally:
+            with interrupts_ignored():
+                for rank in range(request.world):
+                    receiver, sender = context.Pipe(duplex=False)
+                    worker = context.Process(
+                        target=_worker, args=(rank, request, str(Path(folder) / "store"), sender), daemon=True
+                    )
+                    worker.start()
+                    sender.close()  # so that the end of the worker is the end of the pipe
+                    workers.append(worker)
+                    pipes.append(receiver)
+            found = _listen(pipes, deadline, request, progress)
             for worker in workers:
                 worker.join(timeout=2.0)
-                if worker.is_alive():
-                    worker.kill()
-                    worker.join()
+            return found
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.join()
 
 
 def _listen(
@@ -131,7 +134,7 @@ def _listen(
             stuck = ", ".join(f"rank {rank} in '{phase[rank]}'" for rank in phase if rank not in found)
             raise RunError(
                 f"the probe did not finish within {request.time_limit_s:g} s ({stuck}): "
-                "probe fewer processes, or allow more time"
+                "allow more time (--timeout), or probe fewer processes"
             )
         for rank, pipe in enumerate(pipes):
             if pipe not in ready:
@@ -149,7 +152,7 @@ def _listen(
             elif kind == "found":
                 found[rank] = value
             else:
-                raise RunError(f"rank {rank} of the probe failed during '{phase[rank]}':\n{value}")
+                raise RunError(f"rank {rank} of the probe failed during '{phase[rank]}': {value}")
     progress("done", 1.0)
     return [found[rank] for rank in range(len(pipes))]
 
@@ -173,10 +176,18 @@ def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> 
         dist.barrier()
         pipe.send(("found", found))
         dist.destroy_process_group()
-    except Exception:
-        pipe.send(("error", traceback.format_exc(limit=-3)))
+    except Exception as error:
+        pipe.send(("error", _described(error)))
     finally:
         pipe.close()
+
+
+def _described(error: Exception) -> str:
+    """On one line, unless all of it was asked for."""
+    if wants_traceback():
+        return "\n" + "".join(traceback.format_exception(error))
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"
 
 
 def _alone() -> None:
