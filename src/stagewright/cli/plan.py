@@ -164,7 +164,7 @@ def plan(
         )
         joint.plan_costs(request, output, as_json)
         return
-    refuse(context, _OF_COSTS, "it belongs to --costs, which is not given", "give --costs TABLE", _MEANT)
+    refuse(context, _OF_COSTS, "options of --costs are given without it", "give --costs TABLE", _MEANT)
     if model is None or cluster is None:
         raise InputError("give a MODEL and --cluster, or --costs TABLE with --ranks and --microbatches")
     if strategy is not None:
