@@ -34,7 +34,7 @@ class RankRecord(StrictModel):
     sent_bytes: int
     """To other pipeline ranks, over all steps."""
     num_gathers: int = 0
-    """Of flat buffers of parameters, over all steps and checkpoints; `num_reductions` are sums of gradients over replicas."""
+    """Of flat buffers of parameters, over all steps and checkpoints; `num_reductions`: sums of gradients over replicas."""
     num_reductions: int = 0
     gathered_bytes: int = 0
     """That left this rank on a ring of replicas; `reduced_bytes` for sums of gradients."""
