@@ -104,6 +104,16 @@ def test_every_rank_has_the_memory_of_its_own_device(mixed: Cluster) -> None:
     assert found.predictions.lower_bound_seconds < found.predictions.step_seconds
 
 
+def test_a_limit_for_all_is_not_more_than_a_device_has(mixed: Cluster) -> None:
+    needed = max(rank.reserved_peak_bytes for rank in best(mixed).predictions.ranks)
+    tight = with_memory(mixed, 4 * needed, int(0.7 * needed))
+    limited = JOB.model_copy(update={"memory_limit": 3 * needed})
+    plans = search.plan("gpt2", tight, limited, pp=3, microbatch=2, schedules=("1f1b",)).plans
+    for plan in plans:
+        small = plan.predictions.ranks[plan.devices.index(2)]
+        assert small.reserved_peak_bytes <= tight.device_of(2).usable_bytes
+
+
 def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -> None:
     """By the costs of ranges: the found cuts' slowest stage, with what it must give up, is the least of all cuts."""
     graph = trace(resolve("tiny-llama", {"num_hidden_layers": 2}), 2, **JOB.traced("cuda"))

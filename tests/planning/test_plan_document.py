@@ -129,6 +129,9 @@ def test_a_job_file_and_its_overrides(tmp_path: Path) -> None:
     device = load_cluster("8x-h100").device
     assert job.usable_bytes(device) == 2**31
     assert load_job(path, {"memory_limit": None}).usable_bytes(device) == device.usable_bytes
+    more = load_job(path, {"memory_limit": "1TiB"})
+    assert more.usable_bytes(device) == more.usable_bytes(device, load_cluster("8x-h100")) == 2**40
+    assert more.usable_bytes(device, load_cluster("8x-h100+8x-t4")) == device.usable_bytes
 
 
 @pytest.mark.parametrize(

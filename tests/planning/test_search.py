@@ -102,6 +102,13 @@ def test_memory_limits_hold_and_are_explained() -> None:
     assert any(item.missing_bytes and "device" in item.reason for item in tight.excluded)
 
 
+def test_a_limit_above_what_a_device_has_is_taken_at_its_word_with_a_warning() -> None:
+    options: dict[str, Any] = {"pp": 4, "microbatch": 4, "schedules": ["1f1b"]}
+    above = plan("tiny-llama", CLUSTER, job(memory_limit="200GiB"), **options)
+    assert any("200.00 GiB is more than" in text for text in above.warnings)
+    assert not plan("tiny-llama", CLUSTER, job(memory_limit="20GiB"), **options).warnings
+
+
 def test_when_nothing_fits_the_error_says_by_how_much_and_what_would() -> None:
     with pytest.raises(PlanError, match=r"more than the memory limit of 40\.0 MiB.*memory limit of at least"):
         plan("tiny-llama", CLUSTER, job(memory_limit=40 * MIB))

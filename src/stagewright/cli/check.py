@@ -119,7 +119,7 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
     memories = rank_memories(line)
     for memory in memories:
         device = line.device_of(memory.rank)
-        needed, limit = reserved_bytes(memory, device), plan.job.usable_bytes(device)
+        needed, limit = reserved_bytes(memory, device), line.usable_bytes(memory.rank)
         if needed > limit:
             raise PlanError(
                 f"rank {memory.rank} needs {format_bytes(needed)} at {memory.at}, "
@@ -132,5 +132,5 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
                 f"{format_bytes(predicted.allocated_peak_bytes)}: plan again"
             )
     fullest = max(memories, key=lambda memory: memory.peak_bytes)
-    limit = plan.job.usable_bytes(line.device_of(fullest.rank))
+    limit = line.usable_bytes(fullest.rank)
     return f"at most {format_bytes(fullest.peak_bytes)} (rank {fullest.rank}) of {format_bytes(limit)}"

@@ -314,8 +314,8 @@ def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:
         stages = program.placement.stages_of(memory.rank)
-        device = tried.line.device_of(memory.rank)
-        spare = job.usable_bytes(device) - reserved_bytes(memory, device)
+        line = tried.line
+        spare = line.usable_bytes(memory.rank) - reserved_bytes(memory, line.device_of(memory.rank))
         for stage in stages:
             allowed[stage] = float(known[stage]) + spare / len(stages)
     return MemoryBudget(allowed, counts, share)

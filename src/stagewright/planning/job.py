@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from stagewright.cluster import Device
+from stagewright.cluster import Cluster, Device
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.errors import InputError
-from stagewright.units import parse_bytes
+from stagewright.units import format_bytes, parse_bytes
 
 
 def _parse_amount(value: Any) -> Any:
@@ -157,9 +157,25 @@ class Job(StrictModel):
             "autocast": self.autocast,
         }
 
-    def usable_bytes(self, device: Device) -> int:
-        """Bytes the allocator of `device` may reserve: the limit, or the memory less reserve and context."""
-        return device.usable_bytes if self.memory_limit is None else self.memory_limit
+    def usable_bytes(self, device: Device, cluster: Cluster | None = None) -> int:
+        """Bytes the allocator of `device` may reserve: the limit, or the memory less reserve and context.
+
+        Of a device of a `cluster` of several kinds, for all of which there is one limit, the smaller of the two. Where all
+        devices are alike a limit above what they have is taken at its word.
+        """
+        if self.memory_limit is None:
+            return device.usable_bytes
+        is_mixed = cluster is not None and not cluster.is_homogeneous
+        return min(self.memory_limit, device.usable_bytes) if is_mixed else self.memory_limit
+
+    def beyond(self, device: Device) -> str | None:
+        """What plans within the limit may need that `device` does not have, as a warning; None if nothing."""
+        if self.memory_limit is None or self.memory_limit <= device.usable_bytes:
+            return None
+        return (
+            f"the memory limit of {format_bytes(self.memory_limit)} is more than the "
+            f"{format_bytes(device.usable_bytes)} that a {device.name} can give: plans that need more do not run on it"
+        )
 
 
 def load_job(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Job:

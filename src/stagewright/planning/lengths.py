@@ -80,7 +80,7 @@ def best_over_lengths(plans: Sequence[Plan], cluster: Cluster, graphs: Graphs) -
 def _excess_bytes(plan: Plan, cluster: Cluster) -> int:
     """Bytes by which a rank at some length is over what its device may use; negative for what is left."""
     limits = [
-        min(plan.job.usable_bytes(device) for device in _devices(plan, cluster, rank))
+        min(plan.job.usable_bytes(device, cluster) for device in _devices(plan, cluster, rank))
         for rank in range(plan.pp)
     ]
     return max(

@@ -147,10 +147,9 @@ def _planned(
         if one.excess_bytes > 0:
             return one.excess_bytes
         made = make_plan(one, body, reference)
-        devices = [one.line.device_of(rank) for rank in range(choice.pp)]
         missing = max(
-            rank.reserved_peak_bytes - asked.usable_bytes(device) - lost
-            for rank, device in zip(made.predictions.ranks, devices, strict=True)
+            rank.reserved_peak_bytes - one.line.usable_bytes(rank.rank) - lost
+            for rank in made.predictions.ranks
         )
         if missing <= 0:
             bound = {"lower_bound_seconds": _bound(body, choice, arranged(cluster, order))}

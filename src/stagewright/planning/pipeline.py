@@ -112,10 +112,13 @@ class Pipeline:
     def missing_bytes(self, memories: Iterable[RankMemory]) -> int:
         """What the rank that lacks most memory lacks; negative for what the fullest has left."""
         return max(
-            reserved_bytes(memory, device) - self.job.usable_bytes(device)
+            reserved_bytes(memory, self.device_of(memory.rank)) - self.usable_bytes(memory.rank)
             for memory in memories
-            for device in (self.device_of(memory.rank),)
         )
+
+    def usable_bytes(self, pipeline_rank: int) -> int:
+        """What the allocator of a pipeline rank may reserve."""
+        return self.job.usable_bytes(self.device_of(pipeline_rank), self.cluster)
 
     def stages_of(self, pipeline_rank: int) -> list[Stage]:
         return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
@@ -209,9 +212,10 @@ def reserved_bytes(memory: RankMemory, device: Device) -> int:
     return -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES
 
 
-def allocatable_bytes(job: Job, device: Device) -> int:
-    """The most that a rank may have alive so that its `reserved_bytes` stay within the limit of `job`."""
-    limit = job.usable_bytes(device)
+def allocatable_bytes(job: Job, device: Device, cluster: Cluster | None = None) -> int:
+    """The most that a rank on `device` of `cluster` may have alive so that its `reserved_bytes` stay within the limit of
+    `job`."""
+    limit = job.usable_bytes(device, cluster)
     if device.kind == "cpu":
         return limit
     return limit // _SEGMENT_BYTES * _SEGMENT_BYTES - device.workspace_bytes

@@ -326,4 +326,6 @@ class _Search:
             f"operator {name} has no rule: its time is that of its bytes"
             for name in sorted(self.without_rule)
         ]
+        beyond = self.job.beyond(self.cluster.device)
+        warnings += [] if beyond is None else [beyond]
         return Found(ranked(self.plans), self.memory.excluded, warnings)

@@ -81,7 +81,8 @@ def plan_with(
             raise
         interrupted = True
     if plans:
-        result = Found(ranked(plans), excluded)
+        beyond = job.beyond(cluster.device)
+        result = Found(ranked(plans), excluded, [] if beyond is None else [beyond])
         return over_lengths(result.interrupted() if interrupted else result, cluster, report, trace)
     if misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)

@@ -71,7 +71,7 @@ def _unit_seconds(run: Run, peaks: Sequence[int], job: Job) -> NDArray[np.float6
     (block,) = kinds_of_ranks(cluster, 1)
     for first in block:
         stages = run.clock_from(first).stages
-        usable = job.usable_bytes(cluster.device_of(first))
+        usable = job.usable_bytes(cluster.device_of(first), cluster)
         by_first[first] = np.array(
             [
                 sum(one.forward.seconds + one.backward.seconds for one in stages[rank :: layout.pp])

@@ -216,7 +216,7 @@ class _Search:
         """The balanced layout; where devices differ and one lacks memory, others take its layers as far as they can."""
         layout = self.layout(one)
         usable = [
-            min(self.job.usable_bytes(device) for device in devices)
+            min(self.job.usable_bytes(device, one.cluster) for device in devices)
             for devices in devices_of_ranks(one.cluster, layout.pp)
         ]
         memory = self.room.of(layout, usable)

@@ -91,7 +91,7 @@ def terms_of(
     return [
         Terms(
             copies=counts[stage],
-            capacity=allocatable_bytes(line.job, devices[rank]) / sharing[stage],
+            capacity=allocatable_bytes(line.job, devices[rank], line.cluster) / sharing[stage],
             versions=versions[rank],
             slowness=float(bodies[rank].seconds[-1] / body.seconds[-1]),
             link_s_per_byte=_link_seconds(devices[rank]) if offload else math.inf,

@@ -155,7 +155,7 @@ class _RankSearch:
     ) -> None:
         self.line = line
         self.rank = kept.rank
-        self.limit = allocatable_bytes(line.job, line.device_of(self.rank))
+        self.limit = allocatable_bytes(line.job, line.device_of(self.rank), line.cluster)
         self.excess = kept.peak_bytes - self.limit
         self.best = _Proved(Choice(), kept) if self.excess <= 0 else None
         self.latest = Choice()
