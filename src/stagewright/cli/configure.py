@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stagewright.cli.options import Json, Model, Settings, parse_settings
-from stagewright.cli.output import check_writable, print_document, show, write_whole
+from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.planning import (
     ClusterName,
     Dtype,
@@ -24,6 +24,7 @@ from stagewright.cli.planning import (
 )
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, nearest
+from stagewright.files import write_whole
 
 if TYPE_CHECKING:
     from stagewright.planning.configure.assignment import Assignment

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagewright.cli.cost_table import LayerCosts, read_cost_table
-from stagewright.cli.output import check_writable, print_document, show, write_whole
+from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError
+from stagewright.files import write_whole
 from stagewright.units import format_seconds, parse_bytes
 
 if TYPE_CHECKING:

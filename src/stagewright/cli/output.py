@@ -1,11 +1,10 @@
-"""What a verb leaves behind: a table or one JSON document on stdout, and files that are whole or absent."""
+"""What a verb leaves behind: a table or one JSON document on stdout, and files where they can be written."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,22 +44,3 @@ def check_writable(path: Path | None) -> None:
         )
     if not os.access(path.parent, os.W_OK):
         raise InputError(f"cannot write '{path}': the folder '{path.parent}' is read-only; name another")
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes `content` beside `path` and moves it there, so that no reader ever sees half a file.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    check_writable(path)
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, path)
-    except OSError as error:
-        raise InputError(f"cannot write '{path}': {error.strerror}") from None
-    finally:
-        Path(scratch).unlink(missing_ok=True)

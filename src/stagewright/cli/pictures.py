@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from stagewright.cli.output import check_writable, write_whole
+from stagewright.cli.output import check_writable
+from stagewright.files import write_whole
 
 if TYPE_CHECKING:
     from stagewright.report.pictures import Scene

@@ -18,8 +18,9 @@ from stagewright.cli.options import (
     parse_settings,
     torch_dtype,
 )
-from stagewright.cli.output import check_writable, print_document, show, write_whole
+from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.files import write_whole
 
 
 def trace(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from stagewright.files import write_whole
 
 
 def dumps(document: Mapping[str, Any]) -> str:
@@ -60,16 +60,10 @@ def _value(value: Any) -> str:
 
 
 def write_toml(path: str | Path, document: Mapping[str, Any], provenance: str) -> None:
-    """Writes `document` to `path` under a comment; readers see the old file or the whole new one."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Writes `document` to `path` under a comment; readers see the old file or the whole new one.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
     comment = "".join(f"# {line}\n" for line in provenance.splitlines())
-    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(f"{comment}\n{dumps(document)}")
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, target)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise
+    write_whole(path, f"{comment}\n{dumps(document)}")

@@ -33,8 +33,8 @@ from stagewright.execution.checkpoint_folder import (
     newest,
 )
 from stagewright.execution.model_files import write_index
-from stagewright.execution.record import write_whole
 from stagewright.execution.session import Session
+from stagewright.files import write_whole
 from stagewright.version import __version__
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from stagewright.execution.loading import unused_tensors
-from stagewright.execution.record import write_whole
+from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
 from stagewright.tracing.models.build import DeferredModel

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from pydantic import Field
 
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.errors import InputError
+from stagewright.files import write_whole
 
 
 class RankRecord(StrictModel):
@@ -116,18 +115,3 @@ def load_record(path: str | Path) -> Record:
     except (OSError, ValueError) as error:
         raise InputError(f"record '{path}' cannot be read: {error}") from None
     return validated(Record, document, str(path))
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(scratch, 0o644)
-        os.replace(scratch, target)
-    except BaseException:
-        Path(scratch).unlink(missing_ok=True)
-        raise

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +13,7 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.errors import InputError, PlanError, ScheduleError, nearest
+from stagewright.files import write_whole
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
@@ -245,18 +244,8 @@ class Plan(StrictModel):
         return self.job.traced(self.cluster.kind) | shared_layers(self.tp, self.sequence_parallel)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to `path`; readers see the old file or the whole new one."""
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.model_dump_json(indent=1) + "\n")
-            os.chmod(scratch, 0o644)
-            os.replace(scratch, target)
-        except BaseException:
-            Path(scratch).unlink(missing_ok=True)
-            raise
+        """Write the plan to `path`; readers see the old file or the whole new one. Raises `InputError` if that fails."""
+        write_whole(path, self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
