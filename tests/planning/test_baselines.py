@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -97,3 +98,14 @@ def test_a_search_with_a_strategy_is_a_search() -> None:
         plan_with("vpip", "tiny-llama", CLUSTER, job())
     with pytest.raises(PlanError, match="no configuration fits"):
         plan_with("even", "tiny-llama", CLUSTER, job(30 * MIB), pp=2, microbatch=4)
+
+
+def test_plans_of_others_leave_room_for_what_the_allocator_loses() -> None:
+    """Blocks alone would fit, what the allocator reserves for them does not."""
+    options: dict[str, Any] = {"pp": 4, "microbatch": 4}
+    long = Job(global_batch=32, sequence_length=512, dtype="fp32")
+    free = plan_with("even", "tiny-llama", CLUSTER, long, **options).plans[0].predictions
+    least = max(rank.allocated_peak_bytes for rank in free.ranks) + CLUSTER.device.workspace_bytes + 2 * MIB
+    assert free.reserved_peak_bytes > least
+    with pytest.raises(PlanError, match="no configuration fits"):
+        plan_with("even", "tiny-llama", CLUSTER, long.model_copy(update={"memory_limit": least}), **options)

@@ -129,7 +129,7 @@ def _joint_plan(
         if candidate is None:
             return None
         found = make_plan(candidate, body, reference)
-        missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
+        missing = found.predictions.reserved_peak_bytes - limit
         if missing <= 0:
             return found.model_copy(update={"job": job})
     return None

@@ -117,7 +117,7 @@ class Fitting:
             )
             for one in (*used, candidate):
                 found = make_plan(one, body, self.reference)
-                missing = max(rank.reserved_peak_bytes for rank in found.predictions.ranks) - limit
+                missing = found.predictions.reserved_peak_bytes - limit
                 if missing <= 0:
                     return found.model_copy(update={"job": self.job})
             lost += max(missing, limit // 25)

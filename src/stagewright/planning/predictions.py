@@ -64,6 +64,11 @@ class Predictions(StrictModel):
     ranks: tuple[RankPrediction, ...]
     stages: tuple[StagePrediction, ...]
 
+    @property
+    def reserved_peak_bytes(self) -> int:
+        """Of the rank whose allocator reserves most."""
+        return max(rank.reserved_peak_bytes for rank in self.ranks)
+
 
 class LengthPrediction(StrictModel):
     """What a step takes whose samples have one of several lengths."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
@@ -69,9 +70,13 @@ def plan_with(
                     excluded.append(Excluded(str(error), choice.dp, choice.pp, size, strategy))
                     continue
                 if found is not None and found.excess_bytes <= 0:
-                    fitted = True
-                    plans.append(make_plan(found, body, reference))
-                    continue
+                    made = make_plan(found, body, reference)
+                    lost = made.predictions.reserved_peak_bytes - job.usable_bytes(cluster.device)
+                    if lost <= 0:
+                        fitted = True
+                        plans.append(made)
+                        continue
+                    found = replace(found, excess_bytes=lost)  # to fragmentation, which no planner foresees
                 misses += [found] if found is not None else []
                 excluded.append(_missed(found, choice, strategy))
             if not fitted and plans:
