@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -26,6 +26,7 @@ from stagewright.tracing.cache import trace
 from stagewright.units import MIB
 
 CLUSTER = load_cluster("4x-h100")
+WIRES: tuple[Literal["fp32", "bf16"] | None, ...] = (None, "bf16")
 
 plan = partial(search.plan, schedules=("1f1b", "gpipe"))
 
@@ -83,6 +84,13 @@ def test_an_estimate_of_a_plan_repeats_its_predictions() -> None:
         schedule=item.schedule,
     )
     assert fresh == item
+
+
+def test_sums_over_replicas_are_timed_in_their_type_without_zero_too() -> None:
+    fixed: dict[str, Any] = {"dp": 4, "pp": 1, "microbatch": 4}
+    wide, narrow = (estimate("tiny-llama", CLUSTER, job(), reduce_dtype=dtype, **fixed) for dtype in WIRES)
+    assert narrow.predictions.step_seconds < wide.predictions.step_seconds
+    assert estimate(narrow, CLUSTER).predictions == narrow.predictions
 
 
 def test_a_single_device_is_a_plan() -> None:

@@ -257,12 +257,15 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
     """`line` with what its replicas share out, and with what is on the host."""
     if choice.host_optimizer:
         line = replace(line, host_optimizer=frozenset(range(line.pp)))
-    if choice.zero is None or choice.dp == 1:
+    if choice.dp == 1:
+        return line
+    wire = None if choice.reduce_dtype is None else REDUCE_TYPES[choice.reduce_dtype]
+    line = replace(line, reduce_dtype=wire)
+    if choice.zero is None:
         return line
     levels = (choice.level,) * len(line.stages)
     program = sharded_program(line.program, line.stages, levels)
-    wire = None if choice.reduce_dtype is None else REDUCE_TYPES[choice.reduce_dtype]
-    return replace(line, program=program, sharding=levels, reduce_dtype=wire, shard_size=choice.shard_size)
+    return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
 
 
 def _named(found: Sequence[Policy]) -> tuple[Literal["keep", "recompute"], ...]:
