@@ -8,12 +8,15 @@ import pytest
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
+from stagewright.planning.host_optimizer import HostOptimizer
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.tracing.models.reference import resolve
+from stagewright.units import MIB
 
 MODEL = resolve("tiny-llama", {"num_hidden_layers": 4})
+SHORT = resolve("tiny-llama", {"num_hidden_layers": 1})
 
 
 def with_host(**figures: Any) -> Cluster:
@@ -80,3 +83,26 @@ def test_a_cluster_without_hosts_says_so() -> None:
     assert planned(bare).host_optimizer == ()
     with pytest.raises(InputError, match="host"):
         planned(bare, host_optimizer="always")
+
+
+def test_a_host_without_room_is_named() -> None:
+    with pytest.raises(PlanError, match=r"lacks .* of memory on a host.*\[nodes\.host\].*--host-optimizer"):
+        planned(with_host(memory_bytes=2**20), host_optimizer="always")
+
+
+def test_a_host_needs_room_only_for_the_ranks_that_use_it() -> None:
+    found = uneven(with_host())
+    assert found.host_optimizer == (1,), "the other rank has room"
+    (host,) = (node.host for node in with_host().nodes)
+    assert host is not None
+    used = sum(rank.host_bytes for rank in found.predictions.ranks)
+    enough = int(1.05 * used * host.num_devices / 2 / (1 - host.reserve_fraction))
+    again = uneven(with_host(memory_bytes=enough))
+    assert again.host_optimizer == found.host_optimizer and again.predictions == found.predictions
+
+
+def uneven(cluster: Cluster, host_optimizer: HostOptimizer = "auto") -> Plan:
+    """Of a model so short that one of two ranks has less, under a limit that only the other is above."""
+    job = Job(global_batch=64, sequence_length=48, dtype="bf16", memory_limit=42 * MIB)
+    fixed: dict[str, Any] = {"pp": 2, "microbatch": 2, "schedules": ["1f1b"], "offload": False}
+    return plan(SHORT, cluster, job, host_optimizer=host_optimizer, **fixed).plans[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -29,8 +30,9 @@ from stagewright.planning.host_optimizer import (
     HostOptimizer,
     host_excess_bytes,
     may_use_host,
+    misses_host,
     steps_once,
-    with_room_used,
+    ways_on_hosts,
 )
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
@@ -64,6 +66,7 @@ class Fitting:
     on_host: list[Choice] = field(default_factory=list)
     _tried_on_host: set[Choice] = field(default_factory=set)
     _misses: list[Candidate] = field(default_factory=list)
+    _host_misses: list[tuple[int, Choice]] = field(default_factory=list)
     _roughly_missed: list[tuple[int, Choice]] = field(default_factory=list)
     _too_many_stages: list[PlanError] = field(default_factory=list)
 
@@ -109,13 +112,13 @@ class Fitting:
                 missing = candidate.excess_bytes
                 self.exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
                 return None
-            if (missing := host_excess_bytes(candidate.line)) > 0:
+            ways = ways_on_hosts(candidate, self.host_optimizer)
+            lacking = [host_excess_bytes(one.line) for one in ways]
+            if (missing := min(lacking)) > 0:
+                self._host_misses.append((missing, choice))
                 self.exclude(choice, f"lacks {format_bytes(missing)} of memory on a host", missing)
                 return None
-            used = (
-                [with_room_used(candidate)] if choice.host_optimizer and self.host_optimizer == "auto" else []
-            )
-            for one in (*used, candidate):
+            for one in itertools.compress(ways, (excess <= 0 for excess in lacking)):
                 found = make_plan(one, body, self.reference)
                 missing = found.predictions.reserved_peak_bytes - limit
                 if missing <= 0:
@@ -129,6 +132,9 @@ class Fitting:
 
     def nothing_fits(self, body_of: Callable[[Choice], BodyCosts]) -> PlanError:
         """Why no choice became a plan; `body_of` has the costs of one that was never worked out."""
+        if self._host_misses and (self.host_optimizer == "always" or not self._misses):
+            missing, choice = min(self._host_misses, key=lambda miss: miss[0])
+            return misses_host(choice, missing, self.host_optimizer)
         if not self._misses and self._roughly_missed:
             _, choice = min(self._roughly_missed, key=lambda miss: miss[0])
             self._misses.append(make_candidate(body_of(choice), choice, self.cluster, self.job))

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from stagewright.cluster import Cluster
-from stagewright.errors import InputError, nearest
+from stagewright.errors import InputError, PlanError, nearest
 from stagewright.planning.candidate import Candidate, Choice, make_program
 from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.predict import host_of, rank_memories
 from stagewright.schedule import Kind
+from stagewright.units import format_bytes
 
 HostOptimizer = Literal["auto", "never", "always"]
 HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
@@ -59,6 +60,12 @@ def with_room_used(candidate: Candidate) -> Candidate:
     return replace(candidate, line=mixed, memories=memories, excess_bytes=mixed.missing_bytes(memories))
 
 
+def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[Candidate]:
+    """`candidate`, and before it the same with no more on hosts than must be, where that is free to choose."""
+    chooses = host_optimizer == "auto" and candidate.choice.host_optimizer
+    return [with_room_used(candidate), candidate] if chooses else [candidate]
+
+
 def host_excess_bytes(line: Pipeline) -> int:
     """What the fullest host lacks for the state that `line` puts there; negative for what it has left.
 
@@ -70,6 +77,15 @@ def host_excess_bytes(line: Pipeline) -> int:
         for member in range(line.first_rank(rank), line.first_rank(rank) + line.dp * line.tp):
             on_node[line.cluster.node_of(member)] += state
     return max((total - _usable_bytes(line.cluster, node) for node, total in on_node.items()), default=-1)
+
+
+def misses_host(choice: Choice, missing: int, host_optimizer: HostOptimizer) -> PlanError:
+    """The error for a search in which nothing fits and `choice` lacks `missing` bytes of a host, the least of all."""
+    instead = "leave out --host-optimizer always" if host_optimizer == "always" else "plan for more nodes"
+    return PlanError(
+        f"no configuration fits: the best ({choice}) lacks {format_bytes(missing)} of memory on a host. It would fit with "
+        f"as much more in [nodes.host] of the cluster; or {instead}"
+    )
 
 
 def _usable_bytes(cluster: Cluster, node: int) -> int:
