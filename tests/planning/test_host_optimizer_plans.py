@@ -8,8 +8,12 @@ import pytest
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.estimate import graph_of
+from stagewright.planning.finalists import joint_plans
 from stagewright.planning.host_optimizer import HostOptimizer
 from stagewright.planning.job import Job
+from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.tracing.models.reference import resolve
@@ -106,3 +110,18 @@ def uneven(cluster: Cluster, host_optimizer: HostOptimizer = "auto") -> Plan:
     job = Job(global_batch=64, sequence_length=48, dtype="bf16", memory_limit=42 * MIB)
     fixed: dict[str, Any] = {"pp": 2, "microbatch": 2, "schedules": ["1f1b"], "offload": False}
     return plan(SHORT, cluster, job, host_optimizer=host_optimizer, **fixed).plans[0]
+
+
+@pytest.mark.parametrize("host_optimizer", ["auto", "always"])
+def test_the_joint_search_leaves_what_has_room_on_the_devices(host_optimizer: HostOptimizer) -> None:
+    cluster = with_host()
+    known = uneven(cluster, host_optimizer)
+    slow = known.predictions.model_copy(update={"step_seconds": 1.0})
+    graph = graph_of(known)
+    body = BodyCosts(graph, costing(graph, cluster, known.job))
+    (found,) = joint_plans(
+        [known.model_copy(update={"predictions": slow})], lambda plan: body, cluster, known.job, SHORT,
+        offload=False, host_optimizer=host_optimizer,
+    )  # fmt: skip
+    assert fullest(found) <= 42 * MIB
+    assert len(found.host_optimizer) == len(known.host_optimizer) == (2 if host_optimizer == "always" else 1)

@@ -26,6 +26,7 @@ from stagewright.planning.candidate import (
     under_program,
     with_program,
 )
+from stagewright.planning.host_optimizer import HostOptimizer, host_excess_bytes, ways_on_hosts
 from stagewright.planning.job import Job
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import Problem
@@ -84,6 +85,7 @@ def joint_plans(
     zero: int | None = None,
     saves: bool = True,
     offload: bool = True,
+    host_optimizer: HostOptimizer = "auto",
     report: Callable[[str], None] = lambda stage: None,
     stop: threading.Event | None = None,
 ) -> Iterator[Plan]:
@@ -100,7 +102,7 @@ def joint_plans(
         if known.predictions.lower_bound_seconds >= best:
             continue
         found = _joint_plan(
-            known, body_of(known), cluster, job, reference, zero, saves, offload, report, stop
+            known, body_of(known), cluster, job, reference, zero, saves, offload, host_optimizer, report, stop
         )
         if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
             best = min(best, found.predictions.step_seconds)
@@ -116,6 +118,7 @@ def _joint_plan(
     zero: int | None,
     saves: bool,
     offload: bool,
+    host_optimizer: HostOptimizer,
     report: Callable[[str], None],
     stop: threading.Event,
 ) -> Plan | None:
@@ -128,10 +131,14 @@ def _joint_plan(
         candidate = joint_candidate(searches, within, tight=trial > 0)
         if candidate is None:
             return None
-        found = make_plan(candidate, body, reference)
-        missing = found.predictions.reserved_peak_bytes - limit
-        if missing <= 0:
-            return found.model_copy(update={"job": job})
+        ways = [one for one in ways_on_hosts(candidate, host_optimizer) if host_excess_bytes(one.line) <= 0]
+        if not ways:
+            return None
+        for one in ways:
+            found = make_plan(one, body, reference)
+            missing = found.predictions.reserved_peak_bytes - limit
+            if missing <= 0:
+                return found.model_copy(update={"job": job})
     return None
 
 

@@ -303,8 +303,8 @@ class _Search:
         stop = threading.Event()
         for found in joint_plans(
             tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp], self.cluster, self.job,
-            self.reference, zero=self.zero, saves=self.recompute == "auto", offload=self.offload, report=self.report,
-            stop=stop,
+            self.reference, zero=self.zero, saves=self.recompute == "auto", offload=self.offload,
+            host_optimizer=self.memory.host_optimizer, report=self.report, stop=stop,
         ):  # fmt: skip
             self.plans.append(found)
         if stop.is_set():
