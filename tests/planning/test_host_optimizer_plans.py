@@ -125,3 +125,17 @@ def test_the_joint_search_leaves_what_has_room_on_the_devices(host_optimizer: Ho
     )  # fmt: skip
     assert fullest(found) <= 42 * MIB
     assert len(found.host_optimizer) == len(known.host_optimizer) == (2 if host_optimizer == "always" else 1)
+
+
+def test_a_host_without_room_is_sent_no_saved_values() -> None:
+    options: dict[str, Any] = {"num_samples": 64, "host_optimizer": "never"}
+    plain = planned(with_host(), **options)
+    most = max(rank.categories["activations"] for rank in plain.predictions.ranks)
+    limit = fullest(plain) - most * 3 // 10
+    moved, small = (planned(with_host(**size), limit, **options) for size in ({}, {"memory_bytes": 2**20}))
+    assert offloaded(moved) and not offloaded(small)
+    assert fullest(small) <= limit and set(small.memory_policy) != {"keep"}
+
+
+def offloaded(item: Plan) -> int:
+    return sum(stage.offloaded_bytes for stage in item.predictions.stages)

@@ -17,7 +17,6 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
-    least_saving,
     make_candidate,
     make_plan,
     make_program,
@@ -31,6 +30,7 @@ from stagewright.planning.host_optimizer import (
     host_excess_bytes,
     may_use_host,
     misses_host,
+    saving_with_hosts,
     steps_once,
     ways_on_hosts,
 )
@@ -195,7 +195,9 @@ class Fitting:
         kept = within_memory(fastest, body)
         if not saves:
             return kept
-        saving = least_saving([fastest, kept], body, offload=self.offload, below_s=below_s)
+        saving = saving_with_hosts(
+            [fastest, kept], body, self.host_optimizer, offload=self.offload, below_s=below_s
+        )
         fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
 

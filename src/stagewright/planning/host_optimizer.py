@@ -1,14 +1,17 @@
-"""Which ranks put the state of their optimizer on the host: those whose devices have no room for it."""
+"""What goes to the hosts: the state of the optimizer of ranks whose devices have no room for it, beside saved values."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, get_args
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
-from stagewright.planning.candidate import Candidate, Choice, make_program
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.candidate import Candidate, Choice, least_saving, make_program
 from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.predict import host_of, rank_memories
 from stagewright.schedule import Kind
@@ -67,16 +70,50 @@ def ways_on_hosts(candidate: Candidate, host_optimizer: HostOptimizer) -> list[C
 
 
 def host_excess_bytes(line: Pipeline) -> int:
-    """What the fullest host lacks for the state that `line` puts there; negative for what it has left.
+    """What the fullest host lacks for the state and the saved values that `line` puts there; negative for what it has left.
 
-    Ignores: activations that are offloaded, which come and go.
+    Hosts that are not described have room for saved values.
     """
     on_node: Counter[int] = Counter()
-    for rank in line.host_optimizer:
-        state = line.resident(rank).host_bytes
+    for rank in range(line.pp):
+        state = line.resident(rank).host_bytes if rank in line.host_optimizer else 0
+        saved = _parked_bytes(line, rank)
         for member in range(line.first_rank(rank), line.first_rank(rank) + line.dp * line.tp):
-            on_node[line.cluster.node_of(member)] += state
+            if state or (saved and line.cluster.group_of(member).host is not None):
+                on_node[line.cluster.node_of(member)] += state + saved
     return max((total - _usable_bytes(line.cluster, node) for node, total in on_node.items()), default=-1)
+
+
+def _parked_bytes(line: Pipeline, rank: int) -> int:
+    """The most that a rank has on its host at once of what it saves."""
+    sizes = [summary.offloaded_bytes for summary in line.summaries]
+    if not any(sizes[stage.index] for stage in line.stages_of(rank)):
+        return 0
+    now = most = 0
+    for action in line.program.actions(rank):
+        if action.kind is Kind.OFFLOAD:
+            now += sizes[action.stage]
+            most = max(most, now)
+        elif action.kind is Kind.FETCH:
+            now -= sizes[action.stage]
+    return most
+
+
+def saving_with_hosts(
+    kept: Sequence[Candidate],
+    body: BodyCosts,
+    host_optimizer: HostOptimizer,
+    *,
+    offload: bool,
+    below_s: float = math.inf,
+) -> Candidate | None:
+    """As `least_saving`, without offloading where hosts have no room for that."""
+    found = least_saving(kept, body, offload=offload, below_s=below_s)
+    if found is None or not any(summary.offloaded_bytes for summary in found.line.summaries):
+        return found
+    if any(host_excess_bytes(one.line) <= 0 for one in ways_on_hosts(found, host_optimizer)):
+        return found
+    return least_saving(kept, body, offload=False, below_s=below_s)
 
 
 def misses_host(choice: Choice, missing: int, host_optimizer: HostOptimizer) -> PlanError:

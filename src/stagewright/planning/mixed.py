@@ -11,9 +11,10 @@ from stagewright.cluster import Cluster, arranged
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.planning.candidate import Candidate, Choice, least_saving, make_plan, with_cuts
+from stagewright.planning.candidate import Candidate, Choice, make_plan, with_cuts
 from stagewright.planning.fitting import Recompute
 from stagewright.planning.found import Found
+from stagewright.planning.host_optimizer import saving_with_hosts
 from stagewright.planning.job import Job
 from stagewright.planning.partition import Floats, Ints
 from stagewright.planning.pipeline import bodies_of, costing
@@ -184,7 +185,7 @@ def _candidate(
     plain = with_cuts(body, choice, balanced_cuts(bodies), cluster, job)
     if recompute != "auto":
         return plain
-    saving = least_saving([plain], body, offload=offload)
+    saving = saving_with_hosts([plain], body, "never", offload=offload)
     fitting = [one for one in (plain, saving) if one is not None and one.excess_bytes <= 0]
     return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=plain)
 
