@@ -17,6 +17,7 @@ from stagewright.planning.cutting.bisection import bottleneck
 from stagewright.planning.cutting.leaves import Leaves
 from stagewright.planning.cutting.line import known_ranges, terms_of
 from stagewright.planning.cutting.refine import best_partition
+from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.mixed import balanced_cuts
 from stagewright.planning.pipeline import bodies_of, costing
@@ -88,6 +89,11 @@ def with_memory(cluster: Cluster, *limits: int) -> Cluster:
         device = group.device.model_copy(update={"memory_bytes": int(memory)})
         nodes.append(group.model_copy(update={"device": device}))
     return Cluster(name=cluster.name, nodes=tuple(nodes))
+
+
+def test_an_estimate_of_a_mixed_plan_repeats_its_predictions(mixed: Cluster) -> None:
+    plan = best(mixed)
+    assert estimate(plan, mixed).predictions == plan.predictions
 
 
 def test_every_rank_has_the_memory_of_its_own_device(mixed: Cluster) -> None:

@@ -153,12 +153,8 @@ def _planned(
             for rank in made.predictions.ranks
         )
         if missing <= 0:
-            bound = {"lower_bound_seconds": _bound(body, choice, arranged(cluster, order))}
-            predictions = made.predictions.model_copy(update=bound)
             section = ClusterSection.of(cluster)
-            return made.model_copy(
-                update={"cluster": section, "devices": order, "job": job, "predictions": predictions}
-            )
+            return made.model_copy(update={"cluster": section, "devices": order, "job": job})
         lost += missing
     return missing
 
@@ -188,12 +184,6 @@ def _candidate(
     saving = saving_with_hosts([plain], body, "never", offload=offload)
     fitting = [one for one in (plain, saving) if one is not None and one.excess_bytes <= 0]
     return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=plain)
-
-
-def _bound(body: BodyCosts, choice: Choice, cluster: Cluster) -> float:
-    """No partition is faster: every rank works all the time, each at the speed of its own device."""
-    bodies = bodies_of(body, cluster, choice.pp, choice.dp)
-    return choice.num_microbatches / sum(1 / float(one.seconds[-1]) for one in bodies)
 
 
 def balanced_cuts(bodies: Sequence[BodyCosts]) -> list[int]:

@@ -17,7 +17,7 @@ from stagewright.graph.flat import OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline, reserved_bytes
+from stagewright.planning.pipeline import Pipeline, bodies_of, reserved_bytes
 from stagewright.planning.predictions import Predictions, RankPrediction, SavedPrediction, StagePrediction
 from stagewright.planning.sharding import gathered_flats
 from stagewright.planning.shortening import shortened
@@ -33,16 +33,13 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     """All predictions for `line`; `memories` of its ranks if they are known already."""
     timeline = run_timeline(line)
     step = step_seconds(line, timeline)
-    shards = line.num_shards if any(line.sharding) else 1
     memories = rank_memories(line) if memories is None else memories
     reserved = reserved_peaks(line, memories)
     num_microbatches = line.program.num_microbatches * line.dp
     tokens = body.graph.facts.get("num_tokens", 0) * num_microbatches
     return Predictions(
         step_seconds=step,
-        lower_bound_seconds=lower_bound_seconds(
-            body, line.program.num_microbatches, line.pp, line.job, shards
-        ),
+        lower_bound_seconds=_lower_bound(line, body),
         tokens_per_second=tokens / step,
         mfu=body.costing.model_flop
         * num_microbatches
@@ -218,6 +215,16 @@ def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device, num_grad
     has_master = ITEM_BYTES[job.torch_name] < ITEM_BYTES["float32"]
     clips = job.clip_norm is not None
     return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients)
+
+
+def _lower_bound(line: Pipeline, body: BodyCosts) -> float:
+    """As `lower_bound_seconds`; on devices of several kinds every rank works all the time, at the speed of its own."""
+    num_microbatches = line.program.num_microbatches
+    if line.cluster.is_homogeneous:
+        shards = line.num_shards if any(line.sharding) else 1
+        return lower_bound_seconds(body, num_microbatches, line.pp, line.job, shards)
+    bodies = bodies_of(body, line.cluster, line.pp, line.dp * line.tp)
+    return num_microbatches / sum(1 / float(one.seconds[-1]) for one in bodies)
 
 
 def lower_bound_seconds(
