@@ -92,7 +92,9 @@ class Setting:
         if key not in self.known:
             found = self._candidate(planner, size)
             fits = found is not None and found.excess_bytes <= 0
-            self.known[key] = run_timeline(found.line).makespan_s if found is not None and fits else None
+            self.known[key] = (
+                run_timeline(found.line, steps=False).makespan_s if found is not None and fits else None
+            )
         return self.known[key]
 
     def _candidate(self, planner: str, size: int) -> Candidate | None:

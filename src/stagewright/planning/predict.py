@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -104,8 +104,8 @@ def _peak(line: Pipeline, rank: int) -> float:
 # -- time ---------------------------------------------------------------------------------------------------
 
 
-def run_timeline(line: Pipeline) -> Timeline:
-    """When the computations of one batch run."""
+def run_timeline(line: Pipeline, *, steps: bool = True) -> Timeline:
+    """When the computations of one batch run; without `steps`, those of the optimizer between them take no time."""
     stages, placed = range(len(line.stages)), line.program.placement.rank_of_stage
     moved = [
         summary.offloaded_bytes / line.device_of(rank).host_link_bandwidth
@@ -113,6 +113,7 @@ def run_timeline(line: Pipeline) -> Timeline:
     ]
     edges = stage_edges(line.stages)
     forward_posts, backward_posts = posting_seconds(line, edges)
+    updates = _update_seconds(line) if steps and steps_early(line.program) else []
     costs = StageCosts.of(
         forward_posts + [summary.forward_s for summary in line.summaries],
         backward_posts + [summary.input_grad_s for summary in line.summaries],
@@ -123,39 +124,56 @@ def run_timeline(line: Pipeline) -> Timeline:
         fetch_s=moved,
         gather_s=[line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages],
         reduce_s=[line.reduce_seconds(stage) for stage in stages],
+        step_s=[sum(updates[rank]) for rank in placed] if updates else 0.0,
     )
     return simulate(line.program, costs, flight_seconds(line, edges), edges=edges)
+
+
+def steps_early(program: Program) -> bool:
+    """Whether parameters are updated by STEP actions between the computations of a batch, each rank having one stage."""
+    return any(action.kind is Kind.STEP for action in program.actions(0))
 
 
 def step_seconds(line: Pipeline, timeline: Timeline) -> float:
     """Seconds of a whole optimizer step: the batch, then what no action of it summed over replicas, sums over the ranks
     that share a tied parameter, the norm of the gradient over all ranks, AdamW, and the updated parameters of other
-    replicas.
+    replicas. Programs that update parameters in between are done with the batch.
 
     Ignores: overlap of the sums with the computations of other ranks beyond each rank's own end.
     """
+    if steps_early(line.program):
+        return timeline.makespan_s
     reduced = {action.stage for action in line.program if action.kind is Kind.REDUCE}
+    updates = _update_seconds(line, reduced)
+    ends = [
+        float(timeline.end_s[timeline.encoded.rank_slice(rank)].max(initial=0.0)) + summing
+        for rank, (summing, _) in enumerate(updates)
+    ]
+    whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
+    norm = all_reduce_seconds(line.cluster, 8, whole)
+    return max(ends) + norm + max(updating for _, updating in updates)
+
+
+def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple[float, float]]:
+    """What one update of the parameters takes, of every rank: sums over replicas, but for those of the stages `reduced`, and
+    over ranks that share a tied parameter; then AdamW, and the updated parameters of other replicas."""
     holders = _holders(line)
-    ends, steps = [], []
+    found = []
     for rank in range(line.pp):
         stages = line.stages_of(rank)
         own = [flat for flat in of_stages(line.flats, (stage.index for stage in stages)) if flat.is_trained]
         collectives = line.collectives(stages[0].index)
-        rest = collectives.reduce(flat for flat in own if not reduced.intersection(flat.stages))
+        rest = collectives.reduce(flat for flat in own if not set(reduced).intersection(flat.stages))
         gradients = gradient_bytes(stages)
         for flat in own:
             if flat.level >= OPTIMIZER:
                 gradients |= {
                     value: size / line.num_shards for value, size in gradients.items() if value in flat.values
                 }
-        part = timeline.encoded.rank_slice(rank)
-        end = float(timeline.end_s[part].max(initial=0.0))
-        ends.append(end + rest + _tied_seconds(line, gradients, holders))
         spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
-        steps.append(_rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + spread)
-    whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
-    norm = all_reduce_seconds(line.cluster, 8, whole)
-    return max(ends) + norm + max(steps)
+        updating = _rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + spread
+        found.append((rest + _tied_seconds(line, gradients, holders), updating))
+    return found
 
 
 def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
