@@ -37,6 +37,13 @@ def test_the_largest_batch_trains_and_a_larger_one_does_not() -> None:
         plan("tiny-llama", CLUSTER, job(limit, 4 * larger), microbatch=larger, **WIDTHS)
 
 
+def test_tensor_widths_that_leave_too_few_ranks_for_a_fixed_width_are_not_tried() -> None:
+    found = largest_batch("tiny-llama", CLUSTER, job(82 * MIB), **WIDTHS, tp=None).plans
+    assert all(one.tp == 1 and one.pp == 2 for one in found)
+    with pytest.raises(InputError, match="pp = 3"):
+        largest_batch("tiny-llama", CLUSTER, job(82 * MIB), pp=3, tp=None)
+
+
 def test_what_cannot_be_asked_is_refused() -> None:
     with pytest.raises(PlanError, match="no configuration fits"):
         largest(40 * MIB)

@@ -78,12 +78,15 @@ def largest_batch(
 def _widths(
     cluster: Cluster, job: Job, pp: int | None, dp: int | None, tp: int | None
 ) -> list[tuple[int, int, int]]:
-    """All (dp, pp, tp) that may be tried."""
-    return [
-        (*width, shared)
-        for shared in tensor_widths_of(cluster, tp)
-        for width in widths_of(cluster, job, pp, dp, shared)
-    ]
+    """All (dp, pp, tp) that may be tried; ranks share layers only where the other widths leave any to."""
+    found: list[tuple[int, int, int]] = []
+    for shared in tensor_widths_of(cluster, tp):
+        try:
+            found += [(*width, shared) for width in widths_of(cluster, job, pp, dp, shared)]
+        except InputError:
+            if tp is not None or shared == 1:
+                raise
+    return found
 
 
 def _best(tried: Sequence[tuple[int, Found]]) -> Found:
