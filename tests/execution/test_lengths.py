@@ -33,7 +33,11 @@ def two_processes() -> Cluster:
     assert node.host is not None
     return Cluster(
         name="processes",
-        nodes=(node.model_copy(update={"device": host_device(node.host, 1e10), "count": 2}),),
+        nodes=(
+            node.model_copy(
+                update={"device": host_device(node.host, node.host.num_devices, 1e10), "count": 2}
+            ),
+        ),
     )
 
 

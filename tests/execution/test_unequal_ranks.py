@@ -21,7 +21,7 @@ def processes(*threads: int) -> Cluster:
     """One process on a CPU for each of `threads`, as fast as it has threads."""
     (node,) = load_cluster("1x-h100").nodes
     assert node.host is not None
-    whole = host_device(node.host, 1e10)
+    whole = host_device(node.host, node.host.num_devices, 1e10)
     nodes = []
     for count in threads:
         peaks = {name: value * count / 4 for name, value in whole.peak_flops if value}

@@ -19,7 +19,7 @@ def small(num_bytes: int) -> Cluster:
     """Two devices that may use so many bytes each, with a host that is slow even for a model without work."""
     (node,) = load_cluster("2x-h100").nodes
     assert node.host is not None
-    host = node.host.model_copy(update={"memory_bandwidth": 5e9})
+    host = node.host.model_copy(update={"memory_bandwidth": 5e9, "num_devices": 2})
     memory = int((num_bytes + node.device.context_bytes) / (1 - node.device.reserve_fraction)) + 1
     device = node.device.model_copy(update={"memory_bytes": memory})
     return Cluster(name="small", nodes=(node.model_copy(update={"device": device, "host": host}),))
@@ -37,6 +37,9 @@ def test_a_host_is_a_device_of_its_node() -> None:
     )
     host = whole.device_of(16)
     assert host.memory_bytes == 2e12 and not host.unsourced()
+    part = with_hosts(load_cluster("2x-h100")).device_of(2)
+    assert 4 * part.memory_bytes == host.memory_bytes and 4 * part.memory_bandwidth == host.memory_bandwidth
+    assert 4 * (part.peak_flops.get("bf16") or 0) == host.peak_flops.get("bf16")
     assert whole.link_between(16, 0).bandwidth <= load_cluster("1x-h100").device.host_link_bandwidth
 
 

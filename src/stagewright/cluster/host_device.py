@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stagewright.cluster.cluster import Cluster, NodeGroup
-from stagewright.cluster.device import Device
+from stagewright.cluster.device import Device, PerPrecision
 from stagewright.cluster.host import Host
 from stagewright.cluster.link import Link
 from stagewright.errors import InputError
@@ -13,11 +13,13 @@ _DISPATCH_S = 5e-6
 _GUESS = "guess: eager PyTorch on a server processor"
 
 
-def host_device(host: Host, host_link_bandwidth: float) -> Device:
-    """All processors of one node as one device of type ``cpu``.
+def host_device(host: Host, num_devices: int, host_link_bandwidth: float) -> Device:
+    """The processors of one node as one device of type ``cpu``: of all that the node has, the share of `num_devices`.
 
     Ignores: that they also issue the operators of the node's accelerators.
     """
+    share = num_devices / host.num_devices
+    peaks = {name: (host.peak_flops.get(name) or 0.0) * share for name in host.peak_flops.available()}
     guessed = (
         "matmul_half_flop", "attention_efficiency", "attention_backward_efficiency", "launch_overhead_s",
         "host_overhead_s", "context_bytes", "workspace_bytes",
@@ -27,10 +29,10 @@ def host_device(host: Host, host_link_bandwidth: float) -> Device:
     return Device(
         name=f"host {host.name}",
         kind="cpu",
-        memory_bytes=host.memory_bytes,
-        memory_bandwidth=host.memory_bandwidth,
+        memory_bytes=int(host.memory_bytes * share),
+        memory_bandwidth=host.memory_bandwidth * share,
         memory_efficiency=host.memory_efficiency,
-        peak_flops=host.peak_flops,
+        peak_flops=PerPrecision(**peaks),
         matmul_efficiency=host.matmul_efficiency,
         matmul_half_flop=_MATMUL_HALF_FLOP,
         attention_efficiency=0.3,
@@ -51,8 +53,8 @@ def host_device(host: Host, host_link_bandwidth: float) -> Device:
 
 
 def with_hosts(cluster: Cluster) -> Cluster:
-    """`cluster` with one more device behind the others for the host of every node, reached over the link of the node's
-    devices to their host.
+    """`cluster` with one more device behind the others for the host of every node, or for as much of the host as belongs to
+    the devices named, reached over the link of the node's devices to their host.
 
     Raises:
         InputError: a node whose host is not described, or links that were measured, which say nothing of hosts.
@@ -78,7 +80,7 @@ def _host_nodes(group: NodeGroup) -> NodeGroup:
         count=group.count,
         devices_per_node=1,
         num_nics=1,
-        device=host_device(group.host, bandwidth),
+        device=host_device(group.host, group.devices_per_node, bandwidth),
         intra_node=link,
         inter_node=link,
     )
