@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from stagewright.cluster import Device
 from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.state import Precision
+from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.candidate import Candidate
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import reserved_bytes
 from stagewright.units import format_bytes
 
 _PER_MICROBATCH = ("activations", "transient", "boundary", "inputs")
@@ -17,15 +19,15 @@ _PER_MICROBATCH = ("activations", "transient", "boundary", "inputs")
 
 
 def misses_memory(best: Candidate, job: Job) -> PlanError:
-    """The error for a search in which nothing fits and `best` misses by least."""
-    cluster = best.line.cluster
-    fullest = max(best.memories, key=lambda memory: memory.peak_bytes)
-    limit = job.usable_bytes(cluster.device)
-    needed = reserved_bytes(fullest, cluster.device)
-    allowance = (
-        "the memory limit" if job.memory_limit is not None else f"what a {cluster.device.name} can give"
-    )
-    ways = "; or ".join(_ways(best, fullest, limit, needed, job))
+    """The error for a search in which nothing fits and `best` misses by least: by its `excess_bytes`, whether they are those
+    of what is alive or of what the allocator reserves for it."""
+    line = best.line
+    fullest = max(best.memories, key=lambda memory: (line.missing_bytes([memory]), memory.peak_bytes))
+    device = line.device_of(fullest.rank)
+    limit = job.usable_bytes(device, line.cluster)
+    needed = limit + best.excess_bytes
+    allowance = "the memory limit" if job.memory_limit == limit else f"what a {device.name} can give"
+    ways = "; or ".join(_ways(best, fullest, device, limit, needed, job))
     return PlanError(
         f"no configuration fits: the best ({best.choice}) needs {format_bytes(needed)} on rank "
         f"{fullest.rank}, {format_bytes(best.excess_bytes)} more than {allowance} of {format_bytes(limit)}. "
@@ -33,15 +35,16 @@ def misses_memory(best: Candidate, job: Job) -> PlanError:
     )
 
 
-def _ways(best: Candidate, fullest: RankMemory, limit: int, needed: int, job: Job) -> Iterator[str]:
+def _ways(
+    best: Candidate, fullest: RankMemory, device: Device, limit: int, needed: int, job: Job
+) -> Iterator[str]:
     """Changes, each of which is enough by itself if memory scales with what it is made of."""
     growing = sum(fullest.categories.get(name, 0) for name in _PER_MICROBATCH)
     fixed = needed - growing
     choice = best.choice
-    device = best.line.cluster.device
     if job.memory_limit is not None and needed <= device.usable_bytes:
         yield f"a memory limit of at least {format_bytes(needed)}"
-    if job.dtype != "bf16" and fixed * 18 / (16 if job.dtype == "fp32" else 32) + growing / 2 <= limit:
+    if _fits_in_bf16(job, fixed, growing, limit):
         yield "bf16"
     if choice.microbatch_size > 1 and fixed + growing / choice.microbatch_size <= limit:
         yield "smaller microbatches"
@@ -53,6 +56,16 @@ def _ways(best: Candidate, fullest: RankMemory, limit: int, needed: int, job: Jo
         devices = math.ceil(best.line.cluster.num_devices * max(factor, 1.0) * 1.1)
         yield f"a pipeline over about {devices} such devices"
     yield f"devices with {format_bytes(needed / limit * device.memory_bytes)} of memory"
+
+
+def _fits_in_bf16(job: Job, fixed: int, growing: int, limit: int) -> bool:
+    """Whether bf16 is enough; never where types are as short already."""
+    now, then = job.torch_name, "bfloat16"
+    if ITEM_BYTES[now] <= ITEM_BYTES[then]:
+        return False
+    state = Precision.of(then).bytes_per_parameter / Precision.of(now).bytes_per_parameter
+    values = ITEM_BYTES[then] / ITEM_BYTES[job.autocast or now]
+    return fixed * state + growing * values <= limit
 
 
 def _shorter(length: int, fixed: int, growing: int, limit: int) -> int:

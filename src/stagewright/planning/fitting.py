@@ -104,9 +104,12 @@ class Fitting:
         limit = self.job.usable_bytes(self.cluster.device)
         fastest = with_cuts(body, choice, start, self.cluster, self.job)
         lost = 0  # to fragmentation, which only the replay of the allocator shows
-        while True:
+        fragmented: list[Candidate] = []
+        while lost <= _MOST_FRAGMENTS * limit:
             within = self.job.model_copy(update={"memory_limit": limit - lost}) if lost else self.job
             candidate = self._best_that_fits(fastest.for_job(within), body, saves, below_s)
+            if candidate.excess_bytes > 0 and fragmented:
+                break
             if candidate.excess_bytes > 0:
                 self._misses.append(candidate)
                 missing = candidate.excess_bytes
@@ -124,11 +127,12 @@ class Fitting:
                 if missing <= 0:
                     return found.model_copy(update={"job": self.job})
             lost += max(missing, limit // 25)
-            if lost > _MOST_FRAGMENTS * limit:
-                self._misses.append(replace(candidate, excess_bytes=missing))
-                reason = f"lacks {format_bytes(missing)} of memory a device, lost to fragmentation"
-                self.exclude(choice, reason, missing)
-                return None
+            fragmented.append(replace(candidate, excess_bytes=missing))
+        least = min(fragmented, key=lambda one: one.excess_bytes)
+        self._misses.append(least)
+        reason = f"lacks {format_bytes(least.excess_bytes)} of memory a device, lost to fragmentation"
+        self.exclude(choice, reason, least.excess_bytes)
+        return None
 
     def nothing_fits(self, body_of: Callable[[Choice], BodyCosts]) -> PlanError:
         """Why no choice became a plan; `body_of` has the costs of one that was never worked out."""
