@@ -1,0 +1,112 @@
+"""vPipe's published plans of BERT beside ours: same graph, devices, microbatches and asynchronous schedule, in simulation.
+
+    python benchmarks/vpipe_plans.py
+
+Source: the partitions and shares of recomputation in vPipe's released configurations (hku-systems/vpipe) for RTX 2080 Ti,
+sequences of 128 and microbatches of 16. A block ends at each residual addition, and the head is the last; of a stage the
+last blocks, as many as the share says, are recomputed. Ignores: that vPipe's shares count lines of code, not blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from stagewright.cluster import load_cluster
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.baselines.strategies import STRATEGIES
+from stagewright.planning.candidate import Candidate, Choice, with_cuts
+from stagewright.planning.job import Job
+from stagewright.planning.pipeline import Variants, costing
+from stagewright.planning.predict import rank_memories, run_timeline
+from stagewright.planning.saving import problem
+from stagewright.planning.saving.fit import with_choice
+from stagewright.planning.saving.problem import stage_units
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
+
+SIZE, LENGTH, MICROBATCHES_PER_RANK = 16, 128, 4
+
+
+@dataclass(frozen=True)
+class Published:
+    num_layers: int
+    blocks: tuple[int, ...]
+    shares: tuple[float, ...]
+
+
+PLANS = (
+    Published(24, (12, 13, 13, 11), (0.3, 0.0, 0.0, 0.0)),
+    Published(48, (11, 11, 12, 12, 13, 13, 14, 11), (1.0, 0.85, 0.8, 0.6, 0.5, 0.2, 0.0, 0.0)),
+)
+
+
+def main() -> None:
+    """One row for each published plan."""
+    print(
+        "| model | devices | vPipe's plan | its fullest device | ours | ours over theirs | bottleneck of theirs |"
+    )
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for published in PLANS:
+        print(row(published))
+
+
+def row(published: Published) -> str:
+    pp = len(published.blocks)
+    cluster = load_cluster(f"{pp}x-rtx2080ti")
+    count = MICROBATCHES_PER_RANK * pp
+    job = Job(global_batch=SIZE * count, sequence_length=LENGTH, dtype="fp32")
+    reference = resolve("bert-large", {"num_hidden_layers": published.num_layers})
+    graph = trace(reference, SIZE, LENGTH, "float32")
+    body = BodyCosts(graph, costing(graph, cluster, job))
+    ends = block_ends(body, published.num_layers)
+    bounds = [0, *itertools.accumulate(published.blocks)]
+    choice = Choice(1, pp, SIZE, count, "pipedream")
+    plain = with_cuts(body, choice, [ends[end - 1] for end in bounds[1:-1]], cluster, job)
+    begins = [
+        bounds[stage + 1] - int(share * number)
+        for stage, (number, share) in enumerate(zip(published.blocks, published.shares, strict=True))
+    ]
+    places = [ends[begin - 1] if begin else 0 for begin in begins]
+    theirs = recomputed(plain, body, places)
+    own = STRATEGIES["own-async"].candidate(body, Choice(1, pp, SIZE, count, "1f1b"), cluster, job)
+    assert own is not None, "ours fits where theirs does"
+    their_s, own_s = run_timeline(theirs.line).makespan_s, run_timeline(own.line).makespan_s
+    peak = max(memory.peak_bytes for memory in theirs.memories)
+    busy = run_timeline(theirs.line).busy_s
+    return (
+        f"| BERT, {published.num_layers} layers | {pp} x rtx2080ti | {their_s:.3f} s | {peak / 2**30:.1f} GiB | "
+        f"{own_s:.3f} s | {their_s / own_s:.2f}x | {max(busy) / (sum(busy) / pp):.2f} of the mean |"
+    )
+
+
+def block_ends(body: BodyCosts, num_layers: int) -> list[int]:
+    """Where blocks end: behind each residual addition, in front of the norm; the end of the body for the head."""
+    graph, found = body.graph, []
+    for layer in range(num_layers):
+        for part in ("attention.output", "output"):
+            name = f"net.bert.encoder.layer.{layer}.{part}.LayerNorm:0"
+            found.append(
+                next(place for place, node in enumerate(graph.body) if graph.nodes[node].name == name)
+            )
+    return [*found, body.size]
+
+
+def recomputed(plain: Candidate, body: BodyCosts, places: list[int]) -> Candidate:
+    """`plain` with what each stage makes from its place on recomputed."""
+    units = [unit for stage in plain.line.stages for unit in stage_units(stage)]
+    graph = body.graph
+    chosen = frozenset(
+        index
+        for index, unit in enumerate(units)
+        if unit.recomputable and graph.position[graph.values[unit.values[0]].node] >= places[unit.stage]
+    )
+    line = with_choice(Variants(plain.line, body), units, problem.Choice(chosen))
+    memories = tuple(rank_memories(line))
+    return Candidate(
+        plain.choice, line, plain.cuts, memories, line.missing_bytes(memories), plain.memory_policy
+    )
+
+
+if __name__ == "__main__":
+    main()
