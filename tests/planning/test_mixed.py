@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
 from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
-from stagewright.errors import InputError
+from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning import search
 from stagewright.planning.candidate import Choice, in_flight, with_cuts
@@ -118,6 +119,31 @@ def test_a_limit_for_all_is_not_more_than_a_device_has(mixed: Cluster) -> None:
     for plan in plans:
         small = plan.predictions.ranks[plan.devices.index(2)]
         assert small.reserved_peak_bytes <= tight.device_of(2).usable_bytes
+
+
+def test_a_model_that_is_cut_at_few_places_gets_a_shallower_pipeline(
+    mixed: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_few_places(bodies: Sequence[BodyCosts]) -> list[int]:
+        if len(bodies) > 1:
+            raise PlanError("can be cut at 0 places only: use fewer stages")
+        return balanced_cuts(bodies)
+
+    monkeypatch.setattr("stagewright.planning.mixed.balanced_cuts", at_few_places)
+    job = JOB.model_copy(update={"global_batch": 12})
+    found = search.plan("gpt2", mixed, job, microbatch=4, schedules=("1f1b",))
+    assert {(plan.dp, plan.pp) for plan in found.plans} == {(3, 1)}
+    assert [(one.pp, "use fewer" in one.reason) for one in found.excluded] == [(3, True)]
+    with pytest.raises(PlanError, match="use fewer stages"):
+        search.plan("gpt2", mixed, job, microbatch=4, pp=3, schedules=("1f1b",))
+
+
+def test_what_a_mixed_plan_lacks_is_said_with_its_rank_and_what_would_help(mixed: Cluster) -> None:
+    tight = with_memory(mixed, 2**30, 2**28)
+    with pytest.raises(
+        PlanError, match=r"dp 1 x pp 3.*on rank 2, .* more than what a .* can give.*devices with"
+    ):
+        search.plan("gpt2", tight, JOB, pp=3, microbatch=2, schedules=("1f1b",), recompute="none")
 
 
 def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from stagewright.planning.plan import Plan
@@ -38,3 +39,8 @@ class Found:
     def interrupted(self) -> Found:
         """The same, of a search that Ctrl-C has ended; a warning says so."""
         return replace(self, warnings=[_INTERRUPTED, *self.warnings])
+
+
+def operator_warnings(without_rule: Iterable[str]) -> list[str]:
+    """What to know of operators whose costs nobody has described."""
+    return [f"operator {name} has no rule: its time is that of its bytes" for name in sorted(without_rule)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,9 +12,10 @@ from stagewright.cluster import Cluster, arranged
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
+from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Candidate, Choice, make_plan, with_cuts
 from stagewright.planning.fitting import Recompute
-from stagewright.planning.found import Found
+from stagewright.planning.found import Excluded, Found, operator_warnings
 from stagewright.planning.host_optimizer import saving_with_hosts
 from stagewright.planning.job import Job
 from stagewright.planning.partition import Floats, Ints
@@ -23,6 +25,7 @@ from stagewright.planning.predict import run_timeline
 from stagewright.planning.widths import microbatch_sizes, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference
+from stagewright.units import format_bytes
 
 Report = Callable[[str], None]
 
@@ -60,30 +63,50 @@ def plan_mixed(
         InputError: widths or a device that cannot be used.
         PlanError: nothing fits.
     """
-    found: list[Plan] = []
-    missing: list[int] = []
+    plans: list[Plan] = []
+    misses: list[Candidate] = []
+    excluded: list[Excluded] = []
+    without_rule: set[str] = set()
     interrupted = False
     try:
         for made in _made(
-            reference, cluster, job, schedules, pp, dp, microbatch, recompute, offload, report, trace
+            reference,
+            cluster,
+            job,
+            schedules,
+            pp,
+            dp,
+            microbatch,
+            recompute,
+            offload,
+            report,
+            trace,
+            without_rule,
         ):
             if isinstance(made, Plan):
-                found.append(made)
+                plans.append(made)
+            elif isinstance(made, Candidate):
+                misses.append(made)
+                excluded.append(_missed(made))
             else:
-                missing.append(made)
+                excluded.append(made)
     except KeyboardInterrupt:
-        if not (interruptible and found):
+        if not (interruptible and plans):
             raise
         interrupted = True
-    if not found:
-        least = (
-            f"lacks {min(missing)} bytes on its fullest device"
-            if missing
-            else "has a whole share of the batch"
-        )
-        raise PlanError(f"no configuration of mixed cluster '{cluster.name}' fits: the best {least}")
-    best_first = Found(sorted(found, key=lambda one: one.predictions.step_seconds), [])
-    return best_first.interrupted() if interrupted else best_first
+    if not plans and misses:
+        raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)
+    if not plans:
+        raise PlanError(excluded[0].reason if excluded else "no configuration has a whole share of the batch")
+    best_first = sorted(plans, key=lambda one: one.predictions.step_seconds)
+    result = Found(best_first, excluded, operator_warnings(without_rule))
+    return result.interrupted() if interrupted else result
+
+
+def _missed(candidate: Candidate) -> Excluded:
+    choice, missing = candidate.choice, candidate.excess_bytes
+    reason = f"lacks {format_bytes(missing)} of memory on a device"
+    return Excluded(reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing)
 
 
 def _made(
@@ -98,20 +121,26 @@ def _made(
     offload: bool,
     report: Report,
     trace: Callable[..., OperatorGraph],
-) -> Iterator[Plan | int]:
-    """Of every configuration its plan, or the bytes that its fullest rank lacks."""
+    without_rule: set[str],
+) -> Iterator[Plan | Candidate | Excluded]:
+    """Of every configuration its plan, or the candidate that lacks memory, or why there is none; names of operators that no
+    rule knows are added to `without_rule`."""
     widths = widths_of(cluster, job, pp, dp)
     for size in microbatch_sizes(widths, job, microbatch):
         report(f"tracing microbatches of {size}")
         graph = trace(reference, size, report=report, **job.traced(cluster.kind))
         body = BodyCosts(graph, costing(graph, cluster, job))
+        without_rule |= body.costing.without_rule
         for num_replicas, num_stages in widths:
             count, rest = divmod(job.global_batch // num_replicas, size)
             for schedule in () if rest else schedules:
                 choice = Choice(num_replicas, num_stages, size, count, schedule, recompute == "full")
                 report(str(choice))
-                for order in _orders(cluster, body):
-                    yield _planned(reference, body, choice, cluster, order, job, recompute, offload)
+                try:
+                    for order in _orders(cluster, body):
+                        yield _planned(reference, body, choice, cluster, order, job, recompute, offload)
+                except PlanError as error:  # it cannot be cut into so many stages
+                    yield Excluded(str(error), num_replicas, num_stages, size, schedule)
 
 
 def _orders(cluster: Cluster, body: BodyCosts) -> list[tuple[int, ...]]:
@@ -133,10 +162,14 @@ def _planned(
     job: Job,
     recompute: Recompute,
     offload: bool,
-) -> Plan | int:
-    """The plan of a choice on devices in `order`, with room for what the allocators lose, or the bytes that its fullest rank
-    lacks."""
-    lost = missing = 0
+) -> Plan | Candidate:
+    """The plan of a choice on devices in `order`, with room for what the allocators lose, or a candidate that lacks memory.
+
+    Raises:
+        PlanError: too few legal cuts.
+    """
+    lost = 0
+    short: Candidate | None = None
     for _ in range(_TRIALS):
         within = arranged(_with_less_memory(cluster, lost), order)
         asked = (
@@ -146,7 +179,7 @@ def _planned(
         )
         one = _candidate(body, choice, within, asked, recompute, offload)
         if one.excess_bytes > 0:
-            return one.excess_bytes
+            return short or one
         made = make_plan(one, body, reference)
         missing = max(
             rank.reserved_peak_bytes - one.line.usable_bytes(rank.rank) - lost
@@ -155,8 +188,11 @@ def _planned(
         if missing <= 0:
             section = ClusterSection.of(cluster)
             return made.model_copy(update={"cluster": section, "devices": order, "job": job})
+        whole = replace(one.line, cluster=arranged(cluster, order), job=job)
+        short = replace(one, line=whole, excess_bytes=missing)
         lost += missing
-    return missing
+    assert short is not None
+    return short
 
 
 def _with_less_memory(cluster: Cluster, num_bytes: int) -> Cluster:

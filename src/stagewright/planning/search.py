@@ -21,7 +21,7 @@ from stagewright.planning.candidate import (
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.finalists import JOINT, joint_plans
 from stagewright.planning.fitting import Fitting, Recompute
-from stagewright.planning.found import Excluded, Found
+from stagewright.planning.found import Excluded, Found, operator_warnings
 from stagewright.planning.host_optimizer import (
     HostOptimizer,
     checked,
@@ -322,10 +322,6 @@ class _Search:
     def result(self) -> Found:
         if not self.plans:
             raise self.memory.nothing_fits(lambda choice: self._trace(choice.microbatch_size, choice.tp))
-        warnings = [
-            f"operator {name} has no rule: its time is that of its bytes"
-            for name in sorted(self.without_rule)
-        ]
         beyond = self.job.beyond(self.cluster.device)
-        warnings += [] if beyond is None else [beyond]
+        warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
         return Found(ranked(self.plans), self.memory.excluded, warnings)
