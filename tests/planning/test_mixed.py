@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -78,8 +79,17 @@ def test_unequal_stages_beat_equal_ones(mixed: Cluster) -> None:
 
 
 def test_what_mixed_plans_do_not_have_is_said(mixed: Cluster) -> None:
-    with pytest.raises(InputError, match="mixes devices"):
-        search.plan("gpt2", mixed, JOB, zero=3)
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({"zero": 3}, "--zero"),
+        ({"reduce_dtype": "bf16"}, "--reduce-dtype"),
+        ({"shard_size": 2}, "--shard-size"),
+        ({"schedules": ["zb-h1"]}, "have 1f1b or gpipe"),
+        ({"schedules": ["1f1b", "gpip"]}, "did you mean 'gpipe'"),
+        ({"schedules": ["joint"]}, "have 1f1b or gpipe"),
+    ]
+    for options, text in asked:
+        with pytest.raises(InputError, match=f"mixes devices.*{text}|{text}.*mixes devices"):
+            search.plan("gpt2", mixed, JOB, **options)
 
 
 def with_memory(cluster: Cluster, *limits: int) -> Cluster:

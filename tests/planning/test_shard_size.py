@@ -6,8 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from stagewright.cluster import all_reduce_seconds, load_cluster, reduce_scatter_seconds
+from stagewright.errors import InputError
 from stagewright.graph.flat import Flat
 from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
@@ -56,3 +58,11 @@ def test_a_size_that_does_not_divide_is_refused(plans: dict[int | None, Plan]) -
     document = plans[8].model_dump()
     with pytest.raises(ValidationError, match="shard_size 3 does not divide the 16 replicas"):
         Plan.model_validate(document | {"shard_size": 3})
+
+
+@pytest.mark.parametrize("zero", [None, 0])
+def test_a_size_without_anything_to_share_out_is_refused(zero: int | None) -> None:
+    cluster, job = load_cluster("4x-h100"), Job(global_batch=16, sequence_length=64)
+    for search in (plan, estimate):
+        with pytest.raises(InputError, match="--zero 1, 2 or 3"):
+            search("tiny-llama", cluster, job, dp=4, zero=zero, shard_size=2)

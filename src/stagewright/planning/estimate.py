@@ -24,6 +24,7 @@ from stagewright.planning.plan import (
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.predict import predict
 from stagewright.planning.predictions import Predictions
+from stagewright.planning.sharding import check_shard_size
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -74,6 +75,7 @@ def estimate(
         return _run_by(stack, _of_plan(subject, cluster, report, trace), cluster, report, trace)
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
+    check_shard_size(zero, shard_size)
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     choice = replace(
         _choice(cluster, job, dp, pp, tp, microbatch, schedule),

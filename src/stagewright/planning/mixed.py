@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from stagewright.cluster import Cluster, arranged
-from stagewright.errors import PlanError
+from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Candidate, Choice, make_plan, with_cuts
+from stagewright.planning.finalists import JOINT
 from stagewright.planning.fitting import Recompute
 from stagewright.planning.found import Excluded, Found, operator_warnings
 from stagewright.planning.host_optimizer import saving_with_hosts
@@ -35,6 +36,40 @@ ONE_STAGE_EACH = ("1f1b", "gpipe")
 
 _TRIALS = 3
 """How often memory is left free for fragmentation before a configuration is given up."""
+
+
+def simple_schedules(cluster: Cluster, schedules: Iterable[str]) -> list[str]:
+    """Those of `schedules` that are tried; the joint search, one of the defaults, is passed over.
+
+    Raises:
+        InputError: there is none, or another family among them.
+    """
+    named = [name for name in schedules if name != JOINT]
+    other = next((name for name in named if name not in ONE_STAGE_EACH), None if named else JOINT)
+    if other is not None:
+        raise InputError(
+            f"schedule '{other}'{nearest(other, ONE_STAGE_EACH)}: plans for cluster '{cluster.name}', which mixes devices, "
+            f"have {' or '.join(ONE_STAGE_EACH)}"
+        )
+    return named
+
+
+def check_mixed(
+    cluster: Cluster, *, tp: int | None, zero: int | None, reduce_dtype: str | None, shard_size: int | None
+) -> None:
+    """Raises `InputError` for what plans over several kinds of devices do not have."""
+    asked = {
+        "--tp": tp not in (None, 1),
+        "--zero": zero is not None,
+        "--reduce-dtype": reduce_dtype is not None,
+        "--shard-size": shard_size is not None,
+    }
+    given = [name for name, is_given in asked.items() if is_given]
+    if given:
+        raise InputError(
+            f"cluster '{cluster.name}' mixes devices: plans for it have no shared layers, no ZeRO, and sums of gradients in one "
+            f"type only; leave out {', '.join(given)}, or name a part of one kind"
+        )
 
 
 def plan_mixed(

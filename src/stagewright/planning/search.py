@@ -28,11 +28,12 @@ from stagewright.planning.host_optimizer import (
 )
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import best_over_lengths
-from stagewright.planning.mixed import ONE_STAGE_EACH, plan_mixed
+from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
 from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.predict import lower_bound_seconds
 from stagewright.planning.ranking import ranked
+from stagewright.planning.sharding import check_shard_size
 from stagewright.planning.widths import microbatch_sizes, tensor_widths_of, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -95,17 +96,13 @@ def plan(
     reference = model if isinstance(model, ModelReference) else resolve(model)
     host_optimizer = checked(host_optimizer, cluster)
     if not cluster.is_homogeneous:
-        simple = [name for name in schedules if name in ONE_STAGE_EACH] or ["1f1b"]
-        if tp not in (None, 1) or zero:
-            raise InputError(
-                f"cluster '{cluster.name}' mixes devices: plans for it have no shared layers and no ZeRO; leave out --tp "
-                "and --zero, or name a part of one kind"
-            )
+        check_mixed(cluster, tp=tp, zero=zero, reduce_dtype=reduce_dtype, shard_size=shard_size)
         found = plan_mixed(
-            reference, cluster, job, schedules=simple, pp=pp, dp=dp, microbatch=microbatch, recompute=recompute,
-            offload=offload, report=report, trace=trace, interruptible=interruptible,
+            reference, cluster, job, schedules=simple_schedules(cluster, schedules), pp=pp, dp=dp, microbatch=microbatch,
+            recompute=recompute, offload=offload, report=report, trace=trace, interruptible=interruptible,
         )  # fmt: skip
         return over_lengths(found, cluster, report, trace)
+    check_shard_size(zero, shard_size)
     search = _Search(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
         shard_size, host_optimizer,

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
+from stagewright.errors import InputError
 from stagewright.estimation.state import Precision
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat
 from stagewright.graph.stage import Stage
@@ -16,6 +17,15 @@ NUM_BUFFERS = 2
 """Stages of which a rank holds gathered parameters, or whole gradients to add to, at once: one in use, one on its way."""
 
 SHARDING_KINDS = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE})
+
+
+def check_shard_size(zero: int | None, shard_size: int | None) -> None:
+    """Raises `InputError` for a size of the groups that share out where nothing is shared out."""
+    if shard_size is not None and not zero:
+        raise InputError(
+            f"shard_size = {shard_size} says how many replicas share out what --zero names, and nothing is shared out: give "
+            "--zero 1, 2 or 3, or leave out --shard-size"
+        )
 
 
 def sharded_program(program: Program, stages: Sequence[Stage], levels: Sequence[int]) -> Program:
