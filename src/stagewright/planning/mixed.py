@@ -67,8 +67,8 @@ def check_mixed(
     given = [name for name, is_given in asked.items() if is_given]
     if given:
         raise InputError(
-            f"cluster '{cluster.name}' mixes devices: plans for it have no shared layers, no ZeRO, and sums of gradients in one "
-            f"type only; leave out {', '.join(given)}, or name a part of one kind"
+            f"cluster '{cluster.name}' mixes devices: plans for it have no shared layers, no ZeRO, and "
+            f"sums of gradients in one type only; leave out {', '.join(given)}, or name a part of one kind"
         )
 
 
