@@ -66,7 +66,7 @@ def test_ctrl_c_before_the_first_plan_ends_without_one(
 
 
 MODEL = (
-    "plan", "tiny-gemma", "--global-batch", "8", "--sequence-length", "32", "--dtype", "fp32", "--pp", "4", "--dp", "1",
+    "plan", "tiny-gemma", "--global-batch", "8", "--sequence-length", "32", "--dtype", "fp32", "--dp", "1",
     "--json",
 )  # fmt: skip
 FOUR = ("--cluster", "4x-h100")

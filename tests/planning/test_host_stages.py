@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from stagewright.cluster import Cluster, load_cluster, with_hosts
@@ -46,7 +48,7 @@ def test_a_host_is_a_device_of_its_node() -> None:
 def test_a_host_takes_a_stage_only_where_that_pays() -> None:
     plenty = plan_with_hosts(MODEL, small(2**30), job(), schedules=["1f1b"], microbatch=1)
     assert plenty.plans[0].pp <= 2, "devices with room are faster alone"
-    options = {"schedules": ["1f1b"], "microbatch": 1, "host_optimizer": "never"}
+    options: dict[str, Any] = {"schedules": ["1f1b"], "microbatch": 1, "host_optimizer": "never"}
     tight = small(44 * MIB)
     with pytest.raises(PlanError):
         search.plan(MODEL, tight, job(), **options)
@@ -58,6 +60,16 @@ def test_a_host_takes_a_stage_only_where_that_pays() -> None:
     on_host = found.devices.index(2)
     stages = found.predictions.stages
     assert stages[on_host].parameter_bytes > min(stage.parameter_bytes for stage in stages)
+
+
+@pytest.mark.parametrize("asked", [{"dp": 2}, {"pp": 2}, {"tp": 2}, {"zero": 1}, {"schedules": ["zb-h1"]}])
+def test_hosts_take_part_only_in_what_is_asked_for(asked: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"schedules": ["1f1b"], "microbatch": 1, "host_optimizer": "never"}
+    free = plan_with_hosts(MODEL, small(2**30), job(), **options)
+    assert any(plan.pp == 3 for plan in free.plans)
+    found = plan_with_hosts(MODEL, small(2**30), job(), **options | asked)
+    assert found.plans and all(plan.pp < 3 for plan in found.plans)
+    assert any("with hosts" in one.reason for one in found.excluded)
 
 
 def test_hosts_must_be_described() -> None:

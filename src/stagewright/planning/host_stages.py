@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stagewright.cluster import Cluster, with_hosts
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.found import Excluded, Found
 from stagewright.planning.job import Job
-from stagewright.planning.mixed import ONE_STAGE_EACH, plan_mixed
+from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import SCHEDULES, over_lengths, plan
 from stagewright.tracing.models.reference import ModelReference
@@ -20,7 +21,8 @@ _KEPT = ("microbatch", "recompute", "offload", "report", "trace", "interruptible
 def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **options: Any) -> Found:
     """The plans of `search.plan`, and those of one pipeline over all devices and the hosts behind them, best first.
 
-    Options are those of `search.plan`; with hosts, only those that pipelines over several kinds of devices have.
+    Options are those of `search.plan`. Asked for what pipelines over several kinds of devices do not have, or for another
+    width, there are only plans without hosts, and why is among what is excluded.
 
     Raises:
         InputError: an input that cannot be used, or hosts that are not described.
@@ -34,12 +36,11 @@ def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **opt
         refused, found = error, Found([], [])
     if found.is_interrupted:
         return found
-    schedules = [name for name in options.get("schedules", SCHEDULES) if name in ONE_STAGE_EACH]
     kept = {name: options[name] for name in _KEPT if name in options}
     try:
-        mixed = plan_mixed(
-            reference, whole, job, schedules=schedules or ["1f1b"], dp=1, pp=whole.num_devices, **kept
-        )
+        _check(whole, options)
+        schedules = simple_schedules(whole, options.get("schedules", SCHEDULES))
+        mixed = plan_mixed(reference, whole, job, schedules=schedules, dp=1, pp=whole.num_devices, **kept)
         heard = {name: value for name, value in kept.items() if name in ("report", "trace")}
         mixed = over_lengths(mixed, whole, **heard)
     except KeyboardInterrupt:
@@ -49,6 +50,19 @@ def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **opt
     except (PlanError, InputError) as error:
         if refused is not None:
             raise refused from None
-        excluded = Excluded(f"with hosts: {error}", 1, whole.num_devices)
-        return Found(found.plans, [*found.excluded, excluded], found.warnings)
-    return Found(ranked([*found.plans, *mixed.plans]), found.excluded, [*mixed.warnings, *found.warnings])
+        why = Excluded(f"with hosts: {error}", 1, whole.num_devices)
+        return Found(found.plans, [*found.excluded, why], found.warnings)
+    excluded = [*found.excluded, *mixed.excluded]
+    warnings = list(dict.fromkeys((*mixed.warnings, *found.warnings)))
+    return Found(ranked([*found.plans, *mixed.plans]), excluded, warnings)
+
+
+def _check(whole: Cluster, options: Mapping[str, Any]) -> None:
+    """Raises `InputError` for widths, and whatever else is asked for, that a pipeline over all of `whole` does not have."""
+    for name, only in (("dp", 1), ("pp", whole.num_devices)):
+        if options.get(name) not in (None, only):
+            raise InputError(f"{name} = {options[name]} is asked for, and theirs is {only}")
+    if options.get("host_optimizer") == "always":
+        raise InputError("an optimizer on the hosts is asked for, and hosts with stages have none")
+    names = "tp", "zero", "reduce_dtype", "shard_size"
+    check_mixed(whole, **{name: options.get(name) for name in names})
