@@ -38,6 +38,7 @@ def test_a_plan_is_trained_and_compared_with_what_was_predicted(tmp_path: Path) 
         "run", plan, "--data", text, "--steps", "3", "--device", "cpu", "--out", tmp_path / "out", "--json"
     )
     assert done.returncode == 0, done.stderr
+    assert "the plan is for 2x-rtx3090, but was run on cpu" in done.stderr
     found = json.loads(done.stdout)
     assert len(found["losses"]) == len(found["all_step_seconds"]) == 3
     assert found["losses"][-1] < found["losses"][0]

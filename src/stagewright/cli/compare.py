@@ -55,15 +55,12 @@ def compare(
 
 def _warnings(record: Record, planned: Cluster) -> list[str]:
     """Why the two should not be expected to agree."""
+    from stagewright.report.runs import on_other_devices
+
     found = []
     if record.timed_steps[-1] in record.metered_steps:
         found.append(
             "the record's times are of a step whose memory was counted, which is slow: run "
             + ("3 steps or more" if record.timed_length is None else "each length three times or more")
         )
-    if (planned.device.kind == "cpu") != (record.device == "cpu"):
-        found.append(
-            f"the plan is for {planned.device.name}, but was run on {record.device}: to plan for the machine it runs "
-            "on, describe that with `stagewright probe`"
-        )
-    return found
+    return [*found, *on_other_devices(record, planned.device.kind, planned.device.name)]

@@ -72,11 +72,12 @@ def run(
     if record is None or os.environ.get("RANK", "0") != "0":
         return
     from stagewright.cli.planning import warn
-    from stagewright.report.runs import diverged, longest_not_run, run_document, run_summary
+    from stagewright.report.runs import diverged, longest_not_run, on_other_devices, run_document, run_summary
 
     path = folder / "record.json"
     document = run_document(loaded, record, str(path))
-    warn([*longest_not_run(loaded, record), *diverged(record.losses)])
+    elsewhere = on_other_devices(record, loaded.cluster.kind, loaded.cluster.name)
+    warn([*elsewhere, *longest_not_run(loaded, record), *diverged(record.losses)])
     if as_json:
         print_document(document)
     else:

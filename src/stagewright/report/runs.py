@@ -33,6 +33,8 @@ class Measured(Protocol):
     """What a run measured: the record of `stagewright.execution`."""
 
     @property
+    def device(self) -> str: ...
+    @property
     def first_step(self) -> int: ...
     @property
     def losses(self) -> Sequence[float | None]: ...
@@ -126,6 +128,16 @@ def comparison(document: dict[str, Any]) -> Table:
         pair = rank["predicted_allocated_peak_bytes"], rank["allocated_peak_bytes"]
         rows.append(_compared(f"peak memory of rank {rank['rank']}", *pair, format_bytes))
     return table("", ("", "predicted", "measured", "difference"), rows)
+
+
+def on_other_devices(measured: Measured, kind: str, name: str) -> list[str]:
+    """A warning if a plan for devices `name` of a `kind` was run on others."""
+    if (kind == "cpu") == (measured.device == "cpu"):
+        return []
+    return [
+        f"the plan is for {name}, but was run on {measured.device}: to plan for the machine it runs on, describe that with "
+        "`stagewright probe`"
+    ]
 
 
 def diverged(losses: Sequence[float | None]) -> list[str]:
