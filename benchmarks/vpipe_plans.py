@@ -4,7 +4,8 @@
 
 Source: the partitions and shares of recomputation in vPipe's released configurations (hku-systems/vpipe) for RTX 2080 Ti,
 sequences of 128 and microbatches of 16. A block ends at each residual addition, and the head is the last; of a stage the
-last blocks, as many as the share says, are recomputed. Ignores: that vPipe's shares count lines of code, not blocks.
+last blocks, as many as the share says, are recomputed. Steps of the optimizer are left out of the times. Ignores: that
+vPipe's shares count lines of code, not blocks.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ def row(published: Published) -> str:
     theirs = recomputed(plain, body, places)
     own = STRATEGIES["own-async"].candidate(body, Choice(1, pp, SIZE, count, "1f1b"), cluster, job)
     assert own is not None, "ours fits where theirs does"
-    their_s, own_s = run_timeline(theirs.line).makespan_s, run_timeline(own.line).makespan_s
-    peak = max(memory.peak_bytes for memory in theirs.memories)
-    busy = run_timeline(theirs.line).busy_s
+    timeline = run_timeline(theirs.line, steps=False)
+    their_s, own_s = timeline.makespan_s, run_timeline(own.line, steps=False).makespan_s
+    peak, busy = max(memory.peak_bytes for memory in theirs.memories), timeline.busy_s
     return (
         f"| BERT, {published.num_layers} layers | {pp} x rtx2080ti | {their_s:.3f} s | {peak / 2**30:.1f} GiB | "
         f"{own_s:.3f} s | {their_s / own_s:.2f}x | {max(busy) / (sum(busy) / pp):.2f} of the mean |"
