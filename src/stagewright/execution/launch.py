@@ -16,7 +16,6 @@ from typing import Any
 
 from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution.checkpoint_folder import check_start
-from stagewright.execution.device import kind_of
 from stagewright.execution.record import Record, load_record
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
@@ -62,6 +61,8 @@ def run(
             write to.
         RunError: a rank failed; names the rank and the action.
     """
+    from stagewright.execution.device import kind_of
+
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
     check_start(checkpoint, loaded, steps or loaded.job.num_steps, checkpoint_every, resume)
