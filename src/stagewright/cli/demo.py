@@ -98,11 +98,14 @@ def _plan_small(cluster: Cluster, out: Path) -> Plan:
 
 def _train(plan: Plan, out: Path) -> None:
     from stagewright.execution.launch import run
+    from stagewright.execution.machine_use import MachineUse, others_at_work
     from stagewright.report.runs import run_document, run_summary
 
     show(f"[bold]4. Training it for {_STEPS} steps[/bold] on Moby-Dick, whose bytes are the tokens.")
+    before = MachineUse.now()
     with resources.as_file(resources.files("stagewright") / "data" / "moby_dick.txt") as text:
         record = run(out / "small.json", data=text, steps=_STEPS, out=out, device="cpu")
+    warn(others_at_work(before, MachineUse.now()))
     if record is not None:
         show(run_summary(run_document(plan, record, str(out / "record.json"))))
 

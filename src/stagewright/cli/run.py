@@ -51,11 +51,13 @@ def run(
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE.
     """
     from stagewright.execution import launch
+    from stagewright.execution.machine_use import MachineUse, others_at_work
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
     _check_readable(data)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    before = MachineUse.now()
     record = launch.run(
         plan,
         data,
@@ -77,7 +79,9 @@ def run(
     path = folder / "record.json"
     document = run_document(loaded, record, str(path))
     elsewhere = on_other_devices(record, loaded.cluster.kind, loaded.cluster.name)
-    warn([*elsewhere, *longest_not_run(loaded, record), *diverged(record.losses)])
+    is_alone = record.device == "cpu" and "RANK" not in os.environ  # all ranks are children of this process
+    others = others_at_work(before, MachineUse.now()) if is_alone else []
+    warn([*elsewhere, *others, *longest_not_run(loaded, record), *diverged(record.losses)])
     if as_json:
         print_document(document)
     else:
