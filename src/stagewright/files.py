@@ -1,4 +1,4 @@
-"""Files that readers find whole or not at all."""
+"""Files that are there whole or not at all, and folders that are known to take them."""
 
 from __future__ import annotations
 
@@ -32,3 +32,19 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     finally:
         if scratch is not None:
             Path(scratch).unlink(missing_ok=True)
+
+
+def make_writable(folder: Path, option: str) -> None:
+    """Makes `folder` if there is none, and finds out now what would stop files from being written there later.
+
+    Raises:
+        InputError: nothing can be written there; `option` is where another one is given.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"nothing can be written to folder '{folder}' ({error.strerror or error}): give another one with {option}"
+        ) from None

@@ -211,6 +211,13 @@ def test_what_the_user_gave_is_refused_as_such(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match="give another one with --out"):
         run(tmp_path / "plan.json", out=tmp_path / "file", device="cpu")
+    with pytest.raises(InputError, match=r"nothing can be written to .* give another one with --checkpoint"):
+        run(
+            tmp_path / "plan.json",
+            out=tmp_path / "run",
+            device="cpu",
+            checkpoint=tmp_path / "file" / "inside",
+        )
     with pytest.raises(InputError, match="give cpu, cuda or auto"):
         run(tmp_path / "plan.json", out=tmp_path / "run", device="gpu")
     assert not (tmp_path / "run").exists()

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from stagewright.cluster.strict import StrictModel
 from stagewright.errors import InputError
+from stagewright.files import make_writable
 from stagewright.planning.plan import Plan
 
 MANIFEST = "checkpoint.json"
@@ -95,12 +96,7 @@ def check_start(
     if every is not None and every < 1:
         raise InputError(f"checkpoints every {every} steps: give a whole number of at least 1")
     folder = Path(checkpoints)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"folder '{folder}' cannot be made ({error.strerror}): give another one with --checkpoint"
-        ) from None
+    make_writable(folder, "--checkpoint")
     found = newest(folder)
     if not is_resumed:
         if found is not None:

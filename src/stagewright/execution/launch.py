@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution.checkpoint_folder import check_start
 from stagewright.execution.record import Record, load_record
+from stagewright.files import make_writable
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
 from stagewright.schedule.action import Action, Kind
@@ -73,7 +73,7 @@ def run(
     )
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     kind = kind_of(device, loaded, _num_ranks_here(loaded, is_launched))
-    _make_writable(folder)
+    make_writable(folder, "--out")
     options = {"data": data, "steps": steps, "device": kind, "timeout": timeout}
     options |= {"checkpoint": checkpoint, "checkpoint-every": checkpoint_every}
     arguments = [str(Path(plan).resolve()), "--out", str(folder)]
@@ -106,18 +106,6 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
 def _num_ranks_here(plan: Plan, is_launched: bool) -> int:
     """Ranks that this machine is to run: all of the plan, or those that a launcher says it starts here."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched else plan.num_ranks
-
-
-def _make_writable(folder: Path) -> None:
-    """Finds out before the training what would stop the record from being written after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"nothing can be written to folder '{folder}' ({error.strerror or error}): give another one with --out"
-        ) from None
 
 
 def _join(arguments: list[str], folder: Path) -> Record | None:

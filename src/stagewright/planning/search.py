@@ -14,18 +14,12 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.planning.candidate import (
-    Choice,
-    fastest_partition,
-)
+from stagewright.planning.candidate import Choice, fastest_partition
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.finalists import JOINT, joint_plans
 from stagewright.planning.fitting import Fitting, Recompute
 from stagewright.planning.found import Excluded, Found, operator_warnings
-from stagewright.planning.host_optimizer import (
-    HostOptimizer,
-    checked,
-)
+from stagewright.planning.host_optimizer import HostOptimizer, checked
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
