@@ -8,7 +8,7 @@ from typing import Any
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.finalists import JOINT
-from stagewright.planning.found import Found
+from stagewright.planning.found import Found, UntilCtrlC
 from stagewright.planning.job import Job
 from stagewright.planning.search import SCHEDULES, plan
 from stagewright.planning.widths import tensor_widths_of, widths_of
@@ -57,18 +57,18 @@ def largest_batch(
             )
             tried.append((size, found))
 
+        searching = UntilCtrlC(interruptible, tried)
         try:
-            _grow(fit, max((size for size, _ in tried), default=1))
-        except KeyboardInterrupt:
-            if not (interruptible and tried):
-                raise
-            return _best(tried).interrupted()
+            with searching:
+                _grow(fit, max((size for size, _ in tried), default=1))
         except PlanError as error:
             refused = refused or error
         except InputError as error:
             if tp is not None:
                 raise
             refused = refused or error
+        if searching.is_ended:
+            return searching.told(_best(tried))
     if not tried:
         assert refused is not None
         raise refused

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
 
 from stagewright.planning.plan import Plan
 
@@ -39,6 +41,35 @@ class Found:
     def interrupted(self) -> Found:
         """The same, of a search that Ctrl-C has ended; a warning says so."""
         return replace(self, warnings=[_INTERRUPTED, *self.warnings])
+
+
+class UntilCtrlC:
+    """A context in which Ctrl-C ends a search, if it `may` be ended, once there is something in `so_far`; it raises
+    `KeyboardInterrupt` otherwise.
+
+    >>> with UntilCtrlC(True, ["a plan"]) as searching:
+    ...     raise KeyboardInterrupt
+    >>> searching.is_ended
+    True
+    """
+
+    def __init__(self, may: bool, so_far: Sequence[object]) -> None:
+        self.may = may
+        self.so_far = so_far
+        self.is_ended = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        self.is_ended = isinstance(error, KeyboardInterrupt) and self.may and bool(self.so_far)
+        return self.is_ended
+
+    def told(self, found: Found) -> Found:
+        """`found`, with the warning if Ctrl-C has ended its search."""
+        return found.interrupted() if self.is_ended else found
 
 
 def operator_warnings(without_rule: Iterable[str]) -> list[str]:

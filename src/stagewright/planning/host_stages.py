@@ -7,7 +7,7 @@ from typing import Any
 
 from stagewright.cluster import Cluster, with_hosts
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.found import Excluded, Found
+from stagewright.planning.found import Excluded, Found, UntilCtrlC
 from stagewright.planning.job import Job
 from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
 from stagewright.planning.ranking import ranked
@@ -36,25 +36,31 @@ def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **opt
         refused, found = error, Found([], [])
     if found.is_interrupted:
         return found
-    kept = {name: options[name] for name in _KEPT if name in options}
+    searching = UntilCtrlC(options.get("interruptible", False), found.plans)
+    mixed = Found([], [])
     try:
-        _check(whole, options)
-        schedules = simple_schedules(whole, options.get("schedules", SCHEDULES))
-        mixed = plan_mixed(reference, whole, job, schedules=schedules, dp=1, pp=whole.num_devices, **kept)
-        heard = {name: value for name, value in kept.items() if name in ("report", "trace")}
-        mixed = over_lengths(mixed, whole, **heard)
-    except KeyboardInterrupt:
-        if not (options.get("interruptible") and found.plans):
-            raise
-        return found.interrupted()
+        with searching:
+            mixed = _over_all(reference, whole, job, options)
     except (PlanError, InputError) as error:
         if refused is not None:
             raise refused from None
         why = Excluded(f"with hosts: {error}", 1, whole.num_devices)
         return Found(found.plans, [*found.excluded, why], found.warnings)
+    if searching.is_ended:
+        return searching.told(found)
     excluded = [*found.excluded, *mixed.excluded]
     warnings = list(dict.fromkeys((*mixed.warnings, *found.warnings)))
     return Found(ranked([*found.plans, *mixed.plans]), excluded, warnings)
+
+
+def _over_all(reference: ModelReference, whole: Cluster, job: Job, options: Mapping[str, Any]) -> Found:
+    """The plans of one pipeline over all of `whole`; raises `InputError` and `PlanError`."""
+    _check(whole, options)
+    schedules = simple_schedules(whole, options.get("schedules", SCHEDULES))
+    kept = {name: options[name] for name in _KEPT if name in options}
+    found = plan_mixed(reference, whole, job, schedules=schedules, dp=1, pp=whole.num_devices, **kept)
+    heard = {name: value for name, value in kept.items() if name in ("report", "trace")}
+    return over_lengths(found, whole, **heard)
 
 
 def _check(whole: Cluster, options: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Candidate, Choice, make_plan, with_cuts
 from stagewright.planning.finalists import JOINT
 from stagewright.planning.fitting import Recompute
-from stagewright.planning.found import Excluded, Found, operator_warnings
+from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
 from stagewright.planning.host_optimizer import saving_with_hosts
 from stagewright.planning.job import Job
 from stagewright.planning.partition import Floats, Ints
@@ -102,8 +102,7 @@ def plan_mixed(
     misses: list[Candidate] = []
     excluded: list[Excluded] = []
     without_rule: set[str] = set()
-    interrupted = False
-    try:
+    with UntilCtrlC(interruptible, plans) as searching:
         for made in _made(
             reference,
             cluster,
@@ -125,17 +124,12 @@ def plan_mixed(
                 excluded.append(_missed(made))
             else:
                 excluded.append(made)
-    except KeyboardInterrupt:
-        if not (interruptible and plans):
-            raise
-        interrupted = True
     if not plans and misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)
     if not plans:
         raise PlanError(excluded[0].reason if excluded else "no configuration has a whole share of the batch")
     best_first = sorted(plans, key=lambda one: one.predictions.step_seconds)
-    result = Found(best_first, excluded, operator_warnings(without_rule))
-    return result.interrupted() if interrupted else result
+    return searching.told(Found(best_first, excluded, operator_warnings(without_rule)))
 
 
 def _missed(candidate: Candidate) -> Excluded:

@@ -18,7 +18,7 @@ from stagewright.planning.candidate import Choice, fastest_partition
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.finalists import JOINT, joint_plans
 from stagewright.planning.fitting import Fitting, Recompute
-from stagewright.planning.found import Excluded, Found, operator_warnings
+from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
 from stagewright.planning.host_optimizer import HostOptimizer, checked
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import best_over_lengths
@@ -101,18 +101,12 @@ def plan(
         reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
         shard_size, host_optimizer,
     )  # fmt: skip
-    interrupted = False
-    try:
+    with UntilCtrlC(interruptible, search.plans) as searching:
         search.gather_all(tensor_widths_of(cluster, tp), sequence_parallel, microbatch, (pp, dp, tp))
         search.work_out()
         if JOINT in schedules and recompute != "full":
             search.search_jointly()
-    except KeyboardInterrupt:
-        if not interruptible or not search.plans:
-            raise
-        interrupted = True
-    result = search.result()
-    return over_lengths(result.interrupted() if interrupted else result, cluster, report, trace)
+    return over_lengths(searching.told(search.result()), cluster, report, trace)
 
 
 def over_lengths(

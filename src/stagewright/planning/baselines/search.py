@@ -11,7 +11,7 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.baselines.strategies import STRATEGIES
 from stagewright.planning.candidate import Candidate, Choice, make_plan
-from stagewright.planning.found import Excluded, Found
+from stagewright.planning.found import Excluded, Found, UntilCtrlC
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan
@@ -54,8 +54,7 @@ def plan_with(
     excluded: list[Excluded] = []
     misses: list[Candidate] = []
     refused: PlanError | None = None
-    interrupted = False
-    try:
+    with UntilCtrlC(interruptible, plans) as searching:
         for size in microbatch_sizes(widths, job, microbatch):
             report(f"tracing microbatches of {size}")
             graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
@@ -81,14 +80,10 @@ def plan_with(
                 excluded.append(_missed(found, choice, strategy))
             if not fitted and plans:
                 break
-    except KeyboardInterrupt:
-        if not (interruptible and plans):
-            raise
-        interrupted = True
     if plans:
         beyond = job.beyond(cluster.device)
         result = Found(ranked(plans), excluded, [] if beyond is None else [beyond])
-        return over_lengths(result.interrupted() if interrupted else result, cluster, report, trace)
+        return over_lengths(searching.told(result), cluster, report, trace)
     if misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)
     raise refused or PlanError(
