@@ -10,17 +10,12 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.breakdown import Share, breakdown
 from stagewright.estimation.stack import find_stack, step_memory
-from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
-from stagewright.planning.pipeline import Pipeline, costing
-from stagewright.planning.plan import (
-    ClusterSection,
-    Plan,
-    shared_layers,
-)
+from stagewright.planning.pipeline import Pipeline, body_costs
+from stagewright.planning.plan import ClusterSection, Plan, shared_layers
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.predict import predict
 from stagewright.planning.predictions import Predictions
@@ -86,7 +81,7 @@ def estimate(
         most_sharing=shard_size,
     )
     traced = job.traced(cluster.device.kind) | shared_layers(tp, sequence_parallel)
-    body = _costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
+    body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _run_by(stack, _over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
@@ -104,7 +99,7 @@ def estimate_breakdown(
         InputError: another breakdown.
         PlanError: the model has changed since.
     """
-    return breakdown(_costs(graph_of(plan, report, trace), cluster, plan.job).costing, by)
+    return breakdown(body_costs(graph_of(plan, report, trace), cluster, plan.job).costing, by)
 
 
 def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cached_trace) -> OperatorGraph:
@@ -133,7 +128,7 @@ def line_of(
         PlanError: the model has changed, or does not have the plan's cuts.
         ScheduleError: the program does not run.
     """
-    return planned_line(plan, _costs(graph_of(plan, report, trace), cluster, plan.job), cluster)
+    return planned_line(plan, body_costs(graph_of(plan, report, trace), cluster, plan.job), cluster)
 
 
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
@@ -143,7 +138,7 @@ def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan
             f"the plan needs {plan.num_ranks} devices (dp {plan.dp}{shared} x pp {plan.pp}), but cluster "
             f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
         )
-    body = _costs(graph_of(plan, report, trace), cluster, plan.job)
+    body = body_costs(graph_of(plan, report, trace), cluster, plan.job)
     predictions = predict(planned_line(plan, body, cluster), body)
     fresh = plan.model_copy(update={"predictions": predictions, "cluster": ClusterSection.of(cluster)})
     return _over_lengths(fresh, cluster, report, trace)
@@ -201,10 +196,6 @@ def _trace(
     reference: ModelReference, size: int, traced: dict[str, Any], report: Report, trace: Trace
 ) -> OperatorGraph:
     return trace(reference, size, report=report, **traced)
-
-
-def _costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
-    return BodyCosts(graph, costing(graph, cluster, job))
 
 
 def _choice(

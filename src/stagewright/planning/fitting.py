@@ -71,11 +71,7 @@ class Fitting:
     _too_many_stages: list[PlanError] = field(default_factory=list)
 
     def exclude(self, choice: Choice, reason: str, missing: int | None = None) -> None:
-        self.excluded.append(
-            Excluded(
-                reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing, choice.tp
-            )
-        )
+        self.excluded.append(Excluded.of(choice, reason, missing))
 
     def may_fit(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> list[Choice]:
         """Of each choice, itself if it may fit, or else with the host's memory if that may; saved values are `scale` times

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Self
 
+from stagewright.planning.candidate import Choice
 from stagewright.planning.plan import Plan
 
 _INTERRUPTED = "interrupted: these are the best plans so far, not all configurations were tried"
@@ -23,6 +24,13 @@ class Excluded:
     schedule: str | None = None
     missing_bytes: int | None = None
     tp: int = 1
+
+    @classmethod
+    def of(cls, choice: Choice, reason: str, missing_bytes: int | None = None) -> Self:
+        """That `choice` is no plan."""
+        return cls(
+            reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing_bytes, choice.tp
+        )
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from stagewright.cluster import Cluster, Device
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Origin
-from stagewright.planning.pipeline import costing
+from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.predict import predict
@@ -123,5 +123,5 @@ class _Judge:
         if key not in self.bodies:
             graph = self.graphs(asked)
             check_same_operators(self.graphs(plan), graph, length)
-            self.bodies[key] = BodyCosts(graph, costing(graph, self.cluster, asked.job))
+            self.bodies[key] = body_costs(graph, self.cluster, asked.job)
         return self.bodies[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,10 +20,10 @@ from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_war
 from stagewright.planning.host_optimizer import saving_with_hosts
 from stagewright.planning.job import Job
 from stagewright.planning.partition import Floats, Ints
-from stagewright.planning.pipeline import bodies_of, costing
+from stagewright.planning.pipeline import bodies_of, body_costs
 from stagewright.planning.plan import ClusterSection, Plan
 from stagewright.planning.predict import run_timeline
-from stagewright.planning.widths import microbatch_sizes, widths_of
+from stagewright.planning.widths import microbatch_sizes, whole_shares, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_bytes
@@ -32,7 +32,6 @@ Report = Callable[[str], None]
 
 ONE_STAGE_EACH = ("1f1b", "gpipe")
 """Schedules that are tried."""
-
 
 _TRIALS = 3
 """How often memory is left free for fragmentation before a configuration is given up."""
@@ -98,32 +97,28 @@ def plan_mixed(
         InputError: widths or a device that cannot be used.
         PlanError: nothing fits.
     """
+    task = _Task(reference, cluster, job, recompute, offload)
+    widths = widths_of(cluster, job, pp, dp)
     plans: list[Plan] = []
     misses: list[Candidate] = []
     excluded: list[Excluded] = []
     without_rule: set[str] = set()
     with UntilCtrlC(interruptible, plans) as searching:
-        for made in _made(
-            reference,
-            cluster,
-            job,
-            schedules,
-            pp,
-            dp,
-            microbatch,
-            recompute,
-            offload,
-            report,
-            trace,
-            without_rule,
-        ):
-            if isinstance(made, Plan):
-                plans.append(made)
-            elif isinstance(made, Candidate):
-                misses.append(made)
-                excluded.append(_missed(made))
-            else:
-                excluded.append(made)
+        for size in microbatch_sizes(widths, job, microbatch):
+            report(f"tracing microbatches of {size}")
+            graph = trace(reference, size, report=report, **job.traced(cluster.kind))
+            body = body_costs(graph, cluster, job)
+            without_rule |= body.costing.without_rule
+            for choice in _choices(task, size, widths, schedules):
+                report(str(choice))
+                for made in _made(task, body, choice):
+                    if isinstance(made, Plan):
+                        plans.append(made)
+                    elif isinstance(made, Candidate):
+                        misses.append(made)
+                        excluded.append(_missed(made))
+                    else:
+                        excluded.append(made)
     if not plans and misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)
     if not plans:
@@ -132,44 +127,51 @@ def plan_mixed(
     return searching.told(Found(best_first, excluded, operator_warnings(without_rule)))
 
 
+@dataclass(frozen=True)
+class _Task:
+    """What all configurations of a search have in common."""
+
+    reference: ModelReference
+    cluster: Cluster
+    job: Job
+    recompute: Recompute
+    offload: bool
+
+    def with_less_memory(self, num_bytes: int) -> _Task:
+        """The same where every device may use `num_bytes` less."""
+        limit = self.job.memory_limit
+        less = {} if limit is None else {"memory_limit": limit - num_bytes}
+        return replace(
+            self, cluster=_with_less_memory(self.cluster, num_bytes), job=self.job.model_copy(update=less)
+        )
+
+    def on(self, order: tuple[int, ...]) -> _Task:
+        """The same on devices in `order`."""
+        return replace(self, cluster=arranged(self.cluster, order))
+
+
+def _choices(
+    task: _Task, size: int, widths: Sequence[tuple[int, int]], schedules: Sequence[str]
+) -> list[Choice]:
+    return [
+        Choice(num_replicas, num_stages, size, count, schedule, recompute=task.recompute == "full")
+        for num_replicas, num_stages, count in whole_shares(widths, task.job, size)
+        for schedule in schedules
+    ]
+
+
 def _missed(candidate: Candidate) -> Excluded:
-    choice, missing = candidate.choice, candidate.excess_bytes
-    reason = f"lacks {format_bytes(missing)} of memory on a device"
-    return Excluded(reason, choice.dp, choice.pp, choice.microbatch_size, choice.schedule, missing)
+    missing = candidate.excess_bytes
+    return Excluded.of(candidate.choice, f"lacks {format_bytes(missing)} of memory on a device", missing)
 
 
-def _made(
-    reference: ModelReference,
-    cluster: Cluster,
-    job: Job,
-    schedules: Sequence[str],
-    pp: int | None,
-    dp: int | None,
-    microbatch: int | None,
-    recompute: Recompute,
-    offload: bool,
-    report: Report,
-    trace: Callable[..., OperatorGraph],
-    without_rule: set[str],
-) -> Iterator[Plan | Candidate | Excluded]:
-    """Of every configuration its plan, or the candidate that lacks memory, or why there is none; names of operators that no
-    rule knows are added to `without_rule`."""
-    widths = widths_of(cluster, job, pp, dp)
-    for size in microbatch_sizes(widths, job, microbatch):
-        report(f"tracing microbatches of {size}")
-        graph = trace(reference, size, report=report, **job.traced(cluster.kind))
-        body = BodyCosts(graph, costing(graph, cluster, job))
-        without_rule |= body.costing.without_rule
-        for num_replicas, num_stages in widths:
-            count, rest = divmod(job.global_batch // num_replicas, size)
-            for schedule in () if rest else schedules:
-                choice = Choice(num_replicas, num_stages, size, count, schedule, recompute == "full")
-                report(str(choice))
-                try:
-                    for order in _orders(cluster, body):
-                        yield _planned(reference, body, choice, cluster, order, job, recompute, offload)
-                except PlanError as error:  # it cannot be cut into so many stages
-                    yield Excluded(str(error), num_replicas, num_stages, size, schedule)
+def _made(task: _Task, body: BodyCosts, choice: Choice) -> Iterator[Plan | Candidate | Excluded]:
+    """Of every order of the devices the plan of `choice`, or the candidate that lacks memory, or why there is none."""
+    try:
+        for order in _orders(task.cluster, body):
+            yield _planned(task, body, choice, order)
+    except PlanError as error:  # it cannot be cut into so many stages
+        yield Excluded.of(choice, str(error))
 
 
 def _orders(cluster: Cluster, body: BodyCosts) -> list[tuple[int, ...]]:
@@ -182,16 +184,7 @@ def _orders(cluster: Cluster, body: BodyCosts) -> list[tuple[int, ...]]:
     return list(dict.fromkeys((tuple(fast_first), tuple(slow_first))))
 
 
-def _planned(
-    reference: ModelReference,
-    body: BodyCosts,
-    choice: Choice,
-    cluster: Cluster,
-    order: tuple[int, ...],
-    job: Job,
-    recompute: Recompute,
-    offload: bool,
-) -> Plan | Candidate:
+def _planned(task: _Task, body: BodyCosts, choice: Choice, order: tuple[int, ...]) -> Plan | Candidate:
     """The plan of a choice on devices in `order`, with room for what the allocators lose, or a candidate that lacks memory.
 
     Raises:
@@ -200,24 +193,18 @@ def _planned(
     lost = 0
     short: Candidate | None = None
     for _ in range(_TRIALS):
-        within = arranged(_with_less_memory(cluster, lost), order)
-        asked = (
-            job
-            if job.memory_limit is None
-            else job.model_copy(update={"memory_limit": job.memory_limit - lost})
-        )
-        one = _candidate(body, choice, within, asked, recompute, offload)
+        one = _candidate(task.with_less_memory(lost).on(order), body, choice)
         if one.excess_bytes > 0:
             return short or one
-        made = make_plan(one, body, reference)
+        made = make_plan(one, body, task.reference)
         missing = max(
             rank.reserved_peak_bytes - one.line.usable_bytes(rank.rank) - lost
             for rank in made.predictions.ranks
         )
         if missing <= 0:
-            section = ClusterSection.of(cluster)
-            return made.model_copy(update={"cluster": section, "devices": order, "job": job})
-        whole = replace(one.line, cluster=arranged(cluster, order), job=job)
+            section = ClusterSection.of(task.cluster)
+            return made.model_copy(update={"cluster": section, "devices": order, "job": task.job})
+        whole = replace(one.line, cluster=arranged(task.cluster, order), job=task.job)
         short = replace(one, line=whole, excess_bytes=missing)
         lost += missing
     assert short is not None
@@ -237,16 +224,14 @@ def _with_less_memory(cluster: Cluster, num_bytes: int) -> Cluster:
     return Cluster(**{**figures, "nodes": tuple(nodes)})
 
 
-def _candidate(
-    body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, recompute: Recompute, offload: bool
-) -> Candidate:
+def _candidate(task: _Task, body: BodyCosts, choice: Choice) -> Candidate:
     """The partition of least bottleneck by the costs on every rank's own device, or one with narrower boundaries or that
     gives up as little as its ranks must: what is fastest of those that fit."""
-    bodies = bodies_of(body, cluster, choice.pp, choice.dp)
-    plain = with_cuts(body, choice, balanced_cuts(bodies), cluster, job)
-    if recompute != "auto":
+    bodies = bodies_of(body, task.cluster, choice.pp, choice.dp)
+    plain = with_cuts(body, choice, balanced_cuts(bodies), task.cluster, task.job)
+    if task.recompute != "auto":
         return plain
-    saving = saving_with_hosts([plain], body, "never", offload=offload)
+    saving = saving_with_hosts([plain], body, "never", offload=task.offload)
     fitting = [one for one in (plain, saving) if one is not None and one.excess_bytes <= 0]
     return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=plain)
 

@@ -199,6 +199,11 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
     return Costing(graph, cluster.nodes[0].device, cluster, job.products, job.compiled)
 
 
+def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
+    """`graph` with the costs of its ranges of operators, as `costing` has them; raises as that does."""
+    return BodyCosts(graph, costing(graph, cluster, job))
+
+
 def reserved_bytes(memory: RankMemory, device: Device) -> int:
     """The least that the allocator of `device` holds at the peak: on a GPU also the matrix library's workspace, in whole
     segments.

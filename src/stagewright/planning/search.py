@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,12 +23,12 @@ from stagewright.planning.host_optimizer import HostOptimizer, checked
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
-from stagewright.planning.pipeline import costing
+from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.predict import lower_bound_seconds
 from stagewright.planning.ranking import ranked
 from stagewright.planning.sharding import check_shard_size
-from stagewright.planning.widths import microbatch_sizes, tensor_widths_of, widths_of
+from stagewright.planning.widths import microbatch_sizes, tensor_widths_of, whole_shares, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_seconds
@@ -195,28 +195,26 @@ class _Search:
         self.tp, self.sequence_parallel = num_ranks, sequence_parallel
         self.latest = None
 
-    def choices(self, size: int, width: tuple[int, int]) -> Iterator[Choice]:
-        """What to try with microbatches of `size` samples at one (dp, pp); nothing if they do not divide."""
-        dp, pp = width
-        count, rest = divmod(self.job.global_batch // dp, size)
-        if rest:
-            return
-        for schedule in self.schedules if pp > 1 else self.schedules[:1]:
-            full = self.recompute == "full" and pp > 1
-            yield Choice(
+    def choices(self, size: int, widths: Sequence[tuple[int, int]]) -> list[Choice]:
+        """What to try with microbatches of `size` samples at every (dp, pp) whose share they divide."""
+        return [
+            Choice(
                 dp,
                 pp,
                 size,
                 count,
                 schedule,
-                full,
-                self.zero,
-                self.reduce_dtype,
-                self.tp,
-                self.sequence_parallel,
-                self.shard_size,
-                self.host_optimizer == "always",
+                recompute=self.recompute == "full" and pp > 1,
+                zero=self.zero,
+                reduce_dtype=self.reduce_dtype,
+                tp=self.tp,
+                sequence_parallel=self.sequence_parallel,
+                most_sharing=self.shard_size,
+                host_optimizer=self.host_optimizer == "always",
             )
+            for dp, pp, count in whole_shares(widths, self.job, size)
+            for schedule in (self.schedules if pp > 1 else self.schedules[:1])
+        ]
 
     def gather_all(
         self,
@@ -232,8 +230,7 @@ class _Search:
             try:
                 widths = widths_of(self.cluster, self.job, pp, dp, shared)
                 for size in microbatch_sizes(widths, self.job, microbatch):
-                    choices = [choice for width in widths for choice in self.choices(size, width)]
-                    if not self.gather(size, choices):
+                    if not self.gather(size, self.choices(size, widths)):
                         break
             except InputError as error:
                 if tp is not None or shared == 1:
@@ -302,7 +299,7 @@ class _Search:
         self.report(f"tracing microbatches of {size}" + (f" for tp {tp}" if tp > 1 else ""))
         traced = self.job.traced(self.cluster.device.kind) | shared_layers(tp, self.sequence_parallel)
         graph = self.trace(self.reference, size, report=self.report, **traced)
-        return BodyCosts(graph, costing(graph, self.cluster, self.job))
+        return body_costs(graph, self.cluster, self.job)
 
     def result(self) -> Found:
         if not self.plans:

@@ -63,3 +63,13 @@ def microbatch_sizes(widths: Sequence[tuple[int, int]], job: Job, fixed: int | N
         return [fixed]
     sizes = {size for share in shares for size in _divisors(share) if share % 2 or size & (size - 1) == 0}
     return sorted(sizes)
+
+
+def whole_shares(widths: Sequence[tuple[int, int]], job: Job, size: int) -> list[tuple[int, int, int]]:
+    """(dp, pp, num_microbatches) of those (dp, pp) whose replicas have whole microbatches of `size` samples.
+
+    >>> whole_shares([(1, 4), (2, 2), (4, 1)], Job(global_batch=8, sequence_length=1, dtype="fp32"), 4)
+    [(1, 4, 2), (2, 2, 1)]
+    """
+    shares = ((dp, pp, divmod(job.global_batch // dp, size)) for dp, pp in widths)
+    return [(dp, pp, count) for dp, pp, (count, rest) in shares if not rest]

@@ -9,15 +9,15 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.advice import misses_memory
-from stagewright.planning.baselines.strategies import STRATEGIES
+from stagewright.planning.baselines.strategies import STRATEGIES, Strategy
 from stagewright.planning.candidate import Candidate, Choice, make_plan
 from stagewright.planning.found import Excluded, Found, UntilCtrlC
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import costing
+from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import Trace, over_lengths
-from stagewright.planning.widths import microbatch_sizes, widths_of
+from stagewright.planning.widths import microbatch_sizes, whole_shares, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
@@ -58,27 +58,24 @@ def plan_with(
         for size in microbatch_sizes(widths, job, microbatch):
             report(f"tracing microbatches of {size}")
             graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
-            body = BodyCosts(graph, costing(graph, cluster, job))
-            fitted = False
-            for choice in _choices(widths, job, size):
+            body = body_costs(graph, cluster, job)
+            num_smaller = len(plans)
+            for dp, pp, count in whole_shares(widths, job, size):
+                choice = Choice(dp, pp, size, count, "1f1b")
                 report(f"{strategy}: {choice}")
+                named = replace(choice, schedule=strategy)
                 try:
-                    found = STRATEGIES[strategy].candidate(body, choice, cluster, job)
+                    made = _planned(STRATEGIES[strategy], body, choice, cluster, job, reference)
                 except PlanError as error:
                     refused = refused or error
-                    excluded.append(Excluded(str(error), choice.dp, choice.pp, size, strategy))
+                    excluded.append(Excluded.of(named, str(error)))
                     continue
-                if found is not None and found.excess_bytes <= 0:
-                    made = make_plan(found, body, reference)
-                    lost = made.predictions.reserved_peak_bytes - job.usable_bytes(cluster.device)
-                    if lost <= 0:
-                        fitted = True
-                        plans.append(made)
-                        continue
-                    found = replace(found, excess_bytes=lost)  # to fragmentation, which no planner foresees
-                misses += [found] if found is not None else []
-                excluded.append(_missed(found, choice, strategy))
-            if not fitted and plans:
+                if isinstance(made, Plan):
+                    plans.append(made)
+                else:
+                    misses += [] if made is None else [made]
+                    excluded.append(_missed(made, named))
+            if plans and len(plans) == num_smaller:
                 break
     if plans:
         beyond = job.beyond(cluster.device)
@@ -91,19 +88,24 @@ def plan_with(
     )
 
 
-def _choices(widths: list[tuple[int, int]], job: Job, size: int) -> list[Choice]:
-    return [
-        Choice(dp, pp, size, job.global_batch // dp // size, "1f1b")
-        for dp, pp in widths
-        if job.global_batch // dp % size == 0
-    ]
+def _planned(
+    strategy: Strategy, body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, reference: ModelReference
+) -> Plan | Candidate | None:
+    """The plan of `strategy` for a choice, or the candidate that lacks memory, or None if it has neither.
+
+    Raises:
+        PlanError: the model cannot be cut into so many stages.
+    """
+    found = strategy.candidate(body, choice, cluster, job)
+    if found is None or found.excess_bytes > 0:
+        return found
+    made = make_plan(found, body, reference)
+    lost = made.predictions.reserved_peak_bytes - job.usable_bytes(cluster.device)
+    return made if lost <= 0 else replace(found, excess_bytes=lost)  # to fragmentation, which none foresees
 
 
-def _missed(found: Candidate | None, choice: Choice, strategy: str) -> Excluded:
+def _missed(found: Candidate | None, choice: Choice) -> Excluded:
     if found is None:
-        return Excluded(
-            "nothing it gives up makes it fit", choice.dp, choice.pp, choice.microbatch_size, strategy
-        )
+        return Excluded.of(choice, "nothing it gives up makes it fit")
     missing = found.excess_bytes
-    reason = f"lacks {format_bytes(missing)} of memory a device"
-    return Excluded(reason, choice.dp, choice.pp, choice.microbatch_size, strategy, missing)
+    return Excluded.of(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
