@@ -68,12 +68,12 @@ def _probe(out: Path) -> Cluster:
 
     show(f"[bold]2. Probing this machine[/bold] with {_PROCESSES} processes at work at once.")
     with Progress("importing torch") as progress:
-        from stagewright.execution.machine_use import MachineUse, others_at_work
+        from stagewright.execution.machine_use import watch_others
         from stagewright.execution.probe import probe
 
-        before = MachineUse.now()
+        others = watch_others()
         cluster = probe("cpu", _PROCESSES, lambda what, fraction: progress(f"measuring: {what}", fraction))
-    warn(others_at_work(before, MachineUse.now()))
+    warn(others())
     path = out / "local.toml"
     save_cluster(cluster, path, "Measured by `stagewright demo` on the machine it describes.")
     show(cluster_summary(cluster), f"The description is in {path}.\n")
@@ -98,14 +98,14 @@ def _plan_small(cluster: Cluster, out: Path) -> Plan:
 
 def _train(plan: Plan, out: Path) -> None:
     from stagewright.execution.launch import run
-    from stagewright.execution.machine_use import MachineUse, others_at_work
+    from stagewright.execution.machine_use import watch_others
     from stagewright.report.runs import run_document, run_summary
 
     show(f"[bold]4. Training it for {_STEPS} steps[/bold] on Moby-Dick, whose bytes are the tokens.")
-    before = MachineUse.now()
+    others = watch_others()
     with resources.as_file(resources.files("stagewright") / "data" / "moby_dick.txt") as text:
         record = run(out / "small.json", data=text, steps=_STEPS, out=out, device="cpu")
-    warn(others_at_work(before, MachineUse.now()))
+    warn(others())
     if record is not None:
         show(run_summary(run_document(plan, record, str(out / "record.json"))))
 

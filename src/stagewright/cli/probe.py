@@ -65,16 +65,16 @@ def probe(
     check_writable(output)
     with Progress("importing torch") as progress:
         from stagewright.execution import probe as prober
-        from stagewright.execution.machine_use import MachineUse, others_at_work
+        from stagewright.execution.machine_use import watch_others
 
-        before = MachineUse.now()
+        others = watch_others()
         found = prober.probe(
             device,
             processes,
             lambda what, fraction: progress(f"measuring: {what}", fraction),
             time_limit_s=timeout or _TIMEOUT_S,
         )
-    warn(others_at_work(before, MachineUse.now()))
+    warn(others())
     if output is not None:
         from stagewright.cluster import save_cluster
 

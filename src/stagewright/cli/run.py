@@ -51,13 +51,13 @@ def run(
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE.
     """
     from stagewright.execution import launch
-    from stagewright.execution.machine_use import MachineUse, others_at_work
+    from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
     _check_readable(data)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    before = MachineUse.now()
+    others = watch_others()
     record = launch.run(
         plan,
         data,
@@ -80,8 +80,14 @@ def run(
     document = run_document(loaded, record, str(path))
     elsewhere = on_other_devices(record, loaded.cluster.kind, loaded.cluster.name)
     is_alone = record.device == "cpu" and "RANK" not in os.environ  # all ranks are children of this process
-    others = others_at_work(before, MachineUse.now()) if is_alone else []
-    warn([*elsewhere, *others, *longest_not_run(loaded, record), *diverged(record.losses)])
+    warn(
+        [
+            *elsewhere,
+            *(others() if is_alone else ()),
+            *longest_not_run(loaded, record),
+            *diverged(record.losses),
+        ]
+    )
     if as_json:
         print_document(document)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,12 @@ def busy_ticks(stat: str, cores: Collection[int]) -> int:
         for place, ticks in enumerate(columns[:8])  # those behind are of guests, and counted as user
         if place not in _WAITING
     )
+
+
+def watch_others() -> Callable[[], list[str]]:
+    """Gives what to call when a measurement that begins now has ended: a warning if other programs used its cores."""
+    before = MachineUse.now()
+    return lambda: others_at_work(before, MachineUse.now())
 
 
 def others_at_work(before: MachineUse | None, after: MachineUse | None) -> list[str]:
