@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
-from stagewright.execution.probe import describe, source_text
+from stagewright.execution.probe_description import describe, source_text
 from stagewright.execution.probe_measurements import Measurements, Stopwatch, measure_compute, measure_posting
 from stagewright.execution.worker import gather
 

@@ -3,45 +3,37 @@
 from __future__ import annotations
 
 import os
-import platform
-import statistics
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date, timedelta
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, PerPrecisionFraction
+from stagewright.cluster import Cluster
 from stagewright.errors import InputError, RunError, wants_traceback
 from stagewright.execution.heap import keep_freed_memory
 from stagewright.execution.interrupts import interrupts_ignored
+from stagewright.execution.probe_description import describe
 from stagewright.execution.probe_measurements import (
     MESSAGE_PHASE,
     Measurements,
     Stopwatch,
-    linear_fit,
     measure_compute,
     measure_messages,
     measure_posting,
-    reference_precision,
 )
-from stagewright.execution.probe_operators import OperatorFigures, least_squares
-from stagewright.units import parse_bytes
 
 Progress = Callable[[str, float], None]
 """Called with what is measured now and the fraction already done."""
 
-_RESERVE_FRACTION = 0.04
-_HIGHEST_RATE = 1e18
 _START, _MESSAGES = 0.1, 0.9
 """Parts of a probe's time at which processes have started, and at which only messages are left to measure."""
 
@@ -212,192 +204,3 @@ def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:
         timeout=timedelta(seconds=request.time_limit_s),
     )
     return torch.device("cpu" if request.device_type == "cpu" else f"cuda:{rank}")
-
-
-# From the figures of all processes to a description.
-
-
-def describe(
-    found: list[Measurements], device_type: str, threads: int, num_devices: int | None = None
-) -> Cluster:
-    """The node of equal devices that its processes' measurements agree on: the median of each figure.
-
-    `num_devices` of the node, where `found` is not of one node only.
-    """
-    num_devices = num_devices or len(found)
-    source = source_text(device_type, num_devices, threads)
-    figures = {
-        **_arithmetic(found, device_type),
-        **_memory(found),
-        "memory_bytes": _memory_bytes(device_type, num_devices),
-        "launch_overhead_s": _median(found, "launch_overhead_s"),
-        "host_overhead_s": _median(found, "host_overhead_s"),
-    }
-    operators = [one.operators for one in found if one.operators is not None]
-    if operators:
-        figures |= _operators(operators, figures)
-    posting = [one.message_overhead_s for one in found if one.message_overhead_s is not None]
-    if posting:
-        figures["message_overhead_s"] = statistics.median(posting)
-    guess = "guess: room for fragmentation and communication buffers"
-    device = Device(
-        name="local",
-        vendor=_processor(device_type),
-        kind="cpu" if device_type == "cpu" else "cuda",
-        reserve_fraction=_RESERVE_FRACTION,
-        sources={**dict.fromkeys(figures, source), "reserve_fraction": guess},
-        **figures,
-    )
-    return _one_node(device, num_devices, _link(found, device.memory_bandwidth, source), source)
-
-
-def _median(found: list[Measurements], name: str) -> float:
-    return statistics.median(getattr(one, name) for one in found)
-
-
-def _arithmetic(found: list[Measurements], device_type: str) -> dict[str, Any]:
-    """Peaks are the best rates seen; efficiencies and half-saturation size come from fitted curves."""
-    precisions = list(found[0].matmul_seconds)
-    curves = {name: [_rate_and_ramp(one, name) for one in found] for name in precisions}
-    rates = {name: statistics.median(rate for rate, _ in curves[name]) for name in precisions}
-    peaks = {name: max(rates[name], _best_rate(found, name)) for name in precisions}
-    reference = reference_precision(device_type, precisions)
-    half = next(
-        (name for name in ("bf16", "fp16") if name in rates), reference
-    )  # as `Device.matmul_seconds` reads it
-    return {
-        "peak_flops": PerPrecision(**peaks),
-        "matmul_efficiency": PerPrecisionFraction(**{name: rates[name] / peaks[name] for name in precisions}),
-        "matmul_half_flop": rates[half] * statistics.median(ramp for _, ramp in curves[reference]),
-        "attention_efficiency": min(1.0, _median(found, "attention_flops") / peaks[reference]),
-        "attention_backward_efficiency": min(
-            1.0, _median(found, "attention_backward_flops") / peaks[reference]
-        ),
-    }
-
-
-def _rate_and_ramp(found: Measurements, precision: str) -> tuple[float, float]:
-    """FLOP/s of large products, and the seconds that each takes beyond that and beyond any operator's overhead.
-
-    Of square products on the same operands over and over, or, where they were timed, of those of a step, whose operands
-    come from farther away.
-    """
-    if found.operators and precision == "fp32":
-        overhead, per_flop = found.operators.product_s, found.operators.flop_s
-    else:
-        timed = found.matmul_seconds[precision]
-        overhead, per_flop = least_squares(
-            [(1.0, flop) for flop, _ in timed], [seconds for _, seconds in timed]
-        )
-    common = found.launch_overhead_s or found.host_overhead_s
-    return 1 / max(per_flop, 1 / _HIGHEST_RATE), max(overhead - common, 0.0)
-
-
-def _memory(found: list[Measurements]) -> dict[str, Any]:
-    """The bandwidth is that of the best streaming kernel, the efficiency that of the middle one."""
-    streams = [list(one.stream_bandwidths.values()) for one in found]
-    best = statistics.median(max(rates) for rates in streams)
-    return {
-        "memory_bandwidth": best,
-        "memory_efficiency": min(1.0, statistics.median(statistics.median(r) for r in streams) / best),
-        "context_bytes": int(_median(found, "context_bytes")),
-        "workspace_bytes": int(_median(found, "workspace_bytes")),
-        "host_link_bandwidth": _median(found, "host_link_bandwidth"),
-    }
-
-
-def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[str, Any]:
-    """What only a CPU's operators in a step tell."""
-
-    def median(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in found)
-
-    streamed = figures["memory_bandwidth"] * figures["memory_efficiency"]
-    speed_up = max(1.0, median("cache_bandwidth") / streamed)
-    names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate", "scatter_rate"
-    return {
-        **{name: median(name) for name in names},
-        "packing_bandwidth": 1 / max(median("packed_byte_s"), 1 / _HIGHEST_RATE),
-        "norm_efficiency": min(1.0, median("norm_bandwidth") / (figures["memory_bandwidth"] * speed_up)),
-        "cache_bytes": _cache_bytes(),
-        "cache_speed_up": speed_up,
-    }
-
-
-def _best_rate(found: list[Measurements], precision: str) -> float:
-    return statistics.median(max(flop / s for flop, s in one.matmul_seconds[precision]) for one in found)
-
-
-def _link(found: list[Measurements], memory_bandwidth: float, source: str) -> Link:
-    timed = [one.message_seconds for one in found if one.message_seconds]
-    if not timed:
-        note = "guess: one device, so no link to measure; half of its measured memory bandwidth"
-        return Link(
-            latency_s=0.0, bandwidth=memory_bandwidth / 2, sources={"latency_s": note, "bandwidth": note}
-        )
-    fits = [linear_fit(*zip(*pairs[1:], strict=True)) for pairs in timed]
-    rings = [one.ring_bandwidth for one in found if one.ring_bandwidth]
-    return Link(
-        # The smallest message is all latency; the fit over the large ones would only extrapolate to it.
-        latency_s=statistics.median(pairs[0][1] for pairs in timed),
-        bandwidth=statistics.median(rate for rate, _ in fits),
-        ring_bandwidth=statistics.median(rings),
-        sources=dict.fromkeys(("latency_s", "bandwidth", "ring_bandwidth"), source),
-    )
-
-
-def _one_node(device: Device, count: int, link: Link, source: str) -> Cluster:
-    unmeasured = dict.fromkeys(link.sources, "guess: one node, so no network to measure; as inside the node")
-    group = NodeGroup(
-        devices_per_node=count,
-        num_nics=1,
-        device=device,
-        intra_node=link,
-        inter_node=link.model_copy(update={"sources": unmeasured}),
-        sources={"devices_per_node": source, "num_nics": "guess: one node, so no network to measure"},
-    )
-    return Cluster(name="local", nodes=(group,))
-
-
-def source_text(device_type: str, processes: int, threads: int) -> str:
-    """Where a measured figure comes from."""
-    load = f"{processes} process{'es' if processes > 1 else ''} at once"
-    if device_type == "cpu":
-        load += f", {threads} thread{'s' if threads > 1 else ''} each"
-    return (
-        f"measured by stagewright probe on {date.today().isoformat()}, torch {torch.__version__}, "
-        f"{_processor(device_type)}, {load}"
-    )
-
-
-def _processor(device_type: str) -> str:
-    if device_type == "cuda":
-        return torch.cuda.get_device_name(0)
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _cache_bytes() -> int | None:
-    """The last-level cache; None where the system does not say."""
-    levels = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    try:
-        return max((parse_bytes(f"{level.read_text().strip()}iB") for level in levels), default=None)
-    except (OSError, InputError):
-        return None
-
-
-def _memory_bytes(device_type: str, processes: int) -> int:
-    """What one device may use: a GPU's memory, or an equal share of the machine's (or its container's)."""
-    if device_type == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        limit = "max"
-    return min(total, int(limit) if limit.isdigit() else total) // processes
