@@ -58,15 +58,16 @@ class MeasuredBandwidth(SourcedModel):
     @model_validator(mode="after")
     def _square_and_positive(self) -> MeasuredBandwidth:
         size = len(self.bandwidth)
-        for name, matrix, lowest in (("bandwidth", self.bandwidth, 0.0), ("latency_s", self.latency_s, -1.0)):
+        for name, matrix in (("bandwidth", self.bandwidth), ("latency_s", self.latency_s)):
             for i, row in enumerate(matrix or ()):
                 if len(row) != size or len(matrix or ()) != size:
                     raise ValueError(
                         f"{name} must be a square matrix: row {i} has {len(row)} of {size} entries"
                     )
                 for j, value in enumerate(row):
-                    if i != j and value <= lowest:
-                        raise ValueError(f"{name}[{i}][{j}] = {value!r}: must be positive")
+                    if i != j and (value < 0 or (value == 0 and matrix is self.bandwidth)):
+                        rule = "positive" if matrix is self.bandwidth else "no less than 0"
+                        raise ValueError(f"{name}[{i}][{j}] = {value!r}: must be {rule}")
         return self
 
     def applied(self, link: Link, ranks: tuple[int, int], nodes: tuple[int, int]) -> Link:

@@ -79,6 +79,10 @@ def _from_file(path: Path) -> dict[str, Any]:
     document.setdefault("name", path.stem)
     if isinstance(document.get("measured"), dict):
         document["measured"] = with_matrices(document["measured"], path.parent)
+    elif "measured" in document:
+        raise InputError(
+            f"{path}: measured = {document['measured']!r}: must be a table; write [measured] with bandwidth below it"
+        )
     nodes = document.get("nodes")
     if isinstance(nodes, list):
         document["nodes"] = [

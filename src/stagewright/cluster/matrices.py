@@ -26,7 +26,9 @@ def read_matrix(path: Path, scale: float = 1.0) -> tuple[tuple[float, ...], ...]
             rows = [row for row in csv.reader(file) if row]
     except OSError as error:
         raise InputError(f"matrix '{path}' cannot be read ({error.strerror}): check the path") from None
-    if rows and not _is_number(rows[0][-1]):
+    except (UnicodeDecodeError, csv.Error):
+        raise InputError(f"matrix '{path}' is no text: give a CSV file with one row per sender") from None
+    if rows and not any(map(_is_number, rows[0])):
         rows = rows[1:]
     size = len(rows)
     found = []
@@ -36,7 +38,13 @@ def read_matrix(path: Path, scale: float = 1.0) -> tuple[tuple[float, ...], ...]
             raise InputError(
                 f"{path}: row {number} has {len(cells)} entries for {size} rows: give a square matrix"
             )
-        found.append(tuple(_entry(cell, number == column, path) * scale for column, cell in enumerate(cells)))
+        places = (f"{path}: row {number}, column {column}" for column in range(size))
+        found.append(
+            tuple(
+                _entry(cell, number == column, place) * scale
+                for column, (cell, place) in enumerate(zip(cells, places, strict=True))
+            )
+        )
     return tuple(found)
 
 
@@ -47,6 +55,11 @@ def with_matrices(measured: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
     filled = {key: value for key, value in measured.items() if key != _UNIT_KEY}
     sources = dict(measured.get("sources", {}))
+    if _UNIT_KEY in measured and not isinstance(measured.get("bandwidth"), str):
+        raise InputError(
+            f"{_UNIT_KEY} = {measured[_UNIT_KEY]!r} is that of a CSV file, but bandwidth names none: leave it out, and give "
+            "bytes per second"
+        )
     for key in _MATRICES:
         named = measured.get(key)
         if isinstance(named, str):
@@ -75,14 +88,17 @@ def _write_matrix(path: Path, matrix: Sequence[Sequence[float]]) -> None:
             writer.writerow(["" if sender == receiver else f"{x:.6g}" for receiver, x in enumerate(row)])
 
 
-def _scale(unit: str) -> float:
+def _scale(unit: object) -> float:
     """
     >>> _scale("MB/s")
     1000000.0
     """
-    if not unit.endswith("/s"):
-        raise InputError(f"{_UNIT_KEY} = '{unit}': write bytes per second, e.g. MB/s or GB/s")
-    return float(parse_bytes(f"1 {unit.removesuffix('/s')}"))
+    try:
+        if isinstance(unit, str) and unit.endswith("/s"):
+            return float(parse_bytes(f"1 {unit.removesuffix('/s')}"))
+    except InputError:
+        pass  # said below, with the key
+    raise InputError(f"{_UNIT_KEY} = {unit!r}: write bytes per second, e.g. MB/s or GB/s")
 
 
 def _is_number(text: str) -> bool:
@@ -93,9 +109,9 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _entry(text: str, is_diagonal: bool, path: Path) -> float:
+def _entry(text: str, is_diagonal: bool, place: str) -> float:
     if is_diagonal and not text.strip():
         return 0.0
     if not _is_number(text):
-        raise InputError(f"{path}: '{text}' is no number: give one figure per pair")
+        raise InputError(f"{place}: '{text}' is no number: give one figure per pair")
     return float(text)
