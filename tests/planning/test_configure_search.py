@@ -88,10 +88,44 @@ def test_stages_balance_embedding_and_head() -> None:
 def test_what_is_left_out_says_by_how_much() -> None:
     with pytest.raises(PlanError, match=r"no configuration fits .* misses .* GiB"):
         configure(SHAPE, load_cluster("1x-h100"), JOB)
-    with pytest.raises(InputError, match="no widths divide"):
-        configure(SHAPE, CLUSTER, JOB, bounds=Bounds(tp=3))
     with pytest.raises(InputError, match="no figures for bf16"):
         configure(SHAPE, load_cluster("8x-h100+8x-v100-32"), JOB)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        (Bounds(tp=3), "tp 3 does not divide the 32 attention heads"),
+        (Bounds(tp=32), "tp 32 does not divide the 16 devices"),
+        (Bounds(tp=4, pp=8), "tp 4 x pp 8 does not divide the 16 devices"),
+        (Bounds(cp=3), "cp 3 cuts samples into 6 equal parts, which 4096 tokens are not"),
+        (Bounds(pp=64), "pp 64 is more than the 24 layers"),
+        (Bounds(ep=2), "ep 2 spreads experts, and this model has none: leave out --ep"),
+        (Bounds(microbatch=5), "microbatches of 5 do not divide the global batch of 32"),
+        (
+            Bounds(tp=1, pp=1, cp=1, microbatch=8),
+            "no widths divide 16 devices and a global batch of 32, microbatches of 8",
+        ),
+    ],
+)
+def test_widths_that_cannot_be_are_named(bounds: Bounds, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        configure(SHAPE, CLUSTER, JOB, bounds=bounds)
+
+
+def test_samples_longer_than_learned_positions_are_refused() -> None:
+    with pytest.raises(InputError, match="4096 exceeds the 1024 learned positions"):
+        configure(replace(SHAPE, num_positions=1024), CLUSTER, JOB)
+
+
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan"), -1.0])
+def test_money_and_targets_are_finite(wrong: float) -> None:
+    with pytest.raises(InputError, match="finite number"):
+        Target(wrong)
+    with pytest.raises(InputError, match="finite number"):
+        Target(1e9, wrong)
+    with pytest.raises(InputError, match="finite number"):
+        offers(SHAPE, CLUSTER, JOB, "speed", Target(1e9), price_per_hour=wrong)
 
 
 def test_experts_are_spread_where_that_is_faster() -> None:
@@ -155,7 +189,7 @@ def found_mixed() -> Configured:
 
 def test_mixed_devices_get_layers_as_they_are_fast() -> None:
     best = found_mixed().configurations[0]
-    counts = dict.fromkeys(("h100", "a100-80"), 0)
+    counts: dict[str, int] = {"h100": 0, "a100-80": 0}
     split = best.layout.layers(SHAPE.num_layers)
     for stage, layers in enumerate(split):
         (device,) = best.devices[stage % best.layout.pp]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -21,6 +21,7 @@ from stagewright.cli.planning import (
     TensorWidth,
     check_one_length,
     read_job,
+    warn,
 )
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, nearest
@@ -96,6 +97,7 @@ def configure(
             bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), report=progress,
         )  # fmt: skip
         placed = _placed(reference.config, found[0], stack)
+    warn(_warnings(found[0], objective, critical_batch))
     if ranks is not None:
         _write_ranks(ranks, found[0], placed)
     if as_json:
@@ -110,6 +112,14 @@ def configure(
         )
         return
     _show(found, placed, top, ranks)
+
+
+def _warnings(best: Offer, objective: str, critical_batch: float | None) -> Iterator[str]:
+    beyond = best.job.beyond(best.cluster.device) if best.cluster.is_homogeneous else None
+    if beyond is not None:
+        yield beyond
+    if objective == "time-to-train" and critical_batch is None:
+        yield "without --critical-batch every batch is taken to need as many tokens, which favours large ones"
 
 
 def _placed(config: Mapping[str, Any], best: Offer, stack: str) -> Assignment:

@@ -10,6 +10,7 @@ from stagewright.estimation.megatron import (
     Layout,
     MegatronStack,
     RankFootprint,
+    Shape,
     find_megatron_stack,
     footprints,
     shape_of,
@@ -52,7 +53,9 @@ def megatron_footprint(
         raise InputError(f"stack '{stack}' reads widths from a config: '{reference.text}' is a factory")
     check_precision(runtime, job)
     layout = _filled(layout, cluster, job)
-    ranks = footprints(shape_of(reference.config), layout, runtime)
+    shape = shape_of(reference.config)
+    check_length(shape, job)
+    ranks = footprints(shape, layout, runtime)
     usable = job.usable_bytes(cluster.device)
     return MegatronFootprint(reference.name, stack, cluster.name, layout, ranks, usable)
 
@@ -63,6 +66,15 @@ def check_precision(stack: MegatronStack, job: Job) -> None:
         known = " or ".join(stack.dtypes)
         raise InputError(
             f"stack '{stack.name}' trains in {known}, not in {job.dtype}: give --dtype {stack.dtypes[0]}"
+        )
+
+
+def check_length(shape: Shape, job: Job) -> None:
+    """Raises `InputError` for samples longer than the learned positions of a model."""
+    if 0 < shape.num_positions < job.sequence_length:
+        raise InputError(
+            f"sequence length {job.sequence_length} exceeds the {shape.num_positions} learned positions of the model: "
+            "shorten it, or give the model more (--set)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from stagewright.cluster import Cluster
@@ -21,6 +22,11 @@ class Target:
 
     tokens: float
     critical_batch: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("tokens", self.tokens), ("critical batch", self.critical_batch)):
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{name} of {value}: give a finite number above 0")
 
     def tokens_with(self, global_batch: int) -> float:
         """Tokens needed with a batch of so many samples.
@@ -59,10 +65,17 @@ def bill(
     """
     if tokens_per_second <= 0:
         raise InputError(f"{tokens_per_second} tokens per second reach no target: give a positive rate")
+    check_price(price_per_hour)
     needed = target.tokens_with(global_batch)
     seconds = needed / tokens_per_second
     dollars = None if price_per_hour is None else seconds / HOUR * num_devices * price_per_hour
     return Bill(num_devices, global_batch, needed, seconds / DAY, dollars)
+
+
+def check_price(price_per_hour: float | None) -> None:
+    """Raises `InputError` for dollars that nothing costs."""
+    if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
+        raise InputError(f"a price of {price_per_hour} dollars an hour: give a finite number, at least 0")
 
 
 def price_of(cluster: Cluster) -> float | None:

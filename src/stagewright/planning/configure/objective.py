@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from stagewright.cluster import Cluster, NodeGroup
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.megatron import Shape
-from stagewright.planning.configure.money import Bill, Target, bill, price_of
+from stagewright.planning.configure.money import Bill, Target, bill, check_price, price_of
 from stagewright.planning.configure.search import Configured, configure
 from stagewright.planning.configure.space import Bounds
 from stagewright.planning.job import Job
@@ -43,12 +43,13 @@ def offers(
     """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train.
 
     Raises:
-        InputError: cost without a price.
+        InputError: cost without a price, or a price that is none.
         PlanError: nothing fits on any size.
     """
     if objective == "cost" and price_per_hour is None and price_of(cluster) is None:
         names = ", ".join(dict.fromkeys(f"'{group.device.name}'" for group in cluster.nodes))
         raise InputError(f"no price is known for device {names}: give --price, dollars per device and hour")
+    check_price(price_per_hour)
     found: list[Offer] = []
     failure: PlanError | InputError | None = None
     for part, sized in _sizes(cluster, job, objective):

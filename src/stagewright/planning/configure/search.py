@@ -18,9 +18,9 @@ from stagewright.planning.configure.balance import balanced_layers
 from stagewright.planning.configure.fitting import Memory, Room
 from stagewright.planning.configure.iteration import Run, StepTime
 from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, kinds_of_ranks, orders
-from stagewright.planning.configure.space import Bounds, Widths, layout_of, schedules, widths
+from stagewright.planning.configure.space import Bounds, Widths, layout_of, obstacle, schedules, widths
 from stagewright.planning.job import Job
-from stagewright.planning.megatron import check_precision
+from stagewright.planning.megatron import check_length, check_precision
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,13 @@ def configure(
     with fast devices come first or last.
 
     Raises:
-        InputError: a stack without kernels or one that does not train in the job's precision, or widths that leave nothing
-            to try.
+        InputError: a stack without kernels or one that does not train in the job's precision, samples longer than learned
+            positions, or widths that leave nothing to try.
         PlanError: nothing fits; says what misses least.
     """
     runtime = find_megatron_stack(stack)
     check_precision(runtime, job)
+    check_length(shape, job)
     search = _Search(shape, cluster, job, runtime, find_fusion(stack), bounds or Bounds())
     return search.run(keep, report)
 
@@ -131,10 +132,7 @@ class _Search:
         clusters = orders(self.cluster, self.computed_in)
         found = list(widths(self.shape, self.cluster, self.job, self.bounds))
         if not found:
-            raise InputError(
-                f"no widths divide {self.cluster.num_devices} devices, a global batch of {self.job.global_batch} and "
-                f"{self.shape.num_heads} heads: change the batch or give widths that do"
-            )
+            raise InputError(obstacle(self.shape, self.cluster, self.job, self.bounds))
         report(f"bounding {len(found)} widths")
         ordered = sorted((self.bound_s(one), next(_NUMBERS), one) for one in self.candidates(clusters, found))
         report(f"fitting {len(ordered)} configurations")

@@ -89,6 +89,40 @@ def widths(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> Iterator
                     yield Widths(tp, cp, pp, dp, ep, size, samples // size)
 
 
+def obstacle(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> str:
+    """Why there are no widths: the first rule that a given one breaks, with the value and what to do."""
+    devices, tp, cp, pp = cluster.num_devices, bounds.tp or 1, bounds.cp or 1, bounds.pp or 1
+    given = " x ".join(f"{name} {width}" for name, width in (("tp", tp), ("cp", cp), ("pp", pp)) if width > 1)
+    experts = shape.experts.num_experts if shape.experts else 0
+    heads, unit = shape.num_heads, widest_unit(cluster)
+    if heads % tp:
+        return f"tp {tp} does not divide the {heads} attention heads: give a divisor"
+    if not has_equal_nodes(cluster) and unit % tp:
+        return f"tp {tp} does not divide the {unit} devices that every node has a multiple of: give a divisor"
+    if cp > 1 and job.sequence_length % (2 * cp):
+        return f"cp {cp} cuts samples into {2 * cp} equal parts, which {job.sequence_length} tokens are not: give another"
+    if pp > shape.num_layers:
+        return f"pp {pp} is more than the {shape.num_layers} layers: give fewer stages"
+    if devices % (tp * cp * pp):
+        return (
+            f"{given} does not divide the {devices} devices of cluster '{cluster.name}': give widths that do"
+        )
+    if bounds.ep and bounds.ep > 1 and not experts:
+        return f"ep {bounds.ep} spreads experts, and this model has none: leave out --ep"
+    if bounds.ep and experts % bounds.ep:
+        return f"ep {bounds.ep} does not divide the {experts} experts: give a divisor"
+    if bounds.ep and devices // (tp * pp) % bounds.ep:
+        return f"ep {bounds.ep} does not divide the {devices // (tp * pp)} devices of a stage's replicas: give a divisor"
+    if bounds.microbatch and job.global_batch % bounds.microbatch:
+        return f"microbatches of {bounds.microbatch} do not divide the global batch of {job.global_batch}: give a divisor"
+    size = f", microbatches of {bounds.microbatch}" if bounds.microbatch else ""
+    with_given = f" with {given}" if given else ""
+    return (
+        f"no widths divide {devices} devices and a global batch of {job.global_batch}{with_given}{size}: change the "
+        "batch or give other widths"
+    )
+
+
 def _pipelines(devices: int, num_layers: int, given: int | None) -> list[int]:
     if given is not None:
         return [given] if devices % given == 0 and given <= num_layers else []
