@@ -4,18 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from stagewright.errors import PlanError
+from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
+from stagewright.graph.flat import PARAMETERS
 from stagewright.graph.stage import Function, Stage, carve
 from stagewright.schedule.action import Kind
+from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.program import Program
+from stagewright.schedule.sharding import insert_gathers
 from stagewright.tracing.arguments import from_contents
+from stagewright.tracing.cache import trace
+
+if TYPE_CHECKING:
+    from stagewright.execution.session import Session
 
 _NOTHING = Function((), (), ())
+
+
+def evaluator(session: Session) -> RankRunner:
+    """Runs this rank's forwards on the weights that it trains; every rank must call this.
+
+    Raises:
+        TraceError: the model cannot be traced in evaluation mode.
+        PlanError: a stage has no operator in that mode.
+    """
+    plan, device, rank = session.plan, session.device, session.mesh.pipeline_rank
+    session.watch("tracing for evaluation")
+    graph = trace(
+        session.reference, plan.microbatch_size, device=device.type, training=False, **plan.traced()
+    )
+    stages = forward_stages(graph, session.graph, [stage.start for stage in session.stages[1:]])
+    shared_out = plan.sharding if plan.dp > 1 else ()
+    gathered = [stage for stage, level in enumerate(shared_out) if level >= PARAMETERS]
+    forwards = insert_gathers(forward_program(session.program), stages=gathered)
+    own = [stage for stage in stages if plan.placement[stage.index] == rank]
+    forward = session.groups.forward
+    return RankRunner(
+        stages, insert_communication(forwards, stage_edges(stages)), rank, session.groups.pipeline,
+        evaluation_weights(own, session.weights, device, session.shards.gathered_names()), device, 1.0,
+        plan.job.seed, (forward, forward), session.watch, session.shards,
+    )  # fmt: skip
 
 
 def forward_program(program: Program) -> Program:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset
-from stagewright.execution.collectives import Replicas
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
-from stagewright.execution.evaluation import evaluation_weights, forward_program, forward_stages
+from stagewright.execution.evaluation import evaluator
+from stagewright.execution.groups import Groups
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import part_of, starting_tensors
 from stagewright.execution.loss_scale import LossScale
@@ -29,20 +29,18 @@ from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
-from stagewright.graph.flat import PARAMETERS, Flat, flats, of_stages
+from stagewright.graph.flat import Flat, flats, of_stages
 from stagewright.graph.stage import Stage, carve
-from stagewright.graph.tensor_parallel import GROUP, parallelism
+from stagewright.graph.tensor_parallel import parallelism
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.lengths import check_same_operators
 from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
-from stagewright.schedule.sharding import insert_gathers
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference, resolve
-from stagewright.tracing.tensor_parallel.operators import use_group
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,9 @@ class Session:
     """Everything one rank needs to train a plan; `dist` must be initialised with ``pp * dp * tp`` processes.
 
     Raises:
-        PlanError: the plan does not fit the model or the number of processes.
+        InputError: the model is not the one that the plan was made for.
+        PlanError: the plan does not fit the model.
+        RunError: other than the plan's number of processes.
     """
 
     def __init__(
@@ -72,7 +72,6 @@ class Session:
         self.device = device
         self._report_position = watch
         self.position = "starting"
-        watch = self.watch
         if device.type == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = plan.job.products == "tf32"
         self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp, plan.shard_size)
@@ -85,11 +84,7 @@ class Session:
         job = plan.job
         report("tracing")
         self.graph = trace(
-            reference,
-            plan.microbatch_size,
-            device=device.type,
-            report=report,
-            **plan.traced(),
+            reference, plan.microbatch_size, device=device.type, report=report, **plan.traced()
         )
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
@@ -109,28 +104,19 @@ class Session:
         self.weights = self._weights(model, folder, own, mine)
         self.model_files = ModelFiles.of(model, self.stages, plan.placement, self.mesh.pipeline_rank, folder)
         del model
-        watch("making process groups")
-        pipelines = self.mesh.pipelines()
-        self.replica_ranks = self.mesh.own(pipelines)
-        forward, backward = self.mesh.group(pipelines), self.mesh.group(pipelines)
-        whole_model = self._share_layers() or forward
+        self.watch("making process groups")
+        self.groups = Groups.of(self.mesh)
         wire = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
-        self.shards = Shards(mine, self.weights, self._replicas(), wire)
-        tied = TiedGroups(
-            self.stages,
-            plan.placement,
-            self.mesh.pipeline_rank,
-            pipelines,
-        )
+        self.shards = Shards(mine, self.weights, self.groups.replicas, wire)
+        tied = TiedGroups(self.stages, plan.placement, self.mesh.pipeline_rank, self.mesh.pipelines())
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
-        self.pipeline, self._groups = forward, (forward, backward)
         longest = AtLength(self.graph, self._runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         self._evaluator: RankRunner | None = None
         on_host = self.mesh.pipeline_rank in plan.host_optimizer
         self.optimizer = Optimizer(
-            self.weights, job, tied, whole_model, self.shards, self.loss_scale, on_host=on_host
+            self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host=on_host
         )
         self.metering = Metering()
 
@@ -174,9 +160,9 @@ class Session:
         plan = self.plan
         program = insert_communication(self.program, stage_edges(stages))
         return RankRunner(
-            stages, program, self.mesh.pipeline_rank, self.replica_ranks, self.weights, self.device, self.cotangent,
-            plan.job.seed, self._groups, self.watch, self.shards, self.mesh.replica * plan.num_microbatches,
-            plan.job.compiled,
+            stages, program, self.mesh.pipeline_rank, self.groups.pipeline, self.weights, self.device, self.cotangent,
+            plan.job.seed, (self.groups.forward, self.groups.backward), self.watch, self.shards,
+            self.mesh.replica * plan.num_microbatches, plan.job.compiled,
         )  # fmt: skip
 
     def _at_length(self, length: int) -> AtLength:
@@ -192,15 +178,6 @@ class Session:
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
         return AtLength(graph, self._runner_of(stages))
 
-    def _share_layers(self) -> dist.ProcessGroup | None:
-        """Make the groups that share layers; returns that of the whole model, None where no layer is shared."""
-        if self.mesh.tp == 1:
-            return None
-        group = self.mesh.group(self.mesh.tensor_groups())
-        assert group is not None
-        use_group(GROUP, group)
-        return self.mesh.group(self.mesh.whole_models())
-
     def _counted_elsewhere(self) -> set[int]:
         """Parameters that the first of the ranks that share layers counts in the norm of the gradient."""
         found = parallelism(self.graph)
@@ -208,17 +185,6 @@ class Session:
             return set()
         names = {value: name for name, value in self.graph.parameters.items()}
         return {value for value, name in names.items() if name not in found.shards}
-
-    def _replicas(self) -> Replicas | None:
-        """The ranks that share out the same stages; None where there is one replica."""
-        if self.mesh.dp == 1:
-            return None
-        groups = self.mesh.replica_groups()
-        gathers, sums = self.mesh.group(groups), self.mesh.group(groups)
-        assert gathers is not None and sums is not None
-        size = self.mesh.num_shards
-        copies = self.mesh.group(self.mesh.copy_groups()) if size < self.mesh.dp else None
-        return Replicas(self.mesh.replica % size, size, gathers, sums, copies)
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -246,7 +212,7 @@ class Session:
         """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
         length = self.plan.job.length_of(step)
         inputs = self.microbatches(step, self.lengths.turn_to(length).graph)
-        dist.barrier(self.pipeline)
+        dist.barrier(self.groups.forward)
         try:
             if not metered:
                 return self._step(step, inputs)
@@ -274,7 +240,7 @@ class Session:
         """
         now = self.lengths.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
-        dist.barrier(self.pipeline)
+        dist.barrier(self.groups.forward)
         batch = self.runner.run_batch(step, inputs)
         self.watch("summing gradients")
         self.optimizer.reduce()
@@ -340,36 +306,10 @@ class Session:
             PlanError: a stage has no operator in that mode.
         """
         if self._evaluator is None:
-            self._evaluator = self._make_evaluator()
+            self._evaluator = evaluator(self)
         inputs = self.microbatches(step)
-        dist.barrier(self.pipeline)
+        dist.barrier(self.groups.forward)
         return self._mean_loss(self._evaluator.run_batch(step, inputs))
-
-    def _make_evaluator(self) -> RankRunner:
-        plan, job, rank = self.plan, self.plan.job, self.mesh.pipeline_rank
-        self.watch("tracing for evaluation")
-        graph = trace(
-            self.reference,
-            plan.microbatch_size,
-            device=self.device.type,
-            training=False,
-            **plan.traced(),
-        )
-        stages = forward_stages(graph, self.graph, [stage.start for stage in self.stages[1:]])
-        forwards = forward_program(stage_program(plan))
-        gathered = [stage.index for stage in stages if self._is_gathered(stage.index)]
-        program = insert_communication(insert_gathers(forwards, stages=gathered), stage_edges(stages))
-        own = [stage for stage in stages if plan.placement[stage.index] == rank]
-        weights = evaluation_weights(own, self.weights, self.device, self.shards.gathered_names())
-        groups = (self.pipeline, self.pipeline)
-        return RankRunner(
-            stages, program, rank, self.replica_ranks, weights, self.device, 1.0, job.seed, groups, self.watch,
-            self.shards,
-        )  # fmt: skip
-
-    def _is_gathered(self, stage: int) -> bool:
-        """Whether the replicas of a stage, of whatever rank, share out its parameters."""
-        return self.plan.dp > 1 and self.plan.sharding[stage] >= PARAMETERS
 
     # -- record -----------------------------------------------------------------------------------------------------
 
