@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from nasty import NASTY
 from stagewright.cluster import load_cluster
-from stagewright.estimation.memory import RankMemory, StageMemory, replay_rank, stage_edges
+from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import resident_bytes
 from stagewright.estimation.time import Costing

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
-from stagewright.estimation.memory import StageMemory
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts, summarise
 from stagewright.estimation.time import Costing
 from stagewright.graph.stage import carve

@@ -10,7 +10,8 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.memory import StageMemory, replay_rank, stage_edges
+from stagewright.estimation.memory import replay_rank, stage_edges
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import resident_bytes
 from stagewright.graph.stage import carve
 from stagewright.planning import search

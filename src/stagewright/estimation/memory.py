@@ -15,8 +15,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stagewright.errors import ScheduleError
+from stagewright.estimation.change import Event
 from stagewright.estimation.flat_bytes import FlatBytes
-from stagewright.estimation.in_flight import Event, Happenings, InFlight, StageMemory
+from stagewright.estimation.in_flight import Happenings, InFlight
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
 from stagewright.schedule import Action, Program
@@ -168,6 +170,3 @@ def _loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) ->
     graph, placed = memories[0].stage.graph, program.placement.rank_of_stage
     here = any(m.stage.computes_loss and placed[m.stage.index] == rank for m in memories)
     return graph.storage_bytes[graph.values[graph.loss].storage] if here else 0
-
-
-__all__ = ["Alive", "RankMemory", "StageMemory", "replay_rank", "stage_edges"]

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagewright.estimation.allocator import Block, CachingAllocator
-from stagewright.estimation.in_flight import Event, Happenings, InFlight, StageMemory
+from stagewright.estimation.change import Event
+from stagewright.estimation.in_flight import Happenings, InFlight
 from stagewright.estimation.liveness import FREED
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import Precision
 from stagewright.graph.flat import Flat
 from stagewright.graph.stage import Stage

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.cluster import Device
-from stagewright.estimation.memory import StageMemory
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import Precision
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph, Origin, Part

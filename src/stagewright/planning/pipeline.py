@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from stagewright.cluster import Cluster, Device
-from stagewright.estimation.memory import RankMemory, StageMemory
+from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import ResidentBytes, resident_bytes
 from stagewright.estimation.time import Costing

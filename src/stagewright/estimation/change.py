@@ -1,0 +1,254 @@
+"""One event happening to one microbatch on a rank: what it makes and frees, and the most bytes alive meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from stagewright.errors import ScheduleError
+from stagewright.estimation.liveness import FREED, FunctionMemory
+from stagewright.estimation.stage_memory import Channel, StageMemory
+from stagewright.estimation.storages import Key, Storages
+from stagewright.graph.payload import Message
+from stagewright.schedule import Kind
+
+Event = tuple[bool, Kind, int, int | None]
+"""True and the kind, stage and peer of an action; False and a channel that is done with what it sent."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where events happen: pipeline rank `number`, with the storages of a microbatch's user inputs."""
+
+    memories: Sequence[StageMemory]
+    rank_of_stage: Sequence[int]
+    number: int
+    inputs: Mapping[int, Key]
+
+    def held_bytes(self, state: Storages) -> int:
+        """Bytes of saved activations, user inputs apart."""
+        keys = {key for values in state.held.values() for key in values.values()}
+        return sum(state.size[key] for key in keys - set(self.inputs.values()))
+
+
+class Change:
+    """One event happening to one microbatch, and the most bytes alive meanwhile."""
+
+    def __init__(self, rank: Rank, state: Storages) -> None:
+        self.rank = rank
+        self.state = state
+        self.highest = state.live
+        self.activations = rank.held_bytes(state)
+        self.transient = 0
+
+    def act(self, event: Event) -> None:
+        is_action, kind, stage, peer = event
+        memory = self.rank.memories[stage]
+        match kind if is_action else None:
+            case None:
+                assert peer is not None
+                self.state.release(self.state.sending.pop((kind, stage, peer)))
+            case Kind.F:
+                self._forward(memory)
+            case Kind.B:
+                given = self.state.held.pop(stage) | self._collect(Kind.SEND_B, stage)
+                self._hand_over(Kind.SEND_B, stage, self._call(memory.backward, given))
+            case Kind.I:
+                self._input_grad(memory)
+            case Kind.R:
+                self._rebuild(memory)
+            case Kind.OFFLOAD:
+                self._offload(memory)
+            case Kind.FETCH:
+                self._fetch(memory)
+            case Kind.W:
+                self.state.release(self._call(memory.weight_grad, self.state.held.pop(stage)).values())
+            case Kind.RECV_F | Kind.RECV_B:
+                assert peer is not None
+                self._post((Kind.SEND_F if kind is Kind.RECV_F else Kind.SEND_B, peer, stage))
+            case Kind.SEND_F | Kind.SEND_B:
+                assert peer is not None
+                self._send((kind, stage, peer))
+            case _:
+                raise ScheduleError(f"the memory of {kind} actions is not known")
+
+    def _forward(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        given = self._collect(Kind.SEND_F, stage.index)
+        for value in stage.inputs:
+            given[value] = self.rank.inputs[value]
+            state.take([given[value]])
+        made = self._call(memory.forward, given)
+        held = {value: made[value] for value in stage.saved if value in made}
+        state.held[stage.index] = held
+        state.take(held.values())
+        if stage.computes_loss:
+            state.take([made[stage.graph.loss]])  # for the batch
+        self._hand_over(Kind.SEND_F, stage.index, made)
+
+    def _offload(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        held = state.held[stage.index]
+        moved = {value: held[value] for value in stage.offloaded if value in held}
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(moved.values()))}
+        sizes = tuple(state.size[key] for key in numbers)
+        state.away[stage.index] = {value: numbers[key] for value, key in moved.items()}, sizes
+        state.held[stage.index] = {value: key for value, key in held.items() if value not in moved}
+        state.release(moved.values())
+
+    def _fetch(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        places, sizes = state.away.pop(stage.index)
+        keys = [state.new(size) for size in sizes]
+        back = {value: keys[place] for value, place in places.items()}
+        state.take(back.values())
+        state.held[stage.index] = state.held[stage.index] | back
+        self._observe()
+
+    def _rebuild(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        held = state.held.pop(stage.index)
+        kept = {value: key for value, key in held.items() if value in stage.backward.inputs}
+        given = {value: held[value] for value in stage.rebuild.inputs}
+        state.take((*kept.values(), *given.values()))
+        state.release(held.values())
+        state.held[stage.index] = kept
+        state.held[stage.index] = kept | self._call(memory.rebuild, given)
+
+    def _input_grad(self, memory: StageMemory) -> None:
+        state, stage = self.state, memory.stage
+        available = state.held.pop(stage.index) | self._collect(Kind.SEND_B, stage.index)
+        kept = {value: available[value] for value in stage.relayed if value in available}
+        state.take(kept.values())
+        state.held[stage.index] = kept
+        made = self._call(memory.input_grad, available)
+        fresh = {value: made[value] for value in stage.relayed if value in made and value not in kept}
+        state.take(fresh.values())
+        state.held[stage.index] = kept | fresh
+        self._hand_over(Kind.SEND_B, stage.index, made)
+
+    def _call(self, function: FunctionMemory, given: dict[int, Key]) -> dict[int, Key]:
+        """Run `function` on `given`, whose references it takes over; its outputs carry one reference each."""
+        state, last = self.state, dict[Key, int]()
+        for value, key in given.items():
+            last[key] = max(last.get(key, -1), function.last.get(value, -1))
+            state.references[key] -= 1
+        free = [(at, state.size[key]) for key, at in last.items() if state.references[key] == 0]
+        peak = function.peak(free)
+        own = sum(size for _, size in free) - peak.released
+        self._observe(peak.above_entry, peak.made, own)
+        script, state.script = state.script, None  # the function's own order, not that of what follows
+        storages = {home: state.new(num_bytes) for home, num_bytes in function.kept.items()}
+        outputs = {
+            value: storages[home] if home in storages else given[home]
+            for value, home in function.outputs.items()
+        }
+        state.take(outputs.values())
+        gone = {key: at for key, at in last.items() if state.references[key] == 0}
+        for key in gone:
+            state.take([key])
+            state.release([key])
+        if script is not None:
+            state.script = script
+            script.extend(_script(function, storages, gone))
+        return outputs
+
+    # -- values between stages ------------------------------------------------------------------------------
+
+    def _transfers(self, kind: Kind, stage: int) -> dict[int, tuple[int, ...]]:
+        found = self.rank.memories[stage].stage
+        transfers = found.sends if kind is Kind.SEND_F else found.grad_sends
+        return {transfer.stage: transfer.values for transfer in transfers}
+
+    def _hand_over(self, kind: Kind, stage: int, made: dict[int, Key]) -> None:
+        for target, values in self._transfers(kind, stage).items():
+            kept = {value: made[value] for value in values}
+            self.state.take(kept.values())
+            self.state.waiting[kind, stage, target] = kept
+        self.state.release(made.values())
+
+    def _collect(self, kind: Kind, stage: int) -> dict[int, Key]:
+        """What other stages made for `stage`; whoever asks takes over the references."""
+        own = self.rank.memories[stage].stage
+        found: dict[int, Key] = {}
+        for transfer in own.receives if kind is Kind.SEND_F else own.grad_receives:
+            channel = (kind, transfer.stage, stage)
+            if self.rank.rank_of_stage[transfer.stage] == self.rank.number:
+                found.update(self.state.waiting.pop(channel))
+            else:
+                found.update(self._unpack(self.state.posted.pop(channel)))
+        return found
+
+    def _messages(self, channel: Channel) -> tuple[Message, ...]:
+        return self.rank.memories[channel[1]].messages.get(channel, ())
+
+    def _post(self, channel: Channel) -> None:
+        buffers = [(message, self.state.new(message.num_bytes)) for message in self._messages(channel)]
+        self.state.take(key for _, key in buffers)
+        self.state.posted[channel] = buffers
+        self._observe()
+
+    def _unpack(self, buffers: list[tuple[Message, Key]]) -> dict[int, Key]:
+        arrived: dict[int, Key] = {}
+        for message, buffer in buffers:
+            meta = message.values[0].meta
+            key = buffer
+            if not message.whole and meta.num_distinct != meta.extent:
+                key = self.state.new(meta.extent * meta.item_bytes)
+                self._observe()
+            for value in message.values:
+                arrived[value.id] = key
+                self.state.take([key])
+            self.state.release([buffer])
+        return arrived
+
+    def _send(self, channel: Channel) -> None:
+        values = self.state.waiting.pop(channel, {})
+        sending: list[Key] = []
+        for message in self._messages(channel):
+            first = message.values[0]
+            key = values[first.id] if _goes_as_it_is(message) else self.state.new(message.num_bytes)
+            self.state.take([key])
+            sending.append(key)
+        self._observe()
+        self.state.sending[channel] = sending
+        self.state.release(values.values())
+
+    def _observe(self, above: int = 0, transient: int = 0, own: int = 0) -> None:
+        """Note that `above` more bytes are alive than are listed, `own` of them saved values a function has taken."""
+        if self.state.live + above > self.highest:
+            self.highest = self.state.live + above
+            self.activations = self.rank.held_bytes(self.state) + own
+            self.transient = transient
+
+
+def _script(
+    function: FunctionMemory, storages: dict[int, Key], gone: dict[Key, int]
+) -> Iterator[tuple[Key, int]]:
+    """What a run of `function` makes and frees, in order: after each statement its own, then inputs that are `gone`.
+
+    `storages` are the keys of what stays; what does not has negative ones.
+    """
+    waiting = sorted((at, key) for key, at in gone.items())
+    place = 0
+    for statement, home, num_bytes in function.events:
+        while place < len(waiting) and waiting[place][0] < statement:
+            yield waiting[place][1], FREED
+            place += 1
+        yield storages.get(home, -1 - home), num_bytes
+    for _, key in waiting[place:]:
+        yield key, FREED
+
+
+def _goes_as_it_is(message: Message) -> bool:
+    """Whether a message is sent out of the storage it lies in, without a packed copy."""
+    if message.whole:
+        return True
+    meta = message.values[0].meta
+    step = 1
+    for size, stride in zip(reversed(meta.shape), reversed(meta.stride), strict=True):
+        distinct = 1 if stride == 0 else size
+        if distinct != 1 and stride != step:
+            return False
+        step *= distinct
+    return True

@@ -1,0 +1,60 @@
+"""The functions of one stage, and what it sends, as replays of memory need them."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+from stagewright.estimation.liveness import FunctionMemory, function_memory
+from stagewright.graph.payload import Message, messages
+from stagewright.graph.stage import Function, Stage
+from stagewright.schedule import Kind
+
+Channel = tuple[Kind, int, int]
+"""``SEND_F`` or ``SEND_B``, source stage, target stage."""
+
+
+class StageMemory:
+    """The functions of one stage as a replay needs them; each is looked at once."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    @cached_property
+    def forward(self) -> FunctionMemory:
+        return self._of(self.stage.forward)
+
+    @cached_property
+    def input_grad(self) -> FunctionMemory:
+        return self._of(self.stage.input_grad)
+
+    @cached_property
+    def weight_grad(self) -> FunctionMemory:
+        return self._of(self.stage.weight_grad)
+
+    @cached_property
+    def backward(self) -> FunctionMemory:
+        return self._of(self.stage.backward)
+
+    @cached_property
+    def rebuild(self) -> FunctionMemory:
+        return self._of(self.stage.rebuild)
+
+    def _of(self, function: Function) -> FunctionMemory:
+        return function_memory(function, self.stage.resident, self.stage.value)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes that F leaves for the backward of one microbatch; received values and user inputs apart."""
+        homes = {self.forward.outputs[value] for value in self.stage.saved if value in self.forward.outputs}
+        return sum(self.forward.kept.get(home, 0) for home in homes)
+
+    @cached_property
+    def messages(self) -> dict[Channel, tuple[Message, ...]]:
+        """What this stage sends on each of its channels."""
+        stage = self.stage
+        pairs = ((Kind.SEND_F, stage.sends), (Kind.SEND_B, stage.grad_sends))
+        return {
+            (kind, stage.index, transfer.stage): messages(stage.value(value) for value in transfer.values)
+            for kind, transfers in pairs
+            for transfer in transfers
+        }
