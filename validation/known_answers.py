@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from megatron_bridge import CAST_BYTES
 from throughput import MODERN, selene_layout, step_seconds
 
 from stagewright.cluster import load_cluster
@@ -34,6 +36,10 @@ class Known:
     published_mfu: float
     ran: Layout | None = None
     runtime: str = MODERN
+    policy: dict[str, Any] = field(default_factory=dict)
+    """How the run differed from its runtime, as `step_seconds` takes it."""
+    stack: str = MODERN
+    """The runtime of `theirs` and `ours`."""
 
 
 def _gpt(layers: int, hidden: int, heads: int) -> Shape:
@@ -61,13 +67,20 @@ _LLAMA = Layout(
     8192, tp=8, pp=16, dp=128, num_microbatches=16, sequence_parallel=True, shards_optimizer=True,
     schedule="interleaved-1f1b", num_chunks=8, layers_per_stage=(0, *(1,) * 126, 0),
 )  # fmt: skip
+DISPATCHING = "megatron-core+te+deepep"
 _DEEPSEEK_V3_RATE = 1e12 / (180_000 * 3600)
 """Tokens per second and device: 180,000 hours of H800 for 10^12 tokens (DeepSeek-V3 report, arXiv 2412.19437, section 1)."""
+_DEEPSEEK_V3 = Layout(4096, pp=16, dp=128, ep=64, num_microbatches=120, shards_optimizer=True)
+"""Sections 3.2 and 3.3 of its report: eight bits; tokens go to at most four nodes, beside another microbatch."""
+_DUAL_PIPE = {
+    "computes_in": "fp8", "cast_bytes": CAST_BYTES, "dispatch": "once per node", "hides_dispatch": True,
+    "transfers": "overlapped",
+}  # fmt: skip
 KNOWN = (
     Known("llama-3-405b", "2048x8x-h100", 2048, 8192, Bounds(tp=8, cp=1, pp=16), "Llama 3 report, table 4", 0.41, _LLAMA),
     Known(
         "deepseek-v3", "256x8x-h100", 15360, 4096, Bounds(tp=1, cp=1, pp=16, ep=64), "DeepSeek-V3 report, fp8 on H800",
-        _DEEPSEEK_V3_RATE * 6 * 37e9 / 989.4e12,
+        _DEEPSEEK_V3_RATE * 6 * 37e9 / 989.4e12, _DEEPSEEK_V3, DISPATCHING, _DUAL_PIPE, DISPATCHING,
     ),
     _selene("GPT 1.7B", 4, 1, 1, 512, 0.44),
     _selene("GPT 7.5B", 16, 4, 1, 512, 0.46),
@@ -92,12 +105,14 @@ def answer(known: Known) -> dict[str, object]:
     cluster = load_cluster(known.cluster)
     job = Job(global_batch=known.global_batch, sequence_length=known.sequence_length)
     begun = time.process_time()
-    ours = configure(shape, cluster, job, keep=3).configurations[0]
+    ours = configure(shape, cluster, job, keep=3, stack=known.stack).configurations[0]
     took = time.process_time() - begun
-    theirs = configure(shape, cluster, job, keep=1, bounds=known.widths).configurations[0]
+    theirs = configure(shape, cluster, job, keep=1, bounds=known.widths, stack=known.stack).configurations[0]
     found = {"theirs": _figures(theirs), "ours": _figures(ours)}
     if known.ran is not None:
-        seconds = step_seconds(shape, known.ran, cluster, known.runtime, hidden_gathers="none")
+        seconds = step_seconds(
+            shape, known.ran, cluster, known.runtime, hidden_gathers="none", **known.policy
+        )
         mfu = theirs.mfu * theirs.step_s / seconds
         found = {"ran": {"layout": described(known.ran), "step_s": seconds, "mfu": mfu}} | found
     return {

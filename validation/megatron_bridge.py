@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.megatron import Experts, Layout, Shape, find_megatron_stack, shape_of
-from stagewright.estimation.megatron.fusion import find_fusion
+from stagewright.estimation.megatron.fusion import Dispatch, find_fusion
 from stagewright.planning.configure.iteration import Run
 from stagewright.tracing.models.reference import resolve
 
@@ -19,7 +20,7 @@ _BUNDLED = {
     "LLAMA3_8B": "llama-3-8b", "LLAMA3_70B": "llama-3-70b", "LLAMA3.1_405B": "llama-3-405b",
     "Qwen3_30B_a3B": "qwen3-30b-a3b", "DeepSeekV3": "deepseek-v3",
 }  # fmt: skip
-_DESCRIBED = {
+DESCRIBED = {
     # Source: config.json of Qwen/Qwen3-235B-A22B, and of openai/gpt-oss-120b, whose every second layer looks at 128 tokens.
     "Qwen3_235B_a22B": Shape(
         94, 4096, 12288, 64, 151_936, 4, 128, gated=True, has_bias=False, tied=False,
@@ -35,6 +36,26 @@ FUSED_ATTENTION = {"h100": {"device.attention_efficiency": 0.6, "device.attentio
 """What cuDNN's attention, which Transformer Engine calls, attains of the peak on H100, to the nearest tenth (8,192 causal
 tokens, heads of 128; Shah et al. 2024, arXiv 2407.08608, figures 5 and 6). The catalog's figures are FlashAttention-2's."""
 _EIGHT_BITS = ("FP8", "FP8-CS", "FP8-MX", "MXFP8")
+
+
+class _Recipe(NamedTuple):
+    """How tokens get to their experts, whether beside another microbatch, whether routing is part of a captured graph."""
+
+    dispatch: Dispatch = "every copy"
+    hides: bool = False
+    captured: bool = False
+
+
+_RECIPES = {
+    ("DeepSeekV3", "DGX-B200"): _Recipe("once per node", hides=True, captured=True),
+    ("Qwen3_30B_a3B", "DGX-B200"): _Recipe("once per node", captured=True),
+    ("Qwen3_30B_a3B", "DGX-H100"): _Recipe("once per node"),
+    ("Qwen3_235B_a22B", "DGX-H100"): _Recipe(hides=True),
+}
+"""Recipes that differ from the plain one.
+
+Source: Megatron-Bridge, scripts/performance/configs, *_workload_base_configs.py of releases from 26.02 on (dispatchers
+DeepEP and HybridEP; `moe_a2a_overlap`; `cuda_graph_scope`). Earlier ones ran the plain dispatcher without graphs."""
 CAST_BYTES = 4
 """Half precision read, and a copy in eight bits written for each of the two products that take it."""
 
@@ -45,7 +66,7 @@ def why_not(record: Record) -> str:
         return "not pre-training"
     if _system(record) not in _SYSTEMS:
         return "a device that is not in the catalog"
-    if record["model"] not in _BUNDLED and record["model"] not in _DESCRIBED:
+    if record["model"] not in _BUNDLED and record["model"] not in DESCRIBED:
         return "layers or routing that Megatron's shapes here do not have"
     if record["precision"] not in ("BF16", *_EIGHT_BITS):
         return "four-bit precision, or precision not stated"
@@ -71,10 +92,20 @@ def label_of(record: Record) -> str:
 def run_of(record: Record, cluster: Cluster) -> Run:
     """The run of a judged row; parameters that FSDP shards are taken as those of a sharded optimizer."""
     stack, fusion = find_megatron_stack("megatron-core+te"), find_fusion("megatron-core+te")
-    fusion = replace(fusion, hidden_gathers="all")
+    recipe = _recipe(record)
+    fusion = replace(
+        fusion, hidden_gathers="all", dispatch=recipe.dispatch, hides_dispatch=recipe.hides,
+        routing_wait_s=0.0 if recipe.captured else fusion.routing_wait_s,
+    )  # fmt: skip
     if record["precision"] in _EIGHT_BITS:
         stack, fusion = replace(stack, computes_in="fp8"), replace(fusion, cast_bytes=CAST_BYTES)
     return Run(_shape(record["model"]), _layout(record), stack, fusion, cluster)
+
+
+def _recipe(record: Record) -> _Recipe:
+    key = record["model"], _system(record)
+    early = record["release"].startswith("25.") and key[0] != "Qwen3_235B_a22B"
+    return _Recipe() if early else _RECIPES.get(key, _Recipe())
 
 
 def _layout(record: Record) -> Layout:
@@ -94,8 +125,8 @@ def _layout(record: Record) -> Layout:
 
 @cache
 def _shape(model: str) -> Shape:
-    if model in _DESCRIBED:
-        return _DESCRIBED[model]
+    if model in DESCRIBED:
+        return DESCRIBED[model]
     config = resolve(_BUNDLED[model]).config
     assert config is not None
     return shape_of(config)

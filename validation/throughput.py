@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import megatron_bridge
 from verdict import Row, arguments, grouped, show
@@ -40,13 +41,21 @@ def nodes_of_eight(device: str, num: int, given: dict[str, float] | None = None)
 
 
 def step_seconds(
-    shape: Shape, layout: Layout, cluster: Cluster, runtime: str = MODERN, hidden_gathers: Gathers = "all"
+    shape: Shape,
+    layout: Layout,
+    cluster: Cluster,
+    runtime: str = MODERN,
+    hidden_gathers: Gathers = "all",
+    computes_in: str | None = None,
+    **policy: Any,
 ) -> float:
     """Modern runs hide reductions behind computation, and most of them tensor-parallel collectives behind products, as
-    their sources say (Megatron-LM's README: `--overlap-grad-reduce`, `--tp-comm-overlap`)."""
+    their sources say (Megatron-LM's README: `--overlap-grad-reduce`, `--tp-comm-overlap`); `policy` are further fields of
+    `Fusion` in which a run differs."""
     stack = find_megatron_stack("megatron-deepspeed" if runtime == "megatron-lm" else runtime)
-    modern = runtime == MODERN
-    fusion = replace(find_fusion(runtime), hidden_gathers=hidden_gathers if modern else "none")
+    stack = replace(stack, computes_in=computes_in)
+    modern = runtime != "megatron-lm"
+    fusion = replace(find_fusion(runtime), hidden_gathers=hidden_gathers if modern else "none", **policy)
     return Run(shape, replace(layout, overlaps_reduction=modern), stack, fusion, cluster).step().seconds
 
 

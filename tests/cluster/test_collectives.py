@@ -13,6 +13,7 @@ from stagewright.cluster import (
     all_reduce_seconds,
     all_to_all_seconds,
     broadcast_seconds,
+    dispatch_seconds,
     load_cluster,
     reduce_scatter_seconds,
 )
@@ -113,3 +114,20 @@ def test_published_all_reduce_times(name: str) -> None:
 def test_published_all_reduce_between_h100_nodes(size: int, bus: float, tolerance: float) -> None:
     seconds = all_reduce_seconds(load_cluster("32x-h100"), size * MIB, range(32))
     assert seconds == pytest.approx(2 * 31 / 32 * size * MIB / (bus * 1e9), rel=tolerance)
+
+
+def test_a_dispatch_crosses_once_per_node_and_spreads_inside() -> None:
+    cluster, num_bytes = two_nodes(), 1e9
+    # Of two nodes half the tokens' crossings are to the own one; eight ranks share what leaves a node.
+    crossing = num_bytes * 2 * 0.5 * 8 / 8e10
+    assert dispatch_seconds(cluster, num_bytes, range(16), 4, 2) == pytest.approx(1e-5 + crossing)
+    # Tokens that stay in their node: to four devices, one in eight of them the own.
+    inside = num_bytes * 4 * 7 / 8 / 1e11
+    assert dispatch_seconds(cluster, num_bytes, range(8), 4, 1) == pytest.approx(2e-6 + inside)
+    assert dispatch_seconds(cluster, num_bytes, [3], 1, 1) == 0.0
+
+
+def test_a_dispatch_is_no_slower_than_sending_every_copy() -> None:
+    cluster = load_cluster("8x8x-h100", PLAIN)
+    copies = all_to_all_seconds(cluster, 8e9, range(64))
+    assert dispatch_seconds(cluster, 1e9, range(64), 7.5, 4) < copies

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
 from stagewright.errors import InputError
 from stagewright.estimation.megatron import (
     MEGATRON_STACKS,
+    Experts,
     Layout,
     Shape,
     find_megatron_stack,
@@ -101,3 +103,34 @@ def test_widths_that_do_not_fit_are_named(layout: Layout, words: str) -> None:
 def test_other_models_are_refused() -> None:
     with pytest.raises(InputError, match="know no 't5' model"):
         shape_of({"model_type": "t5"})
+
+
+@pytest.mark.parametrize("groups", [(1, 1), (4, 2), (8, 3)])
+@pytest.mark.parametrize("parts", [1, 2, 4, 8, 16])
+def test_targets_of_a_token_are_those_counted_over_all_choices(groups: tuple[int, int], parts: int) -> None:
+    """Sixteen experts, three of them active: every choice of groups, every choice of experts in them."""
+    num_groups, active = groups
+    size, held = 16 // num_groups, 16 // parts
+    met = [
+        len({expert // held for expert in chosen})
+        for kept in combinations(range(num_groups), active)
+        for chosen in combinations([group * size + one for group in kept for one in range(size)], 3)
+    ]
+    experts = Experts(16, 3, 1024, num_groups=num_groups, num_active_groups=active)
+    assert experts.targets(parts) == pytest.approx(sum(met) / len(met))
+
+
+def test_deepseek_limits_a_token_to_half_of_the_groups() -> None:
+    config = resolve("deepseek-v3").config
+    assert config is not None
+    experts = shape_of(config).experts
+    assert experts is not None and (experts.num_groups, experts.num_active_groups) == (8, 4)
+
+
+def test_buffers_between_experts_count_only_where_experts_are_spread() -> None:
+    mixture = replace(GPT, experts=Experts(8, 2, 1024))
+    plain, spread = find_megatron_stack("megatron-core+te"), find_megatron_stack("megatron-core+te+deepep")
+    for ep, buffers in ((1, 0), (8, spread.dispatch_tokens * 1024 * 2)):
+        layout = Layout(512, dp=8, ep=ep)
+        found = [footprints(mixture, layout, stack)[0].peak_bytes for stack in (plain, spread)]
+        assert found[1] - found[0] == buffers

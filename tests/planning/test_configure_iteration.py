@@ -160,3 +160,50 @@ def test_measured_curves_correct_the_collectives_they_are_of(node: Cluster) -> N
         took = [clock.collective_seconds(Collective(kind, "tp", 1e6)) for clock in clocks]
         assert took[number] == pytest.approx(1.0)
         assert max(took[:number] + took[number + 1 :]) < 0.01
+
+
+def mixture_pass(cluster: Cluster, **policy: Any) -> tuple[float, ...]:
+    """Device, exposed and hidden seconds of the forward and backward of one layer with experts on 16 devices."""
+    shape = replace(LLAMA, experts=Experts(64, 4, 2048, num_groups=2, num_active_groups=1))
+    what = run(cluster, shape, dp=16, ep=16)
+    layer = replace(what, fusion=replace(what.fusion, routing_wait_s=0.0, **policy)).clock.layer(0)
+    whole = layer[0] + layer[1] + layer[2]
+    return whole.device_s, whole.exposed_s, whole.beside_s
+
+
+def test_tokens_that_go_once_to_their_only_node_do_not_wait_for_copies() -> None:
+    cluster = load_cluster("2x8x-a100-80")
+    _, copies, _ = mixture_pass(cluster)
+    _, once, _ = mixture_pass(cluster, dispatch="once per node")
+    # One node of two: half the tokens cross, where half of four copies each did.
+    assert copies / 4.5 < once < copies / 3
+
+
+@pytest.mark.parametrize("bandwidth", [1e12, 1e8])
+def test_hidden_dispatches_cost_what_they_take_of_the_device_or_outlast(bandwidth: float) -> None:
+    cluster = load_cluster(
+        "2x8x-a100-80", {"intra_node.bandwidth": bandwidth, "inter_node.bandwidth": bandwidth}
+    )
+    device, exposed, _ = mixture_pass(cluster)
+    hidden = mixture_pass(cluster, hides_dispatch=True)
+    assert hidden == (
+        device,
+        pytest.approx(max(exposed * 20 / 132, exposed - device)),
+        pytest.approx(exposed),
+    )
+
+
+def test_a_mixture_waits_for_its_routing_in_both_directions(node: Cluster) -> None:
+    shape = replace(LLAMA, experts=Experts(8, 2, 2048))
+    what = run(node, shape)
+    captured = replace(what, fusion=replace(what.fusion, routing_wait_s=0.0), known={})
+    for one, other in zip(what.clock.layer(0)[:2], captured.clock.layer(0)[:2], strict=True):
+        assert one.exposed_s - other.exposed_s == pytest.approx(what.fusion.routing_wait_s)
+
+
+def test_products_of_experts_run_four_at_once(node: Cluster) -> None:
+    def rounds(num: int) -> int:
+        body = run(node, replace(LLAMA, experts=Experts(num, 2, 1024))).clock.body
+        return sum(kernel.num for kernel in body.layer(0).forward.kernels if kernel.kind == "matmul")
+
+    assert rounds(16) - rounds(4) == 2 * (4 - 1)

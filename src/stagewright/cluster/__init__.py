@@ -7,6 +7,7 @@ from stagewright.cluster.collectives import (
     all_reduce_seconds,
     all_to_all_seconds,
     broadcast_seconds,
+    dispatch_seconds,
     reduce_scatter_seconds,
 )
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
@@ -31,6 +32,7 @@ __all__ = [
     "all_to_all_seconds",
     "arranged",
     "broadcast_seconds",
+    "dispatch_seconds",
     "load_cluster",
     "reduce_scatter_seconds",
     "save_cluster",

@@ -197,3 +197,24 @@ def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     outside = part * (group.size - group.per_node) * group.per_node / group.inter_bandwidth
     rounds = math.ceil(math.log2(group.size))
     return rounds * max(group.intra_latency_s, group.inter_latency_s) + max(inside, outside)
+
+
+def dispatch_seconds(
+    cluster: Cluster, num_bytes: float, ranks: Sequence[int], num_devices: float, num_nodes: float
+) -> float:
+    """Time until the `num_bytes` of every rank's tokens have reached the devices that hold their experts.
+
+    A token crosses to each of its nodes once and goes on inside it to each of its devices once, both in a stream; of all
+    `ranks` and their nodes a token has `num_devices` and `num_nodes` on average, all equally likely.
+    Source: DeepSeek-V3's report (arXiv 2412.19437), section 3.2.2. Ignores: the module's, the multiprocessors that the
+    kernels take from computations, and links between devices of other nodes than those that stand for all.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    group = _group(cluster, ranks)
+    others = (group.per_node - 1) / group.per_node
+    inside = num_bytes * num_devices * others / group.intra.collective_bandwidth if group.intra else 0.0
+    crossing = num_bytes * num_nodes * (group.num_nodes - 1) / group.num_nodes
+    return max(group.intra_latency_s, group.inter_latency_s) + max(
+        inside, crossing * group.per_node / group.inter_bandwidth
+    )

@@ -89,7 +89,7 @@ def footprints(
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), sections 4 and 5, for what layers keep; the rest as each step of
     `stagewright.estimation.megatron.layer` says.
-    Ignores: fragmentation, the library's communication buffers and the driver's context.
+    Ignores: fragmentation, buffers of the collectives' library and the driver's context.
 
     Raises:
         InputError: widths that do not divide the model.
@@ -165,10 +165,12 @@ def _footprint(rank: int, program: Program, stages: list[_Stage], layers: Layers
         for part in (action,) if action.beside is None else action.parts:
             _act(alive, part, stages[part.stage])
     total, transient, of_layers, at = alive.peak
+    stack, spreads = layers.stack, layers.layout.ep > 1
+    buffers = stack.dispatch_tokens * stack.element_bytes * layers.shape.hidden if spreads else 0
     categories = _state_bytes(own, layers) | {
         "activations": total,
         "transient": transient,
-        "workspace": layers.stack.workspace_bytes,
+        "workspace": stack.workspace_bytes + buffers,
     }
     count = sum(stage.num_parameters + stage.num_expert_parameters for stage in own)
     return RankFootprint(rank, count, categories, "" if at is None else str(at), of_layers)

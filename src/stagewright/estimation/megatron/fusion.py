@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from stagewright.errors import InputError, nearest
 
 Transfers = Literal["sends block", "both block", "overlapped"]
 Gathers = Literal["none", "backward", "all"]
+Dispatch = Literal["every copy", "once per node"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,17 @@ class Fusion:
     * `optimizer_bytes`: bytes moved per parameter in a step: unscaling, norm, update, new half-precision copy.
     * `latent_copies`: times queries and keys are moved to join their rotary parts (MLA).
     * `routing`: times the router's logits are moved.
+    * `routing_wait_s`: what a mixture keeps a device waiting in either direction: for hosts that read how many tokens go
+      where, and launch the small kernels which sort them; 0 where a graph of kernels holds them.
     * `hidden_gathers`: sequence-parallel collectives that run beside products: none, those of the backward that need no
       product in front of them, or all, in parts with the products they belong to.
+    * `dispatch`: what travels to the experts: a copy of a token for each of them, or one to each node that has any, which
+      hands it on inside.
+    * `hides_dispatch`: whether tokens travel beside the passes of another microbatch. Such a runtime keeps one more
+      microbatch alive, which `footprints` does not count.
+    * `dispatch_share`: what hidden dispatches take of a device's multiprocessors meanwhile. DeepSeek-V3's kernels hold 20
+      of the 132 of an H800 (arXiv 2412.19437, section 3.2.2).
+    * `expert_streams`: products of experts that run beside each other (Transformer Engine's grouped layers).
     * `transfers`: whether a rank stands still while it sends, while it sends or receives, or not at all (overlapped).
     * `scatters_boundaries`: whether tensor-parallel devices send a part each between nodes and gather behind.
     * `scattered_wait_s`: what such a boundary waits between nodes beside its transfer.
@@ -58,7 +68,36 @@ class Fusion:
     collective_wait_s: float = 0.0
     cast_bytes: float = 0.0
     transfers: Transfers = "sends block"
+    dispatch: Dispatch = "every copy"
+    hides_dispatch: bool = False
+    dispatch_share: float = 20 / 132
+    expert_streams: int = 4
+    routing_wait_s: float = 0.0
 
+
+# Megatron-Core 0.14 and Transformer Engine 2.11: norms with their products, gated activations, rotary embedding and
+# vocabulary-parallel cross entropy are single kernels; weight gradients add up in their products, which read and
+# write fp32. Fitted on half of the rows of `validation/megatron_core.py`: `product_gap_s`, `step_host_s`; on the four
+# rows of `validation/mixtures.py`: `routing_wait_s`.
+_CORE = Fusion(
+    "megatron-core+te",
+    softmax_forward=2,
+    rotary=2,
+    loss_forward=24,
+    loss_backward=12,
+    adding_bytes=6,
+    optimizer_bytes=46,
+    latent_copies=2,
+    routing=8,
+    hidden_gathers="none",
+    scatters_boundaries=True,
+    kernel_host_s=1e-5,
+    peer_host_s=5e-6,
+    product_gap_s=4.9e-5,
+    pass_host_s=2e-4,
+    step_host_s=1.5e-2,
+    routing_wait_s=1.4e-3,
+)
 
 FUSIONS = {
     fusion.name: fusion
@@ -127,27 +166,9 @@ FUSIONS = {
             pass_host_s=2e-4,
             step_host_s=1e-2,
         ),
-        # Megatron-Core 0.14 and Transformer Engine 2.11: norms with their products, gated activations, rotary embedding and
-        # vocabulary-parallel cross entropy are single kernels; weight gradients add up in their products, which read and
-        # write fp32. Fitted on half of the rows of `validation/megatron_core.py`: `product_gap_s`, `step_host_s`.
-        Fusion(
-            "megatron-core+te",
-            softmax_forward=2,
-            rotary=2,
-            loss_forward=24,
-            loss_backward=12,
-            adding_bytes=6,
-            optimizer_bytes=46,
-            latent_copies=2,
-            routing=8,
-            hidden_gathers="none",
-            scatters_boundaries=True,
-            kernel_host_s=1e-5,
-            peer_host_s=5e-6,
-            product_gap_s=4.9e-5,
-            pass_host_s=2e-4,
-            step_host_s=1.5e-2,
-        ),
+        _CORE,
+        # The same with DeepEP's or HybridEP's kernels between the experts' devices.
+        replace(_CORE, name="megatron-core+te+deepep", dispatch="once per node"),
         # DeepSpeed's pipeline engine over Megatron-LM's layers in TF32: every send and receive stands for itself.
         # Fitted on the layer profile and the runs of `validation/sailor.py`: both softmaxes, the losses and what hosts take.
         Fusion(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, NamedTuple
 
 KernelKind = Literal["matmul", "memory", "norm", "attention", "attention backward"]
-CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "exchange"]
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "dispatch", "exchange"]
 Axis = Literal["tp", "cp", "ep"]
 
 
@@ -26,13 +27,16 @@ class Kernel(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """One collective along an axis of the layout; bytes as `stagewright.cluster.collectives` counts them."""
+    """One collective along an axis of the layout; bytes as `stagewright.cluster.collectives` counts them.
+
+    A ``dispatch`` brings every token to its experts, or its results back: bytes of the tokens, each counted once.
+    """
 
     kind: CollectiveKind
     axis: Axis
     num_bytes: float
     hidden: bool = False
-    """Whether it runs beside a product that does not need it."""
+    """Whether it runs beside a product that does not need it; along ``ep``, beside passes of another microbatch."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +45,13 @@ class Pass:
 
     kernels: tuple[Kernel, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    waits_s: float = 0.0
+    """Seconds for which the device stands still between kernels."""
 
     def __add__(self, other: Pass) -> Pass:
-        return Pass(self.kernels + other.kernels, self.collectives + other.collectives)
+        return Pass(
+            self.kernels + other.kernels, self.collectives + other.collectives, self.waits_s + other.waits_s
+        )
 
 
 @dataclass(frozen=True)
@@ -79,15 +87,18 @@ def product(
     element_bytes: int = 2,
     casts: float = 0.0,
     in_half: bool = False,
+    at_once: int = 1,
 ) -> Passes:
-    """A linear layer, or `count` equal ones for `tokens` each that run at once (grouped); `adds_up` bytes are moved per
-    weight to add its gradient to the others, `casts` per element of the input and of the output's gradient.
+    """A linear layer, or `count` equal ones for `tokens` each of which `at_once` run beside each other (grouped); `adds_up`
+    bytes are moved per weight to add its gradient to the others, `casts` per element of the input and of the output's
+    gradient.
 
     The gradient of a weight costs as many FLOP as the product itself, and so does that of its input.
     """
     flop, weights = 2.0 * count * tokens * given * made, float(count * given * made)
     moved = float(element_bytes) * (count * tokens * (given + made) + weights)
-    kernel = Kernel("matmul", flop, moved, in_half=in_half)
+    rounds = ceil(count / at_once)
+    kernel = Kernel("matmul", flop / rounds, moved / rounds, rounds, in_half)
     adding = (Kernel("memory", 0.0, adds_up * weights),) if adds_up else ()
     linear = Passes(Pass((kernel,)), Pass((kernel,)), Pass((kernel, *adding)))
     return stream(casts * count * tokens * given, casts * count * tokens * made) + linear

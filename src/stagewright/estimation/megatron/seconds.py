@@ -12,6 +12,7 @@ from stagewright.cluster import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    dispatch_seconds,
     reduce_scatter_seconds,
 )
 from stagewright.estimation.megatron.fusion import Fusion
@@ -61,14 +62,20 @@ class PassSeconds:
     device_s: float = 0.0
     exposed_s: float = 0.0
     host_s: float = 0.0
+    beside_s: float = 0.0
+    """Collectives that run beside passes of another microbatch."""
 
     def __add__(self, other: PassSeconds) -> PassSeconds:
         return PassSeconds(
-            self.device_s + other.device_s, self.exposed_s + other.exposed_s, self.host_s + other.host_s
+            self.device_s + other.device_s,
+            self.exposed_s + other.exposed_s,
+            self.host_s + other.host_s,
+            self.beside_s + other.beside_s,
         )
 
-    def __mul__(self, count: int) -> PassSeconds:
-        return PassSeconds(self.device_s * count, self.exposed_s * count, self.host_s * count)
+    def exposing(self, share: float) -> PassSeconds:
+        """With so much exposed of what runs beside another microbatch."""
+        return replace(self, exposed_s=self.exposed_s + share * self.beside_s)
 
     @property
     def seconds(self) -> float:
@@ -150,6 +157,8 @@ class Clock:
     def collective_seconds(self, collective: Collective) -> float:
         """Alone on the links of the ranks along its axis."""
         ranks = self.ranks(collective.axis)
+        if collective.kind == "dispatch":
+            return self._dispatch_seconds(collective.num_bytes, ranks)
         rate: Callable[..., float] = {
             "all-reduce": all_reduce_seconds,
             "all-gather": all_gather_seconds,
@@ -158,6 +167,13 @@ class Clock:
             "exchange": all_gather_seconds,
         }[collective.kind]
         return rate(self.cluster, collective.num_bytes, ranks)
+
+    def _dispatch_seconds(self, num_bytes: float, ranks: tuple[int, ...]) -> float:
+        experts = self.shape.experts
+        assert experts is not None
+        num_nodes = len({self.cluster.node_of(rank) for rank in ranks})
+        met = experts.targets(len(ranks)), experts.targets(num_nodes)
+        return dispatch_seconds(self.cluster, num_bytes, ranks, *met)
 
     def ranks(self, axis: str) -> tuple[int, ...]:
         """Ranks that share an axis: tensor-parallel neighbours are next to each other, then context, then replicas.
@@ -182,23 +198,35 @@ class Clock:
         device = sum(self._kernel(kernel) for kernel in what.kernels)
         device += gap * sum(kernel.num for kernel in what.kernels if kernel.kind == "matmul")
         num = sum(kernel.num for kernel in what.kernels)
-        exposed = hidden = 0.0
+        exposed, hidden, beside = what.waits_s, 0.0, 0.0
         for collective in what.collectives:
             took = self._collective(collective) + self.fusion.collective_wait_s
-            exposed, hidden = (exposed, hidden + took) if collective.hidden else (exposed + took, hidden)
+            if not collective.hidden:
+                exposed += took
+            elif collective.axis == "ep":
+                beside += took
+            else:
+                hidden += took
         products = sum(self._kernel(kernel) for kernel in what.kernels if kernel.kind == "matmul")
         exposed += max(0.0, hidden - products)
         host = num * self.fusion.kernel_host_s
         host += sum(self.fusion.peer_host_s * (len(self.ranks(one.axis)) - 1) for one in what.collectives)
-        return PassSeconds(device, exposed, host)
+        return PassSeconds(device, exposed, host, beside)
 
     def passes(self, what: Passes) -> LayerSeconds:
-        """Forward, gradient of the input, gradients of weights."""
-        return (
-            self.pass_seconds(what.forward),
-            self.pass_seconds(what.input_grad),
-            self.pass_seconds(what.weight_grad),
-        )
+        """Forward, gradient of the input, gradients of weights.
+
+        What runs beside another microbatch is exposed as far as it slows down or outlasts what a microbatch computes in all
+        three. Ignores: the first and last microbatches, which have none beside them.
+        """
+        given = what.forward, what.input_grad, what.weight_grad
+        forward, input_grad, weight_grad = (self.pass_seconds(one) for one in given)
+        beside = forward.beside_s + input_grad.beside_s
+        if not beside:
+            return forward, input_grad, weight_grad
+        busy = (forward + input_grad + weight_grad).device_s
+        share = max(self.fusion.dispatch_share, 1 - busy / beside)
+        return forward.exposing(share), input_grad.exposing(share), weight_grad
 
     def _kernel(self, kernel: Kernel) -> float:
         known = self._kernels.get(kernel)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import comb
 from typing import Any
 
 from stagewright.errors import InputError, nearest
@@ -22,12 +23,40 @@ class Latent:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the feed-forward layer; `shared_size` of the experts every token goes through."""
+    """A mixture of experts in place of the feed-forward layer; `shared_size` of the experts every token goes through.
+
+    A token's `num_active` experts are of `num_active_groups` of the `num_groups` equal groups that they form.
+    """
 
     num_experts: int
     num_active: int
     size: int
     shared_size: int = 0
+    num_groups: int = 1
+    num_active_groups: int = 1
+
+    def targets(self, num_parts: int) -> float:
+        """Over how many of `num_parts` equal, consecutive parts of the experts those of a token are spread, on average.
+
+        Every expert of the groups of a token is as likely as any other, and so is every group.
+
+        >>> Experts(256, 8, 2048).targets(1), round(Experts(256, 8, 2048).targets(8), 2)
+        (1.0, 5.29)
+        >>> round(Experts(256, 8, 2048, num_groups=8, num_active_groups=4).targets(8), 2)
+        3.63
+        """
+        groups, active, size = self.num_groups, self.num_active_groups, self.num_experts // self.num_groups
+        part = self.num_experts // num_parts
+        held = max(1, part // size)  # groups of a part, or one that it is a piece of
+        among, missed = active * size, 0.0
+        for met in range(max(0, active + held - groups), min(active, held) + 1):
+            chance = comb(held, met) * comb(groups - held, active - met) / comb(groups, active)
+            missed += (
+                chance
+                * comb(max(0, among - met * min(size, part)), self.num_active)
+                / comb(among, self.num_active)
+            )
+        return num_parts * (1 - missed)
 
 
 @dataclass(frozen=True)
@@ -154,4 +183,8 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
     if not num:
         return None
     size = config.get("moe_intermediate_size") or config["intermediate_size"]
-    return Experts(num, config["num_experts_per_tok"], size, size * (config.get("n_shared_experts") or 0))
+    groups = config.get("n_group") or 1
+    return Experts(
+        num, config["num_experts_per_tok"], size, size * (config.get("n_shared_experts") or 0),
+        num_groups=groups, num_active_groups=config.get("topk_group") or groups,
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagewright.errors import InputError, nearest
 
@@ -20,6 +20,7 @@ class MegatronStack:
     * `element_bytes`: of an element of parameters and activations.
     * `optimizer_bytes`: per parameter: an fp32 master copy where parameters are halves, and two moments.
     * `engine_bytes`: per parameter, what the training engine holds besides: flat copies, buckets, temporaries of its step.
+    * `dispatch_tokens`: tokens that the buffers between devices with experts hold.
     * `computes_in`: the precision of products; None: the half precision of the device.
     """
 
@@ -34,6 +35,7 @@ class MegatronStack:
     optimizer_bytes: int = 12
     engine_bytes: int = 0
     computes_in: str | None = None
+    dispatch_tokens: int = 0
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -45,21 +47,26 @@ class MegatronStack:
         return 4 if (self.fp32_gradients if in_fp32 is None else in_fp32) else self.element_bytes
 
 
+# Fused norms with their products, fused gated activations, fused vocabulary-parallel cross entropy: logits in
+# half precision, one fp32 copy that becomes the softmax, and gradients in half precision.
+# Source: Megatron-Core 0.14 and Transformer Engine 2.11, modules named in each step of `layer.py`.
+_CORE = MegatronStack(
+    "megatron-core+te",
+    flash_attention=True,
+    fp32_gradients=True,
+    rotates_copies=True,
+    logit_bytes=8,
+    saved_logit_bytes=6,
+    workspace_bytes=2**25,
+)
+
 MEGATRON_STACKS = {
     stack.name: stack
     for stack in (
-        # Fused norms with their products, fused gated activations, fused vocabulary-parallel cross entropy: logits in
-        # half precision, one fp32 copy that becomes the softmax, and gradients in half precision.
-        # Source: Megatron-Core 0.14 and Transformer Engine 2.11, modules named in each step of `layer.py`.
-        MegatronStack(
-            "megatron-core+te",
-            flash_attention=True,
-            fp32_gradients=True,
-            rotates_copies=True,
-            logit_bytes=8,
-            saved_logit_bytes=6,
-            workspace_bytes=2**25,
-        ),
+        _CORE,
+        # Source: DeepEP's configuration for 16 to 32 devices: ten channels, each with 288 tokens from every one of eight
+        # neighbours and twice 128 from every one of eight nodes.
+        replace(_CORE, name="megatron-core+te+deepep", dispatch_tokens=10 * (8 * 288 + 2 * 8 * 128)),
         # Source: Korthikanti et al. 2022 (arXiv 2205.05198), sections 4 and 5; Megatron-LM's vocabulary-parallel cross
         # entropy: fp16 logits, their fp32 copy, and its exponentials, which are what is saved.
         MegatronStack(

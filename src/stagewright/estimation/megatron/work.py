@@ -112,7 +112,14 @@ class Body:
     def _product(self, tokens: float, given: float, made: float, count: int = 1) -> Passes:
         fusion = self.fusion
         return product(
-            tokens, given, made, count, fusion.adding_bytes, self.stack.element_bytes, fusion.cast_bytes
+            tokens,
+            given,
+            made,
+            count,
+            fusion.adding_bytes,
+            self.stack.element_bytes,
+            fusion.cast_bytes,
+            at_once=fusion.expert_streams,
         )
 
     def _enters(self) -> Passes:
@@ -244,9 +251,10 @@ class Body:
         rows = self.stack.element_bytes * copies * hidden
         yield product(tokens, hidden, experts.num_experts, element_bytes=self.stack.element_bytes)
         yield stream(self.fusion.routing * 4 * tokens * experts.num_experts, 4 * tokens * experts.num_experts)
+        yield Passes(Pass(waits_s=self.fusion.routing_wait_s), Pass(waits_s=self.fusion.routing_wait_s))
         yield stream(2 * rows, 2 * rows)  # permuted
         if layout.ep > 1:
-            sent = Collective("all-to-all", "ep", rows)
+            sent = self._sent(rows, experts)
             yield collectives([sent, sent], [sent, sent])
             yield stream(2 * rows, 2 * rows)  # sorted by expert
         each = copies / num_local
@@ -258,3 +266,10 @@ class Body:
         if experts.shared_size:
             yield from self._dense(experts.shared_size, joins=False)
         yield self._joined()
+
+    def _sent(self, rows: float, experts: Experts) -> Collective:
+        """Tokens on their way to their experts, or back; `rows` are the bytes of all their copies."""
+        hidden = self.fusion.hides_dispatch
+        if self.fusion.dispatch == "once per node":
+            return Collective("dispatch", "ep", rows / experts.num_active, hidden)
+        return Collective("all-to-all", "ep", rows, hidden)
