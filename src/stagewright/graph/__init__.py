@@ -1,6 +1,17 @@
 """Operators, tensors, the operator graph, legal cuts, stages and liveness; free of torch."""
 
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Value
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Value, renumbered
 from stagewright.graph.tensor import TensorMeta, contiguous
 
-__all__ = ["Node", "OperatorGraph", "Origin", "Part", "Ref", "Symbol", "TensorMeta", "Value", "contiguous"]
+__all__ = [
+    "Node",
+    "OperatorGraph",
+    "Origin",
+    "Part",
+    "Ref",
+    "Symbol",
+    "TensorMeta",
+    "Value",
+    "contiguous",
+    "renumbered",
+]

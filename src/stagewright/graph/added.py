@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from stagewright.graph.graph import Node, Part, Ref, Symbol
-from stagewright.graph.simplify import rename_refs
 from stagewright.graph.tensor import TensorMeta
 
 ACCUMULATE = "stagewright.accumulate"
@@ -28,15 +27,6 @@ def zeros(meta: TensorMeta, made: int, device: Symbol) -> Node:
     """What autograd takes for a gradient to which nothing contributes."""
     kwargs = (("dtype", Symbol("dtype", meta.dtype)), ("device", device))
     return _added("aten.zeros.default", (), (made,), args=(meta.shape,), kwargs=kwargs)
-
-
-def renamed(node: Node, names: dict[int, int]) -> dict[str, Any]:
-    """The fields of `node` that change when its arguments take other names."""
-    return {
-        "args": rename_refs(node.args, names),
-        "kwargs": tuple((key, rename_refs(value, names)) for key, value in node.kwargs),
-        "inputs": tuple(names.get(value, value) for value in node.inputs),
-    }
 
 
 def _added(

@@ -17,8 +17,8 @@ ordinary nodes, a relayed cotangent from later consumers being the first addend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -62,6 +62,19 @@ class Symbol(NamedTuple):
     name: str
 
 
+def renumbered(argument: Any, number: Callable[[int], int]) -> Any:
+    """An argument of a node, or several of them, with `number` of every value in its place.
+
+    >>> renumbered((Ref(3), 2.0, (Ref(4), Ref(3)), Symbol("dtype", "float32")), {3: 0, 4: 1}.__getitem__)
+    (Ref(value=0), 2.0, (Ref(value=1), Ref(value=0)), Symbol(kind='dtype', name='float32'))
+    """
+    if isinstance(argument, Ref):
+        return Ref(number(argument.value))
+    if isinstance(argument, tuple) and not isinstance(argument, Symbol):
+        return tuple(renumbered(item, number) for item in argument)
+    return argument
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     id: int
@@ -95,6 +108,21 @@ class Node:
     def name(self) -> str:
         """Module path and ordinal: the same for the same operator in every trace of the model."""
         return f"{self.module}:{self.ordinal}"
+
+    def renamed(self, names: Mapping[int, int]) -> Node:
+        """The same call on other values; those that `names` does not have stay."""
+        if not any(value in names for value in self.inputs):
+            return self
+
+        def name(value: int) -> int:
+            return names.get(value, value)
+
+        return replace(
+            self,
+            args=renumbered(self.args, name),
+            kwargs=renumbered(self.kwargs, name),
+            inputs=tuple(map(name, self.inputs)),
+        )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import bisect
 from dataclasses import replace
 from typing import Any
 
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Value
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
 
 _GROUP = {
     Part.STATIC: 0,
@@ -29,29 +29,9 @@ def compact(graph: OperatorGraph) -> OperatorGraph:
     return _renumber(_rehome(_drop_dead(merged), graph, twins))
 
 
-def rename_refs(argument: Any, names: dict[int, int]) -> Any:
-    """An encoded argument with its values renamed; unknown values stay."""
-    if isinstance(argument, Ref):
-        return Ref(names.get(argument.value, argument.value))
-    if isinstance(argument, tuple) and not isinstance(argument, Symbol):
-        return tuple(rename_refs(item, names) for item in argument)
-    return argument
-
-
 def _sorted(graph: OperatorGraph) -> OperatorGraph:
     order = sorted(graph.nodes, key=lambda node: (_GROUP[node.part], node.id))
     return replace(graph, nodes=tuple(order))
-
-
-def _renamed(node: Node, names: dict[int, int]) -> Node:
-    if not any(value in names for value in node.inputs):
-        return node
-    return replace(
-        node,
-        args=rename_refs(node.args, names),
-        kwargs=tuple((key, rename_refs(value, names)) for key, value in node.kwargs),
-        inputs=tuple(names.get(value, value) for value in node.inputs),
-    )
 
 
 def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
@@ -73,7 +53,7 @@ def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
         if value.origin is not Origin.NODE:
             views[layout(value)] = value.id
     for node in graph.nodes:
-        node = _renamed(node, names)
+        node = node.renamed(names)
         if node.part in _REPEATABLE and node.draw < 0:
             key = (node.part, node.op, node.args, node.kwargs)
             twin = equal.setdefault(key, node)
@@ -196,11 +176,8 @@ def _renumber(graph: OperatorGraph) -> OperatorGraph:
     signatures: dict[int, int] = {}
     nodes = tuple(
         replace(
-            node,
+            node.renamed(names),
             id=node_ids[node.id],
-            args=rename_refs(node.args, names),
-            kwargs=tuple((key, rename_refs(value, names)) for key, value in node.kwargs),
-            inputs=tuple(names[value] for value in node.inputs),
             outputs=tuple(None if value is None else names[value] for value in node.outputs),
             forward=node_ids.get(node.forward, -1),
             signature=signatures.setdefault(node.signature, len(signatures)),

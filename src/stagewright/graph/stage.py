@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from stagewright.errors import PlanError
-from stagewright.graph.added import ACCUMULATE, copy, renamed
+from stagewright.graph.added import ACCUMULATE, copy
 from stagewright.graph.cutting import Cutting, Routes
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
 from stagewright.graph.locate import Located
@@ -337,7 +337,7 @@ class _StageCarver:
             return nodes
 
         def renew(group: tuple[Node, ...]) -> tuple[Node, ...]:
-            return tuple(replace(node, **renamed(node, self.copies)) for node in group)
+            return tuple(node.renamed(self.copies) for node in group)
 
         copies = [copy(buffer, made) for buffer, made in self.copies.items()]
         return replace(

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from stagewright.graph.added import accumulate, addition, renamed, zeros
+from stagewright.graph.added import accumulate, addition, zeros
 from stagewright.graph.cutting import Cutting
 from stagewright.graph.graph import Node, Origin, Part, Symbol, Value
 
@@ -56,7 +56,7 @@ class _Finisher:
             for value in node.inputs:
                 if self.graph.values[value].origin is Origin.GRADIENT and value not in sums:
                     sums[value] = self._nothing(value)
-            self.finishing.append(replace(node, **renamed(node, sums)))
+            self.finishing.append(node.renamed(sums))
         return WeightGrads(tuple(own), tuple(self.finishing), tuple(gradients), sums)
 
     # -- which backward nodes of derived values -----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagewright.errors import ContractError, TraceError
-from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, TensorMeta, Value
+from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, TensorMeta, Value, renumbered
 from stagewright.graph.simplify import compact
 from stagewright.tracing.arguments import contents, draws, operator, references
 from stagewright.tracing.capture import Captured, CapturedCall
@@ -95,9 +95,8 @@ class _Builder:
             self._forward_call(call)
 
     def _forward_call(self, captured: CapturedCall) -> None:
-        args = _map_refs(captured.args, self.number)
-        kwargs = tuple((key, _map_refs(value, self.number)) for key, value in captured.kwargs)
-        refs = list(references((args, tuple(value for _, value in kwargs))))
+        args, kwargs = renumbered((captured.args, captured.kwargs), self.number.__getitem__)
+        refs = list(references((args, kwargs)))
         needs = tuple(self.values[ref].needs_grad and not captured.no_grad for ref in refs)
         op = without_marks(captured.op)
         call = self._call(op, args, kwargs)
@@ -111,12 +110,8 @@ class _Builder:
             else:
                 local = dict(enumerate(refs))
                 for step in recipe.steps:
-                    made = self._forward_node(
-                        captured,
-                        step.op,
-                        _map_refs(step.args, local),
-                        tuple((key, _map_refs(value, local)) for key, value in step.kwargs),
-                    )
+                    arguments = renumbered((step.args, step.kwargs), local.__getitem__)
+                    made = self._forward_node(captured, step.op, *arguments)
                     local.update(
                         (number, value)
                         for number, value in zip(step.outputs, made, strict=True)
@@ -151,16 +146,11 @@ class _Builder:
         """The call with its tensors numbered by appearance."""
         metas: list[TensorMeta] = []
 
-        def place(argument: Any) -> Any:
-            if isinstance(argument, Ref):
-                metas.append(self.values[argument.value].meta)
-                return Ref(len(metas) - 1)
-            if isinstance(argument, tuple) and not isinstance(argument, Symbol):
-                return tuple(place(item) for item in argument)
-            return argument
+        def place(value: int) -> int:
+            metas.append(self.values[value].meta)
+            return len(metas) - 1
 
-        placed = place(args)
-        placed_kwargs = tuple((key, place(value)) for key, value in kwargs)
+        placed, placed_kwargs = renumbered((args, kwargs), place)
         return Call(op, placed, placed_kwargs, tuple(metas))
 
     def _forward_node(
@@ -176,7 +166,7 @@ class _Builder:
                 "be made functional: use the out-of-place form"
             )
         call = self._call(op, args, kwargs)
-        refs = tuple(references((args, tuple(value for _, value in kwargs))))
+        refs = tuple(references((args, kwargs)))
         detached = captured.no_grad or op == "aten.detach.default"
         needs = tuple(self.values[ref].needs_grad and not detached for ref in refs)
         outcomes = self.rules.evaluate(call, needs)
@@ -350,9 +340,8 @@ class _Builder:
             ) from error
 
     def _backward_step(self, node: Node, step: Step, part: Part, local: dict[int, int]) -> None:
-        args = _map_refs(step.args, local)
-        kwargs = tuple((key, _map_refs(value, local)) for key, value in step.kwargs)
-        refs = tuple(references((args, tuple(value for _, value in kwargs))))
+        args, kwargs = renumbered((step.args, step.kwargs), local.__getitem__)
+        refs = tuple(references((args, kwargs)))
         call = self._call(step.op, args, kwargs)
         outcomes = self.rules.evaluate(call, (False,) * len(refs))
         parameters = {self.values[ref].parameter for ref in refs}
@@ -435,14 +424,6 @@ class _Builder:
             facts=facts,
         )
         return compact(graph)
-
-
-def _map_refs(argument: Any, numbers: dict[int, int]) -> Any:
-    if isinstance(argument, Ref):
-        return Ref(numbers[argument.value])
-    if isinstance(argument, tuple) and not isinstance(argument, Symbol):
-        return tuple(_map_refs(item, numbers) for item in argument)
-    return argument
 
 
 def _own_storage(meta: TensorMeta) -> TensorMeta:

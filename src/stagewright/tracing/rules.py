@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from stagewright.errors import TraceError
-from stagewright.graph import Ref, Symbol, TensorMeta
+from stagewright.graph import Ref, TensorMeta, renumbered
 from stagewright.graph.tensor_parallel import ENTER
 from stagewright.tracing.arguments import DTYPES, decode, encode, meta_of, operator, references
 from stagewright.tracing.private import (
@@ -413,11 +413,8 @@ def _merge_equal(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], dict[int, i
 
 
 def _renumber(argument: Any, rename: dict[int, int], replaced: dict[int, int]) -> Any:
-    if isinstance(argument, Ref):
-        number = argument.value
-        while number in replaced:
-            number = replaced[number]
-        return Ref(rename.get(number, number))
-    if isinstance(argument, tuple) and not isinstance(argument, Symbol):
-        return tuple(_renumber(item, rename, replaced) for item in argument)
-    return argument
+    def number(value: int) -> int:
+        value = replaced.get(value, value)
+        return rename.get(value, value)
+
+    return renumbered(argument, number)
