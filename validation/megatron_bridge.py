@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
+from footprints import with_lighter_ends
+
 from stagewright.cluster import Cluster
 from stagewright.estimation.megatron import Experts, Layout, Shape, find_megatron_stack, shape_of
 from stagewright.estimation.megatron.fusion import Dispatch, find_fusion
@@ -31,7 +33,9 @@ DESCRIBED = {
         experts=Experts(128, 4, 2880, 0),
     ),
 }  # fmt: skip
-_SYSTEMS = {"DGX-H100": "h100", "DGX-B200": "b200"}
+_SYSTEMS = {
+    "DGX-H100": "h100", "DGX-B200": "b200", "DGX-B300": "b300", "DGX-GB200": "gb200", "DGX-GB300": "gb300",
+}  # fmt: skip
 FUSED_ATTENTION = {"h100": {"device.attention_efficiency": 0.6, "device.attention_backward_efficiency": 0.5}}
 """What cuDNN's attention, which Transformer Engine calls, attains of the peak on H100, to the nearest tenth (8,192 causal
 tokens, heads of 128; Shah et al. 2024, arXiv 2407.08608, figures 5 and 6). The catalog's figures are FlashAttention-2's."""
@@ -48,8 +52,19 @@ class _Recipe(NamedTuple):
 
 _RECIPES = {
     ("DeepSeekV3", "DGX-B200"): _Recipe("once per node", hides=True, captured=True),
+    ("DeepSeekV3", "DGX-B300"): _Recipe("once per node", hides=True, captured=True),
+    ("DeepSeekV3", "DGX-GB200"): _Recipe("once per node", hides=True, captured=True),
+    ("DeepSeekV3", "DGX-GB300"): _Recipe("once per node", hides=True, captured=True),
+    ("GPT OSS 120B", "DGX-B300"): _Recipe("once per node", captured=True),
+    ("GPT OSS 120B", "DGX-GB200"): _Recipe(hides=True),
+    ("GPT OSS 120B", "DGX-GB300"): _Recipe(captured=True),
     ("Qwen3_30B_a3B", "DGX-B200"): _Recipe("once per node", captured=True),
+    ("Qwen3_30B_a3B", "DGX-B300"): _Recipe("once per node", captured=True),
+    ("Qwen3_30B_a3B", "DGX-GB200"): _Recipe("once per node", captured=True),
+    ("Qwen3_30B_a3B", "DGX-GB300"): _Recipe("once per node", captured=True),
     ("Qwen3_30B_a3B", "DGX-H100"): _Recipe("once per node"),
+    ("Qwen3_235B_a22B", "DGX-GB200"): _Recipe("once per node", captured=True),
+    ("Qwen3_235B_a22B", "DGX-GB300"): _Recipe("once per node", captured=True),
     ("Qwen3_235B_a22B", "DGX-H100"): _Recipe(hides=True),
 }
 """Recipes that differ from the plain one.
@@ -113,13 +128,17 @@ def _layout(record: Record) -> Layout:
         int(record[key]) for key in ("n_gpus", "global_batch", "micro_batch", "seq_len", "tp", "pp", "cp")
     )
     chunks = int(record["vp"]) if record["vp"].isdigit() else 1
-    dp = num // (tp * pp * cp)
+    dp, num_layers, stages = num // (tp * pp * cp), _shape(record["model"]).num_layers, pp * chunks
+    lighter = (
+        num_layers + 2
+    ) % stages == 0 and num_layers % stages != 0  # embedding and head stand for a layer each
     experts = int(record["ep"]) if record["ep"].isdigit() else 1
     return Layout(
         tokens, tp=tp, pp=pp, dp=dp, cp=cp, ep=max(1, experts // tp),  # experts are not split again by tp
         microbatch_size=size, num_microbatches=batch // (dp * size), sequence_parallel=tp > 1,
         shards_optimizer=True, overlaps_reduction=True, num_chunks=chunks,
         schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+        layers_per_stage=with_lighter_ends(num_layers, stages) if lighter else None,
     )  # fmt: skip
 
 

@@ -36,8 +36,9 @@ give 2 TB/s."""
 
 
 def nodes_of_eight(device: str, num: int, given: dict[str, float] | None = None) -> Cluster:
-    """Whole nodes of eight devices; `given` are figures that differ from the catalog's."""
-    return load_cluster(f"{num}x-{device}" if num <= 8 else f"{num // 8}x8x-{device}", given)
+    """Whole nodes of eight devices, or 64 of an NVLink domain of 72; `given` are figures that differ from the catalog's."""
+    size = 64 if device.startswith("gb") else 8
+    return load_cluster(f"{num}x-{device}" if num <= size else f"{num // size}x{size}x-{device}", given)
 
 
 def step_seconds(

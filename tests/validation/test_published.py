@@ -30,9 +30,15 @@ def test_as_many_rows_of_megatron_bridge_are_judged_and_left_out_as_the_results_
     """`validation/results/throughput-2026-11-21.md` states these numbers: change both or neither."""
     records = _records()
     judged = [record for record in records if throughput.bridge(record) is not None]
-    assert len(judged) == 27
-    assert sorted(megatron_bridge.left_out(records).values()) == [3, 4, 9, 105]
-    assert {megatron_bridge.device_of(record) for record in judged} == {"h100", "b200"}
+    assert len(judged) == 89
+    assert sorted(megatron_bridge.left_out(records).values()) == [3, 17, 39]
+    assert {megatron_bridge.device_of(record) for record in judged} == {
+        "h100",
+        "b200",
+        "b300",
+        "gb200",
+        "gb300",
+    }
 
 
 @pytest.mark.parametrize(
