@@ -17,7 +17,8 @@ from stagewright.tracing.arguments import contents, draws, operator, references
 from stagewright.tracing.capture import Captured, CapturedCall
 from stagewright.tracing.model_errors import first_line
 from stagewright.tracing.private import is_mutable
-from stagewright.tracing.rules import BackwardRecipe, Call, Outcome, Rules, Step, without_marks
+from stagewright.tracing.recipes import BackwardRecipe, Step, without_marks
+from stagewright.tracing.rules import Call, Outcome, Rules
 
 _ADD = "aten.add.Tensor"
 _VIEW = "aten.view.default"

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from stagewright.errors import TraceError
-from stagewright.graph import Ref, TensorMeta, renumbered
+from stagewright.graph import TensorMeta
 from stagewright.graph.tensor_parallel import ENTER
-from stagewright.tracing.arguments import DTYPES, decode, encode, meta_of, operator, references
+from stagewright.tracing.arguments import DTYPES, decode, meta_of, operator
 from stagewright.tracing.private import (
     FakeTensorMode,
     argument_place,
@@ -30,6 +29,7 @@ from stagewright.tracing.private import (
     make_fx,
     storage_key,
 )
+from stagewright.tracing.recipes import BackwardRecipe, Recipe, backward_recipe, recipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,31 +39,6 @@ class Outcome:
     meta: TensorMeta
     alias: int
     needs_grad: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One operator of a recipe. Values are numbered: arguments first, then outputs in order of production."""
-
-    op: str
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...]
-    outputs: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    steps: tuple[Step, ...]
-    results: tuple[int | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardRecipe:
-    """Steps from (arguments, outputs, cotangents) to one gradient per argument (None: no gradient flows)."""
-
-    input_grad: tuple[Step, ...]
-    weight_grad: tuple[Step, ...]
-    gradients: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +66,6 @@ _AS_WIDE_AS_INPUT = {("aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 # Operators that return their argument, though their schema must not say so while a model is exported.
 _IDENTITIES = {ENTER}
-
-
-# Views that torch marks with a bit instead of a layout: another layout does not tell them apart, so they are copied.
-_COPIES = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
-
-
-def without_marks(op: str) -> str:
-    """The operator to run for `op`: one whose result is described by layout and storage alone."""
-    return _COPIES.get(op, op)
 
 
 class Rules:
@@ -203,9 +169,7 @@ class Rules:
             result = by_hand(*inputs) if by_hand else self._apply(call, list(inputs))
             return list(result) if isinstance(result, list | tuple) else [result]
 
-        graph = self._graph(forward, tensors)
-        steps, numbers, results = _steps(graph, len(tensors), self.device)
-        return Recipe(steps, tuple(numbers.get(item) if item is not None else None for item in results))
+        return recipe(self._graph(forward, tensors), len(tensors))
 
     def _trace_backward(
         self,
@@ -237,9 +201,8 @@ class Rules:
             return outputs + found
 
         graph = self._graph(joint, tensors + tangents)
-        return _split_backward(
-            graph, call, len(tensors), len(outcomes), cotangents, activations, weights, self.device
-        )
+        counts = len(tensors), len(outcomes), len(cotangents)
+        return backward_recipe(graph, call.op, counts, activations, weights)
 
 
 def _as_run(call: Call, index: int, meta: TensorMeta) -> TensorMeta:
@@ -247,174 +210,3 @@ def _as_run(call: Call, index: int, meta: TensorMeta) -> TensorMeta:
     if (call.op, index) in _AS_WIDE_AS_INPUT and call.metas[0].dtype == "float64":
         return replace(meta, dtype="float64")
     return meta
-
-
-def _op_name(node: torch.fx.Node) -> str:
-    return str(node.target)
-
-
-def _steps(
-    graph: torch.fx.Graph, num_inputs: int, device: torch.device
-) -> tuple[tuple[Step, ...], dict[torch.fx.Node, int], list[torch.fx.Node | None]]:
-    """Steps of an fx graph whose placeholders are numbered first; getitem nodes become outputs of their producer."""
-    numbers: dict[torch.fx.Node, int] = {}
-    steps: list[Step] = []
-    results: list[torch.fx.Node | None] = []
-    following = num_inputs
-    placeholders = 0
-    for node in graph.nodes:
-        if node.op == "placeholder":
-            numbers[node] = placeholders
-            placeholders += 1
-        elif node.op == "output":
-            results = list(node.args[0])
-        elif node.op == "get_attr":
-            raise TraceError(
-                f"an operator creates the tensor constant {node.target}: pass it to the model as a buffer"
-            )
-        elif _op_name(node) == "<built-in function getitem>":
-            continue
-        else:
-            items = [user for user in node.users if _op_name(user) == "<built-in function getitem>"]
-            if items:
-                count = len(node.meta["val"])
-                outputs: list[int | None] = [None] * count
-                for item in items:
-                    index = item.args[1]
-                    if outputs[index] is None:
-                        outputs[index] = following
-                        following += 1
-                    numbers[item] = outputs[index]  # type: ignore[assignment]
-            else:
-                outputs = [following]
-                numbers[node] = following
-                following += 1
-            args = encode(node.args, lambda ref: Ref(numbers[ref]))
-            kwargs = tuple(
-                (name, encode(value, lambda ref: Ref(numbers[ref]))) for name, value in node.kwargs.items()
-            )
-            steps.append(Step(without_marks(_op_name(node)), args, _without_pin(kwargs), tuple(outputs)))
-    return tuple(steps), numbers, results
-
-
-def _without_pin(kwargs: tuple[tuple[str, Any], ...]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, value) for name, value in kwargs if name != "pin_memory" and value is not None)
-
-
-def _split_backward(
-    graph: torch.fx.Graph,
-    call: Call,
-    num_arguments: int,
-    num_outputs: int,
-    cotangents: tuple[int, ...],
-    activations: tuple[int, ...],
-    weights: tuple[int, ...],
-    device: torch.device,
-) -> BackwardRecipe:
-    """Renumber a joint trace of one operator so that (arguments, outputs, cotangents) come first, drop the forward and
-    split the rest: what the activation gradients need is I, everything else is W."""
-    num_placeholders = num_arguments + len(cotangents)
-    steps, numbers, results = _steps(graph, num_placeholders, device)
-    steps, replaced = _merge_equal(steps)
-
-    def final(node: torch.fx.Node | None) -> int | None:
-        if node is None:
-            return None
-        number = numbers[node]
-        while number in replaced:
-            number = replaced[number]
-        return number
-
-    ids = [final(node) if isinstance(node, torch.fx.Node) else None for node in results]
-    outputs, gradients = ids[:num_outputs], ids[num_outputs:]
-
-    # The forward is whatever the outputs depend on and no cotangent reaches.
-    producers = {number: step for step in steps for number in step.outputs if number is not None}
-    forward_steps = [step for step in steps if step.op == call.op and set(step.outputs) & set(outputs)]
-    if len(forward_steps) > 1:
-        raise TraceError(
-            f"{call.op} has no single derivative: it dispatches to {[step.op for step in steps]}"
-        )
-    rename: dict[int, int] = {index: index for index in range(num_arguments)}
-    for index in range(len(cotangents)):
-        rename[num_arguments + index] = num_arguments + num_outputs + index
-    if forward_steps:
-        for index, number in enumerate(forward_steps[0].outputs):
-            if number is not None:
-                rename.setdefault(number, num_arguments + index)
-    for index, number in enumerate(outputs):
-        if number is not None:
-            rename.setdefault(number, num_arguments + index)
-
-    def ancestors(targets: list[int | None]) -> set[int]:
-        found: set[int] = set()
-        stack = [number for number in targets if number is not None]
-        while stack:
-            number = stack.pop()
-            step = producers.get(number)
-            if number in rename or step is None or id(step) in found:
-                continue
-            found.add(id(step))
-            stack.extend(references(step.args))
-            stack.extend(references(tuple(value for _, value in step.kwargs)))
-        return found
-
-    for_inputs = ancestors(gradients[: len(activations)])
-    for_weights = ancestors(gradients[len(activations) :]) - for_inputs
-    following = num_arguments + num_outputs + len(cotangents)
-    parts: dict[bool, list[Step]] = {True: [], False: []}
-    for step in steps:
-        if id(step) not in for_inputs and id(step) not in for_weights:
-            continue
-        fresh: list[int | None] = []
-        for number in step.outputs:
-            if number is None:
-                fresh.append(None)
-                continue
-            rename[number] = following
-            fresh.append(following)
-            following += 1
-        args = _renumber(step.args, rename, replaced)
-        kwargs = tuple((name, _renumber(value, rename, replaced)) for name, value in step.kwargs)
-        parts[id(step) in for_inputs].append(Step(step.op, args, kwargs, tuple(fresh)))
-    by_argument: list[int | None] = [None] * num_arguments
-    for index, number in zip(activations + weights, gradients, strict=True):
-        by_argument[index] = None if number is None else rename[number]
-    return BackwardRecipe(tuple(parts[True]), tuple(parts[False]), tuple(by_argument))
-
-
-def _merge_equal(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], dict[int, int]]:
-    """Drop steps that repeat an earlier one; the second map sends their outputs to the earlier outputs."""
-    seen: dict[Any, Step] = {}
-    replaced: dict[int, int] = {}
-    kept: list[Step] = []
-    for step in steps:
-        args = _renumber(step.args, {}, replaced)
-        kwargs = tuple((name, _renumber(value, {}, replaced)) for name, value in step.kwargs)
-        key = (step.op, args, kwargs)
-        twin = seen.get(key)
-        if twin is None:
-            merged = Step(step.op, args, kwargs, step.outputs)
-            seen[key] = merged
-            kept.append(merged)
-            continue
-        outputs = list(twin.outputs)
-        for index, (number, earlier) in enumerate(zip(step.outputs, twin.outputs, strict=True)):
-            if number is None:
-                continue
-            if earlier is None:
-                outputs[index] = number
-            else:
-                replaced[number] = earlier
-        if tuple(outputs) != twin.outputs:
-            position = kept.index(twin)
-            kept[position] = seen[key] = Step(twin.op, twin.args, twin.kwargs, tuple(outputs))
-    return tuple(kept), replaced
-
-
-def _renumber(argument: Any, rename: dict[int, int], replaced: dict[int, int]) -> Any:
-    def number(value: int) -> int:
-        value = replaced.get(value, value)
-        return rename.get(value, value)
-
-    return renumbered(argument, number)

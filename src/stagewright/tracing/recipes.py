@@ -1,0 +1,198 @@
+"""Recipes: what torch dispatches for one operator, as steps that every call of it takes on its own values."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from stagewright.errors import TraceError
+from stagewright.graph import Ref, renumbered
+from stagewright.tracing.arguments import encode, references
+
+_GETITEM = "<built-in function getitem>"
+
+# Views that torch marks with a bit instead of a layout: another layout does not tell them apart, so they are copied.
+_COPIES = {"aten._conj.default": "aten._conj_physical.default", "aten._neg_view.default": "aten.neg.default"}
+
+
+def without_marks(op: str) -> str:
+    """The operator to run for `op`: one whose result is described by layout and storage alone."""
+    return _COPIES.get(op, op)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operator of a recipe. Values are numbered: arguments first, then outputs in order of production."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    steps: tuple[Step, ...]
+    results: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardRecipe:
+    """Steps from (arguments, outputs, cotangents) to one gradient per argument (None: no gradient flows)."""
+
+    input_grad: tuple[Step, ...]
+    weight_grad: tuple[Step, ...]
+    gradients: tuple[int | None, ...]
+
+
+def recipe(graph: torch.fx.Graph, num_arguments: int) -> Recipe:
+    """The steps of a traced operator, and which values are its outputs.
+
+    Raises:
+        TraceError: the operator makes a tensor constant.
+    """
+    return Recipe(*_steps(graph, num_arguments))
+
+
+def backward_recipe(
+    graph: torch.fx.Graph,
+    op: str,
+    counts: tuple[int, int, int],
+    activations: tuple[int, ...],
+    weights: tuple[int, ...],
+) -> BackwardRecipe:
+    """The backward in a joint trace of operator `op`: what the gradients of the arguments numbered `activations` need is
+    I, everything else that those of `weights` need is W.
+
+    Args:
+        graph: from arguments and cotangents to outputs and these gradients.
+        counts: of arguments, outputs and cotangents, which come first among the values of the recipe, in this order.
+
+    Raises:
+        TraceError: the operator has no single derivative, or makes a tensor constant.
+    """
+    num_arguments, num_outputs, num_cotangents = counts
+    traced, results = _steps(graph, num_arguments + num_cotangents)
+    steps, replaced = _merge_equal(traced)
+    results = tuple(None if number is None else replaced.get(number, number) for number in results)
+    outputs, gradients = results[:num_outputs], results[num_outputs:]
+    places = _places(steps, op, outputs, counts)
+    for_inputs = _needed(steps, gradients[: len(activations)], places)
+    for_weights = _needed(steps, gradients[len(activations) :], places) - for_inputs
+    following = itertools.count(sum(counts))
+    parts: dict[bool, list[Step]] = {True: [], False: []}
+    for index in sorted(for_inputs | for_weights):
+        step = steps[index]
+        args, kwargs = renumbered((step.args, step.kwargs), places.__getitem__)
+        places.update((number, next(following)) for number in step.outputs if number is not None)
+        made = tuple(None if number is None else places[number] for number in step.outputs)
+        parts[index in for_inputs].append(Step(step.op, args, kwargs, made))
+    by_argument: list[int | None] = [None] * num_arguments
+    for index, number in zip(activations + weights, gradients, strict=True):
+        by_argument[index] = None if number is None else places[number]
+    return BackwardRecipe(tuple(parts[True]), tuple(parts[False]), tuple(by_argument))
+
+
+def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[Step, ...], tuple[int | None, ...]]:
+    """Steps of an fx graph whose placeholders are numbered first, and the numbers of its results; getitem nodes become
+    outputs of their producer."""
+    numbers: dict[torch.fx.Node, int] = {}
+    steps: list[Step] = []
+    results: tuple[int | None, ...] = ()
+    placeholders, following = itertools.count(), itertools.count(num_inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            numbers[node] = next(placeholders)
+        elif node.op == "output":
+            results = tuple(
+                numbers[item] if isinstance(item, torch.fx.Node) else None for item in node.args[0]
+            )
+        elif node.op == "get_attr":
+            raise TraceError(
+                f"an operator creates the tensor constant {node.target}: pass it to the model as a buffer"
+            )
+        elif str(node.target) != _GETITEM:
+            args = encode(node.args, lambda ref: Ref(numbers[ref]))
+            kwargs = tuple(
+                (name, encode(value, lambda ref: Ref(numbers[ref])))
+                for name, value in node.kwargs.items()
+                if name != "pin_memory" and value is not None
+            )
+            outputs = _number_outputs(node, numbers, following)
+            steps.append(Step(without_marks(str(node.target)), args, kwargs, outputs))
+    return tuple(steps), results
+
+
+def _number_outputs(
+    node: torch.fx.Node, numbers: dict[torch.fx.Node, int], following: Iterator[int]
+) -> tuple[int | None, ...]:
+    """The numbers of what `node` makes, None for what nothing uses; they are added to `numbers`."""
+    items = [user for user in node.users if str(user.target) == _GETITEM]
+    if not items:
+        numbers[node] = next(following)
+        return (numbers[node],)
+    outputs: list[int | None] = [None] * len(node.meta["val"])
+    for item in items:
+        index = cast(int, item.args[1])
+        found = outputs[index]
+        numbers[item] = outputs[index] = next(following) if found is None else found
+    return tuple(outputs)
+
+
+def _places(
+    steps: Sequence[Step], op: str, outputs: Sequence[int | None], counts: tuple[int, int, int]
+) -> dict[int, int]:
+    """The numbers in a backward recipe of what is there before: of arguments, cotangents, and what the forward makes,
+    which is whatever `op` makes that the outputs depend on."""
+    num_arguments, num_outputs, num_cotangents = counts
+    forward = [step for step in steps if step.op == op and set(step.outputs) & set(outputs)]
+    if len(forward) > 1:
+        raise TraceError(f"{op} has no single derivative: it dispatches to {[step.op for step in steps]}")
+    places = {index: index for index in range(num_arguments)}
+    for index in range(num_cotangents):
+        places[num_arguments + index] = num_arguments + num_outputs + index
+    for made in (*(step.outputs for step in forward), outputs):
+        for index, number in enumerate(made):
+            if number is not None:
+                places.setdefault(number, num_arguments + index)
+    return places
+
+
+def _needed(steps: Sequence[Step], targets: Iterable[int | None], given: Container[int]) -> set[int]:
+    """Places of the steps that make `targets`, directly or through each other, from what is `given`."""
+    producers = {number: place for place, step in enumerate(steps) for number in step.outputs}
+    found: set[int] = set()
+    stack = [number for number in targets if number is not None]
+    while stack:
+        number = stack.pop()
+        place = producers.get(number)
+        if number in given or place is None or place in found:
+            continue
+        found.add(place)
+        stack.extend(references((steps[place].args, steps[place].kwargs)))
+    return found
+
+
+def _merge_equal(steps: tuple[Step, ...]) -> tuple[tuple[Step, ...], dict[int, int]]:
+    """Drop steps that repeat an earlier one; the second map sends their outputs to the earlier outputs."""
+    seen: dict[Any, int] = {}
+    replaced: dict[int, int] = {}
+    kept: list[Step] = []
+    for step in steps:
+        args, kwargs = renumbered((step.args, step.kwargs), lambda number: replaced.get(number, number))
+        place = seen.setdefault((step.op, args, kwargs), len(kept))
+        if place == len(kept):
+            kept.append(Step(step.op, args, kwargs, step.outputs))
+            continue
+        outputs = list(kept[place].outputs)
+        for index, (number, earlier) in enumerate(zip(step.outputs, outputs, strict=True)):
+            if number is not None and earlier is not None:
+                replaced[number] = earlier
+            elif number is not None:
+                outputs[index] = number
+        kept[place] = replace(kept[place], outputs=tuple(outputs))
+    return tuple(kept), replaced
