@@ -162,10 +162,11 @@ def test_cost_tries_parts_of_the_cluster_and_time_other_batches() -> None:
 
 def test_every_device_gets_one_rank() -> None:
     best = found().configurations[0]
-    order = placed(SHAPE, find_megatron_stack(STACK), best, JOB, STACK)
-    lines = rank_lines(order, best.layout.tp, best.layout.pp, CLUSTER)
+    moved = placed(SHAPE, find_megatron_stack(STACK), best, JOB, STACK)
+    lines = rank_lines(moved)
     assert len({tuple(line.split(",")[1:]) for line in lines}) == 16
-    assert order.seconds <= order.seconds_by_default
+    assert moved.step_s <= best.step_s
+    assert moved.assignment is not None and moved.assignment.seconds <= moved.assignment.seconds_by_default
 
 
 def test_a_search_keeps_its_own_bounds() -> None:
@@ -229,8 +230,7 @@ def test_mixed_bounds_are_below_what_is_predicted() -> None:
 
 def test_stages_stay_on_the_devices_they_are_sized_for() -> None:
     best = found_mixed().configurations[0]
-    order = placed(SHAPE, find_megatron_stack(STACK), best, JOB, STACK)
-    lines = rank_lines(order, best.layout.tp, best.layout.pp, best.cluster)
+    lines = rank_lines(placed(SHAPE, find_megatron_stack(STACK), best, JOB, STACK))
     assert len({tuple(line.split(",")[1:]) for line in lines}) == 16
     per_stage = 16 // best.layout.pp
     for number, line in enumerate(lines):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -28,7 +28,6 @@ from stagewright.errors import InputError, nearest
 from stagewright.files import write_whole
 
 if TYPE_CHECKING:
-    from stagewright.planning.configure.assignment import Assignment
     from stagewright.planning.configure.objective import Objective, Offer
 
 _SHOWN = 5
@@ -96,22 +95,15 @@ def configure(
             Target(tokens, critical_batch), price_per_hour=price, stack=stack,
             bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), report=progress,
         )  # fmt: skip
-        placed = _placed(reference.config, found[0], stack)
     warn(_warnings(found[0], objective, critical_batch))
     if ranks is not None:
-        _write_ranks(ranks, found[0], placed)
+        _write_ranks(ranks, found[0])
     if as_json:
-        from stagewright.report.configurations import offer_document
+        from stagewright.report.configurations import offers_document
 
-        print_document(
-            {
-                "objective": objective,
-                "sizes": [offer_document(one) for one in found],
-                "units": list(placed.units),
-            }
-        )
+        print_document({"objective": objective} | offers_document(found))
         return
-    _show(found, placed, top, ranks)
+    _show(found, top, ranks)
 
 
 def _warnings(best: Offer, objective: str, critical_batch: float | None) -> Iterator[str]:
@@ -122,23 +114,14 @@ def _warnings(best: Offer, objective: str, critical_batch: float | None) -> Iter
         yield "without --critical-batch every batch is taken to need as many tokens, which favours large ones"
 
 
-def _placed(config: Mapping[str, Any], best: Offer, stack: str) -> Assignment:
-    from stagewright.estimation.megatron import find_megatron_stack, shape_of
-    from stagewright.planning.configure.ranks import placed
-
-    first = best.configured.configurations[0]
-    return placed(shape_of(config), find_megatron_stack(stack), first, best.job, stack)
-
-
-def _write_ranks(path: Path, best: Offer, placed: Assignment) -> None:
+def _write_ranks(path: Path, best: Offer) -> None:
     from stagewright.planning.configure.ranks import rank_lines
 
-    first = best.configured.configurations[0]
-    lines = rank_lines(placed, first.layout.tp, first.layout.pp, first.cluster)
+    lines = rank_lines(best.configured.configurations[0])
     write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
 
 
-def _show(found: tuple[Offer, ...], placed: Assignment, top: int, ranks: Path | None) -> None:
+def _show(found: tuple[Offer, ...], top: int, ranks: Path | None) -> None:
     from dataclasses import replace
 
     from stagewright.report.configurations import (
@@ -162,7 +145,8 @@ def _show(found: tuple[Offer, ...], placed: Assignment, top: int, ranks: Path | 
     if excluded is not None:
         show(excluded)
     show(f"{configured.num_bounded} more cannot be faster than the ones found.", offers_table(found))
-    if placed.seconds < placed.seconds_by_default:
-        show(assignment_line(placed))
+    assignment = configured.configurations[0].assignment
+    if assignment is not None and assignment.seconds < assignment.seconds_by_default:
+        show(assignment_line(assignment))
     if ranks is not None:
         show(f"Wrote {ranks}.")

@@ -56,12 +56,16 @@ class ArrangedCluster(Cluster):
 
 
 def arranged(cluster: Cluster, order: Sequence[int]) -> Cluster:
-    """`cluster` as ranks see it when rank `r` has device ``order[r]``; itself for no order or the devices' own.
+    """`cluster` as ranks see it when rank `r` has device ``order[r]``; itself for no order or its own.
+
+    A cluster that has an order already loses it.
 
     Raises:
         InputError: the order does not name every device once.
     """
-    if not order or list(order) == list(range(cluster.num_devices)):
+    in_order = list(range(cluster.num_devices))
+    own = list(cluster.order) if isinstance(cluster, ArrangedCluster) else in_order
+    if not order or list(order) == own:
         return cluster
     figures = {name: getattr(cluster, name) for name in Cluster.model_fields}
-    return ArrangedCluster(order=tuple(order), **figures)
+    return Cluster(**figures) if list(order) == in_order else ArrangedCluster(order=tuple(order), **figures)

@@ -9,8 +9,9 @@ from typing import Any
 from rich.table import Table
 
 from stagewright.planning.configure.assignment import Assignment
+from stagewright.planning.configure.configuration import Configuration
 from stagewright.planning.configure.objective import Offer
-from stagewright.planning.configure.search import Configuration, Configured
+from stagewright.planning.configure.search import Configured
 from stagewright.report.tables import table
 from stagewright.units import GIB, format_seconds
 
@@ -116,6 +117,13 @@ def offer_document(one: Offer) -> dict[str, Any]:
             for item in one.configured.left_out
         ],
     }
+
+
+def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
+    """All sizes, and the units of devices that take the places of the best configuration, replica after replica."""
+    assignment = found[0].configured.configurations[0].assignment
+    units = [] if assignment is None else list(assignment.units)
+    return {"sizes": [offer_document(one) for one in found], "units": units}
 
 
 def assignment_line(found: Assignment) -> str:

@@ -14,6 +14,7 @@ from stagewright.estimation.megatron import Layout, MegatronStack, Shape
 from stagewright.estimation.megatron.fusion import Fusion
 from stagewright.estimation.megatron.layer import Layers
 from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, StageSeconds
+from stagewright.planning.configure.groups import GroupsClock, groups_differ
 from stagewright.planning.configure.lineup import has_equal_nodes, kinds_of_ranks, node_of_ranks
 from stagewright.schedule import FAMILIES, Placement, Program, build
 from stagewright.simulation import EncodedProgram, StageCosts, Timeline, encode, simulate
@@ -52,12 +53,27 @@ class Run:
     """Layers timed before, as in `Clock`."""
 
     @cached_property
+    def _differs(self) -> bool:
+        """Whether groups of ranks on equal nodes have different links."""
+        return groups_differ(self.cluster, self.layout)
+
+    @property
+    def _width(self) -> int:
+        """Devices of a pipeline rank."""
+        return self.layout.tp * self.layout.cp * self.layout.dp
+
+    @cached_property
     def clock(self) -> Clock:
-        return Clock(self.shape, self.layout, self.stack, self.fusion, self.cluster, known=self.known)
+        given = self.shape, self.layout, self.stack, self.fusion, self.cluster
+        return (
+            GroupsClock(*given, num_ranks=self._width) if self._differs else Clock(*given, known=self.known)
+        )
 
     @cached_property
     def clocks(self) -> tuple[Clock, ...]:
         """Per pipeline rank, that of the slowest of the kinds of devices that hold it."""
+        if self._differs:
+            return tuple(self.clock_from(rank * self._width) for rank in range(self.layout.pp))
         if has_equal_nodes(self.cluster):
             return (self.clock,) * self.layout.pp
         blocks = kinds_of_ranks(self.cluster, self.layout.pp)
@@ -78,18 +94,20 @@ class Run:
     @cached_property
     def stages(self) -> tuple[StageSeconds, ...]:
         """Every stage on the slowest of the kinds of devices that hold it."""
-        if has_equal_nodes(self.cluster):
+        if has_equal_nodes(self.cluster) and not self._differs:
             return self.clock.stages
         return tuple(
             self.clocks[stage % self.layout.pp].stages[stage] for stage in range(self.layout.num_stages)
         )
 
-    def group(self, axis: str, rank: int) -> tuple[int, ...]:
-        """The devices that share an axis with the first of a pipeline rank; those of rank 0 where all are equal."""
-        if has_equal_nodes(self.cluster) and self.cluster.measured is None:
-            return self.clock.ranks(axis)
-        first = rank * (self.cluster.num_devices // self.layout.pp)
-        return tuple(first + device for device in self.clock.ranks(axis))
+    def groups(self, axis: str, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The groups of devices that share an axis in a pipeline rank: all where their links differ, else the first; that of
+        rank 0 where all ranks are equal."""
+        clock = self.clocks[rank]
+        if isinstance(clock, GroupsClock):
+            return clock.groups(axis)
+        first = 0 if has_equal_nodes(self.cluster) else rank * self._width
+        return (tuple(first + device for device in self.clock.ranks(axis)),)
 
     def transfers(self, placed: Placement) -> list[tuple[float, float]]:
         """Seconds of one microbatch over every edge between stages, there and back; 0 within a device."""
@@ -109,20 +127,22 @@ class Run:
 
     def _gathered_seconds(self, num_bytes: float, a: int, b: int) -> float:
         """Until the tensor-parallel devices of a rank have put together what came in parts."""
-        width, nodes = self.cluster.num_devices // self.layout.pp, node_of_ranks(self.cluster)
+        width, nodes = self._width, node_of_ranks(self.cluster)
         crosses = nodes[a * width] != nodes[b * width]
         wait = self.fusion.scattered_wait_s if crosses else 0.0
-        return wait + all_gather_seconds(self.cluster, num_bytes, self.group("tp", b))
+        return wait + max(
+            all_gather_seconds(self.cluster, num_bytes, ranks) for ranks in self.groups("tp", b)
+        )
 
     def _sent_seconds(self, num_bytes: float, a: int, b: int) -> float:
-        """From one pipeline rank to another, for the slowest of their replicas; the first stands for all where nodes are
+        """From one pipeline rank to another, for the slowest of their devices; the first stands for all where links are
         equal."""
-        cluster, layout = self.cluster, self.layout
-        width = layout.tp * layout.cp * layout.dp
+        cluster, width = self.cluster, self._width
         nodes, by_rank = node_of_ranks(cluster), cluster.measured is not None
+        stands_for_all = has_equal_nodes(cluster) and not self._differs
         pairs: dict[tuple[int, int], tuple[int, int]] = {}
-        for replica in range(0, 1 if has_equal_nodes(cluster) else width, layout.tp):
-            ends = a * width + replica, b * width + replica
+        for device in range(0, 1 if stands_for_all else width, 1 if by_rank else self.layout.tp):
+            ends = a * width + device, b * width + device
             pairs.setdefault(ends if by_rank else (nodes[ends[0]], nodes[ends[1]]), ends)
         # As many devices of a node send at once as belong to one stage.
         return max(
@@ -187,21 +207,22 @@ class Run:
     def reduce_seconds(self, own: int, rest: int, rank: int = 0) -> tuple[float, float]:
         """Over the replicas of a pipeline rank: gradients of so many parameters (of experts, and others), and gathers of
         what became of them."""
-        key = own, rest, self.group("dp", rank)[0]
+        key = own, rest, rank if self._differs or not has_equal_nodes(self.cluster) else 0
         known = self._reduced.get(key)
         if known is not None:
             return known
         layout = self.layout
         reduce = gather = 0.0
         for count, axis in ((rest, "dp"), (own, "expert dp")):
-            ranks = self.group(axis, rank)
-            if not count or len(ranks) < 2:
+            groups = self.groups(axis, rank)
+            if not count or len(groups[0]) < 2:
                 continue
+            size, made = self.gradient_bytes(count, 0), float(self.stack.element_bytes) * count
             if layout.shards_optimizer:
-                reduce += reduce_scatter_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
-                gather += all_gather_seconds(self.cluster, float(self.stack.element_bytes) * count, ranks)
+                reduce += max(reduce_scatter_seconds(self.cluster, size, ranks) for ranks in groups)
+                gather += max(all_gather_seconds(self.cluster, made, ranks) for ranks in groups)
             else:
-                reduce += all_reduce_seconds(self.cluster, self.gradient_bytes(count, 0), ranks)
+                reduce += max(all_reduce_seconds(self.cluster, size, ranks) for ranks in groups)
         self._reduced[key] = reduce, gather
         return reduce, gather
 
@@ -231,8 +252,11 @@ class Run:
             return 0.0
         layers = Layers(self.shape, layout, self.stack)
         table = layers.padded_vocabulary() * self.shape.hidden / layout.tp
-        ranks = self.clock.ranks("pp")
-        return all_reduce_seconds(self.cluster, self.stack.element_bytes * table, (ranks[0], ranks[-1]))
+        size, last = self.stack.element_bytes * table, (layout.pp - 1) * self._width
+        return max(
+            all_reduce_seconds(self.cluster, size, (first, last + first))
+            for first in range(self._width if self._differs else 1)
+        )
 
     def optimizer_seconds(self, own: int, rest: int, rank: int = 0) -> float:
         """The update of a device's share of the optimizer's state, on a device of a pipeline rank."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from stagewright.cluster import Cluster, NodeGroup
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.megatron import Shape
+from stagewright.estimation.megatron import Shape, find_megatron_stack
 from stagewright.planning.configure.money import Bill, Target, bill, check_price, price_of
+from stagewright.planning.configure.ranks import placed
 from stagewright.planning.configure.search import Configured, configure
 from stagewright.planning.configure.space import Bounds
 from stagewright.planning.job import Job
@@ -40,7 +41,8 @@ def offers(
     bounds: Bounds | None = None,
     report: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Offer, ...]:
-    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train.
+    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train. The
+    ranks of the best are on the devices that suit it.
 
     Raises:
         InputError: cost without a price, or a price that is none.
@@ -59,16 +61,24 @@ def offers(
         except (PlanError, InputError) as error:
             failure = failure or error
             continue
-        rate = made.configurations[0].tokens_per_second
-        price = price_of(part) if price_per_hour is None else price_per_hour
-        found.append(
-            Offer(part, sized, made, bill(target, sized.global_batch, rate, part.num_devices, price))
-        )
+        found.append(_offer(part, sized, made, target, price_per_hour))
     if not found:
         raise failure or PlanError("nothing to try: give a larger cluster")
-    if objective == "cost":
-        return tuple(sorted(found, key=lambda offer: offer.bill.dollars or 0.0))
-    return tuple(sorted(found, key=lambda offer: offer.bill.days))
+    by_cost = objective == "cost"
+    found.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
+    best = found[0]
+    first, *others = best.configured.configurations
+    moved = placed(shape, find_megatron_stack(stack), first, best.job, stack)
+    configured = replace(best.configured, configurations=(moved, *others))
+    return _offer(best.cluster, best.job, configured, target, price_per_hour), *found[1:]
+
+
+def _offer(
+    cluster: Cluster, job: Job, configured: Configured, target: Target, price_per_hour: float | None
+) -> Offer:
+    rate = configured.configurations[0].tokens_per_second
+    price = price_of(cluster) if price_per_hour is None else price_per_hour
+    return Offer(cluster, job, configured, bill(target, job.global_batch, rate, cluster.num_devices, price))
 
 
 def _sizes(cluster: Cluster, job: Job, objective: Objective) -> Iterator[tuple[Cluster, Job]]:

@@ -3,97 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import numpy as np
-from numpy.typing import NDArray
-
-from stagewright.cluster import Cluster
 from stagewright.estimation.megatron import MegatronStack, Shape
 from stagewright.estimation.megatron.fusion import find_fusion
-from stagewright.planning.configure.assignment import Assignment, Grid, as_numbered, assign, grid_of
+from stagewright.planning.configure.assignment import as_numbered
+from stagewright.planning.configure.configuration import Configuration
 from stagewright.planning.configure.fitting import Room
 from stagewright.planning.configure.iteration import Run
-from stagewright.planning.configure.lineup import has_equal_nodes, kinds_of_ranks
-from stagewright.planning.configure.search import Configuration
+from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes
+from stagewright.planning.configure.placing import device_places, rearranged, weighed
 from stagewright.planning.job import Job
 
-_MOST_WEIGHED = 512
-"""Units up to which other orders are tried."""
-_NEVER = 1e6
-"""Seconds of a microbatch where it cannot be."""
+
+def placed(
+    shape: Shape, stack: MegatronStack, one: Configuration, job: Job, fusion_name: str
+) -> Configuration:
+    """The configuration with the devices that suit it best, timed there."""
+    run = Run(shape, one.layout, stack, find_fusion(fusion_name), one.numbered)
+    return on_best_devices(one, run, Room(shape, stack), job)
 
 
-def places(run: Run, unit_seconds: NDArray[np.float64] | None = None) -> Grid:
-    """The places of a configuration: a replica's stages are a pipeline, a stage's replicas a ring.
+def on_best_devices(
+    one: Configuration, run: Run, room: Room, job: Job, num_steps: int | None = None
+) -> Configuration:
+    """A configuration whose `run` is in Megatron's order, with its ranks assigned to devices in `num_steps` moves.
 
-    `unit_seconds` are those of a microbatch by unit and stage where units differ.
+    It stays where it is if its step is predicted to be no faster elsewhere, or a rank would lack memory there.
     """
-    layout = run.layout
-    counts = run.parameters_of_ranks()
-    gradients = np.array([run.gradient_bytes(own, rest) for own, rest in counts])
-    return grid_of(
-        run.cluster,
-        tp=layout.tp,
-        num_replicas=layout.dp * layout.cp,
-        num_stages=layout.pp,
-        boundary_bytes=run.clock.boundary_bytes,
-        gradient_bytes=gradients,
-        num_exposed=layout.num_chunks * max(1.0, layout.num_microbatches / layout.pp),
-        unit_seconds=unit_seconds,
-        num_microbatches=1 if unit_seconds is None else layout.num_microbatches,
-    )
+    layout, numbered = one.layout, one.numbered
+    found = weighed(run, job, () if has_equal_nodes(numbered) else room.peaks(layout), num_steps)
+    if one.assignment is None:
+        in_order = as_numbered(len(found.units) // layout.pp, layout.pp)
+        one = replace(one, assignment=replace(found, units=in_order, seconds=found.seconds_by_default))
+    cluster = rearranged(numbered, layout, found.units)
+    if cluster == one.cluster:
+        return replace(one, assignment=found)
+    memory = one.memory
+    if not has_equal_nodes(cluster):
+        kinds = devices_of_ranks(cluster, layout.pp)
+        memory = room.of(layout, [min(job.usable_bytes(one, cluster) for one in each) for each in kinds])
+    step = replace(run, cluster=cluster, known={}).step()
+    gain = one.step_s / step.seconds
+    if gain <= 1 or not memory.fits:
+        return one
+    return replace(
+        one, time=step, memory=memory, cluster=cluster, assignment=found,
+        tokens_per_second=one.tokens_per_second * gain, mfu=one.mfu * gain,
+    )  # fmt: skip
 
 
-def placed(shape: Shape, stack: MegatronStack, one: Configuration, job: Job, fusion_name: str) -> Assignment:
-    """The units of devices, as the configuration's cluster numbers them, that take its places.
-
-    On many nodes of which nothing was measured ranks stay as Megatron numbers them: among equal nodes every one is as good
-    as any other. Nothing is weighed then, so the seconds are 0.
-    """
-    layout, cluster = one.layout, one.cluster
-    num_replicas = layout.dp * layout.cp
-    equal = has_equal_nodes(cluster)
-    if (
-        num_replicas * layout.pp > _MOST_WEIGHED
-        and cluster.measured is None
-        and not (equal and len(cluster.ranks_of(0)) % layout.tp)
-    ):
-        units = as_numbered(num_replicas, layout.pp)
-        return Assignment(units, 0.0, 0.0, is_proved=False, num_tried=0)
-    run = Run(shape, layout, stack, find_fusion(fusion_name), cluster)
-    return assign(places(run, None if equal else _unit_seconds(run, Room(shape, stack).peaks(layout), job)))
-
-
-def _unit_seconds(run: Run, peaks: Sequence[int], job: Job) -> NDArray[np.float64]:
-    """Of one microbatch of every stage on every unit; where a stage has no room, more than any step takes."""
-    layout, cluster = run.layout, run.cluster
-    by_first: dict[int, NDArray[np.float64]] = {}
-    (block,) = kinds_of_ranks(cluster, 1)
-    for first in block:
-        stages = run.clock_from(first).stages
-        usable = job.usable_bytes(cluster.device_of(first), cluster)
-        by_first[first] = np.array(
-            [
-                sum(one.forward.seconds + one.backward.seconds for one in stages[rank :: layout.pp])
-                if peaks[rank] <= usable
-                else _NEVER
-                for rank in range(layout.pp)
-            ]
-        )
-    num_units = layout.dp * layout.cp * layout.pp
-    kinds = [first for (first,) in kinds_of_ranks(cluster, num_units)]
-    return np.array([by_first[first] for first in kinds])
-
-
-def rank_lines(found: Assignment, tp: int, num_stages: int, cluster: Cluster) -> list[str]:
+def rank_lines(one: Configuration) -> Sequence[str]:
     """One line per rank, in the order of ranks (stage, replica, shard): node and device in the node."""
-    num_replicas = len(found.units) // num_stages
-    lines = []
-    for stage in range(num_stages):
-        for replica in range(num_replicas):
-            unit = found.units[replica * num_stages + stage]
-            for shard in range(tp):
-                device = unit * tp + shard
-                node = cluster.node_of(device)
-                lines.append(f"{len(lines)},{node},{cluster.ranks_of(node).index(device)}")
-    return lines
+    return [f"{rank},{node},{device}" for rank, (node, device) in enumerate(device_places(one.cluster))]

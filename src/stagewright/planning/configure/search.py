@@ -8,43 +8,22 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, product
 
-from stagewright.cluster import Cluster, Device
+from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape, find_megatron_stack
 from stagewright.estimation.megatron.fusion import Fusion, find_fusion
 from stagewright.estimation.megatron.layout import Recompute
 from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, PassSeconds
 from stagewright.planning.configure.balance import balanced_layers
+from stagewright.planning.configure.configuration import Configuration
 from stagewright.planning.configure.fitting import Memory, Room
-from stagewright.planning.configure.iteration import Run, StepTime
+from stagewright.planning.configure.groups import GroupsClock, groups_differ
+from stagewright.planning.configure.iteration import Run
 from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, kinds_of_ranks, orders
+from stagewright.planning.configure.ranks import on_best_devices
 from stagewright.planning.configure.space import Bounds, Widths, layout_of, obstacle, schedules, widths
 from stagewright.planning.job import Job
 from stagewright.planning.megatron import check_length, check_precision
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """One configuration that fits, and what is predicted of it."""
-
-    layout: Layout
-    time: StepTime
-    memory: Memory
-    tokens_per_second: float
-    mfu: float
-    bound_s: float
-    """What the step takes at least."""
-    cluster: Cluster
-    """As its ranks number the devices."""
-
-    @property
-    def devices(self) -> tuple[tuple[Device, ...], ...]:
-        """The kinds of devices of every pipeline rank."""
-        return devices_of_ranks(self.cluster, self.layout.pp)
-
-    @property
-    def step_s(self) -> float:
-        return self.time.seconds
 
 
 @dataclass(frozen=True)
@@ -79,8 +58,8 @@ def configure(
 ) -> Configured:
     """The `keep` fastest configurations of a model on a cluster that fit in memory.
 
-    On a cluster of several kinds of nodes stages get as many layers as their devices are fast and have memory for; nodes
-    with fast devices come first or last.
+    Where links were measured each is timed with its ranks on the devices that suit it. On a cluster of several kinds of
+    nodes stages get as many layers as their devices are fast and have memory for; fast nodes come first or last.
 
     Raises:
         InputError: a stack without kernels or one that does not train in the job's precision, samples longer than learned
@@ -167,8 +146,11 @@ class _Search:
         key = cluster, one.sizes, first_rank
         if key not in self._timed:
             layout = layout_of(replace(one, pp=1), self.job, "1f1b", 1, "none", False, None)
-            known = self.known.setdefault(cluster, {})
-            clock = Clock(self.shape, layout, self.stack, self.fusion, cluster, first_rank, known)
+            given = self.shape, layout, self.stack, self.fusion, cluster
+            if groups_differ(cluster, layout):
+                clock: Clock = GroupsClock(*given, num_ranks=cluster.num_devices, fastest=True)
+            else:
+                clock = Clock(*given, first_rank, self.known.setdefault(cluster, {}))
             layer = clock.layer(self.shape.num_layers - 1)
             first, last = (
                 sum(clock.passes(part), PassSeconds()).seconds
@@ -249,7 +231,10 @@ class _Search:
         step = run.step()
         tokens = self.job.global_batch * self.job.sequence_length / step.seconds
         mfu = tokens * self.flop_per_token / self.peak_flops
-        return Configuration(layout, step, memory, tokens, mfu, bound, one.cluster)
+        made = Configuration(layout, step, memory, tokens, mfu, bound, one.cluster, one.cluster)
+        if one.cluster.measured is None or not has_equal_nodes(one.cluster):
+            return made
+        return on_best_devices(made, run, self.room, self.job, _MOVES)
 
     @cached_property
     def room(self) -> Room:
@@ -299,6 +284,8 @@ class _Search:
 
 
 _NUMBERS = count()
+_MOVES = 4_000
+"""Moves of ranks among measured links that decide between configurations."""
 _SHIFTS = 6
 """Times that layers are taken from devices that lack memory."""
 

@@ -97,15 +97,18 @@ def grid_of(
     num_exposed: float,
     unit_seconds: Floats | None = None,
     num_microbatches: int = 1,
+    num_sharing: int | None = None,
 ) -> Grid:
     """The places of a configuration on `cluster`, whose units are `tp` ranks in a row; by default the replicas of a stage
     are next to each other, as Megatron numbers them.
 
     Args:
+        tp: devices of a unit, with context and expert parallelism those of all groups that stay together.
         boundary_bytes: what a device hands to the next stage per microbatch.
         gradient_bytes: [stage] what a device reduces over its replicas.
         num_exposed: how often per step a pipeline waits for its transfers.
         unit_seconds: [unit, stage] forward and backward of a microbatch; none: equal everywhere.
+        num_sharing: devices that add up the same gradients, where a unit has several; by default `num_replicas`.
 
     Raises:
         InputError: the widths do not fill the cluster, or a unit would span nodes of several kinds.
@@ -118,7 +121,8 @@ def grid_of(
         )
     latency, rate = _unit_links(cluster, tp, num_units)
     there = latency + boundary_bytes / rate
-    share = 2 * (num_replicas - 1) / num_replicas
+    sharing = num_sharing or num_replicas
+    share = 2 * (sharing - 1) / sharing
     heaviest = float(np.max(gradient_bytes)) or 1.0
     ring = share * heaviest / rate + 2 * (num_replicas - 1) * latency
     seconds = np.zeros((num_units, num_stages)) if unit_seconds is None else np.asarray(unit_seconds, float)
