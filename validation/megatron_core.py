@@ -24,10 +24,15 @@ Record = dict[str, str]
 
 
 def run_of(record: Record) -> Run:
-    """The configuration of a row; models have fewer layers than their originals."""
+    """The configuration of a row; models have fewer layers than their originals.
+
+    Inputs of experts are padded to a fixed capacity (`set_megatron_config` of SimuMax's examples), so that no host has to
+    know how many tokens came.
+    """
     shape = replace(B200_MODELS[record["model"]], num_layers=int(record["layers"]))
     cluster = load_cluster("8x-b200")
-    return Run(shape, b200_layout(record), find_megatron_stack(STACK), find_fusion(STACK), cluster)
+    fusion = replace(find_fusion(STACK), routing_wait_s=0.0)
+    return Run(shape, b200_layout(record), find_megatron_stack(STACK), fusion, cluster)
 
 
 def rows(what: str, folder: Path = DATA) -> Iterator[Row]:

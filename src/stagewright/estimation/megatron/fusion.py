@@ -26,7 +26,8 @@ class Fusion:
     * `latent_copies`: times queries and keys are moved to join their rotary parts (MLA).
     * `routing`: times the router's logits are moved.
     * `routing_wait_s`: what a mixture keeps a device waiting in either direction: for hosts that read how many tokens go
-      where, and launch the small kernels which sort them; 0 where a graph of kernels holds them.
+      where, and launch the small kernels which sort them; 0 where a graph of kernels holds them, or experts have a fixed
+      capacity that their inputs are padded to.
     * `hidden_gathers`: sequence-parallel collectives that run beside products: none, those of the backward that need no
       product in front of them, or all, in parts with the products they belong to.
     * `dispatch`: what travels to the experts: a copy of a token for each of them, or one to each node that has any, which
@@ -96,7 +97,7 @@ _CORE = Fusion(
     product_gap_s=4.9e-5,
     pass_host_s=2e-4,
     step_host_s=1.5e-2,
-    routing_wait_s=1.4e-3,
+    routing_wait_s=1.7e-3,
 )
 
 FUSIONS = {

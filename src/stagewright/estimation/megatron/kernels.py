@@ -24,6 +24,8 @@ class Kernel(NamedTuple):
     num: int = 1
     in_half: bool = False
     """Whether a product stays in half precision where others are computed in eight bits."""
+    rounds: int = 1
+    """Equal parts of it that run back to back."""
 
 
 class Collective(NamedTuple):
@@ -97,8 +99,7 @@ def product(
     """
     flop, weights = 2.0 * count * tokens * given * made, float(count * given * made)
     moved = float(element_bytes) * (count * tokens * (given + made) + weights)
-    rounds = ceil(count / at_once)
-    kernel = Kernel("matmul", flop / rounds, moved / rounds, rounds, in_half)
+    kernel = Kernel("matmul", flop, moved, in_half=in_half, rounds=ceil(count / at_once))
     adding = (Kernel("memory", 0.0, adds_up * weights),) if adds_up else ()
     linear = Passes(Pass((kernel,)), Pass((kernel,)), Pass((kernel, *adding)))
     return stream(casts * count * tokens * given, casts * count * tokens * made) + linear

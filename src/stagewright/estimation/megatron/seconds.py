@@ -40,8 +40,10 @@ def kernel_seconds(kernel: Kernel, device: Device, dtype: str) -> float:
         case "norm":
             busy = device.norm_seconds(kernel.num_bytes)
         case "matmul":
-            busy = _overlapped(
-                device.matmul_seconds(kernel.flop, dtype), device.memory_seconds(kernel.num_bytes)
+            rounds = kernel.rounds
+            busy = rounds * _overlapped(
+                device.matmul_seconds(kernel.flop / rounds, dtype),
+                device.memory_seconds(kernel.num_bytes / rounds),
             )
         case _:
             forward = kernel.kind == "attention"
