@@ -15,6 +15,7 @@ from typing import Any
 
 from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution.checkpoint_folder import check_start
+from stagewright.execution.machine_memory import refuse_without_room
 from stagewright.execution.record import Record, load_record
 from stagewright.files import make_writable
 from stagewright.planning.plan import Plan, load_plan
@@ -57,8 +58,8 @@ def run(
         What was measured; None on the ranks of a launcher that are not the first.
 
     Raises:
-        InputError: the plan cannot be read, or is one that is predicted only; there are too few devices, or no folder to
-            write to.
+        InputError: the plan cannot be read, or is one that is predicted only; there are too few devices, too little memory
+            for processes on the CPU, or no folder to write to.
         RunError: a rank failed; names the rank and the action.
     """
     from stagewright.execution.device import kind_of
@@ -73,6 +74,8 @@ def run(
     )
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     kind = kind_of(device, loaded, _num_ranks_here(loaded, is_launched))
+    if kind == "cpu" and not is_launched:
+        refuse_without_room(loaded)
     make_writable(folder, "--out")
     options = {"data": data, "steps": steps, "device": kind, "timeout": timeout}
     options |= {"checkpoint": checkpoint, "checkpoint-every": checkpoint_every}

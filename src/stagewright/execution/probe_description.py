@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 from datetime import date
@@ -13,6 +12,7 @@ import torch
 
 from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, PerPrecisionFraction
 from stagewright.errors import InputError
+from stagewright.execution.machine_memory import machine_bytes
 from stagewright.execution.probe_measurements import Measurements, linear_fit, reference_precision
 from stagewright.execution.probe_operators import OperatorFigures, least_squares
 from stagewright.units import parse_bytes
@@ -199,9 +199,4 @@ def _memory_bytes(device_type: str, processes: int) -> int:
     """What one device may use: a GPU's memory, or an equal share of the machine's (or its container's)."""
     if device_type == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except OSError:
-        limit = "max"
-    return min(total, int(limit) if limit.isdigit() else total) // processes
+    return machine_bytes() // processes
