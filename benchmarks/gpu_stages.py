@@ -24,7 +24,8 @@ from stagewright.execution.probe import probe
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.verification import largest_difference
 from stagewright.execution.weights import Weights
-from stagewright.graph.stage import Stage, carve
+from stagewright.graph.carving import carve
+from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import costing, pipeline, reserved_bytes
 from stagewright.planning.predict import rank_memories

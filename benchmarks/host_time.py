@@ -120,7 +120,7 @@ def _ours(model: str, num_stages: int, count: int) -> tuple[Callable[[], None], 
 
     from stagewright.execution.rank_runner import RankRunner, stage_edges
     from stagewright.execution.weights import Weights
-    from stagewright.graph.stage import carve
+    from stagewright.graph.carving import carve
     from stagewright.schedule.families import build as build_schedule
     from stagewright.schedule.lower import insert_communication
     from stagewright.tracing.cache import trace

@@ -29,8 +29,9 @@ import torch.distributed as dist
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import carve
 from stagewright.graph.cuts import find_cuts
-from stagewright.graph.stage import Stage, carve
+from stagewright.graph.stage import Stage
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search

@@ -27,7 +27,7 @@ from figures import write
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
-from stagewright.graph.stage import carve
+from stagewright.graph.carving import carve
 from stagewright.planning.candidate import Choice, make_program
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import allocatable_bytes, pipeline

@@ -18,9 +18,10 @@ from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.transport import _pack, _unpack
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph, Origin
+from stagewright.graph.carving import carve
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.policy import Policy
-from stagewright.graph.stage import Stage, Transfer, carve
+from stagewright.graph.stage import Stage, Transfer
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.tracing.arguments import from_contents
 

@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from stagewright.cli.app import app
-from stagewright.graph.stage import Stage, carve
+from stagewright.graph.carving import carve
+from stagewright.graph.stage import Stage
 from stagewright.planning.estimate import graph_of, line_of
 from stagewright.planning.plan import Plan, StagePolicy, load_plan, stage_cuts, stage_program
 from stagewright.planning.predict import run_timeline

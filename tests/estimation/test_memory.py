@@ -32,7 +32,7 @@ from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.transport import Channel, _pack, _unpack
 from stagewright.execution.weights import Weights
 from stagewright.graph import Origin
-from stagewright.graph.stage import carve
+from stagewright.graph.carving import carve
 from stagewright.planning.job import Job
 from stagewright.schedule import Kind, Program, build, insert_communication
 from stagewright.tracing.arguments import DTYPES, from_contents

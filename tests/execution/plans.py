@@ -7,7 +7,8 @@ from pathlib import Path
 
 from stagewright.execution.launch import run
 from stagewright.execution.record import Record
-from stagewright.graph.stage import Stage, carve
+from stagewright.graph.carving import carve
+from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
 from stagewright.planning.plan import (
     ClusterSection,

@@ -30,8 +30,8 @@ def place(
 
     from stagewright.execution.rank_runner import RankRunner, stage_edges
     from stagewright.execution.weights import TiedGroups, Weights
+    from stagewright.graph.carving import carve
     from stagewright.graph.policy import RECOMPUTE_ALL, Policy
-    from stagewright.graph.stage import carve
     from stagewright.schedule.families import build as build_schedule
     from stagewright.schedule.lower import insert_communication
     from stagewright.schedule.saving import insert_offloading, insert_recomputation

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from in_turn import Batch, Outcome, Pipeline, assert_equal, bytes_kept_by_autograd, run_plain
 from stagewright.graph import OperatorGraph
-from stagewright.graph.stage import carve
+from stagewright.graph.carving import carve
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module

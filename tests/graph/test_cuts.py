@@ -7,8 +7,8 @@ import pytest
 from nasty import NASTY
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import carve
 from stagewright.graph.cuts import find_cuts
-from stagewright.graph.stage import carve
 from stagewright.tracing.cache import trace
 from stagewright.tracing.trace import trace_module
 

@@ -10,7 +10,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
-from stagewright.graph.stage import carve
+from stagewright.graph.carving import carve
 from stagewright.planning.finalists import (
     JOINT,
     Searches,

@@ -13,7 +13,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import resident_bytes
-from stagewright.graph.stage import carve
+from stagewright.graph.carving import carve
 from stagewright.planning import search
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found

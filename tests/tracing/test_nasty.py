@@ -15,7 +15,7 @@ from in_turn import Batch, Outcome, Pipeline, assert_equal, bytes_kept_by_autogr
 from nasty import NASTY
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
-from stagewright.graph.stage import carve
+from stagewright.graph.carving import carve
 from stagewright.tracing.trace import trace_module
 
 NUM_MICROBATCHES = 2

@@ -13,8 +13,8 @@ from torch import nn
 from in_turn import Batch, Outcome, Pipeline, assert_equal
 from nasty import NASTY
 from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import Carving, carve
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
-from stagewright.graph.stage import Carving, carve
 
 
 @functools.cache

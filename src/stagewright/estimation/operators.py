@@ -14,7 +14,7 @@ from typing import Any
 
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
-from stagewright.graph.stage import ACCUMULATE
+from stagewright.graph.added import ACCUMULATE
 
 
 class Kernel(Enum):

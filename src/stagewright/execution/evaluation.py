@@ -12,8 +12,9 @@ from stagewright.errors import PlanError
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import carve
 from stagewright.graph.flat import PARAMETERS
-from stagewright.graph.stage import Function, Stage, carve
+from stagewright.graph.stage import Function, Stage
 from stagewright.schedule.action import Kind
 from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.program import Program

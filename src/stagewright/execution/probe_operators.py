@@ -22,7 +22,8 @@ from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
-from stagewright.graph.stage import Stage, carve
+from stagewright.graph.carving import carve
+from stagewright.graph.stage import Stage
 from stagewright.tracing.trace import trace_module
 
 SIZES = ((64, 64), (128, 128), (256, 256))

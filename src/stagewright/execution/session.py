@@ -29,8 +29,9 @@ from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import carve
 from stagewright.graph.flat import Flat, flats, of_stages
-from stagewright.graph.stage import Stage, carve
+from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.lengths import check_same_operators

@@ -22,9 +22,9 @@ from stagewright.execution.data import SyntheticBatches
 from stagewright.execution.launch import refuse_what_is_not_run, start_ranks
 from stagewright.execution.random import keyed
 from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import carve
 from stagewright.graph.cutting import Cutting
 from stagewright.graph.flat import PARAMETERS
-from stagewright.graph.stage import carve
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ModelSection, Plan, cut_names, shared_layers, stage_cuts, stage_program
 from stagewright.planning.sharding import sharded_program, without_sharding

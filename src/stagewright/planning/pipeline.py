@@ -13,9 +13,10 @@ from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import ResidentBytes, resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import Carving
 from stagewright.graph.flat import Flat, flats
 from stagewright.graph.policy import KEEP, Policy
-from stagewright.graph.stage import Carving, Stage
+from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.planning.job import Job
 from stagewright.planning.sharding import Collectives, reduced_flats

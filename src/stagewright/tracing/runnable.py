@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from stagewright.graph import Node, Ref, Symbol
-from stagewright.graph.stage import ACCUMULATE, Function
+from stagewright.graph.added import ACCUMULATE
+from stagewright.graph.stage import Function
 from stagewright.tracing.arguments import operator, symbol
 
 Accumulate = Callable[[int, torch.Tensor], None]

@@ -149,7 +149,7 @@ def _transients(graph: OperatorGraph) -> Floats:
 
 def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
     """What may be recomputed, anchors kept, and per position how much of that lies between the anchors around it."""
-    from stagewright.graph.stage import carve
+    from stagewright.graph.carving import carve
 
     graph = body.graph
     (whole,) = carve(graph, [])

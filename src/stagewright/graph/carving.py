@@ -1,0 +1,319 @@
+"""Carving: the stages of a graph between cuts, each under its memory policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stagewright.errors import PlanError
+from stagewright.graph.added import copy
+from stagewright.graph.cutting import Cutting, Routes
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
+from stagewright.graph.locate import Located
+from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.stage import Function, Stage, Transfer, made_by
+from stagewright.graph.weaving import woven
+from stagewright.graph.weight_grads import weight_grads, with_finishing
+
+
+def carve(graph: OperatorGraph, cuts: Sequence[int], policies: Sequence[Policy] = ()) -> list[Stage]:
+    """Cut the body at `cuts` (strictly increasing positions between 1 and ``len(body) - 1``).
+
+    `policies` has one entry per stage; none means that every stage keeps what it saves.
+
+    Raises:
+        PlanError: a cut is out of range, repeated, or separates an operator from the buffer it updates.
+    """
+    return Carving(graph, cuts).stages(policies)
+
+
+class Carving:
+    """A graph cut at `cuts`, whose stages can be carved under one policy after another; raises as `carve`."""
+
+    def __init__(self, graph: OperatorGraph, cuts: Sequence[int]) -> None:
+        self._cutting = Cutting(graph, cuts)
+        self._located: list[Located] = []
+        """Where each stage holds its values. What it sends lies in the same places whatever its policy."""
+
+    def stages(self, policies: Sequence[Policy] = ()) -> list[Stage]:
+        """All stages; `policies` as for `carve`."""
+        num_stages = self._cutting.num_stages
+        if policies and len(policies) != num_stages:
+            raise PlanError(f"{len(policies)} memory policies for {num_stages} stages: give one for each")
+        chosen = policies or [KEEP] * num_stages
+        carvers = [_StageCarver(self._cutting, index, policy) for index, policy in enumerate(chosen)]
+        stages = [carver.carve() for carver in carvers]
+        self._located = [carver.located() for carver in carvers]
+        for stage in stages:
+            self._follow_forward(stage, self._located[stage.index])
+        for stage in reversed(stages):
+            self._follow_backward(stage, self._located[stage.index])
+        return [_at(stage, here) for stage, here in zip(stages, self._located, strict=True)]
+
+    def stage(self, index: int, policy: Policy) -> Stage:
+        """One of `stages`, which have been carved before."""
+        carver = _StageCarver(self._cutting, index, policy)
+        stage, here = carver.carve(), carver.located()
+        self._follow_forward(stage, here)
+        self._follow_backward(stage, here)
+        return _at(stage, here)
+
+    def _follow_forward(self, stage: Stage, here: Located) -> None:
+        for transfer in stage.receives:
+            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
+        here.follow(stage.forward.nodes)
+
+    def _follow_backward(self, stage: Stage, here: Located) -> None:
+        for transfer in stage.grad_receives:
+            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
+        here.follow(stage.backward.nodes)
+
+
+def _at(stage: Stage, here: Located) -> Stage:
+    return replace(stage, extra=here.values, local_bytes=here.storage_bytes)
+
+
+@dataclass(frozen=True)
+class _Nodes:
+    """The nodes of a stage by the time they run; all in running order."""
+
+    static: tuple[Node, ...]
+    derived: tuple[Node, ...]
+    forward: tuple[Node, ...]
+    input_grad: tuple[Node, ...]
+    weight_grad: tuple[Node, ...]
+    finishing: tuple[Node, ...]
+
+    def __iter__(self) -> Iterator[Node]:
+        yield from (
+            *self.static,
+            *self.derived,
+            *self.forward,
+            *self.input_grad,
+            *self.weight_grad,
+            *self.finishing,
+        )
+
+
+class _StageCarver:
+    def __init__(self, cutting: Cutting, index: int, policy: Policy) -> None:
+        self.cutting = cutting
+        self.policy = policy
+        self.graph = cutting.graph
+        self.index = index
+        self.added: dict[int, Value] = {}
+        self.weights = weight_grads(cutting, index, self._fresh)
+        self.sends = self._transfers(cutting.forward_routes, outgoing=True)
+        self.receives = self._transfers(cutting.forward_routes, outgoing=False)
+        self.grad_sends = self._transfers(cutting.grad_routes, outgoing=True)
+        self.grad_receives = self._transfers(cutting.grad_routes, outgoing=False)
+        self.mutations = tuple(pair for pair in self.graph.mutations if index in cutting.updaters[pair[0]])
+        self.computes_loss = cutting.stage.get(self.graph.values[self.graph.loss].node) == index
+        self.copies: dict[int, int] = {}  # changing buffer -> its copy
+
+    def located(self) -> Located:
+        return Located(self.graph, self.added, {**self.weights.instead, **self.copies})
+
+    def carve(self) -> Stage:
+        nodes = self._with_copies(self._nodes())
+        changed = [value for _, value in self.mutations]
+        inputs = self._sources(nodes, Origin.INPUT, changed)
+        resident = {
+            *self._sources(nodes, Origin.PARAMETER),
+            *self._sources(nodes, Origin.BUFFER),
+            *self._sources(nodes, Origin.CONSTANT),
+            *made_by((*nodes.static, *nodes.derived)),
+        }
+        arrived, cotangents = _values(self.receives), _values(self.grad_receives)
+        at_hand = {*arrived, *inputs, *made_by(nodes.forward)} - resident
+        weight_grad = with_finishing(nodes.weight_grad, nodes.finishing)
+        both = sorted((*nodes.input_grad, *nodes.weight_grad), key=lambda node: node.id)
+        backward = with_finishing(both, nodes.finishing)
+        by_input_grad = {*cotangents, *made_by(nodes.input_grad)}
+        needed = _used(backward, at_hand)
+        rebuild = self._rebuild(nodes.forward, needed, resident)
+        saved = _distinct((*(value for value in needed if value not in rebuild.outputs), *rebuild.inputs))
+        relayed = _used(weight_grad, at_hand | by_input_grad)
+        input_grad = nodes.input_grad
+        remade = Function((), (), ())
+        if not self.policy.everything:
+            remade, rebuild = rebuild, remade
+            again = made_by(remade.nodes)
+            backward = woven(backward, remade.nodes)
+            input_grad = tuple(woven(input_grad, remade.nodes, relayed))
+            needed = _distinct((*(value for value in needed if value not in again), *remade.inputs))
+            by_input_grad |= again
+            at_hand -= again
+        sent, grad_sent = _values(self.sends), _values(self.grad_sends)
+        loss = [self.graph.loss] if self.computes_loss else []
+        return Stage(
+            index=self.index,
+            start=self.cutting.bounds[self.index],
+            stop=self.cutting.bounds[self.index + 1],
+            graph=self.graph,
+            extra=self.added,
+            parameters=self._sources(nodes, Origin.PARAMETER),
+            buffers=self._sources(nodes, Origin.BUFFER, [buffer for buffer, _ in self.mutations]),
+            constants=self._sources(nodes, Origin.CONSTANT, changed),
+            inputs=inputs,
+            static=nodes.static,
+            derived=nodes.derived,
+            forward=Function(nodes.forward, (*arrived, *inputs), _distinct((*sent, *saved, *loss, *changed))),
+            input_grad=Function(
+                input_grad,
+                _distinct((*_used(input_grad, at_hand), *cotangents)),
+                _distinct((*grad_sent, *(value for value in relayed if value in by_input_grad))),
+            ),
+            weight_grad=Function(tuple(weight_grad), relayed, ()),
+            backward=Function(tuple(backward), _distinct((*needed, *cotangents)), tuple(grad_sent)),
+            rebuild=rebuild,
+            receives=self.receives,
+            sends=self.sends,
+            grad_receives=self.grad_receives,
+            grad_sends=self.grad_sends,
+            saved=saved,
+            offloaded=self._of_storages(saved, self.policy.offload),
+            relayed=relayed,
+            gradients=self.weights.gradients,
+            mutations=self.mutations,
+            computes_loss=self.computes_loss,
+            remade=remade,
+        )
+
+    # -- nodes ------------------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> _Nodes:
+        own = self.cutting.nodes_of[self.index]
+        changed = [value for _, value in self.mutations]
+        body = [node for node in own if node.part is Part.FORWARD]
+        gradient_nodes = [node for node in own if node.part is Part.INPUT_GRAD]
+        after = (*self.weights.own, *self.weights.finishing)
+        gradient_nodes = _prune(gradient_nodes, after, _values(self.grad_sends))
+        prologue = self._closure((*body, *gradient_nodes, *after), Part.PROLOGUE, changed)
+        forward = tuple(sorted((*prologue, *body), key=lambda node: node.id))
+        every = (*forward, *gradient_nodes, *after)
+        return _Nodes(
+            static=self._closure(every, Part.STATIC, changed),
+            derived=self._closure(every, Part.DERIVED, changed),
+            forward=forward,
+            input_grad=tuple(gradient_nodes),
+            weight_grad=self.weights.own,
+            finishing=self.weights.finishing,
+        )
+
+    def _rebuild(self, forward: Sequence[Node], needed: Sequence[int], resident: set[int]) -> Function:
+        """R: the nodes of F that make the values of `needed` the policy does not keep; its inputs must be saved."""
+        makers = {output: node for node in forward for output in node.outputs if output is not None}
+        fixed = set(self.copies.values())  # of buffers that have changed since
+        wanted = needed if self.policy.everything else self._of_storages(needed, self.policy.recompute)
+        made_here = [value for value in wanted if self._storage(value) in makers]
+        outputs = [value for value in made_here if self._storage(value) not in fixed]
+        kept = set(needed) - set(outputs)
+        chosen: set[int] = set()
+        inputs: dict[int, None] = {}
+        stack = list(outputs)
+        while stack:
+            value = stack.pop()
+            if value in resident:
+                continue
+            node = makers.get(value)
+            if node is None or value in kept or value in fixed:
+                inputs[value] = None
+            elif node.id not in chosen:
+                chosen.add(node.id)
+                stack.extend(node.inputs)
+        return Function(tuple(n for n in forward if n.id in chosen), tuple(sorted(inputs)), tuple(outputs))
+
+    def _storage(self, value: int) -> int:
+        return (self.added[value] if value in self.added else self.graph.values[value]).storage
+
+    def _of_storages(self, values: Iterable[int], chosen: Iterable[int]) -> tuple[int, ...]:
+        """Those of `values` that lie in a storage of one of `chosen`."""
+        storages = {self._storage(value) for value in chosen if value < len(self.graph.values)}
+        return tuple(value for value in values if self._storage(value) in storages)
+
+    def _with_copies(self, nodes: _Nodes) -> _Nodes:
+        """F first copies every changing buffer whose value, or a view of it, must outlast F: the next F changes it."""
+        after = (
+            *nodes.input_grad,
+            *nodes.weight_grad,
+            *(nodes.forward if self.policy.recomputes else ()),
+        )
+        later = {value for node in after for value in node.inputs}
+        lasting = (value for value in (*later, *_values(self.sends)) if value < len(self.graph.values))
+        for buffer in sorted({self.graph.values[value].storage for value in lasting} & self.cutting.changing):
+            self.copies[buffer] = self._fresh(replace(self.graph.values[buffer], origin=Origin.NODE))
+        if not self.copies:
+            return nodes
+
+        def renew(group: tuple[Node, ...]) -> tuple[Node, ...]:
+            return tuple(node.renamed(self.copies) for node in group)
+
+        copies = [copy(buffer, made) for buffer, made in self.copies.items()]
+        return replace(
+            nodes,
+            forward=(*copies, *renew(nodes.forward)),
+            input_grad=renew(nodes.input_grad),
+            weight_grad=renew(nodes.weight_grad),
+        )
+
+    def _closure(self, nodes: Iterable[Node], part: Part, also: Sequence[int]) -> tuple[Node, ...]:
+        """Nodes of `part` that `nodes` need, directly or through each other."""
+        found: set[int] = set()
+        stack = [value for node in nodes for value in node.inputs] + list(also)
+        while stack:
+            value = stack.pop()
+            if value in self.added:
+                continue
+            producer = self.graph.values[value].node
+            if producer >= 0 and producer not in found and self.graph.nodes[producer].part is part:
+                found.add(producer)
+                stack.extend(self.graph.nodes[producer].inputs)
+        return tuple(self.graph.nodes[node] for node in sorted(found))
+
+    def _sources(self, nodes: Iterable[Node], origin: Origin, also: Sequence[int] = ()) -> tuple[int, ...]:
+        used = {value for node in nodes for value in node.inputs} | set(also)
+        return tuple(
+            sorted(
+                value
+                for value in used
+                if value not in self.added and self.graph.values[value].origin is origin
+            )
+        )
+
+    def _fresh(self, like: Value) -> int:
+        """A new value, numbered apart from the graph's; stages number theirs each for themselves."""
+        index = len(self.graph.values) + len(self.added)
+        self.added[index] = replace(like, id=index, storage=index)
+        return index
+
+    def _transfers(self, routes: Routes, outgoing: bool) -> tuple[Transfer, ...]:
+        mine, other = (0, 1) if outgoing else (1, 0)
+        return tuple(
+            Transfer(hop[other], tuple(values))
+            for hop, values in sorted(routes.items())
+            if hop[mine] == self.index
+        )
+
+
+def _values(transfers: Iterable[Transfer]) -> list[int]:
+    return [value for transfer in transfers for value in transfer.values]
+
+
+def _distinct(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+def _used(nodes: Iterable[Node], among: set[int]) -> tuple[int, ...]:
+    return _distinct(value for node in nodes for value in node.inputs if value in among)
+
+
+def _prune(gradient_nodes: list[Node], weight: Iterable[Node], sent: list[int]) -> list[Node]:
+    """Without the input-gradient nodes that neither a sent cotangent nor a weight gradient needs."""
+    needed = set(sent) | {value for node in weight for value in node.inputs}
+    kept: list[Node] = []
+    for node in reversed(gradient_nodes):
+        if any(value in needed for value in node.outputs):
+            kept.append(node)
+            needed.update(node.inputs)
+    return kept[::-1]
