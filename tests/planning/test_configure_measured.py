@@ -144,3 +144,15 @@ def test_links_whose_two_ways_add_up_to_the_same_are_told_apart() -> None:
     grid = replace(grid, hop=np.full((units, units), 1e-3))
     found = assign(grid, num_steps=1000, num_starts=1)
     assert found.units != as_numbered(3, 3) or not found.is_proved
+
+
+def test_tied_stages_keep_off_a_slow_link() -> None:
+    """Only the first and the last stage of the default order meet on it."""
+    shape = replace(SHAPE, tied=True)
+    bounds = Bounds(tp=8, pp=4, cp=1, microbatch=1, chunks=(1,))
+    plain, slow = (
+        configure(shape, with_slow(pair), JOB, bounds=bounds, keep=1).configurations[0]
+        for pair in (None, (3, 0))
+    )
+    assert slow.step_s == pytest.approx(plain.step_s, rel=1e-9)
+    assert slow.assignment is not None and {slow.assignment.units[0], slow.assignment.units[-1]} != {0, 3}

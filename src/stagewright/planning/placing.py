@@ -11,7 +11,7 @@ from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.arranged import ArrangedCluster
 from stagewright.planning.configure.assignment import Grid, assign, grid_of
 from stagewright.planning.pipeline import Pipeline
-from stagewright.planning.predict import gradient_bytes, run_timeline, step_seconds
+from stagewright.planning.predict import gradient_bytes, holders_of, run_timeline, step_seconds
 
 MOST_UNITS = 512
 """Larger clusters are placed by `stagewright configure`, which knows no graph."""
@@ -52,9 +52,14 @@ def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int
 
 
 def grid_of_line(line: Pipeline) -> Grid:
-    """The places of a carved model: its widest boundary and each pipeline rank's gradients."""
+    """The places of a carved model: its widest boundary, each pipeline rank's gradients, and those of parameters that several
+    ranks hold, the first and the last of them."""
     boundary = max((*_sent(line), 0))
     gradients = [float(sum(gradient_bytes(line.stages_of(rank)).values())) for rank in range(line.pp)]
+    tied = {value: ranks for value, ranks in holders_of(line).items() if len(ranks) > 1}
+    sizes = {
+        value: size for rank in range(line.pp) for value, size in gradient_bytes(line.stages_of(rank)).items()
+    }
     microbatches = line.program.num_microbatches
     stages_per_rank = line.program.num_stages / line.pp
     return grid_of(
@@ -65,6 +70,8 @@ def grid_of_line(line: Pipeline) -> Grid:
         boundary_bytes=float(boundary),
         gradient_bytes=np.array(gradients),
         num_exposed=stages_per_rank * max(1.0, microbatches / line.pp),
+        tied_bytes=sum(sizes[value] for value in tied),
+        tied=(min(map(min, tied.values())), max(map(max, tied.values()))) if tied else (0, 0),
     )
 
 

@@ -157,7 +157,7 @@ def step_seconds(line: Pipeline, timeline: Timeline) -> float:
 def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple[float, float]]:
     """What one update of the parameters takes, of every rank: sums over replicas, but for those of the stages `reduced`, and
     over ranks that share a tied parameter; then AdamW, and the updated parameters of other replicas."""
-    holders = _holders(line)
+    holders = holders_of(line)
     found = []
     for rank in range(line.pp):
         stages = line.stages_of(rank)
@@ -186,7 +186,7 @@ def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
     return found
 
 
-def _holders(line: Pipeline) -> dict[int, list[int]]:
+def holders_of(line: Pipeline) -> dict[int, list[int]]:
     """Trained parameter -> the pipeline ranks that hold it, in order."""
     found: dict[int, list[int]] = {}
     for rank in range(line.pp):

@@ -245,17 +245,21 @@ class Run:
         forward = sum(one.forward.device_s for one in held) * (1 - 1 / num_layers)
         return max(reduce / num_layers, reduce - backward) + max(gather / num_layers, gather - forward)
 
-    def embedding_seconds(self) -> float:
-        """Gradients of a tied embedding between its first and last stage."""
+    @property
+    def embedding_bytes(self) -> float:
+        """Of a device's part of the gradient that the first and last stage add up; 0 where they do not."""
         layout = self.layout
         if layout.pp == 1 or not self.shape.tied:
             return 0.0
         layers = Layers(self.shape, layout, self.stack)
-        table = layers.padded_vocabulary() * self.shape.hidden / layout.tp
-        size, last = self.stack.element_bytes * table, (layout.pp - 1) * self._width
-        return max(
-            all_reduce_seconds(self.cluster, size, (first, last + first))
-            for first in range(self._width if self._differs else 1)
+        return self.stack.element_bytes * layers.padded_vocabulary() * self.shape.hidden / layout.tp
+
+    def embedding_seconds(self) -> float:
+        """Gradients of a tied embedding between its first and last stage."""
+        size, last = self.embedding_bytes, (self.layout.pp - 1) * self._width
+        firsts = range(self._width if self._differs else 1)
+        return (
+            max(all_reduce_seconds(self.cluster, size, (one, last + one)) for one in firsts) if size else 0.0
         )
 
     def optimizer_seconds(self, own: int, rest: int, rank: int = 0) -> float:

@@ -51,6 +51,8 @@ def places(run: Run, unit_seconds: NDArray[np.float64] | None = None) -> Grid:
         unit_seconds=unit_seconds,
         num_microbatches=1 if unit_seconds is None else layout.num_microbatches,
         num_sharing=layout.dp * layout.cp,
+        tied_bytes=run.embedding_bytes,
+        tied=(0, layout.pp - 1),
     )
 
 

@@ -41,7 +41,6 @@ class Configured:
 
     configurations: tuple[Configuration, ...]
     left_out: tuple[LeftOut, ...]
-    num_widths: int
     num_bounded: int
     """Configurations whose bound is above the last one kept."""
 
@@ -132,7 +131,7 @@ class _Search:
         reasons = tuple(
             LeftOut(reason, num, text) for reason, (num, _, text) in sorted(self.too_large.items())
         )
-        return Configured(fastest, reasons, len(found), bounded)
+        return Configured(fastest, reasons, bounded)
 
     def candidates(self, clusters: Iterable[Cluster], found: Iterable[Widths]) -> Iterator[_Candidate]:
         for cluster, one in product(clusters, found):

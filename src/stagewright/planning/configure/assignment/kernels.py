@@ -32,14 +32,18 @@ class Terms(NamedTuple):
     share: Floats
     fill: Floats
     busy: Floats
+    tie: Floats
+    tied_first: int
+    tied_last: int
 
 
 @njit(cache=True)
 def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
-    """Seconds (the slowest pipeline, the busiest unit, the slowest ring), and the means of pipelines and rings."""
+    """Seconds (the slowest pipeline, busiest unit, slowest ring and slowest pair that ties), and the means of pipelines, rings
+    and pairs."""
     num_replicas, num_stages = terms.num_replicas, terms.num_stages
-    through = longest = slowest = 0.0
-    sum_through = sum_ring = 0.0
+    through = longest = slowest = tying = 0.0
+    sum_through = sum_ring = sum_tying = 0.0
     for replica in range(num_replicas):
         total = 0.0
         first = replica * num_stages
@@ -56,13 +60,16 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
                 sum_ring += edge
         sum_through += total
         through = max(through, total)
-    mean = sum_through / num_replicas + sum_ring / (num_replicas * num_stages)
-    return through + longest + slowest, mean
+        pair = terms.tie[order[first + terms.tied_first], order[first + terms.tied_last]]
+        sum_tying += pair
+        tying = max(tying, pair)
+    mean = (sum_through + sum_tying) / num_replicas + sum_ring / (num_replicas * num_stages)
+    return through + longest + slowest + tying, mean
 
 
 @njit(cache=True)
 def cost(order: Ints, terms: Terms) -> float:
-    """Seconds: the slowest pipeline, the busiest unit, the slowest ring."""
+    """Seconds: the slowest pipeline, the busiest unit, the slowest ring, the slowest pair that ties."""
     return _weighed(order, terms)[0]
 
 

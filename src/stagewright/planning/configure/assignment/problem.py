@@ -25,6 +25,7 @@ class Grid:
         ring_share: [stage] what a stage has of the gradients that `ring` is for.
         fill: [unit, stage] seconds of one microbatch, forward and backward.
         busy: [unit, stage] seconds of all other microbatches.
+        tie: [unit, unit] seconds to add up gradients of parameters that both stages `tied` hold; none: nothing is tied.
         by_default: the unit at each place when nobody chooses; none: units in their own order.
     """
 
@@ -36,6 +37,8 @@ class Grid:
     fill: Floats
     busy: Floats
     by_default: tuple[int, ...] = ()
+    tie: Floats | None = None
+    tied: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         units, stages = self.num_units, self.num_stages
@@ -59,18 +62,27 @@ class Grid:
     def seconds(self, order: Ints) -> float:
         """Seconds of a step with unit ``order[replica * num_stages + stage]`` at each place.
 
-        The slowest pipeline passes one microbatch, its slowest unit the others, then the slowest ring reduces gradients.
-        Source: Pipette's objective (Yim et al., DATE 2024), with every stage's ring, both directions of a link and the
-        units' own times. Ignores: several rings and pipelines on one link at a time.
+        The slowest pipeline passes one microbatch, its slowest unit the others, then the slowest ring reduces gradients, and
+        the slowest pair of units those of tied parameters.
+        Source: Pipette's objective (Yim et al., DATE 2024), with every stage's ring, both directions of a link, tied
+        parameters and the units' own times. Ignores: several rings and pipelines on one link at a time.
         """
         return float(cost(order, self.terms))
 
     @property
     def terms(self) -> Terms:
         """As the kernels take it."""
+        tie = np.zeros((self.num_units, self.num_units)) if self.tie is None else self.tie
         return Terms(
-            self.num_replicas, self.num_stages, self.hop, self.ring, self.ring_share, self.fill, self.busy
-        )
+            self.num_replicas, self.num_stages, self.hop, self.ring, self.ring_share, self.fill, self.busy,
+            tie, *self.tied,
+        )  # fmt: skip
+
+    @property
+    def has_equal_links(self) -> bool:
+        """Whether it does not matter which units are neighbours."""
+        others = ~np.eye(self.num_units, dtype=bool)
+        return all(links is None or np.ptp(links[others]) == 0 for links in (self.hop, self.ring, self.tie))
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,8 @@ def grid_of(
     unit_seconds: Floats | None = None,
     num_microbatches: int = 1,
     num_sharing: int | None = None,
+    tied_bytes: float = 0.0,
+    tied: tuple[int, int] = (0, 0),
 ) -> Grid:
     """The places of a configuration on `cluster`, whose units are `tp` ranks in a row; by default the replicas of a stage
     are next to each other, as Megatron numbers them.
@@ -109,6 +123,7 @@ def grid_of(
         num_exposed: how often per step a pipeline waits for its transfers.
         unit_seconds: [unit, stage] forward and backward of a microbatch; none: equal everywhere.
         num_sharing: devices that add up the same gradients, where a unit has several; by default `num_replicas`.
+        tied_bytes, tied: gradients of a device that two stages of every pipeline add up, and these stages.
 
     Raises:
         InputError: the widths do not fill the cluster, or a unit would span nodes of several kinds.
@@ -123,6 +138,7 @@ def grid_of(
     there = latency + boundary_bytes / rate
     sharing = num_sharing or num_replicas
     share = 2 * (sharing - 1) / sharing
+    both_ways = np.maximum(latency, latency.T), np.minimum(rate, rate.T)
     heaviest = float(np.max(gradient_bytes)) or 1.0
     ring = share * heaviest / rate + 2 * (num_replicas - 1) * latency
     seconds = np.zeros((num_units, num_stages)) if unit_seconds is None else np.asarray(unit_seconds, float)
@@ -130,6 +146,8 @@ def grid_of(
         num_replicas, num_stages, num_exposed * (there + there.T), ring, np.asarray(gradient_bytes) / heaviest,
         seconds, (num_microbatches - 1) * seconds,
         as_numbered(num_replicas, num_stages),
+        2 * both_ways[0] + tied_bytes / both_ways[1] if tied_bytes else None,
+        tied,
     )  # fmt: skip
 
 

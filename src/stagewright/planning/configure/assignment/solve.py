@@ -31,8 +31,7 @@ def assign(grid: Grid, *, num_steps: int | None = None, num_starts: int = 8, see
     num_steps = num_steps or max(_FEWEST_STEPS, _STEPS_TIMES_UNITS // grid.num_units)
     by_default = grid.default
     first = grid.seconds(by_default)
-    between_units = ~np.eye(grid.num_units, dtype=bool)
-    if np.ptp(grid.hop[between_units]) == np.ptp(grid.ring[between_units]) == np.ptp(grid.fill) == 0:
+    if grid.has_equal_links and np.ptp(grid.fill) == 0:
         return Assignment(tuple(by_default.tolist()), first, first, True, 1)  # all links and units are equal
     generator = np.random.default_rng(seed)
     found: list[Ints] = [by_default]
