@@ -21,7 +21,6 @@ from torch import nn
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
-from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
 from stagewright.graph.stage import Stage
 from stagewright.tracing.trace import trace_module
@@ -106,7 +105,7 @@ class ReferenceNetwork:
         graph = trace_module(network, {"tokens": self._tokens}, "reference")
         (self._stage,) = carve(graph, [])
         self._marks = _Marks()
-        self._runner = _runner(graph, self._stage, network, self._marks)
+        self._runner = _runner(self._stage, network, self._marks)
         self._runner.begin_step(0)
         self._passes: list[np.ndarray] = []
         for _ in range(_WARM_UP):
@@ -140,7 +139,7 @@ def faster_half(samples: Sequence[_T], seconds: Callable[[_T], float]) -> list[_
     return sorted(samples, key=seconds)[: (len(samples) + 1) // 2]
 
 
-def _runner(graph: OperatorGraph, stage: Stage, network: nn.Module, mark: _Marks) -> StageRunner:
+def _runner(stage: Stage, network: nn.Module, mark: _Marks) -> StageRunner:
     device = torch.device("cpu")
     tensors: Mapping[str, torch.Tensor] = {
         **dict(network.named_parameters()),

@@ -78,11 +78,6 @@ class Stage:
         return self.extra[index] if index in self.extra else self.graph.values[index]
 
     @property
-    def uses_seed(self) -> bool:
-        """Whether the backward of this stage starts from the cotangent of the loss, or uses it again."""
-        return any(self.graph.seed in node.inputs for node in self.backward.nodes)
-
-    @property
     def resident(self) -> frozenset[int]:
         """Values alive between actions: parameters, buffers, constants, static and derived values, the loss's cotangent."""
         made = made_by((*self.static, *self.derived))

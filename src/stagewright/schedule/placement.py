@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from stagewright.errors import ScheduleError
@@ -78,15 +77,6 @@ def wave(num_ranks: int, num_chunks: int) -> Placement:
     return Placement(
         tuple(rank for chunk in range(num_chunks) for rank in (down[::-1] if chunk % 2 else down))
     )
-
-
-def arbitrary(rank_of_stage: Iterable[int]) -> Placement:
-    """Any placement, given as the rank of each stage.
-
-    >>> arbitrary([0, 0, 1]).stages_of(0)
-    (0, 1)
-    """
-    return Placement(tuple(int(rank) for rank in rank_of_stage))
 
 
 def _check_positive(num_ranks: int, num_chunks: int) -> None:

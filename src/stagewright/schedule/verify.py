@@ -12,8 +12,6 @@ from stagewright.schedule.program import Program
 from stagewright.schedule.replay import Replay
 from stagewright.schedule.tokens import Edge, Rules
 
-RankPair = tuple[int, int]
-
 
 def verify(program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = True) -> Program:
     """Return `program` if it is placed, complete, matched, ordered and free of deadlock.

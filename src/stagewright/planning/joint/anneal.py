@@ -130,7 +130,7 @@ def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, nu
         if choice < 0.1:
             new_rule = _other_rule(rule)
         elif choice < 0.4 and rule.stretch > 0.0:
-            _shift(new_shifts, ranks, num_ranks, cycle)
+            _shift(new_shifts, ranks, cycle)
         else:
             _move(new_ranks, new_cuts, num_ranks, tables[0][0])
             if np.random.random() < 0.3:
@@ -159,7 +159,7 @@ def _save(thrift, num_tables):
 
 
 @numba.njit(cache=True, nogil=True)
-def _shift(shifts, ranks, num_ranks, cycle):
+def _shift(shifts, ranks, cycle):
     """Change due dates of one pass: of a few neighbouring layers, of all layers from one on, or of a rank's
     layers (all alike, or those near the start one way and those near the end the other). Either microbatch 0
     and with it all others, or the pace of those that follow."""

@@ -10,8 +10,6 @@ Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,19 +34,6 @@ def rank_in(name: str) -> int:
 def use_group(name: str, group: dist.ProcessGroup) -> None:
     """From now on collectives of the group called `name` run among the processes of `group`."""
     _GROUPS[name] = group
-
-
-@contextlib.contextmanager
-def in_group(name: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """`use_group` for as long as it is open."""
-    before = _GROUPS.get(name)
-    _GROUPS[name] = group
-    try:
-        yield
-    finally:
-        del _GROUPS[name]
-        if before is not None:
-            _GROUPS[name] = before
 
 
 def group_of(name: str) -> dist.ProcessGroup:
