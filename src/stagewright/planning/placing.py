@@ -52,8 +52,8 @@ def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int
 
 
 def grid_of_line(line: Pipeline) -> Grid:
-    """The places of a carved model: its widest boundary, each pipeline rank's gradients, and those of parameters that several
-    ranks hold, the first and the last of them."""
+    """The places of a carved model: its widest boundary, each pipeline rank's gradients, and those of tied parameters, which
+    the first and the last of their ranks are taken to add up."""
     boundary = max((*_sent(line), 0))
     gradients = [float(sum(gradient_bytes(line.stages_of(rank)).values())) for rank in range(line.pp)]
     tied = {value: ranks for value, ranks in holders_of(line).items() if len(ranks) > 1}

@@ -39,8 +39,8 @@ class Terms(NamedTuple):
 
 @njit(cache=True)
 def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
-    """Seconds (the slowest pipeline, busiest unit, slowest ring and slowest pair that ties), and the means of pipelines, rings
-    and pairs."""
+    """Seconds (the slowest pipeline, busiest unit, slowest ring and slowest pair that ties), and the means of pipelines,
+    pairs and rings."""
     num_replicas, num_stages = terms.num_replicas, terms.num_stages
     through = longest = slowest = tying = 0.0
     sum_through = sum_ring = sum_tying = 0.0
@@ -60,7 +60,7 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
                 sum_ring += edge
         sum_through += total
         through = max(through, total)
-        pair = terms.tie[order[first + terms.tied_first], order[first + terms.tied_last]]
+        pair = float(terms.tie[order[first + terms.tied_first], order[first + terms.tied_last]])
         sum_tying += pair
         tying = max(tying, pair)
     mean = (sum_through + sum_tying) / num_replicas + sum_ring / (num_replicas * num_stages)
