@@ -18,8 +18,8 @@ from plans import make_plan
 from stagewright.errors import InputError, RunError
 from stagewright.execution.data import TextBatches
 from stagewright.execution.launch import run
+from stagewright.execution.member import may_be_lost_peer
 from stagewright.execution.record import load_record
-from stagewright.execution.worker import may_be_lost_peer
 from stagewright.planning.plan import load_plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build

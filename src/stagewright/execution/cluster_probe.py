@@ -18,9 +18,9 @@ from pydantic import TypeAdapter
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
+from stagewright.execution.member import gather
 from stagewright.execution.probe_description import describe, source_text
 from stagewright.execution.probe_measurements import Measurements, Stopwatch, measure_compute, measure_posting
-from stagewright.execution.worker import gather
 
 _SAME_SPEED = 1.25
 """Devices whose rates differ by less are of one kind, and their figures are pooled."""

@@ -16,6 +16,7 @@ from typing import Any
 from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution.checkpoint_folder import check_start
 from stagewright.execution.machine_memory import refuse_without_room
+from stagewright.execution.member import RUN_ERRORS
 from stagewright.execution.record import Record, load_record
 from stagewright.files import make_writable
 from stagewright.planning.plan import Plan, load_plan
@@ -174,8 +175,6 @@ def _silence(*prefixes: str) -> None:
 
 def _explained(error: Any, folder: Path) -> StagewrightError:
     """What the first rank to fail said, or how it ended when it could say nothing."""
-    from stagewright.execution.worker import RUN_ERRORS
-
     messages = []
     for file in folder.glob(".failure-*"):
         with contextlib.suppress(OSError, ValueError):

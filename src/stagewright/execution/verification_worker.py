@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.errors import StagewrightError
-from stagewright.execution.worker import end_process, gather, member, report_failure, start_process
+from stagewright.execution.member import end_process, gather, member, report_failure, start_process
 
 if TYPE_CHECKING:
     from stagewright.execution.session import Session
