@@ -101,30 +101,19 @@ def joint_plans(
             return
         if known.predictions.lower_bound_seconds >= best:
             continue
-        found = _joint_plan(
-            known, body_of(known), cluster, job, reference, zero, saves, offload, host_optimizer, report, stop
-        )
+        choice = choice_of(known, zero)
+        searches = Searches(known, body_of(known), choice, cluster, saves, offload, report, stop)
+        found = _joint_plan(searches, job, reference, host_optimizer)
         if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
             best = min(best, found.predictions.step_seconds)
             yield found
 
 
 def _joint_plan(
-    known: Plan,
-    body: BodyCosts,
-    cluster: Cluster,
-    job: Job,
-    reference: ModelReference,
-    zero: int | None,
-    saves: bool,
-    offload: bool,
-    host_optimizer: HostOptimizer,
-    report: Callable[[str], None],
-    stop: threading.Event,
+    searches: Searches, job: Job, reference: ModelReference, host_optimizer: HostOptimizer
 ) -> Plan | None:
     """Within memory that leaves room for what the allocator loses, which only the replay of a plan shows."""
-    searches = Searches(known, body, choice_of(known, zero), cluster, saves, offload, report, stop)
-    limit, lost, missing = job.usable_bytes(cluster.device), 0, 0
+    limit, lost, missing = job.usable_bytes(searches.cluster.device), 0, 0
     for trial, margin in enumerate(_MARGINS):
         lost += max(missing, int(margin * limit))
         within = job.model_copy(update={"memory_limit": limit - lost}) if lost else job
@@ -135,7 +124,7 @@ def _joint_plan(
         if not ways:
             return None
         for one in ways:
-            found = make_plan(one, body, reference)
+            found = make_plan(one, searches.body, reference)
             missing = found.predictions.reserved_peak_bytes - limit
             if missing <= 0:
                 return found.model_copy(update={"job": job})
