@@ -207,3 +207,11 @@ def test_products_of_experts_run_four_at_once(node: Cluster) -> None:
         return sum(kernel.rounds for kernel in body.layer(0).forward.kernels if kernel.kind == "matmul")
 
     assert rounds(16) - rounds(4) == 2 * (4 - 1)
+
+
+def test_experts_of_tensor_parallel_neighbours_get_their_tokens_sent(node: Cluster) -> None:
+    what = run(node, replace(LLAMA, experts=Experts(8, 2, 2048)), tp=8, sequence_parallel=True)
+    sent = [one for one in what.clock.body.layer(0).forward.collectives if one.kind == "all-to-all"]
+    assert len(sent) == 2 and what.clock.ranks("ep") == tuple(range(8))
+    with pytest.raises(InputError, match="tp x ep = 16 does not divide the 8 experts"):
+        Layout(1024, tp=8, ep=2, dp=2).checked(num_heads=32, num_experts=8)

@@ -162,7 +162,7 @@ def test_cost_tries_parts_of_the_cluster_and_time_other_batches() -> None:
 
 def test_every_device_gets_one_rank() -> None:
     best = found().configurations[0]
-    moved = placed(SHAPE, find_megatron_stack(STACK), best, JOB, STACK)
+    moved = placed(SHAPE, best, JOB, STACK)
     lines = rank_lines(moved)
     assert len({tuple(line.split(",")[1:]) for line in lines}) == 16
     assert moved.step_s <= best.step_s
@@ -230,7 +230,7 @@ def test_mixed_bounds_are_below_what_is_predicted() -> None:
 
 def test_stages_stay_on_the_devices_they_are_sized_for() -> None:
     best = found_mixed().configurations[0]
-    lines = rank_lines(placed(SHAPE, find_megatron_stack(STACK), best, JOB, STACK))
+    lines = rank_lines(placed(SHAPE, best, JOB, STACK))
     assert len({tuple(line.split(",")[1:]) for line in lines}) == 16
     per_stage = 16 // best.layout.pp
     for number, line in enumerate(lines):

@@ -7,6 +7,7 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.megatron import Layout
+from stagewright.estimation.megatron.fusion import timed_stack
 from stagewright.planning.job import Job
 from stagewright.planning.megatron import MegatronFootprint, megatron_footprint
 from stagewright.tracing.models.reference import resolve
@@ -27,3 +28,10 @@ def test_other_precisions_are_refused(stack: str, dtype: str) -> None:
         InputError, match=f"'{stack}'.* trains in .*, not in {dtype}: give --dtype".replace("+", r"\+")
     ):
         footprint(dtype, stack)
+
+
+@pytest.mark.parametrize("name", ["mist", "megatron-lm"])
+def test_configure_takes_stacks_whose_memory_and_times_are_both_known(name: str) -> None:
+    with pytest.raises(InputError, match=f"no times are known of stack '{name}'") as refused:
+        timed_stack(name)
+    assert name not in str(refused.value).partition("use one of")[2]

@@ -28,6 +28,7 @@ from stagewright.errors import InputError, nearest
 from stagewright.files import write_whole
 
 if TYPE_CHECKING:
+    from stagewright.estimation.megatron import Shape
     from stagewright.planning.configure.objective import Objective, Offer
 
 _SHOWN = 5
@@ -89,21 +90,30 @@ def configure(
     reference = resolve(model, parse_settings(settings))
     if reference.config is None:
         raise InputError(f"'{reference.text}' is a factory: configure reads widths from a model's config")
+    shape = shape_of(reference.config)
     with Progress(f"configuring {model}") as progress:
         found = offers(
-            shape_of(reference.config), target, wanted, cast("Objective", objective),
+            shape, target, wanted, cast("Objective", objective),
             Target(tokens, critical_batch), price_per_hour=price, stack=stack,
             bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), report=progress,
         )  # fmt: skip
     warn(_warnings(found[0], objective, critical_batch))
+    options = _megatron_options(found[0], shape, stack)
     if ranks is not None:
         _write_ranks(ranks, found[0])
     if as_json:
         from stagewright.report.configurations import offers_document
 
-        print_document({"objective": objective} | offers_document(found))
+        print_document({"objective": objective} | offers_document(found) | {"megatron_options": options})
         return
     _show(found, top, ranks)
+    if options:
+        from stagewright.export.megatron import shell_lines
+
+        show(
+            "As options of Megatron-LM's pretrain_gpt.py, beside those of model and data:",
+            shell_lines(options),
+        )
 
 
 def _warnings(best: Offer, objective: str, critical_batch: float | None) -> Iterator[str]:
@@ -112,6 +122,14 @@ def _warnings(best: Offer, objective: str, critical_batch: float | None) -> Iter
         yield beyond
     if objective == "time-to-train" and critical_batch is None:
         yield "without --critical-batch every batch is taken to need as many tokens, which favours large ones"
+
+
+def _megatron_options(best: Offer, shape: Shape, stack: str) -> tuple[str, ...]:
+    from stagewright.export.megatron import STACKS, megatron_options
+
+    if stack not in STACKS:
+        return ()
+    return megatron_options(best.configured.configurations[0], shape, best.job, stack)
 
 
 def _write_ranks(path: Path, best: Offer) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from stagewright.errors import InputError, nearest
+from stagewright.estimation.megatron.stack import MEGATRON_STACKS, MegatronStack
 
 Transfers = Literal["sends block", "both block", "overlapped"]
 Gathers = Literal["none", "backward", "all"]
@@ -207,3 +208,17 @@ def find_fusion(name: str) -> Fusion:
             f"no kernels known of stack '{name}'{nearest(name, FUSIONS)}: use one of {', '.join(FUSIONS)}"
         )
     return FUSIONS[name]
+
+
+def timed_stack(name: str) -> tuple[MegatronStack, Fusion]:
+    """What the runtime called `name` keeps, and its kernels.
+
+    Raises:
+        InputError: one of them is not known; names the nearest of those whose both are.
+    """
+    known = [one for one in MEGATRON_STACKS if one in FUSIONS]
+    if name not in known:
+        raise InputError(
+            f"no times are known of stack '{name}'{nearest(name, known)}: use one of {', '.join(known)}"
+        )
+    return MEGATRON_STACKS[name], FUSIONS[name]

@@ -15,8 +15,8 @@ class Layout:
     """One configuration of a Megatron run.
 
     Args:
-        tp, pp, dp, cp, ep: widths of tensor, pipeline, data, context and expert parallelism; experts are spread over
-            the data- and context-parallel devices.
+        tp, pp, dp, cp, ep: widths of tensor, pipeline, data, context and expert parallelism; whole experts are spread over
+            `tp` times `ep` devices, of which `ep` are data- and context-parallel.
         microbatch_size, sequence_length: samples, and tokens of a sample.
         num_microbatches: per replica and step.
         schedule: a family of `stagewright.schedule`; `num_chunks` stages per rank where it places several.
@@ -97,6 +97,7 @@ class Layout:
         rules = (
             ("tp", self.tp, "attention heads", num_heads),
             ("ep", self.ep, "experts", num_experts or 1),
+            ("tp x ep", self.tp * self.ep if num_experts else 1, "experts", num_experts),
             ("ep", self.ep, "devices of dp x cp", self.dp * self.cp),
             ("cp", self.cp, "tokens of a sample", self.sequence_length),
         )

@@ -186,7 +186,7 @@ class Clock:
         width, stride = {
             "tp": (layout.tp, 1),
             "cp": (layout.cp, layout.tp),
-            "ep": (layout.ep, layout.tp),
+            "ep": (layout.tp * layout.ep, 1),
             "dp": (layout.dp * layout.cp, layout.tp),
             "expert dp": (max(1, layout.dp * layout.cp // layout.ep), layout.tp * layout.ep),
             "pp": (layout.pp, layout.tp * layout.cp * layout.dp),

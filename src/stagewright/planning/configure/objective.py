@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from stagewright.cluster import Cluster, NodeGroup
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.megatron import Shape, find_megatron_stack
+from stagewright.estimation.megatron import Shape
 from stagewright.planning.configure.money import Bill, Target, bill, check_price, price_of
 from stagewright.planning.configure.ranks import placed
 from stagewright.planning.configure.search import Configured, configure
@@ -68,7 +68,7 @@ def offers(
     found.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
     best = found[0]
     first, *others = best.configured.configurations
-    moved = placed(shape, find_megatron_stack(stack), first, best.job, stack)
+    moved = placed(shape, first, best.job, stack)
     configured = replace(best.configured, configurations=(moved, *others))
     return _offer(best.cluster, best.job, configured, target, price_per_hour), *found[1:]
 

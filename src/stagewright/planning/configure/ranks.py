@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from stagewright.estimation.megatron import MegatronStack, Shape
-from stagewright.estimation.megatron.fusion import find_fusion
+from stagewright.estimation.megatron import Shape
+from stagewright.estimation.megatron.fusion import timed_stack
 from stagewright.planning.configure.assignment import as_numbered
 from stagewright.planning.configure.configuration import Configuration
 from stagewright.planning.configure.fitting import Room
@@ -16,12 +16,11 @@ from stagewright.planning.configure.placing import device_places, rearranged, we
 from stagewright.planning.job import Job
 
 
-def placed(
-    shape: Shape, stack: MegatronStack, one: Configuration, job: Job, fusion_name: str
-) -> Configuration:
+def placed(shape: Shape, one: Configuration, job: Job, stack: str) -> Configuration:
     """The configuration with the devices that suit it best, timed there."""
-    run = Run(shape, one.layout, stack, find_fusion(fusion_name), one.numbered)
-    return on_best_devices(one, run, Room(shape, stack), job)
+    runtime, fusion = timed_stack(stack)
+    run = Run(shape, one.layout, runtime, fusion, one.numbered)
+    return on_best_devices(one, run, Room(shape, runtime), job)
 
 
 def on_best_devices(

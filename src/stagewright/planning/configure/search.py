@@ -10,8 +10,8 @@ from itertools import count, product
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.megatron import Layout, MegatronStack, Shape, find_megatron_stack
-from stagewright.estimation.megatron.fusion import Fusion, find_fusion
+from stagewright.estimation.megatron import Layout, MegatronStack, Shape
+from stagewright.estimation.megatron.fusion import Fusion, timed_stack
 from stagewright.estimation.megatron.layout import Recompute
 from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, PassSeconds
 from stagewright.planning.configure.balance import balanced_layers
@@ -65,10 +65,10 @@ def configure(
             positions, or widths that leave nothing to try.
         PlanError: nothing fits; says what misses least.
     """
-    runtime = find_megatron_stack(stack)
+    runtime, fusion = timed_stack(stack)
     check_precision(runtime, job)
     check_length(shape, job)
-    search = _Search(shape, cluster, job, runtime, find_fusion(stack), bounds or Bounds())
+    search = _Search(shape, cluster, job, runtime, fusion, bounds or Bounds())
     return search.run(keep, report)
 
 

@@ -75,6 +75,7 @@ def widths(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> Iterator
     eps = [bounds.ep] if bounds.ep else powers(min(bounds.largest_ep, experts))
     sizes = [bounds.microbatch] if bounds.microbatch else powers(bounds.largest_microbatch)
     for tp, cp in product(tps, cps):
+        spread = tp if shape.experts else 1
         if not has_equal_nodes(cluster) and per_node % tp:
             continue
         if shape.num_heads % tp or job.sequence_length % (2 * cp if cp > 1 else 1) or devices % (tp * cp):
@@ -85,7 +86,7 @@ def widths(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> Iterator
                 continue
             samples = job.global_batch // dp
             for ep, size in product(eps, sizes):
-                if samples % size == 0 and experts % ep == 0 and (dp * cp) % ep == 0:
+                if samples % size == 0 and experts % (spread * ep) == 0 and (dp * cp) % ep == 0:
                     yield Widths(tp, cp, pp, dp, ep, size, samples // size)
 
 
@@ -111,6 +112,8 @@ def obstacle(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> str:
         return f"ep {bounds.ep} spreads experts, and this model has none: leave out --ep"
     if bounds.ep and experts % bounds.ep:
         return f"ep {bounds.ep} does not divide the {experts} experts: give a divisor"
+    if experts and experts % (tp * (bounds.ep or 1)):
+        return f"tp {tp} x ep {bounds.ep or 1} does not divide the {experts} experts, which stay whole: give divisors"
     if bounds.ep and devices // (tp * pp) % bounds.ep:
         return f"ep {bounds.ep} does not divide the {devices // (tp * pp)} devices of a stage's replicas: give a divisor"
     if bounds.microbatch and job.global_batch % bounds.microbatch:
