@@ -6,7 +6,7 @@ ranks was posted by an earlier action; what it makes for other stages of the sam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,12 @@ from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport, channel
 from stagewright.execution.weights import Weights
-from stagewright.graph.stage import Stage
+from stagewright.graph.stage import Stage, Transfer
 from stagewright.schedule.action import COMPUTE, Action, Kind
 from stagewright.schedule.program import Program
 
 Inputs = Mapping[str, torch.Tensor]
+_Channels = dict[tuple[int, int], Channel | None]
 
 
 @dataclass(frozen=True)
@@ -115,29 +116,7 @@ class RankRunner:
             for stage in stages
             if placed[stage.index] == rank
         }
-        self._forward: dict[tuple[int, int], Channel | None] = {}
-        self._backward: dict[tuple[int, int], Channel | None] = {}
-        for low, high in stage_edges(stages):
-            if rank not in (placed[low], placed[high]):
-                continue
-            local = placed[low] == placed[high]
-            peer = ranks[placed[high] if placed[low] == rank else placed[low]]
-            sent = next((t.values for t in stages[low].sends if t.stage == high), ())
-            returned = next((t.values for t in stages[high].grad_sends if t.stage == low), ())
-            self._forward[low, high] = (
-                None
-                if local
-                else channel(
-                    f"{low}>{high}", peer, tuple(stages[low].value(value) for value in sent), groups[0]
-                )
-            )
-            self._backward[high, low] = (
-                None
-                if local
-                else channel(
-                    f"{high}>{low}", peer, tuple(stages[high].value(value) for value in returned), groups[1]
-                )
-            )
+        self._forward, self._backward = _channels(stages, placed, rank, ranks, groups)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
     def scale_loss(self, cotangent: float) -> None:
@@ -247,9 +226,7 @@ class RankRunner:
             result.losses[microbatch] = made.pop(runner.stage.graph.loss)
         self._hand_over("forward", stage, microbatch, made)
 
-    def _collect(
-        self, kind: str, channels: Mapping[tuple[int, int], Channel | None], stage: int, microbatch: int
-    ) -> Tensors:
+    def _collect(self, kind: str, channels: _Channels, stage: int, microbatch: int) -> Tensors:
         """What other stages made for `stage`: received from other ranks, or handed over on this one."""
         found: Tensors = {}
         for (source, target), link in channels.items():
@@ -276,12 +253,41 @@ class RankRunner:
     def _send(
         self,
         kind: str,
-        channels: Mapping[tuple[int, int], Channel | None],
+        channels: _Channels,
         edge: tuple[int, int],
         microbatch: int,
     ) -> None:
         values = self._waiting.pop((kind, *edge, microbatch))
         self.transport.send(_remote(channels, edge), microbatch, values)
+
+
+def _channels(
+    stages: Sequence[Stage],
+    placed: Sequence[int],
+    rank: int,
+    ranks: Sequence[int],
+    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
+) -> tuple[_Channels, _Channels]:
+    """Between every two stages that exchange values, one of them on `rank`: by (source, target), for values and for
+    cotangents; None where both are."""
+    forward: _Channels = {}
+    backward: _Channels = {}
+    for low, high in stage_edges(stages):
+        if rank not in (placed[low], placed[high]):
+            continue
+        forward[low, high] = backward[high, low] = None
+        if placed[low] != placed[high]:
+            peer = ranks[placed[high] if placed[low] == rank else placed[low]]
+            forward[low, high] = _channel(stages[low], high, stages[low].sends, peer, groups[0])
+            backward[high, low] = _channel(stages[high], low, stages[high].grad_sends, peer, groups[1])
+    return forward, backward
+
+
+def _channel(
+    source: Stage, target: int, transfers: Iterable[Transfer], peer: int, group: dist.ProcessGroup | None
+) -> Channel:
+    sent = next((transfer.values for transfer in transfers if transfer.stage == target), ())
+    return channel(f"{source.index}>{target}", peer, tuple(map(source.value, sent)), group)
 
 
 def _peer(action: Action) -> int:
@@ -290,7 +296,7 @@ def _peer(action: Action) -> int:
     return action.peer
 
 
-def _remote(channels: Mapping[tuple[int, int], Channel | None], edge: tuple[int, int]) -> Channel:
+def _remote(channels: _Channels, edge: tuple[int, int]) -> Channel:
     link = channels.get(edge)
     if link is None:
         raise RunError(

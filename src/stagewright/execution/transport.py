@@ -29,7 +29,7 @@ _TAG_SPACE = 1 << 30
 class Channel:
     """One direction between two stages: who is at the other end and what travels, the same on both sides."""
 
-    name: str  # such as "0>1 forward"
+    name: str  # such as "0>1", from stage 0 to stage 1
     peer: int  # global rank at the other end
     messages: tuple[Message, ...]
     group: dist.ProcessGroup | None
