@@ -14,6 +14,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
+from stagewright.planning.arranging import cluster_for, on_devices_of
 from stagewright.planning.candidate import Choice, fastest_partition
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.finalists import JOINT, joint_plans
@@ -129,10 +130,11 @@ def over_lengths(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A choice to work out; `cuts` of its fastest partition, once they are known."""
+    """A choice to work out; `cuts` of its fastest partition, once they are known, and the cluster as its ranks see it."""
 
     choice: Choice
     body: BodyCosts
+    cluster: Cluster
     cuts: tuple[int, ...] | None = None
 
 
@@ -255,7 +257,7 @@ class _Search:
     def _wait(self, choice: Choice, body: BodyCosts) -> None:
         shards = choice.shard_size or choice.dp if choice.level else 1
         bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
-        self.waiting.push(bound, _Waiting(choice, body))
+        self.waiting.push(bound, _Waiting(choice, body, self.cluster))
 
     def work_out(self) -> None:
         """Every choice that waits, the most promising first, so that what saving costs is worked out for few."""
@@ -266,13 +268,15 @@ class _Search:
                 about = "at least" if one.cuts is None else "about"
                 self.memory.exclude(one.choice, f"takes {about} {format_seconds(bound)} a step")
             elif one.cuts is None:
-                cuts, seconds = fastest_partition(one.body, one.choice, self.cluster)
-                self.waiting.push(max(bound, seconds), replace(one, cuts=cuts))
+                where = cluster_for(one.choice, one.body, self.cluster, self.job)
+                cuts, seconds = fastest_partition(one.body, one.choice, where)
+                self.waiting.push(max(bound, seconds), replace(one, cluster=where, cuts=cuts))
             else:
                 self.report(str(one.choice))
                 saves = self.recompute == "auto" and bound < best
-                found = self.memory.plan(one.choice, one.body, one.cuts, saves, best)
-                self.plans += [] if found is None else [found]
+                fitting = replace(self.memory, cluster=one.cluster)  # with the same lists of what is none
+                found = fitting.plan(one.choice, one.body, one.cuts, saves, best)
+                self.plans += [] if found is None else [on_devices_of(found, self.cluster, one.cluster)]
                 while self.memory.on_host:
                     self._wait(self.memory.on_host.pop(0), one.body)
 
