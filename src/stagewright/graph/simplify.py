@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,73 +37,107 @@ def _sorted(graph: OperatorGraph) -> OperatorGraph:
 
 def _merge(graph: OperatorGraph) -> tuple[OperatorGraph, dict[int, int]]:
     """The graph without repeats, and for every merged node of a repeatable part the node that stands for it."""
-    values = graph.values
-    part_of = {output: node.part for node in graph.nodes for output in node.outputs if output is not None}
-    names: dict[int, int] = {}
-    roots: dict[int, int] = {}  # storage root -> the root it became when its producer was merged
-    views: dict[Any, int] = {}
-    equal: dict[Any, Node] = {}
-    kept: list[Node] = []
-    twins: dict[int, int] = {}
-    producer: dict[int, int] = {}
-
-    def layout(value: Value) -> Any:
-        return (roots.get(value.storage, value.storage), value.meta)
-
-    for value in values:
-        if value.origin is not Origin.NODE:
-            views[layout(value)] = value.id
+    distinct = _Distinct(graph.values)
     for node in graph.nodes:
-        node = node.renamed(names)
-        if node.part in _REPEATABLE and node.draw < 0:
-            key = (node.part, node.op, node.args, node.kwargs)
-            twin = equal.setdefault(key, node)
-            if twin is not node:
-                twins[node.id] = twin.id
-                for mine, theirs in zip(node.outputs, twin.outputs, strict=True):
-                    if mine is not None and theirs is not None:
-                        names[mine] = names.get(theirs, theirs)
-                        if values[mine].storage == mine:
-                            roots[mine] = theirs
-                continue
-        output = node.outputs[0] if len(node.outputs) == 1 else None
-        if output is not None and values[output].storage != output:
-            same = (value for value in node.inputs if layout(values[value]) == layout(values[output]))
-            found = next(same, None)
-            if found is None:
-                found = _same_view(node, layout(values[output]), views, producer)
-            if found is not None:
-                names[output] = found
-                twins[node.id] = producer.get(found, -1)
-                continue
-            scope = node.forward if node.part >= Part.INPUT_GRAD else -1
-            views.setdefault(
-                (scope, node.part, *layout(values[output])) if scope >= 0 else layout(values[output]), output
-            )
-        else:
-            for made in node.outputs:
-                if made is not None and part_of[made] < Part.INPUT_GRAD:
-                    views.setdefault(layout(values[made]), made)
-                elif made is not None:
-                    views.setdefault((node.forward, node.part, *layout(values[made])), made)
-        kept.append(node)
-        producer.update((made, node.id) for made in node.outputs if made is not None)
-    fresh = [
-        replace(value, storage=roots[value.storage]) if value.storage in roots else value for value in values
-    ]
-    result = replace(
+        distinct.add(node)
+    names, roots = distinct.names, distinct.roots
+    merged = replace(
         graph,
-        nodes=tuple(kept),
-        values=tuple(fresh),
+        nodes=tuple(distinct.kept),
+        values=tuple(
+            replace(value, storage=roots[value.storage]) if value.storage in roots else value
+            for value in graph.values
+        ),
         loss=names.get(graph.loss, graph.loss),
-        gradients=_merged_gradients(graph, names),
+        gradients={names.get(value, value): gradient for value, gradient in graph.gradients.items()},
         contributions={
             gradient: tuple((node, names.get(value, value)) for node, value in found)
             for gradient, found in graph.contributions.items()
         },
         mutations=tuple((buffer, names.get(value, value)) for buffer, value in graph.mutations),
     )
-    return result, twins
+    return merged, distinct.twins
+
+
+class _Distinct:
+    """Nodes without repeats, added in running order.
+
+    * `names`: of every value of a repeat the value that stands for it;
+    * `roots`: of every storage that a repeat would have made the one in its place;
+    * `twins`: of every repeat the node that stands for it, -1 where that is a source.
+    """
+
+    def __init__(self, values: Sequence[Value]) -> None:
+        self.kept: list[Node] = []
+        self.names: dict[int, int] = {}
+        self.roots: dict[int, int] = {}
+        self.twins: dict[int, int] = {}
+        self._values = values
+        self._equal: dict[Any, Node] = {}
+        self._producer: dict[int, int] = {}
+        self._views = {
+            self._layout(value.id): value.id for value in values if value.origin is not Origin.NODE
+        }
+
+    def add(self, node: Node) -> None:
+        node = node.renamed(self.names)
+        if self._is_equal(node) or self._is_at_hand(node):
+            return
+        made = [value for value in node.outputs if value is not None]
+        for value in made:
+            self._views.setdefault(self._key(node, value), value)
+        self.kept.append(node)
+        self._producer.update(dict.fromkeys(made, node.id))
+
+    def _is_equal(self, node: Node) -> bool:
+        """Whether another node of a repeatable part does the same, and so stands for `node`."""
+        if node.part not in _REPEATABLE or node.draw >= 0:
+            return False
+        twin = self._equal.setdefault((node.part, node.op, node.args, node.kwargs), node)
+        if twin is node:
+            return False
+        self.twins[node.id] = twin.id
+        for mine, theirs in zip(node.outputs, twin.outputs, strict=True):
+            if mine is not None and theirs is not None:
+                self.names[mine] = self.names.get(theirs, theirs)
+                if self._values[mine].storage == mine:
+                    self.roots[mine] = theirs
+        return True
+
+    def _is_at_hand(self, node: Node) -> bool:
+        """Whether what `node` makes is a view that is at hand already, and so stands for it."""
+        output = node.outputs[0] if len(node.outputs) == 1 else None
+        if output is None or self._values[output].storage == output:
+            return False
+        layout = self._layout(output)
+        same = (value for value in node.inputs if self._layout(value) == layout)
+        found = next(same, None)
+        if found is None:
+            found = self._same_view(node, layout)
+        if found is None:
+            return False
+        self.names[output] = found
+        self.twins[node.id] = self._producer.get(found, -1)
+        return True
+
+    def _same_view(self, node: Node, layout: Any) -> int | None:
+        """A value with this layout that is at hand wherever `node` runs."""
+        if node.part < Part.INPUT_GRAD:
+            return self._views.get(layout)
+        for key in ((node.forward, Part.INPUT_GRAD, *layout), (node.forward, node.part, *layout), layout):
+            found = self._views.get(key)
+            if found is not None and (key is not layout or self._producer.get(found, -1) <= node.forward):
+                return found
+        return None
+
+    def _layout(self, value: int) -> Any:
+        found = self._values[value]
+        return self.roots.get(found.storage, found.storage), found.meta
+
+    def _key(self, node: Node, value: int) -> Any:
+        """Where a value is at hand, and its layout: everywhere, or in the backward of one forward node."""
+        layout = self._layout(value)
+        return layout if node.part < Part.INPUT_GRAD else (node.forward, node.part, *layout)
 
 
 def _rehome(graph: OperatorGraph, original: OperatorGraph, twins: dict[int, int]) -> OperatorGraph:
@@ -128,21 +163,6 @@ def _rehome(graph: OperatorGraph, original: OperatorGraph, twins: dict[int, int]
             for gradient, found in graph.contributions.items()
         },
     )
-
-
-def _merged_gradients(graph: OperatorGraph, names: dict[int, int]) -> dict[int, int]:
-    return {names.get(value, value): gradient for value, gradient in graph.gradients.items()}
-
-
-def _same_view(node: Node, layout: Any, views: dict[Any, int], producer: dict[int, int]) -> int | None:
-    """A value with this layout that is at hand wherever `node` runs."""
-    if node.part < Part.INPUT_GRAD:
-        return views.get(layout)
-    for key in ((node.forward, Part.INPUT_GRAD, *layout), (node.forward, node.part, *layout), layout):
-        found = views.get(key)
-        if found is not None and (key is not layout or producer.get(found, -1) <= node.forward):
-            return found
-    return None
 
 
 def _drop_dead(graph: OperatorGraph) -> OperatorGraph:
