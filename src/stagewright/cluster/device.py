@@ -6,9 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from stagewright.cluster.strict import SourcedModel, StrictModel
+from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount
 from stagewright.errors import InputError
-from stagewright.units import parse_bytes
 
 _ALIASES = {
     "float64": "fp64",
@@ -32,15 +31,6 @@ def precision_name(dtype: str) -> str:
     return _ALIASES.get(bare, bare)
 
 
-def _parse_amount(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_bytes(value)
-    except InputError as error:
-        raise ValueError(str(error)) from None  # so that it is reported with its file and key
-
-
 def _parse_rate(value: Any) -> Any:
     if not isinstance(value, str):
         return value
@@ -48,7 +38,7 @@ def _parse_rate(value: Any) -> Any:
         raise ValueError(
             "write a bandwidth as a number of bytes per second or like '25 GB/s' (bytes, not bits)"
         )
-    return _parse_amount(value.strip().removesuffix("/s"))
+    return parse_amount(value.strip().removesuffix("/s"))
 
 
 _CACHE_SPEED_UP = 2.0
@@ -59,7 +49,7 @@ _VIEW_SHARE = 0.5
 
 Seconds = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-ByteCount = Annotated[int, Field(ge=0), BeforeValidator(_parse_amount)]
+ByteCount = Annotated[int, Field(ge=0), BeforeValidator(parse_amount)]
 ByteRate = Annotated[float, Field(gt=0), BeforeValidator(_parse_rate)]
 """Bytes per second."""
 

@@ -8,6 +8,17 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from stagewright.errors import InputError, nearest
+from stagewright.units import parse_bytes
+
+
+def parse_amount(value: Any) -> Any:
+    """For a field of bytes: a text such as ``80 GB`` as its number, anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except InputError as error:
+        raise ValueError(str(error)) from None  # so that it is reported with its file and key
 
 
 class StrictModel(BaseModel):

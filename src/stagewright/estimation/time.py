@@ -65,21 +65,19 @@ def kernel_seconds(found: Work, device: Device) -> float:
     memory = device.memory_seconds(found.bytes_moved)
     if found.kernel is Kernel.DEPTHWISE and device.kind == "cuda":
         peak = device.peak_flops.get("float32") or 0.0
-        return _overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
+        return overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
     if found.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
         arithmetic = device.matmul_seconds(found.arithmetic, _precision(found, device))
         if device.packing_bandwidth:
             return arithmetic + found.bytes_moved / device.packing_bandwidth
-        return _overlapped(arithmetic, memory)
+        return overlapped(arithmetic, memory)
     if found.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
         forward = found.kernel is Kernel.ATTENTION
         share = device.attention_efficiency if forward else device.attention_backward_efficiency
         peak = device.peak_flops.get(_precision(found, device)) or 0.0
         on_cpu = device.kind == "cpu" and found.in_blocks is not None
         arithmetic = found.in_blocks if on_cpu else found.arithmetic
-        return (device.attention_overhead_s or 0.0) + _overlapped(
-            (arithmetic or 0.0) / (peak * share), memory
-        )
+        return (device.attention_overhead_s or 0.0) + overlapped((arithmetic or 0.0) / (peak * share), memory)
     evaluated = device.evaluation_seconds(found.num_functions, found.num_random)
     one_by_one = found.serial_accesses * ACCESS_S
     if device.kind == "cpu":
@@ -87,7 +85,8 @@ def kernel_seconds(found: Work, device: Device) -> float:
     return memory + evaluated + one_by_one
 
 
-def _overlapped(arithmetic: float, memory: float) -> float:
+def overlapped(arithmetic: float, memory: float) -> float:
+    """Seconds of a kernel whose arithmetic and whose traffic alone would take so long, as `OVERLAP` says."""
     return (arithmetic**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
 
 

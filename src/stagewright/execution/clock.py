@@ -49,6 +49,12 @@ def _ask(store: dist.Store, rank: int, ping: int) -> ClockOffset:
     return ClockOffset(answer - (asked + answered) / 2, (answered - asked) / 2)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked for; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Stopwatch:
     """Marks moments of the work of a device and says later when they were.
 

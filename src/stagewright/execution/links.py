@@ -10,6 +10,7 @@ from itertools import combinations, product
 import torch
 import torch.distributed as dist
 
+from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import all_gather, reduce_scatter
 from stagewright.execution.probe_measurements import linear_fit
 from stagewright.units import KIB, MIB
@@ -147,22 +148,17 @@ def _answer(buffer: torch.Tensor, answer: torch.Tensor, sender: int) -> None:
 
 def _round_trip(buffer: torch.Tensor, receiver: int) -> float:
     answer = torch.empty(1, dtype=torch.uint8, device=buffer.device)
-    _synchronize(buffer.device)
+    synchronize(buffer.device)
     start = time.perf_counter()
     dist.send(buffer, receiver)
     dist.recv(answer, receiver)
-    _synchronize(buffer.device)
+    synchronize(buffer.device)
     return time.perf_counter() - start
 
 
 def _quick(samples: list[float]) -> float:
     """The fastest quarter: a process is often woken late on a shared machine, which says nothing about the link."""
     return sorted(samples)[len(samples) // 4]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # -- collectives ----------------------------------------------------------------------------------------------------
@@ -209,10 +205,10 @@ def _timed(
 
 def _once(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
     dist.barrier(group)
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     call()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import platform
 import statistics
+from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ def describe(
     return _one_node(device, num_devices, _link(found, device.memory_bandwidth, source), source)
 
 
-def _median(found: list[Measurements], name: str) -> float:
+def _median(found: Sequence[Measurements | OperatorFigures], name: str) -> float:
     return statistics.median(getattr(one, name) for one in found)
 
 
@@ -112,10 +114,7 @@ def _memory(found: list[Measurements]) -> dict[str, Any]:
 
 def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[str, Any]:
     """What only a CPU's operators in a step tell."""
-
-    def median(name: str) -> float:
-        return statistics.median(getattr(one, name) for one in found)
-
+    median = partial(_median, found)
     streamed = figures["memory_bandwidth"] * figures["memory_efficiency"]
     speed_up = max(1.0, median("cache_bandwidth") / streamed)
     names = "view_overhead_s", "attention_overhead_s", "function_rate", "random_rate", "scatter_rate"

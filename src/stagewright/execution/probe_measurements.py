@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from stagewright.execution.clock import synchronize
 from stagewright.execution.probe_operators import (
     SIZES,
     OperatorFigures,
@@ -170,7 +171,7 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
         for _ in range(200):
             torch.add(x, x)
         samples.append((time.perf_counter() - start) / 200)
-        _synchronize(device)
+        synchronize(device)
     found.host_overhead_s = statistics.median(samples)
     graph, count = torch.cuda.CUDAGraph(), 200
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -327,7 +328,7 @@ def measure_posting(watch: Stopwatch, found: Measurements) -> None:
 
 
 def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:
-    _synchronize(buffer.device)
+    synchronize(buffer.device)
     start = time.perf_counter()
     if rank < peer:
         dist.send(buffer, peer)
@@ -335,7 +336,7 @@ def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:
     else:
         dist.recv(buffer, peer)
         dist.send(buffer, peer)
-    _synchronize(buffer.device)
+    synchronize(buffer.device)
     return time.perf_counter() - start
 
 
@@ -345,17 +346,12 @@ def _ring_bandwidth(device: torch.device, world: int) -> float:
     samples = []
     for _ in range(12):
         dist.barrier()
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(buffer)
-        _synchronize(device)
+        synchronize(device)
         samples.append(time.perf_counter() - start)
     return 2 * (world - 1) / world * 16 * MIB / statistics.median(samples[2:])
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 _PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {

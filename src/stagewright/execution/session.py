@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
-from stagewright.execution.clock import ClockOffset
+from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.evaluation import evaluator
 from stagewright.execution.groups import Groups
@@ -258,22 +258,18 @@ class Session:
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
         start = time.perf_counter()
         batch = self.runner.run_batch(step, inputs)
-        self._synchronize()
+        synchronize(self.device)
         computed = time.perf_counter()
         self.watch("optimizer step")
         cotangent = self.cotangent
         norm = self.optimizer.step()
         if self.cotangent != cotangent:
             self.lengths.scale_loss(self.cotangent)
-        self._synchronize()
+        synchronize(self.device)
         end = time.perf_counter()
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
         return StepResult(self._mean_loss(batch), norm, end - start)
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]

@@ -11,19 +11,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.cluster import Cluster, Device
-from stagewright.cluster.strict import StrictModel, validated
+from stagewright.cluster.strict import StrictModel, parse_amount, validated
 from stagewright.errors import InputError
-from stagewright.units import format_bytes, parse_bytes
-
-
-def _parse_amount(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return parse_bytes(value)
-    except InputError as error:
-        raise ValueError(str(error)) from None  # so that it is reported with its file and key
-
+from stagewright.units import format_bytes
 
 _TORCH_NAMES = {
     "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp64": "float64",
@@ -71,7 +61,7 @@ class Job(StrictModel):
     """Steps without an overflow after which it is doubled."""
     num_steps: int = Field(default=20, ge=1)
     seed: int = Field(default=0, ge=0)
-    memory_limit: Annotated[int | None, BeforeValidator(_parse_amount)] = Field(default=None, gt=0)
+    memory_limit: Annotated[int | None, BeforeValidator(parse_amount)] = Field(default=None, gt=0)
     """Bytes of a device a plan may use; None: what the device has less its reserve and context."""
 
     @model_validator(mode="before")

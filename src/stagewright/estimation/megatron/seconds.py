@@ -21,7 +21,7 @@ from stagewright.estimation.megatron.layout import Layout
 from stagewright.estimation.megatron.shape import Shape
 from stagewright.estimation.megatron.stack import MegatronStack
 from stagewright.estimation.megatron.work import Body
-from stagewright.estimation.time import OVERLAP
+from stagewright.estimation.time import overlapped
 
 
 def half_type(device: Device) -> str:
@@ -41,7 +41,7 @@ def kernel_seconds(kernel: Kernel, device: Device, dtype: str) -> float:
             busy = device.norm_seconds(kernel.num_bytes)
         case "matmul":
             rounds = kernel.rounds
-            busy = rounds * _overlapped(
+            busy = rounds * overlapped(
                 device.matmul_seconds(kernel.flop / rounds, dtype),
                 device.memory_seconds(kernel.num_bytes / rounds),
             )
@@ -49,12 +49,8 @@ def kernel_seconds(kernel: Kernel, device: Device, dtype: str) -> float:
             forward = kernel.kind == "attention"
             share = device.attention_efficiency if forward else device.attention_backward_efficiency
             rate = (device.peak_flops.get(dtype) or 0.0) * share
-            busy = _overlapped(kernel.flop / rate, device.memory_seconds(kernel.num_bytes))
+            busy = overlapped(kernel.flop / rate, device.memory_seconds(kernel.num_bytes))
     return kernel.num * (busy + device.launch_overhead_s)
-
-
-def _overlapped(arithmetic: float, memory: float) -> float:
-    return (arithmetic**OVERLAP + memory**OVERLAP) ** (1 / OVERLAP)
 
 
 @dataclass(frozen=True)
