@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -119,10 +120,32 @@ def test_a_limit_above_what_a_device_has_is_taken_at_its_word_with_a_warning() -
 
 
 def test_when_nothing_fits_the_error_says_by_how_much_and_what_would() -> None:
-    with pytest.raises(PlanError, match=r"more than the memory limit of 40\.0 MiB.*memory limit of at least"):
+    with pytest.raises(PlanError, match=r"more than the memory limit of 40\.0 MiB.*memory limit of about"):
         plan("tiny-llama", CLUSTER, job(memory_limit=40 * MIB))
     with pytest.raises(PlanError, match="no configuration fits"):
         plan("tiny-llama", CLUSTER, job(memory_limit=MIB))
+
+
+def test_where_nothing_fits_the_limit_that_is_named_is_about_the_least_that_does() -> None:
+    asked = {"global_batch": 32, "sequence_length": 256, "dtype": "fp32"}
+    options: dict[str, Any] = {"pp": 4, "microbatch": 1, "schedules": ["1f1b"], "host_optimizer": "never"}
+    with pytest.raises(PlanError, match=r"recomputed\) needs .* memory limit of about") as refused:
+        plan("tiny-llama", CLUSTER, Job(**asked, memory_limit=30 * MIB), **options)
+    assert "devices with" not in str(refused.value)  # these have enough
+    (named,) = re.findall(r"memory limit of about ([\d.]+) MiB", str(refused.value))
+    limit = int(1.03 * float(named) * MIB)
+    fits = plan("tiny-llama", CLUSTER, Job(**asked, memory_limit=limit), **options)
+    assert fits.plans[0].predictions.reserved_peak_bytes <= limit
+    with pytest.raises(PlanError):
+        plan("tiny-llama", CLUSTER, Job(**asked, memory_limit=int(0.8 * limit)), **options)
+
+
+def test_what_fits_with_everything_recomputed_is_found_without_asking_for_that() -> None:
+    limited = Job(global_batch=32, sequence_length=512, dtype="fp32", memory_limit=132 * MIB)
+    options: dict[str, Any] = {"pp": 2, "microbatch": 1, "schedules": ["1f1b"], "host_optimizer": "never"}
+    cluster = load_cluster("2x-h100")
+    assert plan("tiny-llama", cluster, limited, recompute="full", **options).plans
+    assert plan("tiny-llama", cluster, limited, **options).plans
 
 
 def test_more_stages_than_the_model_can_be_cut_into() -> None:

@@ -42,8 +42,9 @@ def _ways(
     growing = sum(fullest.categories.get(name, 0) for name in _PER_MICROBATCH)
     fixed = needed - growing
     choice = best.choice
-    if job.memory_limit is not None and needed <= device.usable_bytes:
-        yield f"a memory limit of at least {format_bytes(needed)}"
+    is_asked = job.memory_limit is not None and needed <= device.usable_bytes  # the device itself has enough
+    if is_asked:
+        yield f"a memory limit of about {format_bytes(needed)}"
     if _fits_in_bf16(job, fixed, growing, limit):
         yield "bf16"
     if choice.microbatch_size > 1 and fixed + growing / choice.microbatch_size <= limit:
@@ -55,7 +56,8 @@ def _ways(
         factor = fixed / (limit - growing)
         devices = math.ceil(best.line.cluster.num_devices * max(factor, 1.0) * 1.1)
         yield f"a pipeline over about {devices} such devices"
-    yield f"devices with {format_bytes(needed / limit * device.memory_bytes)} of memory"
+    if not is_asked:
+        yield f"devices with {format_bytes(needed / limit * device.memory_bytes)} of memory"
 
 
 def _fits_in_bf16(job: Job, fixed: int, growing: int, limit: int) -> bool:

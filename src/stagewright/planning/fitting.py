@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -17,9 +18,11 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
+    fastest_partition,
     make_candidate,
     make_plan,
     make_program,
+    recomputed_stages,
     saved_counts,
     with_cuts,
     within_memory,
@@ -35,6 +38,7 @@ from stagewright.planning.host_optimizer import (
     ways_on_hosts,
 )
 from stagewright.planning.job import Job
+from stagewright.planning.least_memory import tightest
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.plan import Plan
 from stagewright.planning.predict import run_timeline
@@ -83,7 +87,13 @@ class Fitting:
         return found
 
     def plan(
-        self, choice: Choice, body: BodyCosts, start: Sequence[int], saves: bool, below_s: float
+        self,
+        choice: Choice,
+        body: BodyCosts,
+        start: Sequence[int],
+        saves: bool,
+        below_s: float,
+        tight: bool = False,
     ) -> Plan | None:
         """The plan of `choice` that leaves room for what the allocator loses; if there is none, why is noted.
 
@@ -92,9 +102,10 @@ class Fitting:
             saves: whether it may recompute or offload, which takes long to work out and only pays for what could be the
                 fastest.
             below_s: steps that save and take as long or longer are of no use.
+            tight: whether to look for the cuts that take least memory where the others take too much.
         """
         counts = saved_counts(make_program(choice))
-        if not saves and not self._partition_fits(choice, body, counts, kept=True):
+        if not saves and not tight and not self._partition_fits(choice, body, counts, kept=True):
             self._try_host(choice)
             return None
         limit = self.job.usable_bytes(self.cluster.device)
@@ -104,9 +115,14 @@ class Fitting:
         while lost <= _MOST_FRAGMENTS * limit:
             within = self.job.model_copy(update={"memory_limit": limit - lost}) if lost else self.job
             candidate = self._best_that_fits(fastest.for_job(within), body, saves, below_s)
-            if candidate.excess_bytes > 0 and fragmented:
+            if tight:
+                candidate = tightest(candidate, body)
+            is_last = (
+                candidate.excess_bytes > 0
+            )  # less is not to be had; it may be little enough with what is lost
+            if is_last and fragmented and not (tight and candidate.for_job(self.job).excess_bytes <= 0):
                 break
-            if candidate.excess_bytes > 0:
+            if is_last and not fragmented:
                 self._misses.append(candidate)
                 missing = candidate.excess_bytes
                 self.exclude(choice, f"lacks {format_bytes(missing)} of memory a device", missing)
@@ -124,20 +140,38 @@ class Fitting:
                     return found.model_copy(update={"job": self.job})
             lost += max(missing, limit // 25)
             fragmented.append(replace(candidate, excess_bytes=missing))
+            if is_last:
+                break
         least = min(fragmented, key=lambda one: one.excess_bytes)
         self._misses.append(least)
         reason = f"lacks {format_bytes(least.excess_bytes)} of memory a device, lost to fragmentation"
         self.exclude(choice, reason, least.excess_bytes)
         return None
 
-    def nothing_fits(self, body_of: Callable[[Choice], BodyCosts]) -> PlanError:
-        """Why no choice became a plan; `body_of` has the costs of one that was never worked out."""
-        if self._host_misses and (self.host_optimizer == "always" or not self._misses):
-            missing, choice = min(self._host_misses, key=lambda miss: miss[0])
-            return misses_host(choice, missing, self.host_optimizer)
+    def last_resort(self, body_of: Callable[[Choice], BodyCosts]) -> Plan | None:
+        """Where nothing has fitted: the plan of the configuration that misses memory by least, with everything recomputed if
+        that may be and with the cuts that take least memory; None if that is too much still.
+
+        Args:
+            body_of: the costs of a choice, one that was never worked out too.
+        """
         if not self._misses and self._roughly_missed:
             _, choice = min(self._roughly_missed, key=lambda miss: miss[0])
             self._misses.append(make_candidate(body_of(choice), choice, self.cluster, self.job))
+        if not self._misses:
+            return None
+        nearest = min(self._misses, key=lambda miss: miss.excess_bytes)
+        choice, body = nearest.choice, body_of(nearest.choice)
+        if self.recompute == "auto" and recomputed_stages(make_program(choice)):
+            choice = replace(choice, recompute=True)
+        start = fastest_partition(body, choice, self.cluster)[0]
+        return self.plan(choice, body, start, saves=False, below_s=math.inf, tight=True)
+
+    def nothing_fits(self) -> PlanError:
+        """Why no choice became a plan, not even the last resort."""
+        if self._host_misses and (self.host_optimizer == "always" or not self._misses):
+            missing, choice = min(self._host_misses, key=lambda miss: miss[0])
+            return misses_host(choice, missing, self.host_optimizer)
         if self._misses:
             return misses_memory(min(self._misses, key=lambda miss: miss.excess_bytes), self.job)
         return self._too_many_stages[0]

@@ -279,6 +279,10 @@ class _Search:
                 self.plans += [] if found is None else [on_devices_of(found, self.cluster, one.cluster)]
                 while self.memory.on_host:
                     self._wait(self.memory.on_host.pop(0), one.body)
+        if not self.plans:
+            self.report("making room")
+            last = self.memory.last_resort(self._body_of)
+            self.plans += [] if last is None else [last]
 
     def search_jointly(self) -> None:
         """Adds plans of the joint search that are faster than the best of the families.
@@ -299,6 +303,10 @@ class _Search:
     def _best_seconds(self) -> float:
         return min((found.predictions.step_seconds for found in self.plans), default=math.inf)
 
+    def _body_of(self, choice: Choice) -> BodyCosts:
+        known = self.bodies.get((choice.microbatch_size, choice.tp))
+        return self._trace(choice.microbatch_size, choice.tp) if known is None else known
+
     def _trace(self, size: int, tp: int) -> BodyCosts:
         self.report(f"tracing microbatches of {size}" + (f" for tp {tp}" if tp > 1 else ""))
         traced = self.job.traced(self.cluster.device.kind) | shared_layers(tp, self.sequence_parallel)
@@ -307,7 +315,7 @@ class _Search:
 
     def result(self) -> Found:
         if not self.plans:
-            raise self.memory.nothing_fits(lambda choice: self._trace(choice.microbatch_size, choice.tp))
+            raise self.memory.nothing_fits()
         beyond = self.job.beyond(self.cluster.device)
         warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
         return Found(ranked(self.plans), self.memory.excluded, warnings)
