@@ -39,7 +39,7 @@ from stagewright.planning.host_optimizer import (
 )
 from stagewright.planning.job import Job
 from stagewright.planning.least_memory import tightest
-from stagewright.planning.partition import MemoryBudget, partition
+from stagewright.planning.partition import MemoryBudget, has_partition
 from stagewright.planning.plan import Plan
 from stagewright.planning.predict import run_timeline
 from stagewright.tracing.models.reference import ModelReference
@@ -203,7 +203,7 @@ class Fitting:
         share = choice.state_share(Precision.of(self.job.torch_name))
         budget = MemoryBudget([float(limit)] * len(counts), counts, share)
         try:
-            if partition(body, len(counts), 0.0, budget) is not None:
+            if has_partition(body, len(counts), budget):
                 return True
         except PlanError as error:
             self._too_many_stages.append(error)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.errors import PlanError
@@ -36,20 +36,34 @@ def partition(
     Raises:
         PlanError: the model has too few legal cuts for so many stages.
     """
+    for search in _searches(costs, num_stages, budget):
+        cuts = search.cuts(slack)
+        if cuts is not None:
+            return cuts
+    return None
+
+
+def has_partition(costs: BodyCosts, num_stages: int, budget: MemoryBudget) -> bool:
+    """Whether `partition` would find one.
+
+    Raises:
+        PlanError: the model has too few legal cuts for so many stages.
+    """
+    return any(one.is_feasible(np.inf) for one in _searches(costs, num_stages, budget))
+
+
+def _searches(costs: BodyCosts, num_stages: int, budget: MemoryBudget | None) -> Iterator[_Search]:
+    """Over the cuts that are worth while, then over all."""
     legal = costs.legal_cuts
     if num_stages - 1 > len(legal):
         raise PlanError(
             f"{num_stages} stages need {num_stages - 1} cuts, but model '{costs.graph.name}' can be cut at "
             f"{len(legal)} places only: use at most {len(legal) + 1} stages"
         )
-    if num_stages == 1:
-        search = _Search(costs, np.array([], np.int64), 1, budget)
-        return [] if search.is_feasible(np.inf) else None
-    worthwhile = _Search(costs, _worthwhile(costs, num_stages - 1), num_stages, budget)
-    found = worthwhile.cuts(slack)
-    if found is None and len(worthwhile.ends) < len(legal) + 2:
-        found = _Search(costs, legal, num_stages, budget).cuts(slack)
-    return found
+    worthwhile = _worthwhile(costs, num_stages - 1)
+    yield _Search(costs, worthwhile, num_stages, budget)
+    if len(worthwhile) < len(legal):
+        yield _Search(costs, legal, num_stages, budget)
 
 
 def _worthwhile(costs: BodyCosts, at_least: int) -> Ints:
@@ -132,7 +146,7 @@ class _Search:
         total[0] = 0.0
         came_from: list[Ints] = []
         for farthest in self._all_farthest(bottleneck):
-            reached, origin = self._extend(total, farthest)
+            reached, origin = _extended(total, farthest)
             total = reached + self.width
             came_from.append(origin)
         at = num_ends - 1
@@ -156,24 +170,24 @@ class _Search:
             by_load = np.searchsorted(load, load + self.budget.stage_bytes[stage], side="right") - 1
             yield np.minimum(by_time, by_load)
 
-    def _extend(self, total: Floats, farthest: Ints) -> tuple[Floats, Ints]:
-        """The least total of any start from which the next stage may end at each end, and that start."""
-        num_ends = len(self.ends)
-        reached = np.full(num_ends, np.inf)
-        origin = np.full(num_ends, -1, np.int64)
-        starts = np.flatnonzero(np.isfinite(total))
-        if not len(starts):
-            return reached, origin
-        window: deque[int] = deque()
-        for end in range(int(starts[0]) + 1, min(num_ends, int(farthest[starts[-1]]) + 1)):
-            start = end - 1
-            if np.isfinite(total[start]):
-                while window and total[window[-1]] >= total[start]:
-                    window.pop()
-                window.append(start)
-            while window and farthest[window[0]] < end:
-                window.popleft()
-            if window:
-                reached[end] = total[window[0]]
-                origin[end] = window[0]
-        return reached, origin
+
+@njit(cache=True)
+def _extended(total: Floats, farthest: Ints) -> tuple[Floats, Ints]:
+    """The least total of any start from which the next stage may end at each end, and that start; a window slides over the
+    starts that reach so far, those behind a lesser one left out."""
+    num_ends = len(total)
+    reached, origin = np.full(num_ends, np.inf), np.full(num_ends, -1, np.int64)
+    window = np.empty(num_ends, np.int64)
+    first = last = 0  # the window is window[first:last]
+    for end in range(1, num_ends):
+        start = end - 1
+        if np.isfinite(total[start]):
+            while last > first and total[window[last - 1]] >= total[start]:
+                last -= 1
+            window[last] = start
+            last += 1
+        while last > first and farthest[window[first]] < end:
+            first += 1
+        if last > first:
+            reached[end], origin[end] = total[window[first]], window[first]
+    return reached, origin
