@@ -93,7 +93,7 @@ def make_plan(
         program = sharded_program(program, carved, levels)
     plan = Plan(
         stagewright=__version__,
-        model=ModelSection(text=model, overrides=overrides, digest=reference.digest, name=reference.name),
+        model=ModelSection.of(reference),
         job=job,
         cluster=ClusterSection(name="local", num_devices=pp * dp * tp, device="cpu"),
         dp=dp,

@@ -284,13 +284,7 @@ def reduced_plan(
     else:
         names = cut_names(graph, scaled_cuts(_fractions(plan, original, report), graph))
         plan = _resharded(_without_names(plan), names, graph)
-    section = ModelSection(
-        text=reference.text,
-        overrides=dict(reference.overrides),
-        digest=reference.digest,
-        name=reference.name,
-    )
-    changes = {"model": section, "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
+    changes = {"model": ModelSection.of(reference), "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
         "reduce_dtype": None, "shard_size": None, "shorter_lengths": (), "devices": ()}  # fmt: skip
     return Plan.model_validate(plan.model_copy(update=changes).model_dump()), graph
 

@@ -331,12 +331,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
     program = line.program
     return Plan(
         stagewright=__version__,
-        model=ModelSection(
-            text=reference.text,
-            overrides=dict(reference.overrides),
-            digest=reference.digest,
-            name=reference.name,
-        ),
+        model=ModelSection.of(reference),
         job=line.job,
         cluster=ClusterSection.of(cluster),
         dp=choice.dp,

@@ -19,6 +19,7 @@ from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
 from stagewright.planning.predictions import LengthPrediction, Predictions
 from stagewright.schedule import Action, Kind, Placement, Program, verify
+from stagewright.tracing.models.reference import ModelReference
 
 VERSION = 1
 REDUCE_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -31,6 +32,16 @@ class ModelSection(StrictModel):
     overrides: dict[str, Any] = Field(default_factory=dict)
     digest: str
     name: str
+
+    @classmethod
+    def of(cls, reference: ModelReference) -> ModelSection:
+        """The section of the model that `reference` leads to."""
+        return cls(
+            text=reference.text,
+            overrides=dict(reference.overrides),
+            digest=reference.digest,
+            name=reference.name,
+        )
 
 
 class ClusterSection(StrictModel):

@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stagewright.cluster import Cluster
@@ -98,9 +98,10 @@ def plan(
         )  # fmt: skip
         return over_lengths(found, cluster, report, trace)
     check_shard_size(zero, shard_size)
+    families = [name for name in schedules if name != JOINT] or ["1f1b"]
     search = _Search(
-        reference, cluster, job, report, tuple(schedules), trace, recompute, offload, zero, reduce_dtype,
-        shard_size, host_optimizer,
+        reference, cluster, job, report, families, trace, recompute, offload, zero, reduce_dtype, shard_size,
+        host_optimizer,
     )  # fmt: skip
     with UntilCtrlC(interruptible, search.plans) as searching:
         search.gather_all(tensor_widths_of(cluster, tp), sequence_parallel, microbatch, (pp, dp, tp))
@@ -156,41 +157,35 @@ class _Queue:
         return bound, one
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        reference: ModelReference,
-        cluster: Cluster,
-        job: Job,
-        report: Callable[[str], None],
-        schedules: tuple[str, ...],
-        trace: Trace,
-        recompute: Recompute,
-        offload: bool,
-        zero: int | None,
-        reduce_dtype: Literal["fp32", "bf16"] | None,
-        shard_size: int | None,
-        host_optimizer: HostOptimizer,
-    ) -> None:
-        self.shard_size = shard_size
-        self.host_optimizer = host_optimizer
-        self.zero = zero
-        self.reduce_dtype: Literal["fp32", "bf16"] | None = reduce_dtype
-        self.recompute = recompute
-        self.offload = offload
-        self.reference = reference
-        self.cluster = cluster
-        self.job = job
-        self.report = report
-        self.schedules = tuple(name for name in schedules if name != JOINT) or ("1f1b",)
-        self.trace = trace
-        self.tp, self.sequence_parallel = 1, False
-        self.memory = Fitting(reference, cluster, job, recompute, offload, host_optimizer)
-        self.plans: list[Plan] = []
-        self.waiting = _Queue()
-        self.latest: tuple[int, BodyCosts] | None = None
-        self.bodies: dict[tuple[int, int], BodyCosts] = {}
-        self.without_rule: set[str] = set()
+    """What is asked for, `plans` so far, and what waits to be worked out."""
+
+    reference: ModelReference
+    cluster: Cluster
+    job: Job
+    report: Callable[[str], None]
+    schedules: Sequence[str]
+    trace: Trace
+    recompute: Recompute
+    offload: bool
+    zero: int | None
+    reduce_dtype: Literal["fp32", "bf16"] | None
+    shard_size: int | None
+    host_optimizer: HostOptimizer
+    tp: int = 1
+    sequence_parallel: bool = False
+    memory: Fitting = field(init=False)
+    plans: list[Plan] = field(default_factory=list)
+    waiting: _Queue = field(default_factory=_Queue)
+    latest: tuple[int, BodyCosts] | None = None
+    bodies: dict[tuple[int, int], BodyCosts] = field(default_factory=dict)
+    without_rule: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.memory = Fitting(
+            self.reference, self.cluster, self.job, self.recompute, self.offload, self.host_optimizer
+        )
 
     def share_layers(self, num_ranks: int, sequence_parallel: bool) -> None:
         """From now on, configurations in which so many ranks share every layer."""
