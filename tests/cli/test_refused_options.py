@@ -82,6 +82,33 @@ def test_other_stacks_refuse_what_is_megatrons(option: str) -> None:
     refused(*ESTIMATE, option=option, remedy="megatron-core+te")
 
 
+@pytest.mark.parametrize("option", ["--zero 3", "--reduce-dtype bf16", "--shard-size 2"])
+@pytest.mark.parametrize("verb", [MODEL, ESTIMATE])
+@pytest.mark.parametrize("widths", ["--dp 1", "--pp 2 --tp 4", "--pp 8"])
+def test_one_replica_shares_nothing_out(verb: tuple[str, ...], widths: str, option: str) -> None:
+    refused(*verb, "--cluster", "8x-h100", *widths.split(), option=option, remedy="--dp N")
+
+
+@pytest.mark.parametrize("verb", [MODEL, ESTIMATE])
+@pytest.mark.parametrize("width", ["", "--tp 1"])
+def test_one_rank_a_layer_splits_no_sequence(verb: tuple[str, ...], width: str) -> None:
+    refused(*verb, *width.split(), option="--sequence-parallel", remedy="give --tp N")
+
+
+@pytest.mark.parametrize("picture", [(), ("--html", "page.html"), ("--trace", "trace.json")])
+def test_a_dark_ground_needs_a_picture(picture: tuple[str, ...]) -> None:
+    code, shown = call("schedule", "1f1b", "--ranks", "2", *picture, "--dark")
+    assert code == 2 and "--dark is the ground of --svg and --png" in shown
+
+
+def test_what_is_drawn_is_not_overwritten(tmp_path: Path) -> None:
+    before = (tmp_path / "program.csv").read_bytes()
+    for option in ("--svg", "--html", "--trace"):
+        code, shown = call("schedule", "program.csv", option, str(tmp_path / "program.csv"))
+        assert code == 2 and "is what is drawn" in shown
+    assert (tmp_path / "program.csv").read_bytes() == before
+
+
 def test_a_schedule_file_needs_no_cluster() -> None:
     refused("check", "program.csv", option="--cluster 2x-h100", remedy="check the plan")
 

@@ -31,7 +31,7 @@ from stagewright.cli.planning import (
 )
 from stagewright.cli.progress import Progress
 from stagewright.cli.quick import without_collection
-from stagewright.cli.refuse import refuse, refuse_all_but
+from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 
@@ -136,6 +136,10 @@ def estimate(
                 memory_limit=memory_limit,
             )
             on = _cluster(cluster)
+            left = on.num_devices // (pp or on.num_devices) // (tp or 1)  # for replicas
+            refuse_unshared(
+                context, is_one_replica=(left if dp is None else dp) <= 1, is_one_rank_a_layer=tp in (None, 1)
+            )
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
                 reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, sequence_parallel=sequence_parallel,

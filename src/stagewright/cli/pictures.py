@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from stagewright.cli.output import check_writable
+from stagewright.errors import InputError
 from stagewright.files import write_whole
 
 if TYPE_CHECKING:
@@ -43,9 +44,13 @@ class Pictures(NamedTuple):
     def files(self) -> list[Path]:
         return [path for path in (self.svg, self.png, self.html, self.trace) if path is not None]
 
-    def check(self) -> None:
-        """Refuse files that cannot be written, before the work that would be lost."""
+    def check(self, source: str | Path) -> None:
+        """Refuse files that cannot be written, before the work that would be lost, and the one that is drawn, `source`."""
+        if self.dark and self.svg is None and self.png is None:
+            raise InputError("--dark is the ground of --svg and --png: give one of them, or leave it out")
         for path in self.files:
+            if path.exists() and path.resolve() == Path(source).resolve():
+                raise InputError(f"'{path}' is what is drawn, and would be overwritten: name another file")
             check_writable(path)
 
     def write(self, timeline: Timeline, curves: Callable[[], Sequence[Curve] | None] = lambda: None) -> None:

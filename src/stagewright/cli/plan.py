@@ -32,10 +32,11 @@ from stagewright.cli.planning import (
     warn,
 )
 from stagewright.cli.progress import Progress
-from stagewright.cli.refuse import refuse, refuse_all_but
+from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.errors import InputError, nearest
 
 if TYPE_CHECKING:
+    from stagewright.planning.found import Found
     from stagewright.planning.plan import Plan
 
 _SHOWN = 5
@@ -198,6 +199,12 @@ def plan(
         compiled=compiled or None,
         memory_limit=memory_limit,
     )
+    width = _tensor_width(tp)
+    refuse_unshared(
+        context,
+        is_one_replica=dp == 1 or (pp or 1) * (width or 1) == target.num_devices,
+        is_one_rank_a_layer=width == 1,
+    )
     reference = resolve(model, parse_settings(settings))
     with Progress(f"planning {model}") as progress:
         if strategy is not None:
@@ -211,12 +218,17 @@ def plan(
             find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else search.plan
             found = find(
                 reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
-                tp=_tensor_width(tp), sequence_parallel=sequence_parallel, microbatch=microbatch,
+                tp=width, sequence_parallel=sequence_parallel, microbatch=microbatch,
                 recompute=cast("fitting.Recompute", recompute), offload=offload,
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
                 shard_size=shard_size, host_optimizer=cast("search.HostOptimizer", host_optimizer), interruptible=True,
             )  # fmt: skip
     warn(found.warnings)
+    _tell(found, output, top, as_json)
+
+
+def _tell(found: Found, output: Path | None, top: int | None, as_json: bool) -> None:
+    """Write the best plans, if that is asked for, and show them."""
     shown = found.plans[: top or _SHOWN]
     paths = _write(shown, output, num_written=top or 1)
     if as_json:

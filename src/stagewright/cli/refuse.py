@@ -50,6 +50,20 @@ def refuse_all_but(
     refuse(context, names - set(kept), why, remedy, hints)
 
 
+def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank_a_layer: bool) -> None:
+    """Refuses what says how replicas, or ranks that share layers, share out where there is nobody to share with."""
+    if is_one_replica:
+        refuse(
+            context, ["zero", "reduce_dtype", "shard_size"],
+            "at these widths there is one replica, which shares nothing out", "plan for several (--dp N)",
+        )  # fmt: skip
+    if is_one_rank_a_layer:
+        refuse(
+            context, ["sequence_parallel"],
+            "the sequence is split by the ranks that share a layer, and one rank has all of it", "give --tp N, at least 2",
+        )  # fmt: skip
+
+
 def _is_given(context: typer.Context, parameter: Any) -> bool:
     source = context.get_parameter_source(parameter.name)
     return source is not None and source.name == "COMMANDLINE"

@@ -80,7 +80,7 @@ def schedule(
             "give one time for all stages without --costs",
         )  # fmt: skip
     pictures = Pictures(svg, png, html, trace, dark)
-    pictures.check()
+    pictures.check(name)
     given = parse_settings(options)
     if memory_limit is not None and _limits_itself(name):
         given["memory_limit"] = float(memory_limit)

@@ -33,7 +33,7 @@ def simulate(
     from stagewright.report.timelines import heading, rank_table, timeline_document
 
     pictures = Pictures(svg, png, html, trace, dark)
-    pictures.check()
+    pictures.check(plan)
     loaded = load_plan(plan)
     with Progress(f"simulating {plan}") as progress:
         line = line_of(loaded, cluster_of(loaded, cluster), progress)
