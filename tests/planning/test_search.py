@@ -16,6 +16,7 @@ from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import resident_bytes
 from stagewright.graph.carving import carve
 from stagewright.planning import search
+from stagewright.planning.baselines.search import plan_with
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
@@ -207,3 +208,13 @@ def test_stages_save_less_where_nothing_else_fits() -> None:
     assert max(rank.reserved_peak_bytes for rank in found.predictions.ranks) < peaks[0]
     with pytest.raises(PlanError):
         plan(model, cluster, job(memory_limit=peaks[0] - 1), recompute="none", **fixed)
+
+
+@pytest.mark.parametrize("verb", [search.plan, estimate, partial(plan_with, "even")])
+def test_a_precision_that_a_device_lacks_is_refused_before_the_model_is_traced(verb: Any) -> None:
+    def trace(*_: object, **__: object) -> None:
+        pytest.fail("the model was traced")
+
+    asked = Job(global_batch=4, sequence_length=32, dtype="bf16")
+    with pytest.raises(InputError, match="'t4' has no peak for bf16: train in one of fp32, fp16"):
+        verb("tiny-llama", load_cluster("2x-t4"), asked, trace=trace)

@@ -67,9 +67,11 @@ def estimate(
     if stack != OWN_STACK:
         find_stack(stack)  # before the work that would be lost
     if isinstance(subject, Plan):
+        subject.job.check_devices(cluster)
         return _run_by(stack, _of_plan(subject, cluster, report, trace), cluster, report, trace)
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
+    job.check_devices(cluster)
     check_shard_size(zero, shard_size)
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     choice = replace(

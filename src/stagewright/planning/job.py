@@ -158,6 +158,26 @@ class Job(StrictModel):
         is_mixed = cluster is not None and not cluster.is_homogeneous
         return min(self.memory_limit, device.usable_bytes) if is_mixed else self.memory_limit
 
+    def peak_of(self, device: Device) -> float:
+        """FLOP/s of a device at the products of this job.
+
+        Raises:
+            InputError: nothing says what it is.
+        """
+        peak = device.peak_flops.get(self.computed_in)
+        if peak is None:
+            known = ", ".join(device.peak_flops.available())
+            raise InputError(
+                f"device '{device.name}' has no peak for {self.dtype}: train in one of {known}, or add the figure to its "
+                "description"
+            )
+        return peak
+
+    def check_devices(self, cluster: Cluster) -> None:
+        """Before the work that would be lost: raises as `peak_of` for each kind of device."""
+        for group in cluster.nodes:
+            self.peak_of(group.device)
+
     def beyond(self, device: Device) -> str | None:
         """What plans within the limit may need that `device` does not have, as a warning; None if nothing."""
         if self.memory_limit is None or self.memory_limit <= device.usable_bytes:

@@ -43,7 +43,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         tokens_per_second=tokens / step,
         mfu=body.costing.model_flop
         * num_microbatches
-        / (step * line.dp * sum(_peak(line, rank) for rank in range(line.pp))),
+        / (step * line.dp * sum(line.job.peak_of(line.device_of(rank)) for rank in range(line.pp))),
         bubble_fraction=timeline.bubble_fraction,
         ranks=tuple(
             RankPrediction(
@@ -86,19 +86,6 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
         offloaded_bytes=summary.offloaded_bytes,
         recompute_seconds=summary.rebuild_s + summary.remade_s,
     )
-
-
-def _peak(line: Pipeline, rank: int) -> float:
-    """FLOP/s of a device of a pipeline rank."""
-    device, name = line.device_of(rank), line.job.computed_in
-    peak = device.peak_flops.get(name)
-    if peak is None:
-        known = ", ".join(device.peak_flops.available())
-        raise InputError(
-            f"device '{device.name}' has no peak for {line.job.dtype}: train in one of {known}, or add the "
-            "figure to its description"
-        )
-    return peak
 
 
 # -- time ---------------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ def plan(
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
+    job.check_devices(cluster)
     host_optimizer = checked(host_optimizer, cluster)
     if not cluster.is_homogeneous:
         check_mixed(cluster, tp=tp, zero=zero, reduce_dtype=reduce_dtype, shard_size=shard_size)

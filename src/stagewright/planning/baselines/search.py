@@ -48,6 +48,7 @@ def plan_with(
         raise InputError(
             f"strategy = {strategy!r}{nearest(strategy, STRATEGIES)}: use {', '.join(STRATEGIES)}"
         )
+    job.check_devices(cluster)
     reference = model if isinstance(model, ModelReference) else resolve(model)
     widths = widths_of(cluster, job, pp, dp)
     plans: list[Plan] = []
