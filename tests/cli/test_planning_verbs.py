@@ -220,6 +220,15 @@ def test_bad_input_is_one_message(words: tuple[str, ...], message: str, planned:
     assert "Traceback" not in done.stderr
 
 
+def test_documents_of_other_verbs_are_told_apart(tmp_path: Path, planned: dict) -> None:
+    path = tmp_path / "program.json"
+    path.write_text('{"name": "x", "num_microbatches": 1, "rank_of_stage": [0], "ranks": [["0F0", "0B0"]]}')
+    assert "is a program, without a model: `stagewright schedule" in call("simulate", path).stderr
+    plan = planned["plans"][0]["path"]
+    assert "is a plan: the record of its run is" in call("compare", plan, plan).stderr
+    assert "cannot be read (No such file or directory)" in call("compare", plan, "no.json").stderr
+
+
 def test_a_wrong_key_of_a_job_is_named(tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text("global_batchh = 8\nsequence_length = 64\n")

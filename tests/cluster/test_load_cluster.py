@@ -86,6 +86,7 @@ def test_bad_values_name_key_value_and_rule(overrides: dict[str, object], words:
         ("nodes = [", "site.toml: not valid TOML"),
         ("name = 'x'", "nodes is missing"),
         ("nodes = 3", "nodes = 3"),
+        ("[nodes]\ndevice = 'h100'", r"nodes: must be a list: in TOML \[\[nodes\]\] begins"),
         ("[[nodes]]\ndevice = 'h1000'", "did you mean 'h100'"),
         ("[[nodes]]\ndevices_per_node = 4", "device is missing"),
         (SMALL + "latencys = 3", "unknown key 'latencys'"),

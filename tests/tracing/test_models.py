@@ -423,6 +423,13 @@ def test_malformed_configs(tmp_path, content, message):
     assert str(path) in str(error.value)
 
 
+def test_python_without_a_function_is_no_config(tmp_path):
+    path = tmp_path / "net.py"
+    path.write_text("def build(): ...\n")
+    with pytest.raises(InputError, match=r"name the function in it .* as .*net\.py:FUNCTION"):
+        resolve(str(path))
+
+
 def test_names_that_lead_nowhere(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"did you mean 'llama-3-8b'\?"):

@@ -106,6 +106,8 @@ def _lines(error: ValidationError) -> Iterator[str]:
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "missing":
             yield f"{key} is missing: add it"
+        elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], dict):
+            yield f"{key}: must be a list: in TOML [[{key}]] begins each of its tables"
         elif isinstance(item["input"], dict | list | tuple | BaseModel):
             yield f"{key}: {message}" if key else message
         else:

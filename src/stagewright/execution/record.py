@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,5 +114,10 @@ def load_record(path: str | Path) -> Record:
     try:
         document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"record '{path}' cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
+        raise InputError(f"record '{path}' cannot be read ({reason}): check the path") from None
+    if isinstance(document, Mapping) and document.keys() >= {"program", "cuts"}:
+        raise InputError(
+            f"{path} is a plan: the record of its run is the record.json that `stagewright run` wrote"
+        )
     return validated(Record, document, str(path))

@@ -285,6 +285,11 @@ def load_plan(path: str | Path) -> Plan:
         raise InputError(f"plan '{path}' cannot be read ({error.strerror}): check the path") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is not JSON ({error}): give a file that `stagewright plan` wrote") from None
+    if isinstance(document, Mapping) and document.keys() >= {"ranks", "rank_of_stage"}:
+        raise InputError(
+            f"{path} is a program, without a model: `stagewright schedule {path}` draws it, and `stagewright check {path}` "
+            "checks it"
+        )
     if not isinstance(document, Mapping) or "version" not in document:
         raise InputError(
             f"{path} has no 'version', so it is no plan: give a file that `stagewright plan` wrote"

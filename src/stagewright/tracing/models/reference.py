@@ -92,6 +92,10 @@ def _find_config(text: str) -> tuple[str, Path | None, dict[str, Any]]:
                 f"directory '{text}' holds no config.json: "
                 "name a Hugging Face model directory or the config file itself"
             )
+    if path.is_file() and path.suffix == ".py":
+        raise InputError(
+            f"'{text}' is Python: name the function in it that makes the model, as {text}:FUNCTION"
+        )
     if path.is_file():
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
         return name, path, _parse(_read(path), str(path))
