@@ -97,7 +97,7 @@ def exact(num_clusters: int) -> dict[str, object]:
         starts = [generator.permutation(one.num_units) for _ in range(4)]
         first = one.seconds(np.arange(one.num_units))
         made = [
-            _repaired(one, anneal(start, 5_000, 0.05 * first, 1e-5 * first, seed, one.terms), generator)
+            _repaired(one, anneal(start, 5_000, 0.05 * first, 1e-5 * first, seed, one.terms), generator, 16)
             for start in starts
         ]
         reached += min(map(one.seconds, made)) <= best_of_all(one).seconds * (1 + 1e-12)

@@ -60,7 +60,9 @@ def test_annealing_and_repairs_alone_reach_the_optimum(seed: int) -> None:
     grid = random_grid(replicas, stages, seed)
     generator = np.random.default_rng(seed)
     starts = [generator.permutation(8) for _ in range(6)]
-    made = [_repaired(grid, anneal(start, 4000, 0.2, 1e-4, seed, grid.terms), generator) for start in starts]
+    made = [
+        _repaired(grid, anneal(start, 4000, 0.2, 1e-4, seed, grid.terms), generator, 16) for start in starts
+    ]
     assert min(map(grid.seconds, made)) == pytest.approx(best_of_all(grid).seconds)
 
 

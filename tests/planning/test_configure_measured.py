@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from stagewright.cluster import Cluster, MeasuredBandwidth, arranged, load_cluster
+from stagewright.cluster import Cluster, MeasuredBandwidth, all_reduce_seconds, arranged, load_cluster
 from stagewright.estimation.megatron import Layout, Shape, find_megatron_stack
 from stagewright.estimation.megatron.fusion import find_fusion
 from stagewright.planning.configure.assignment import as_numbered, assign, grid_of
@@ -156,3 +156,19 @@ def test_tied_stages_keep_off_a_slow_link() -> None:
     )
     assert slow.step_s == pytest.approx(plain.step_s, rel=1e-9)
     assert slow.assignment is not None and {slow.assignment.units[0], slow.assignment.units[-1]} != {0, 3}
+
+
+@pytest.mark.parametrize("replicas", [8, 16, 32])
+def test_rings_cross_nodes_with_all_of_their_devices(replicas: int) -> None:
+    """What is weighed is what collectives are predicted to take."""
+    cluster = with_slow((1, 2))
+    one = run(cluster, dp=replicas, pp=32 // replicas)
+    sizes = np.array([one.gradient_bytes(*counts) for counts in one.parameters_of_ranks()])
+    grid = grid_of(
+        cluster, tp=1, num_replicas=replicas, num_stages=32 // replicas, boundary_bytes=0.0, gradient_bytes=sizes,
+        num_exposed=0.0,
+    )  # fmt: skip
+    predicted = [
+        all_reduce_seconds(cluster, sizes[rank], one.groups("dp", rank)[0]) for rank in range(32 // replicas)
+    ]
+    assert grid.seconds(grid.default) == pytest.approx(max(predicted), rel=0.01)

@@ -75,7 +75,11 @@ def weighed(run: Run, job: Job, peaks: Sequence[int], num_steps: int | None = No
 
 
 def _assigned(grid: Grid, num_steps: int | None) -> Assignment:
-    return assign(grid) if num_steps is None else assign(grid, num_steps=num_steps, num_starts=2)
+    return (
+        assign(grid)
+        if num_steps is None
+        else assign(grid, num_steps=num_steps, num_starts=2, num_exchanges=0)
+    )
 
 
 def _as_numbered(num_units: int, num_stages: int) -> Assignment:

@@ -35,6 +35,46 @@ class Terms(NamedTuple):
     tie: Floats
     tied_first: int
     tied_last: int
+    node: Ints
+    shares_nodes: bool
+
+
+@njit(cache=True)
+def _through_nodes(order: Ints, terms: Terms) -> tuple[float, float]:
+    """The slowest edge of all rings, and their sum, where a node holds several units: each of its units in a ring drives an
+    edge of its own to the next node, so that these edges are as much faster."""
+    num_replicas, num_stages = terms.num_replicas, terms.num_stages
+    firsts, lasts, counts = np.empty((3, num_replicas), np.int64)
+    places, met_in = np.zeros(
+        (2, len(order)), np.int64
+    )  # of a node: its place in the ring of a stage, and the last one
+    slowest = total = 0.0
+    for stage in range(num_stages):
+        share, num_nodes = terms.share[stage], 0
+        for replica in range(num_replicas):
+            unit = order[replica * num_stages + stage]
+            node = terms.node[unit]
+            if met_in[node] == stage + 1:
+                at = places[node]
+                edge = share * terms.ring[lasts[at], unit]
+                slowest, total = max(slowest, edge), total + edge
+                counts[at] += 1
+            else:
+                at = places[node] = num_nodes
+                met_in[node] = stage + 1
+                firsts[at], counts[at] = unit, 1
+                num_nodes += 1
+            lasts[at] = unit
+        for at in range(num_nodes):
+            following = (at + 1) % num_nodes
+            edge = 0.0
+            if counts[at] > 1:
+                edge = share * terms.ring[lasts[at], firsts[at]]
+            if num_nodes > 1:
+                crossing = share * terms.ring[firsts[at], firsts[following]]
+                edge = max(edge, crossing / min(counts[at], counts[following]))
+            slowest, total = max(slowest, edge), total + edge
+    return slowest, total
 
 
 @njit(cache=True)
@@ -53,7 +93,7 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
             longest = max(longest, terms.busy[unit, stage])
             if stage + 1 < num_stages:
                 total += terms.hop[unit, order[first + stage + 1]]
-            if num_replicas > 1:
+            if num_replicas > 1 and not terms.shares_nodes:
                 follower = order[((replica + 1) % num_replicas) * num_stages + stage]
                 edge = terms.share[stage] * terms.ring[unit, follower]
                 slowest = max(slowest, edge)
@@ -63,6 +103,8 @@ def _weighed(order: Ints, terms: Terms) -> tuple[float, float]:
         pair = float(terms.tie[order[first + terms.tied_first], order[first + terms.tied_last]])
         sum_tying += pair
         tying = max(tying, pair)
+    if num_replicas > 1 and terms.shares_nodes:
+        slowest, sum_ring = _through_nodes(order, terms)
     mean = (sum_through + sum_tying) / num_replicas + sum_ring / (num_replicas * num_stages)
     return through + longest + slowest + tying, mean
 

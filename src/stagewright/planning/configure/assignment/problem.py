@@ -26,6 +26,7 @@ class Grid:
         fill: [unit, stage] seconds of one microbatch, forward and backward.
         busy: [unit, stage] seconds of all other microbatches.
         tie: [unit, unit] seconds to add up gradients of parameters that both stages `tied` hold; none: nothing is tied.
+        node: [unit] the node of a unit; none: each has its own.
         by_default: the unit at each place when nobody chooses; none: units in their own order.
     """
 
@@ -39,6 +40,7 @@ class Grid:
     by_default: tuple[int, ...] = ()
     tie: Floats | None = None
     tied: tuple[int, int] = (0, 0)
+    node: Ints | None = None
 
     def __post_init__(self) -> None:
         units, stages = self.num_units, self.num_stages
@@ -75,8 +77,15 @@ class Grid:
         tie = np.zeros((self.num_units, self.num_units)) if self.tie is None else self.tie
         return Terms(
             self.num_replicas, self.num_stages, self.hop, self.ring, self.ring_share, self.fill, self.busy,
-            tie, *self.tied,
+            tie, *self.tied, *self._nodes,
         )  # fmt: skip
+
+    @property
+    def _nodes(self) -> tuple[Ints, bool]:
+        """The node of every unit, and whether a node has several."""
+        given = np.arange(self.num_units) if self.node is None else self.node
+        nodes, node = np.unique(given, return_inverse=True)
+        return node.astype(np.int64), len(nodes) < self.num_units
 
     @property
     def has_equal_links(self) -> bool:
@@ -148,6 +157,7 @@ def grid_of(
         as_numbered(num_replicas, num_stages),
         2 * both_ways[0] + tied_bytes / both_ways[1] if tied_bytes else None,
         tied,
+        np.array([cluster.node_of(unit * tp) for unit in range(num_units)]),
     )  # fmt: skip
 
 
