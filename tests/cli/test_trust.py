@@ -177,6 +177,7 @@ def test_a_rank_that_raises_names_itself_once(tmp_path: Path) -> None:
     done = stagewright(*words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["losses"] and "words of the user's own code" in done.stderr
+    assert "warning: 1 step is too few to compare" in done.stderr
     failed = stagewright(*words, BREAK_RANK_1="yes")
     assert failed.returncode == 2 and failed.stdout == ""
     lines = [line for line in failed.stderr.splitlines() if "the dog ate the weights" in line]

@@ -74,7 +74,14 @@ def run(
     if record is None or os.environ.get("RANK", "0") != "0":
         return
     from stagewright.cli.planning import warn
-    from stagewright.report.runs import diverged, longest_not_run, on_other_devices, run_document, run_summary
+    from stagewright.report.runs import (
+        diverged,
+        longest_not_run,
+        on_other_devices,
+        run_document,
+        run_summary,
+        too_few_steps,
+    )
 
     path = folder / "record.json"
     document = run_document(loaded, record, str(path))
@@ -85,6 +92,7 @@ def run(
             *elsewhere,
             *(others() if is_alone else ()),
             *longest_not_run(loaded, record),
+            *too_few_steps(len(record.losses)),
             *diverged(record.losses),
         ]
     )

@@ -64,6 +64,23 @@ def longest_not_run(plan: Plan, measured: Measured) -> list[str]:
     ]
 
 
+def too_few_steps(num_steps: int) -> list[str]:
+    """That nothing which is predicted was measured in a run of so few steps, if so.
+
+    >>> too_few_steps(3)
+    []
+    >>> too_few_steps(1)[0].partition(":")[0]
+    '1 step is too few to compare with what is predicted'
+    """
+    if num_steps > 2:
+        return []
+    steps = "1 step is" if num_steps == 1 else f"{num_steps} steps are"
+    return [
+        f"{steps} too few to compare with what is predicted: the first warms up and makes the optimizer's state, the second "
+        "is slow because its memory is counted; run 3 or more"
+    ]
+
+
 def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
     """The losses, and step time and peak memory per rank as predicted and as measured; `path`: the record.
 
