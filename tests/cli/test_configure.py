@@ -52,3 +52,10 @@ def test_a_limit_beyond_the_device_and_a_missing_critical_batch_are_warned_of() 
     done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job, "--objective", "time-to-train"])
     assert done.exit_code == 0, done.output
     assert "without --critical-batch" in done.stderr
+
+
+def test_nodes_of_other_sizes_with_the_same_device_are_no_mixture() -> None:
+    job = ["--cluster", "8x-h100+4x-h100", "--global-batch", "24", "--sequence-length", "4096", "--cp", "1"]
+    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job])
+    assert done.exit_code == 0, done.output
+    assert "Layers of the stages" not in done.stdout

@@ -134,3 +134,15 @@ def test_buffers_between_experts_count_only_where_experts_are_spread() -> None:
         layout = Layout(512, dp=8, ep=ep)
         found = [footprints(mixture, layout, stack)[0].peak_bytes for stack in (plain, spread)]
         assert found[1] - found[0] == buffers
+
+
+def test_keys_and_values_are_copied_where_there_are_more_devices_than_heads() -> None:
+    shape = Shape(2, 1024, 4096, 16, 32000, 2, 64, gated=True, has_bias=False, tied=False)
+    counts = [
+        footprints(shape, Layout(1024, tp=tp), find_megatron_stack("megatron-core+te"))[0].num_parameters * tp
+        for tp in (2, 8)
+    ]
+    copies = 2 * shape.num_layers * shape.hidden * shape.head_size * (8 - 2)
+    norms = (2 * shape.num_layers + 1) * shape.hidden * (8 - 2)
+    padding = 2 * shape.hidden * (32768 - 32000)  # tables of a multiple of 1,024 rows
+    assert counts[1] - counts[0] == copies + norms + padding

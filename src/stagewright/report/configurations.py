@@ -39,8 +39,8 @@ def _row(one: Configuration) -> Sequence[object]:
 
 def stages_line(one: Configuration) -> str | None:
     """Layers and devices of every stage of a configuration whose ranks differ in kind; None where all are equal."""
-    names = ["+".join(device.name for device in devices) for devices in one.devices]
-    if len(set(names)) == 1 and len(one.devices[0]) == 1:
+    names = ["+".join(dict.fromkeys(device.name for device in devices)) for devices in one.devices]
+    if len({device for devices in one.devices for device in devices}) == 1:
         return None
     layout = one.layout
     ranks = [names[stage % layout.pp] for stage in range(layout.num_stages)]

@@ -94,7 +94,7 @@ class Layers:
             norms += shape.hidden * experts.num_experts  # the router
         biases = 0
         if shape.has_bias:
-            split = shape.projected + shape.feed_forward * (2 if shape.gated else 1)
+            split = self._projected + shape.feed_forward * (2 if shape.gated else 1)
             biases = split // tp + 2 * shape.hidden
         return own, norms + biases + (self._attention_weights() + dense // tp)
 
@@ -134,7 +134,7 @@ class Layers:
             yield from self._inside(self._latent(self.shape.latent))
             return
         shape = self.shape
-        projected = self._split(shape.projected)
+        projected = self._split(self._projected)
         out = self._split(shape.num_heads * shape.head_size)
         steps = [
             self._linear("query, key, value", residual, projected, gathers=True),
@@ -226,11 +226,18 @@ class Layers:
     def _experts(self, index: int) -> Experts | None:
         return self.shape.experts if index >= self.shape.num_dense else None
 
+    @property
+    def _projected(self) -> int:
+        """Elements per token of queries, keys and values on all devices together: with more devices than keys and values have
+        heads, each has one."""
+        copied = max(0, self.layout.tp - self.shape.num_key_value_heads)
+        return self.shape.projected + 2 * copied * self.shape.head_size
+
     def _attention_weights(self) -> int:
         shape, tp = self.shape, self.layout.tp
         latent = shape.latent
         if latent is None:
-            return shape.hidden * (shape.projected + shape.num_heads * shape.head_size) // tp
+            return shape.hidden * (self._projected + shape.num_heads * shape.head_size) // tp
         down = shape.hidden * (latent.query_rank + latent.key_value_rank + latent.rotary_size)
         norms = latent.query_rank + latent.key_value_rank
         up = latent.query_rank * (latent.plain_size + latent.rotary_size)
