@@ -14,7 +14,8 @@ from stagewright.cli.app import app
 from stagewright.graph.carving import carve
 from stagewright.graph.stage import Stage
 from stagewright.planning.estimate import graph_of, line_of
-from stagewright.planning.plan import Plan, StagePolicy, load_plan, stage_cuts, stage_program
+from stagewright.planning.plan import Plan, StagePolicy, load_plan
+from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.planning.predict import run_timeline
 from stagewright.report.pictures.plan_memory import plan_curves
 from stagewright.schedule import Kind

@@ -17,7 +17,8 @@ from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import line_of
 from stagewright.planning.pipeline import Pipeline
-from stagewright.planning.plan import Plan, load_plan, stage_program
+from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predict import rank_memories
 from stagewright.schedule import Action
 

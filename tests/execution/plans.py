@@ -16,9 +16,9 @@ from stagewright.planning.plan import (
     Plan,
     Predictions,
     StagePolicy,
-    cut_names,
     shared_layers,
 )
+from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.sharding import sharded_program
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.saving import insert_offloading, insert_recomputation

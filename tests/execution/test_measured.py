@@ -13,7 +13,8 @@ from multiprocess import run_ranks
 from stagewright.errors import InputError
 from stagewright.execution.measured import clock_error_seconds, timeline_of
 from stagewright.execution.record import RankRecord, Record
-from stagewright.planning.plan import Plan, stage_program
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_program
 from stagewright.schedule import insert_communication
 from stagewright.simulation import StageCosts, Timeline, critical_path, difference, simulate
 from stagewright.simulation.observed import observed

@@ -24,7 +24,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.pipeline import Pipeline, costing, pipeline
-from stagewright.planning.plan import stage_cuts, stage_policies, stage_program
+from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.planning.predict import run_timeline
 from stagewright.planning.search import plan
 from stagewright.tracing.cache import trace

@@ -11,7 +11,8 @@ import pytest
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError
 from stagewright.planning.job import Job, load_job
-from stagewright.planning.plan import ClusterSection, Plan, load_plan, stage_program
+from stagewright.planning.plan import ClusterSection, Plan, load_plan
+from stagewright.planning.plan_stages import stage_program
 
 DOCUMENT: dict[str, Any] = {
     "version": 1,

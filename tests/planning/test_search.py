@@ -20,7 +20,8 @@ from stagewright.planning.baselines.search import plan_with
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Plan, stage_cuts, stage_program
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.planning.ranking import AS_FAST
 from stagewright.planning.shortening import shortened
 from stagewright.planning.widths import widths_of
@@ -155,11 +156,17 @@ def test_more_stages_than_the_model_can_be_cut_into() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pp", "dp", "text"), [(3, None, "pp = 3"), (None, 8, "dp = 8"), (2, 1, "dp 1 x pp 2")]
+    ("pp", "dp", "text"), [(3, None, "pp = 3"), (None, 8, "dp = 8"), (2, 1, "dp 1 x pp 2 is not the 4")]
 )
 def test_widths_that_do_not_fit_are_refused(pp: int | None, dp: int | None, text: str) -> None:
     with pytest.raises(InputError, match=text):
         widths_of(CLUSTER, job(), pp, dp)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(None, 4), (1, None), (1, 4)])
+def test_replicas_must_divide_the_batch(pp: int | None, dp: int | None) -> None:
+    with pytest.raises(InputError, match="dp = 4 does not divide the global batch of 6"):
+        widths_of(CLUSTER, Job(global_batch=6, sequence_length=8), pp, dp)
 
 
 def test_a_fixed_microbatch_must_divide() -> None:

@@ -86,7 +86,8 @@ def check(
 def _checks(path: Path, cluster: str | None, report: Progress) -> Iterator[tuple[str, str]]:
     """Name and finding of each check that passes; the first that does not raises."""
     from stagewright.planning.estimate import line_of
-    from stagewright.planning.plan import load_plan, stage_program
+    from stagewright.planning.plan import load_plan
+    from stagewright.planning.plan_stages import stage_program
     from stagewright.report.plans import batch_text, widths
 
     plan = load_plan(path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from stagewright.errors import InputError
 from stagewright.execution.record import RankRecord, Record
-from stagewright.planning.plan import Plan, stage_program
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_program
 from stagewright.schedule.program import Program
 from stagewright.simulation import Timeline
 from stagewright.simulation.observed import observed

@@ -11,7 +11,8 @@ from stagewright.graph.carving import carve
 from stagewright.graph.cutting import Cutting
 from stagewright.graph.flat import PARAMETERS
 from stagewright.planning.job import Job
-from stagewright.planning.plan import ModelSection, Plan, cut_names, shared_layers, stage_cuts, stage_program
+from stagewright.planning.plan import ModelSection, Plan, shared_layers
+from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
 from stagewright.planning.sharding import sharded_program, without_sharding
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.overrides import DROPOUT

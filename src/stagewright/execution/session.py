@@ -35,7 +35,8 @@ from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.planning.lengths import check_same_operators
-from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.arguments import DTYPES

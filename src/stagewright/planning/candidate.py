@@ -20,7 +20,8 @@ from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
 from stagewright.planning.pipeline import Pipeline, pipeline, reserved_bytes
 from stagewright.planning.placing import placed
-from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy, cut_names
+from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
+from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.predict import predict, rank_memories
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program

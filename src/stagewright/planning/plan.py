@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,13 +12,10 @@ from pydantic import Field, field_serializer, model_validator
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
-from stagewright.errors import InputError, PlanError, ScheduleError, nearest
+from stagewright.errors import InputError
 from stagewright.files import write_whole
-from stagewright.graph import OperatorGraph
-from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.job import Job
 from stagewright.planning.predictions import LengthPrediction, Predictions
-from stagewright.schedule import Action, Kind, Placement, Program, verify
 from stagewright.tracing.models.reference import ModelReference
 
 VERSION = 1
@@ -300,104 +297,3 @@ def load_plan(path: str | Path) -> Plan:
             "plan again"
         )
     return validated(Plan, document, str(path))
-
-
-def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
-    """Names of the first operators behind the cut positions `cuts`, the same in every trace of the model."""
-    return tuple(graph.nodes[graph.body[cut]].name for cut in cuts)
-
-
-def stage_cuts(plan: Plan, graph: OperatorGraph) -> list[int]:
-    """Positions in the body of `graph` of the cuts of `plan`.
-
-    Raises:
-        PlanError: a cut names an operator that the graph does not have.
-    """
-    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
-    found: list[int] = []
-    for name in plan.cuts:
-        if name not in position:
-            raise PlanError(
-                f"the plan cuts in front of operator '{name}', which the traced model "
-                f"'{graph.name}' does not have{nearest(name, position)}: plan again for this model"
-            )
-        found.append(position[name])
-    return found
-
-
-def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
-    """The memory policy of every stage of `plan`, in values of `graph`.
-
-    Raises:
-        PlanError: a policy names an operator that the graph does not have.
-    """
-    made = {graph.nodes[node].name: graph.nodes[node].outputs for node in graph.body}
-
-    def values(names: tuple[str, ...]) -> frozenset[int]:
-        for name in names:
-            if name not in made:
-                raise PlanError(
-                    f"a memory policy of the plan names operator '{name}', which the traced model "
-                    f"'{graph.name}' does not have{nearest(name, made)}: plan again for this model"
-                )
-        return frozenset(value for name in names for value in made[name] if value is not None)
-
-    def policy(text: str | StagePolicy) -> Policy:
-        if isinstance(text, StagePolicy):
-            return Policy(values(text.recompute), values(text.offload))
-        return RECOMPUTE_ALL if text == "recompute" else KEEP
-
-    return [policy(text) for text in plan.memory_policy]
-
-
-def stage_program(plan: Plan) -> Program:
-    """The actions of one batch.
-
-    Raises:
-        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not recompute,
-            offload or gather the stages that the plan says.
-    """
-    ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
-    wanted = {
-        stage
-        for stage, policy in enumerate(plan.memory_policy)
-        if policy == "recompute" or (isinstance(policy, StagePolicy) and policy.recompute)
-    }
-    found = {
-        part.stage for actions in ranks for action in actions for part in action.parts if part.kind is Kind.R
-    }
-    offloaded = {
-        stage
-        for stage, policy in enumerate(plan.memory_policy)
-        if isinstance(policy, StagePolicy) and policy.offload
-    }
-    moved = {
-        part.stage
-        for actions in ranks
-        for action in actions
-        for part in action.parts
-        if part.kind is Kind.OFFLOAD
-    }
-    if not moved <= offloaded:
-        raise ScheduleError(
-            f"the program offloads stages {sorted(moved)} and the memory policy says {sorted(offloaded)}: name what they "
-            "offload"
-        )
-    if wanted != found:
-        raise ScheduleError(
-            f"the program recomputes stages {sorted(found)} and the memory policy says {sorted(wanted)}: both must "
-            "name the same stages"
-        )
-    _check_gathers(plan, ranks)
-    return verify(Program(plan.schedule, Placement(plan.placement), plan.num_microbatches, ranks))
-
-
-def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
-    """The program gathers the stages whose parameters are sharded, and no others."""
-    gathered = {action.stage for actions in ranks for action in actions if action.kind is Kind.GATHER}
-    sharded = {stage for stage, level in enumerate(plan.sharding) if level == 3} if plan.dp > 1 else set()
-    if gathered != sharded:
-        raise ScheduleError(
-            f"the program gathers stages {sorted(gathered)}, and `sharding` and dp {plan.dp} shard the parameters of stages "
-            f"{sorted(sharded)}: both must name the same stages"
-        )

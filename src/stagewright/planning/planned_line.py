@@ -8,7 +8,8 @@ from stagewright.cluster import Cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.pipeline import Pipeline, pipeline
 from stagewright.planning.placing import on_devices
-from stagewright.planning.plan import Plan, stage_cuts, stage_policies, stage_program
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 
 
 def planned_line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from rich.table import Table
 
 from stagewright.planning.candidate import in_flight
-from stagewright.planning.plan import Plan, StagePolicy, stage_program
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import StagePrediction
 from stagewright.report.tables import byte_unit, figure, table
 from stagewright.units import format_bytes, format_seconds

@@ -1,0 +1,101 @@
+"""The stages that a plan says: its cuts and memory policies in a traced model, and its program."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stagewright.errors import PlanError, ScheduleError, nearest
+from stagewright.graph import OperatorGraph
+from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.schedule import Action, Kind, Placement, Program, verify
+
+
+def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
+    """Names of the first operators behind the cut positions `cuts`, the same in every trace of the model."""
+    return tuple(graph.nodes[graph.body[cut]].name for cut in cuts)
+
+
+def stage_cuts(plan: Plan, graph: OperatorGraph) -> list[int]:
+    """Positions in the body of `graph` of the cuts of `plan`.
+
+    Raises:
+        PlanError: a cut names an operator that the graph does not have.
+    """
+    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
+    found: list[int] = []
+    for name in plan.cuts:
+        if name not in position:
+            raise PlanError(
+                f"the plan cuts in front of operator '{name}', which the traced model "
+                f"'{graph.name}' does not have{nearest(name, position)}: plan again for this model"
+            )
+        found.append(position[name])
+    return found
+
+
+def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
+    """The memory policy of every stage of `plan`, in values of `graph`.
+
+    Raises:
+        PlanError: a policy names an operator that the graph does not have.
+    """
+    made = {graph.nodes[node].name: graph.nodes[node].outputs for node in graph.body}
+
+    def values(names: tuple[str, ...]) -> frozenset[int]:
+        for name in names:
+            if name not in made:
+                raise PlanError(
+                    f"a memory policy of the plan names operator '{name}', which the traced model "
+                    f"'{graph.name}' does not have{nearest(name, made)}: plan again for this model"
+                )
+        return frozenset(value for name in names for value in made[name] if value is not None)
+
+    def policy(text: str | StagePolicy) -> Policy:
+        if isinstance(text, StagePolicy):
+            return Policy(values(text.recompute), values(text.offload))
+        return RECOMPUTE_ALL if text == "recompute" else KEEP
+
+    return [policy(text) for text in plan.memory_policy]
+
+
+def stage_program(plan: Plan) -> Program:
+    """The actions of one batch.
+
+    Raises:
+        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not recompute,
+            offload or gather the stages that the plan says.
+    """
+    ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
+    done = [(part.kind, part.stage) for actions in ranks for action in actions for part in action.parts]
+    found, moved = ({stage for one, stage in done if one is kind} for kind in (Kind.R, Kind.OFFLOAD))
+    wanted: set[int] = set()
+    offloaded: set[int] = set()
+    for stage, policy in enumerate(plan.memory_policy):
+        if policy == "recompute" or (isinstance(policy, StagePolicy) and policy.recompute):
+            wanted.add(stage)
+        if isinstance(policy, StagePolicy) and policy.offload:
+            offloaded.add(stage)
+    if not moved <= offloaded:
+        raise ScheduleError(
+            f"the program offloads stages {sorted(moved)} and the memory policy says {sorted(offloaded)}: name what they "
+            "offload"
+        )
+    if wanted != found:
+        raise ScheduleError(
+            f"the program recomputes stages {sorted(found)} and the memory policy says {sorted(wanted)}: both must "
+            "name the same stages"
+        )
+    _check_gathers(plan, ranks)
+    return verify(Program(plan.schedule, Placement(plan.placement), plan.num_microbatches, ranks))
+
+
+def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
+    """The program gathers the stages whose parameters are sharded, and no others."""
+    gathered = {action.stage for actions in ranks for action in actions if action.kind is Kind.GATHER}
+    sharded = {stage for stage, level in enumerate(plan.sharding) if level == 3} if plan.dp > 1 else set()
+    if gathered != sharded:
+        raise ScheduleError(
+            f"the program gathers stages {sorted(gathered)}, and `sharding` and dp {plan.dp} shard the parameters of stages "
+            f"{sorted(sharded)}: both must name the same stages"
+        )
