@@ -228,8 +228,7 @@ class Layers:
 
     @property
     def _projected(self) -> int:
-        """Elements per token of queries, keys and values on all devices together: with more devices than keys and values have
-        heads, each has one."""
+        """Elements per token of queries, keys and values on all devices together; each has a head of keys and values."""
         copied = max(0, self.layout.tp - self.shape.num_key_value_heads)
         return self.shape.projected + 2 * copied * self.shape.head_size
 

@@ -22,13 +22,17 @@ def megatron_rule(
 
     >>> megatron_rule(64, 8, 32, lambda tp, pp: tp * pp >= 16)
     (8, 2, 4)
+    >>> megatron_rule(12, 8, 24, lambda tp, pp: tp * pp >= 8)
+    (4, 3, 1)
     """
     tp = 1
     while tp <= devices_per_node:
         if num_devices % tp == 0 and fits(tp, 1):
             return tp, 1, num_devices // tp
         tp *= 2
-    tp = min(devices_per_node, num_devices)
+    tp //= 2
+    while num_devices % tp:
+        tp //= 2
     for pp in range(1, num_devices // tp + 1):
         if num_devices % (tp * pp) == 0 and num_layers % pp == 0 and fits(tp, pp):
             return tp, pp, num_devices // (tp * pp)
