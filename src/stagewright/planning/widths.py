@@ -39,10 +39,15 @@ def widths_of(
         if pp in (None, width) and dp in (None, count // width) and job.global_batch % (count // width) == 0
     ]
     if not found:
-        wanted = f"dp {dp or 'any'} x pp {pp or 'any'}"
+        if dp is not None and pp is not None and dp * pp != count:
+            shared = f" x tp {tp}" if tp > 1 else ""
+            raise InputError(
+                f"dp {dp} x pp {pp}{shared} is not the {cluster.num_devices} devices of cluster '{cluster.name}': "
+                "leave dp or pp out"
+            )
+        replicas = count // pp if dp is None and pp is not None else dp
         raise InputError(
-            f"{wanted} on {count} devices leaves no whole share of a global batch of {job.global_batch}: "
-            "dp x pp must be the number of devices and dp must divide the batch"
+            f"dp = {replicas} does not divide the global batch of {job.global_batch}: change the batch, or the widths"
         )
     return found
 
