@@ -10,7 +10,7 @@ from stagewright.planning.configure.assignment.problem import Assignment, Grid, 
 
 _ALL_ORDERS = 8
 _STEPS_TIMES_UNITS, _FEWEST_STEPS = 40_000_000, 200_000
-_DESCENT = 128
+_DESCENT = 64
 """Units up to which every neighbour is looked at."""
 _WINDOW = 6
 """Places that are exchanged in all ways at once."""
