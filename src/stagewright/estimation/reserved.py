@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stagewright.estimation.allocator import Block, CachingAllocator
-from stagewright.estimation.change import Event
+import numpy as np
+
+from stagewright.estimation.allocator import CachingAllocator
+from stagewright.estimation.allocator_kernels import NONE, Ints
 from stagewright.estimation.in_flight import Happenings, InFlight
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import Precision
+from stagewright.estimation.storages import Key
 from stagewright.graph.flat import Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
@@ -80,6 +83,9 @@ class _Replay:
         self.flight = InFlight(memories, placed, rank, is_scripted=True)
         self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
         self.allocator = CachingAllocator()
+        self.numbers: dict[Key, int] = {}
+        self.scripts: dict[int, tuple[Ints, Ints]] = {}  # by the identity of steps, which `flight` keeps
+        self.held = np.full((self.num_microbatches, 64), NONE, np.int64)
         self.state_bytes = state_bytes
         self.workspace_bytes = workspace_bytes
 
@@ -126,27 +132,31 @@ class _Replay:
 
     def _batch(self) -> None:
         """All actions of one batch; what is left of it goes at its end."""
-        states = [0] * self.num_microbatches
-        blocks: list[dict[int, Block]] = [
-            {key: self.allocator.allocate(size) for key, size in self.flight.start_sizes.items()}
-            for _ in states
-        ]
-        happenings = Happenings()
+        states, happenings = [0] * self.num_microbatches, Happenings()
+        inputs = self._script(self.flight.start_sizes.items())
+        for own in self.held:
+            self.allocator.run(*inputs, own)
         for action in self.actions:
             for microbatch, event in happenings.of(action):
-                states[microbatch] = self._step(states[microbatch], event, blocks[microbatch])
-        for own in blocks:
-            for block in own.values():
-                self.allocator.free(block)
+                step = self.flight.step(states[microbatch], event)
+                states[microbatch] = step.after
+                script = self.scripts.get(id(step))
+                if script is None:
+                    script = self.scripts[id(step)] = self._script(step.script)
+                self.allocator.run(*script, self.held[microbatch])
+        for own in self.held:
+            left = np.flatnonzero(own != NONE)
+            self.allocator.run(left, np.full(len(left), FREED), own)
 
-    def _step(self, state: int, event: Event, blocks: dict[int, Block]) -> int:
-        step = self.flight.step(state, event)
-        for key, num_bytes in step.script:
-            if num_bytes == FREED:
-                self.allocator.free(blocks.pop(key))
-            else:
-                blocks[key] = self.allocator.allocate(num_bytes)
-        return step.after
+    def _script(self, requests: Iterable[tuple[Key, int]]) -> tuple[Ints, Ints]:
+        """Storages by numbers for which `held` has room, and their bytes."""
+        given = list(requests)
+        keys = [self.numbers.setdefault(key, len(self.numbers)) for key, _ in given]
+        lacking = len(self.numbers) - self.held.shape[1]
+        if lacking > 0:
+            more = np.full((self.num_microbatches, max(lacking, self.held.shape[1])), NONE, np.int64)
+            self.held = np.concatenate([self.held, more], axis=1)
+        return np.array(keys, np.int64), np.array([size for _, size in given], np.int64)
 
 
 def _fixed(stages: Sequence[Stage]) -> list[int]:
