@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -118,6 +119,9 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
     assert "RunError: the run stopped: rank 1 ended with SIGKILL" in text
     assert "rank 1 died or froze at " in text
     assert not (tmp_path / "run" / "record.json").exists()
+    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert steps and [one["step"] for one in steps] == list(range(1, len(steps) + 1))
+    assert all(one["seconds"] > 0 and one["loss"] > 0 for one in steps)
 
 
 def _wait_for(condition: object, seconds: float, process: subprocess.Popen[bytes]) -> None:
@@ -203,6 +207,8 @@ def test_a_loss_that_is_no_number_is_in_the_record(tmp_path: Path) -> None:
     record = run(tmp_path / "plan.json", out=tmp_path / "run", device="cpu", timeout=60)
     assert record is not None and record.losses[0] is not None and record.losses[-1] is None
     assert "None" in repr(load_record(tmp_path / "run" / "record.json").losses)
+    lines = (tmp_path / "run" / "steps.jsonl").read_text().splitlines()
+    assert tuple(json.loads(line)["loss"] for line in lines) == record.losses
 
 
 def test_what_the_user_gave_is_refused_as_such(tmp_path: Path) -> None:

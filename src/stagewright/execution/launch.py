@@ -22,6 +22,7 @@ from stagewright.files import make_writable
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
 from stagewright.schedule.action import Action, Kind
+from stagewright.units import format_seconds
 
 
 def run(
@@ -89,7 +90,16 @@ def run(
     arguments += ["--resume"] if resume else []
     if is_launched:
         return _join(arguments, folder)
+    if sys.stderr.isatty():
+        print(starting(loaded, kind, steps or loaded.job.num_steps), file=sys.stderr, flush=True)
     return _start(loaded, arguments, folder)
+
+
+def starting(plan: Plan, kind: str, num_steps: int) -> str:
+    """What is about to be done, for those who wait for the first step."""
+    ranks = f"{plan.num_ranks} process{'es' * (plan.num_ranks > 1)}"
+    each = format_seconds(plan.predictions.step_seconds)
+    return f"starting {ranks} on {kind}: {plan.model.name}, {num_steps} steps, predicted at {each} each"
 
 
 def refuse_what_is_not_run(plan: Plan, source: str) -> None:

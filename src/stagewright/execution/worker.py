@@ -6,10 +6,8 @@ Run by `stagewright.execution.launch`, or under any launcher that sets RANK, WOR
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +78,7 @@ def work(
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.session import Session
+        from stagewright.execution.step_log import StepLog
         from stagewright.execution.watch import own_store
 
         session = Session(loaded, target, data, random_weights, watch.at, watch.at)
@@ -87,12 +86,12 @@ def work(
         num_steps = steps or loaded.job.num_steps
         first = restore(session, Path(checkpoint)) if checkpoint is not None and resume else 0
         metered = metered_steps(loaded.job, num_steps, first)
-        progress = _Progress(num_steps)
+        log = StepLog(Path(out), first, num_steps) if launched == 0 else None
         for step in range(first, num_steps):
             result = session.train_step(step, metered=step in metered)
             results.append(result)
-            if launched == 0:
-                progress(step, result)
+            if log is not None:
+                log(step, result)
             if checkpoint is not None and is_due(step + 1, num_steps, checkpoint_every):
                 save(session, Path(checkpoint), step + 1)
         watch.at("comparing clocks")
@@ -119,6 +118,7 @@ def _record(
     loaded: Any, torch: Any, target: Any, results: list[Any], first: int, metered: set[int], ranks: list[Any]
 ) -> Any:
     from stagewright.execution.record import Record
+    from stagewright.execution.step_log import finite
     from stagewright.version import __version__
 
     lengths = lengths_of(loaded.job, range(first, first + len(results)))
@@ -129,39 +129,14 @@ def _record(
         first_step=first,
         device=str(target),
         versions={"torch": torch.__version__, "python": sys.version.split()[0]},
-        losses=tuple(_finite(result.loss) for result in results),
-        gradient_norms=tuple(_finite(result.gradient_norm) for result in results),
+        losses=tuple(finite(result.loss) for result in results),
+        gradient_norms=tuple(finite(result.gradient_norm) for result in results),
         step_seconds=tuple(result.seconds for result in results),
         sequence_lengths=lengths,
         metered_steps=tuple(sorted({0, *(step - first for step in metered)})),
         predicted_step_seconds=timed.predictions.step_seconds,
         ranks=tuple(ranks),
     )
-
-
-def _finite(value: float) -> float | None:
-    """None for what JSON has no number for."""
-    return value if math.isfinite(value) else None
-
-
-class _Progress:
-    """One line per step on stderr, at most one a second when steps are short."""
-
-    def __init__(self, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.printed = 0.0
-
-    def __call__(self, step: int, result: Any) -> None:
-        now = time.monotonic()
-        if 0 < step < self.num_steps - 1 and self.num_steps > 50 and now - self.printed < 1.0:
-            return
-        self.printed = now
-        print(
-            f"step {step + 1}/{self.num_steps}  loss {result.loss:.4f}  gradient norm {result.gradient_norm:.3f}  "
-            f"{result.seconds:.3f} s",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def parsed(arguments: Sequence[str] | None) -> dict[str, Any]:
