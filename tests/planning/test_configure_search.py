@@ -86,7 +86,7 @@ def test_stages_balance_embedding_and_head() -> None:
 
 
 def test_what_is_left_out_says_by_how_much() -> None:
-    with pytest.raises(PlanError, match=r"no configuration fits .* misses .* GiB"):
+    with pytest.raises(PlanError, match=r"no configuration fits .* misses .* .iB"):
         configure(SHAPE, load_cluster("1x-h100"), JOB)
     with pytest.raises(InputError, match="no figures for bf16"):
         configure(SHAPE, load_cluster("8x-h100+8x-v100-32"), JOB)

@@ -24,6 +24,7 @@ from stagewright.planning.configure.ranks import on_best_devices
 from stagewright.planning.configure.space import Bounds, Widths, layout_of, obstacle, schedules, widths
 from stagewright.planning.job import Job
 from stagewright.planning.megatron import check_length, check_precision
+from stagewright.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -265,11 +266,12 @@ class _Search:
 
     def note(self, layout: Layout, memory: Memory) -> None:
         """Remember why a configuration is none."""
-        reason = f"lacks memory with {layout.recompute} recomputation, tp {layout.tp}"
+        how = "without" if layout.recompute == "none" else f"with {layout.recompute}"
+        reason = f"lacks memory {how} recomputation, tp {layout.tp}"
         num, least, text = self.too_large.get(reason, (0, float("inf"), ""))
         missing = memory.peak_bytes - memory.usable_bytes
         if missing < least:
-            least, text = missing, f"{described(layout)} misses {missing / 2**30:.1f} GiB"
+            least, text = missing, f"{described(layout)} misses {format_bytes(missing)}"
         self.too_large[reason] = (num + 1, least, text)
 
     def misses(self) -> str:
