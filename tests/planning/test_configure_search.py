@@ -81,8 +81,9 @@ def test_bounds_of_memory_are_below_what_a_replay_finds() -> None:
 def test_stages_balance_embedding_and_head() -> None:
     assert balanced_layers(10, [1.0] * 4, 0.1, 1.5) == (3, 3, 3, 1)
     assert sum(balanced_layers(126, [1.0] * 16, 0.2, 2.3)) == 126
+    assert balanced_layers(126, [1.0] * 128, 0.2, 2.3) == (0, *(1,) * 126, 0)
     with pytest.raises(InputError, match="cannot fill"):
-        balanced_layers(3, [1.0] * 4, 0.0, 0.0)
+        balanced_layers(125, [1.0] * 128, 0.0, 0.0)
 
 
 def test_what_is_left_out_says_by_how_much() -> None:

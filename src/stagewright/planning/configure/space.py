@@ -9,6 +9,7 @@ from itertools import product
 from stagewright.cluster import Cluster
 from stagewright.estimation.megatron import Layout, Shape
 from stagewright.estimation.megatron.layout import Recompute
+from stagewright.planning.configure.balance import fewest_layers
 from stagewright.planning.configure.lineup import has_equal_nodes, widest_unit
 from stagewright.planning.job import Job
 
@@ -23,7 +24,7 @@ class Bounds:
     largest_cp: int = 8
     largest_ep: int = 64
     largest_microbatch: int = 8
-    chunks: tuple[int, ...] = (1, 2, 4)
+    chunks: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[Recompute, ...] = RECOMPUTE
     shards_optimizer: tuple[bool, ...] = (True,)
     tp: int | None = None
@@ -137,7 +138,7 @@ def schedules(one: Widths, num_layers: int, bounds: Bounds) -> Iterator[tuple[st
     for chunks in bounds.chunks if one.pp > 1 else (1,):
         if chunks == 1:
             yield "1f1b", 1
-        elif num_layers >= one.pp * chunks and one.num_microbatches % one.pp == 0:
+        elif num_layers >= fewest_layers(one.pp * chunks) and one.num_microbatches % one.pp == 0:
             yield "interleaved-1f1b", chunks
 
 
