@@ -257,3 +257,12 @@ def test_deepspeed_in_tf32_takes_jobs_in_tf32_and_fp32() -> None:
     assert 0.05 < share("tf32") == share("fp32") < 1
     with pytest.raises(InputError, match="trains in tf32 or fp32, not in bf16: give --dtype tf32"):
         share("bf16")
+
+
+def test_attention_alone_is_made_again_where_its_scores_are_kept() -> None:
+    gpt, cluster = Shape.gpt(24, 6144, 64, 51200, 2048), load_cluster("4x8x-a100-80")
+    job = Job(global_batch=64, sequence_length=2048)
+    for stack, expected in (("megatron-deepspeed", True), (STACK, False)):
+        found = configure(gpt, cluster, job, stack=stack, keep=10).configurations
+        assert any(one.layout.recompute == "selective" for one in found) is expected
+        assert all(one.bound_s <= one.step_s for one in found)

@@ -85,15 +85,17 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class _Parts:
-    """Seconds of one microbatch, forward and backward; of a layer also the forward alone."""
+    """Seconds of one microbatch, forward and backward; of a layer also the forward alone, and of attention's core in it."""
 
     layer_s: float
     forward_s: float
+    core_s: float
     embedding_s: float
     head_s: float
 
     def with_recompute(self, recompute: Recompute) -> float:
-        return self.layer_s + self.forward_s * (recompute == "full")
+        again = {"none": 0.0, "selective": self.core_s, "full": self.forward_s}
+        return self.layer_s + again[recompute]
 
 
 @dataclass
@@ -137,9 +139,15 @@ class _Search:
     def candidates(self, clusters: Iterable[Cluster], found: Iterable[Widths]) -> Iterator[_Candidate]:
         for cluster, one in product(clusters, found):
             for schedule, num_chunks in schedules(one, self.shape.num_layers, self.bounds):
-                for recompute in self.bounds.recompute:
+                for recompute in self.recomputes:
                     for shards in self.bounds.shards_optimizer:
                         yield _Candidate(cluster, one, schedule, num_chunks, recompute, shards)
+
+    @property
+    def recomputes(self) -> tuple[Recompute, ...]:
+        if self.bounds.recompute is not None:
+            return self.bounds.recompute
+        return ("none", "full") if self.stack.flash_attention else ("none", "selective", "full")
 
     def parts(self, cluster: Cluster, one: Widths, first_rank: int) -> _Parts:
         """One layer and the ends of these widths on the devices from a rank on."""
@@ -156,7 +164,10 @@ class _Search:
                 sum(clock.passes(part), PassSeconds()).seconds
                 for part in (clock.body.embedding(), clock.body.head())
             )
-            self._timed[key] = _Parts(sum(part.seconds for part in layer), layer[0].seconds, first, last)
+            core = clock.pass_seconds(clock.body.core.forward).seconds
+            self._timed[key] = _Parts(
+                sum(part.seconds for part in layer), layer[0].seconds, core, first, last
+            )
         return self._timed[key]
 
     @cached_property
@@ -183,7 +194,8 @@ class _Search:
         each = [part.with_recompute(one.recompute) for part in ranks]
         num = self.shape.num_layers - (self.shape.num_dense if self.shape.experts else 0)
         stage = (num + ranks[-1].head_s / each[-1]) / sum(1 / seconds for seconds in each)
-        return stage * one.widths.num_microbatches + (pp - 1) / one.num_chunks * min(each) * (num // pp)
+        hops = pp - 1 if pp * one.num_chunks <= 2 else pp - 2  # of more stages the first may have no layer
+        return stage * one.widths.num_microbatches + hops / one.num_chunks * min(each) * (num // pp)
 
     def layout(self, one: _Candidate, most: Sequence[int] = ()) -> Layout:
         """With layers balanced over the stages; `most` are those that each has room for."""
@@ -302,5 +314,5 @@ def described(layout: Layout) -> str:
     if layout.num_chunks > 1:
         parts.append(f"x{layout.num_chunks}")
     if layout.recompute != "none":
-        parts.append("recompute")
+        parts.append("recompute" if layout.recompute == "full" else layout.recompute)
     return " ".join(parts)

@@ -13,8 +13,6 @@ from stagewright.planning.configure.balance import fewest_layers
 from stagewright.planning.configure.lineup import has_equal_nodes, widest_unit
 from stagewright.planning.job import Job
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "full")
-
 
 @dataclass(frozen=True)
 class Bounds:
@@ -25,7 +23,8 @@ class Bounds:
     largest_ep: int = 64
     largest_microbatch: int = 8
     chunks: tuple[int, ...] = (1, 2, 4, 8)
-    recompute: tuple[Recompute, ...] = RECOMPUTE
+    recompute: tuple[Recompute, ...] | None = None
+    """None: whole layers or nothing, and attention's core where its kernels are not fused, which keep its scores."""
     shards_optimizer: tuple[bool, ...] = (True,)
     tp: int | None = None
     pp: int | None = None
