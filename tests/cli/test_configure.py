@@ -59,3 +59,12 @@ def test_nodes_of_other_sizes_with_the_same_device_are_no_mixture() -> None:
     done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job])
     assert done.exit_code == 0, done.output
     assert "Layers of the stages" not in done.stdout
+
+
+def test_another_system_s_choice_is_shown_with_its_own_prediction() -> None:
+    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB[:-2], "--strategy", "pipette"])
+    assert done.exit_code == 0, done.output
+    assert "Chosen as pipette does" in done.stdout
+    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB[:-2], "--strategy", "pipette", "--json"])
+    document = json.loads(done.stdout)
+    assert document["strategy"] == "pipette" and document["strategy_seconds"] > 0

@@ -26,6 +26,7 @@ from stagewright.cli.planning import (
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, nearest
 from stagewright.files import write_whole
+from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
     from stagewright.estimation.megatron import Shape
@@ -58,6 +59,10 @@ def configure(
     critical_batch: Annotated[
         float | None, typer.Option(min=1, help="Batch in samples at which twice the tokens are needed.")
     ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Choose as another system does: amp, megatron, pipette or varuna."),
+    ] = None,
     settings: Settings = None,
     ranks: Annotated[
         Path | None,
@@ -72,12 +77,14 @@ def configure(
     from stagewright.planning.configure.money import Target
     from stagewright.planning.configure.objective import OBJECTIVES, offers
     from stagewright.planning.configure.space import Bounds
+    from stagewright.planning.configure.strategies.choice import find_strategy, own_seconds
     from stagewright.tracing.models.reference import resolve
 
     check_writable(ranks)
     if objective not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise InputError(f"--objective {objective}{nearest(objective, OBJECTIVES)}: give one of {known}")
+    other = None if strategy is None else find_strategy(strategy)
     target = load_cluster(cluster)
     wanted = read_job(
         job,
@@ -95,18 +102,25 @@ def configure(
         found = offers(
             shape, target, wanted, cast("Objective", objective),
             Target(tokens, critical_batch), price_per_hour=price, stack=stack,
-            bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), report=progress,
+            bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), strategy=other, report=progress,
         )  # fmt: skip
     warn(_warnings(found[0], objective, critical_batch))
     options = _megatron_options(found[0], shape, stack)
+    first = found[0].configured.configurations[0]
+    own = None if other is None else own_seconds(other, shape, first, stack)
     if ranks is not None:
         _write_ranks(ranks, found[0])
     if as_json:
         from stagewright.report.configurations import offers_document
 
-        print_document({"objective": objective} | offers_document(found) | {"megatron_options": options})
+        document = {"objective": objective} | offers_document(found) | {"megatron_options": options}
+        if own is not None:
+            document |= {"strategy": strategy, "strategy_seconds": own}
+        print_document(document)
         return
     _show(found, top, ranks)
+    if own is not None:
+        show(f"Chosen as {strategy} does, which itself predicts {format_seconds(own)} for the first.")
     if options:
         from stagewright.export.megatron import shell_lines
 

@@ -13,6 +13,7 @@ from stagewright.planning.configure.money import Bill, Target, bill, check_price
 from stagewright.planning.configure.ranks import placed
 from stagewright.planning.configure.search import Configured, configure
 from stagewright.planning.configure.space import Bounds
+from stagewright.planning.configure.strategies.choice import Strategy, chosen
 from stagewright.planning.job import Job
 
 Objective = Literal["speed", "cost", "time-to-train"]
@@ -39,10 +40,11 @@ def offers(
     price_per_hour: float | None = None,
     stack: str = "megatron-core+te",
     bounds: Bounds | None = None,
+    strategy: Strategy | None = None,
     report: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Offer, ...]:
     """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train. The
-    ranks of the best are on the devices that suit it.
+    ranks of the best are on the devices that suit it. With a `strategy`, what that would choose of each.
 
     Raises:
         InputError: cost without a price, or a price that is none.
@@ -57,7 +59,10 @@ def offers(
     for part, sized in _sizes(cluster, job, objective):
         report(f"{part.num_devices} devices, {sized.global_batch} samples")
         try:
-            made = configure(shape, part, sized, stack=stack, bounds=bounds)
+            if strategy is None:
+                made = configure(shape, part, sized, stack=stack, bounds=bounds)
+            else:
+                made = chosen(strategy, shape, part, sized, stack=stack, bounds=bounds or Bounds())
         except (PlanError, InputError) as error:
             failure = failure or error
             continue

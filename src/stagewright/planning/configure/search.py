@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import count, product
+from itertools import count, islice, product
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
@@ -73,6 +73,27 @@ def configure(
     return search.run(keep, report)
 
 
+def first_that_fit(
+    shape: Shape,
+    cluster: Cluster,
+    job: Job,
+    key: Callable[[Run], tuple[float, ...]],
+    *,
+    stack: str,
+    bounds: Bounds,
+    keep: int,
+) -> Configured:
+    """The first `keep` configurations that fit in memory, in the order of `key`, which sees each with its balanced layers.
+
+    Raises:
+        InputError, PlanError: as `configure` does.
+    """
+    runtime, fusion = timed_stack(stack)
+    check_precision(runtime, job)
+    check_length(shape, job)
+    return _Search(shape, cluster, job, runtime, fusion, bounds).run_in_order(key, keep)
+
+
 @dataclass(frozen=True)
 class _Candidate:
     cluster: Cluster
@@ -131,10 +152,26 @@ class _Search:
         if not best:
             raise PlanError(self.misses())
         fastest = tuple(made for _, _, made in sorted(best, key=lambda item: -item[0]))
-        reasons = tuple(
-            LeftOut(reason, num, text) for reason, (num, _, text) in sorted(self.too_large.items())
-        )
-        return Configured(fastest, reasons, bounded)
+        return Configured(fastest, self.reasons(), bounded)
+
+    def run_in_order(self, key: Callable[[Run], tuple[float, ...]], keep: int) -> Configured:
+        found = list(widths(self.shape, self.cluster, self.job, self.bounds))
+        if not found:
+            raise InputError(obstacle(self.shape, self.cluster, self.job, self.bounds))
+        tried = list(self.candidates([self.cluster], found))
+        runs = [
+            Run(self.shape, self.layout(one), self.stack, self.fusion, one.cluster, self.known.setdefault(one.cluster, {}))
+            for one in tried
+        ]  # fmt: skip
+        in_order = sorted((key(run), next(_NUMBERS), one) for run, one in zip(runs, tried, strict=True))
+        fitting = (made for _, _, one in in_order if (made := self.made(one, self.bound_s(one))) is not None)
+        kept = tuple(islice(fitting, keep))
+        if not kept:
+            raise PlanError(self.misses())
+        return Configured(kept, self.reasons(), 0)
+
+    def reasons(self) -> tuple[LeftOut, ...]:
+        return tuple(LeftOut(reason, num, text) for reason, (num, _, text) in sorted(self.too_large.items()))
 
     def candidates(self, clusters: Iterable[Cluster], found: Iterable[Widths]) -> Iterator[_Candidate]:
         for cluster, one in product(clusters, found):
