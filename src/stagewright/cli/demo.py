@@ -40,7 +40,7 @@ def demo(
     plan = _plan_small(cluster, out)
     _train(plan, out)
     seconds = format_seconds(time.perf_counter() - begun)
-    show(f"\nDone in {seconds}. Files in {out}: plan.json, local.toml, small.json, record.json.")
+    show(f"\nDone in {seconds}. Files in {out}: plan.json, local.toml, small.json, record.json, steps.jsonl.")
 
 
 def _plan_large(out: Path) -> None:

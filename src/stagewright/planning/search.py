@@ -41,6 +41,8 @@ SCHEDULES = ("1f1b", "gpipe", JOINT)
 
 _HOPELESS = 1.5
 """A configuration this many times slower than the best step found is not worked out."""
+_ENOUGH = 10
+"""Nor is one that is slower than so many that were found."""
 
 
 def plan(
@@ -260,7 +262,7 @@ class _Search:
         while self.waiting:
             bound, one = self.waiting.pop()
             best = self._best_seconds()
-            if bound > _HOPELESS * best:
+            if bound > self._hopeless_seconds():
                 about = "at least" if one.cuts is None else "about"
                 self.memory.exclude(one.choice, f"takes {about} {format_seconds(bound)} a step")
             elif one.cuts is None:
@@ -295,6 +297,12 @@ class _Search:
             self.plans.append(found)
         if stop.is_set():
             raise KeyboardInterrupt
+
+    def _hopeless_seconds(self) -> float:
+        """What a step may take at most to be worked out."""
+        found = sorted(one.predictions.step_seconds for one in self.plans)
+        enough = found[_ENOUGH - 1] if len(found) >= _ENOUGH else math.inf
+        return min(_HOPELESS * self._best_seconds(), enough)
 
     def _best_seconds(self) -> float:
         return min((found.predictions.step_seconds for found in self.plans), default=math.inf)
