@@ -63,9 +63,13 @@ def arranged(cluster: Cluster, order: Sequence[int]) -> Cluster:
     Raises:
         InputError: the order does not name every device once.
     """
-    in_order = list(range(cluster.num_devices))
-    own = list(cluster.order) if isinstance(cluster, ArrangedCluster) else in_order
-    if not order or list(order) == own:
+    if not order or tuple(order) == order_of(cluster):
         return cluster
     figures = {name: getattr(cluster, name) for name in Cluster.model_fields}
-    return Cluster(**figures) if list(order) == in_order else ArrangedCluster(order=tuple(order), **figures)
+    is_own = list(order) == list(range(cluster.num_devices))
+    return Cluster(**figures) if is_own else ArrangedCluster(order=tuple(order), **figures)
+
+
+def order_of(cluster: Cluster) -> tuple[int, ...]:
+    """The device of every rank."""
+    return cluster.order if isinstance(cluster, ArrangedCluster) else tuple(range(cluster.num_devices))

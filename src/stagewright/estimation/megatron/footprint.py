@@ -165,10 +165,8 @@ def _footprint(rank: int, program: Program, stages: list[_Stage], layers: Layers
         for part in (action,) if action.beside is None else action.parts:
             _act(alive, part, stages[part.stage])
     total, transient, of_layers, at = alive.peak
-    stack, spreads = (
-        layers.stack,
-        layers.shape.experts is not None and layers.layout.ep * layers.layout.tp > 1,
-    )
+    stack = layers.stack
+    spreads = layers.shape.experts is not None and layers.layout.num_expert_shards > 1
     buffers = stack.dispatch_tokens * stack.element_bytes * layers.shape.hidden if spreads else 0
     categories = _state_bytes(own, layers) | {
         "activations": total,

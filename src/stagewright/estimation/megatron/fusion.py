@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from stagewright.errors import InputError, nearest
+from stagewright.errors import named
 from stagewright.estimation.megatron.stack import MEGATRON_STACKS, MegatronStack
 
 Transfers = Literal["sends block", "both block", "overlapped"]
@@ -203,11 +203,7 @@ def find_fusion(name: str) -> Fusion:
     Raises:
         InputError: there is none; names the nearest.
     """
-    if name not in FUSIONS:
-        raise InputError(
-            f"no kernels known of stack '{name}'{nearest(name, FUSIONS)}: use one of {', '.join(FUSIONS)}"
-        )
-    return FUSIONS[name]
+    return named("kernels known of stack", name, FUSIONS)
 
 
 def timed_stack(name: str) -> tuple[MegatronStack, Fusion]:
@@ -216,9 +212,5 @@ def timed_stack(name: str) -> tuple[MegatronStack, Fusion]:
     Raises:
         InputError: one of them is not known; names the nearest of those whose both are.
     """
-    known = [one for one in MEGATRON_STACKS if one in FUSIONS]
-    if name not in known:
-        raise InputError(
-            f"no times are known of stack '{name}'{nearest(name, known)}: use one of {', '.join(known)}"
-        )
-    return MEGATRON_STACKS[name], FUSIONS[name]
+    timed = {one: (stack, FUSIONS[one]) for one, stack in MEGATRON_STACKS.items() if one in FUSIONS}
+    return named("times are known of stack", name, timed)

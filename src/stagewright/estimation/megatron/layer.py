@@ -90,7 +90,7 @@ class Layers:
         own = 0
         if experts is not None:
             dense = 3 * shape.hidden * experts.shared_size
-            own = 3 * shape.hidden * experts.size * experts.num_experts // self.layout.ep // tp
+            own = 3 * shape.hidden * experts.size * experts.num_experts // self.layout.num_expert_shards
             norms += shape.hidden * experts.num_experts  # the router
         biases = 0
         if shape.has_bias:

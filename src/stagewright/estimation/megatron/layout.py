@@ -64,6 +64,11 @@ class Layout:
         """Over how many devices the parts between tensor-parallel products are split."""
         return self.tp if self.sequence_parallel else 1
 
+    @property
+    def num_expert_shards(self) -> int:
+        """Over how many devices the experts of a layer are spread."""
+        return self.tp * self.ep
+
     def layers(self, num_layers: int) -> tuple[int, ...]:
         """Layers of every stage.
 
@@ -97,7 +102,7 @@ class Layout:
         rules = (
             ("tp", self.tp, "attention heads", num_heads),
             ("ep", self.ep, "experts", num_experts or 1),
-            ("tp x ep", self.tp * self.ep if num_experts else 1, "experts", num_experts),
+            ("tp x ep", self.num_expert_shards if num_experts else 1, "experts", num_experts),
             ("ep", self.ep, "devices of dp x cp", self.dp * self.cp),
             ("cp", self.cp, "tokens of a sample", self.sequence_length),
         )

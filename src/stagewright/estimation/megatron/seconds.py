@@ -182,9 +182,9 @@ class Clock:
         width, stride = {
             "tp": (layout.tp, 1),
             "cp": (layout.cp, layout.tp),
-            "ep": (layout.tp * layout.ep, 1),
+            "ep": (layout.num_expert_shards, 1),
             "dp": (layout.dp * layout.cp, layout.tp),
-            "expert dp": (max(1, layout.dp * layout.cp // layout.ep), layout.tp * layout.ep),
+            "expert dp": (max(1, layout.dp * layout.cp // layout.ep), layout.num_expert_shards),
             "pp": (layout.pp, layout.tp * layout.cp * layout.dp),
         }[axis]
         first = min(self.first_rank, max(0, self.cluster.num_devices - width * stride))

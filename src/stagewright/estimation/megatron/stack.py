@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from stagewright.errors import InputError, nearest
+from stagewright.errors import named
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,4 @@ def find_megatron_stack(name: str) -> MegatronStack:
     >>> find_megatron_stack("megatron-core+te").flash_attention
     True
     """
-    if name not in MEGATRON_STACKS:
-        raise InputError(
-            f"no stack '{name}'{nearest(name, MEGATRON_STACKS)}: use one of {', '.join(MEGATRON_STACKS)}"
-        )
-    return MEGATRON_STACKS[name]
+    return named("stack", name, MEGATRON_STACKS)

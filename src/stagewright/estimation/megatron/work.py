@@ -245,15 +245,14 @@ class Body:
         """Balanced routing; every device has experts of its own for the tokens of `tp` x `ep` devices."""
         layout, hidden = self.layout, self.shape.hidden
         tokens = layout.num_tokens / layout.sequence_shards
-        spread = layout.tp * layout.ep
         copies = tokens * experts.num_active
-        num_local = max(1, experts.num_experts // spread)
+        num_local = max(1, experts.num_experts // layout.num_expert_shards)
         rows = self.stack.element_bytes * copies * hidden
         yield product(tokens, hidden, experts.num_experts, element_bytes=self.stack.element_bytes)
         yield stream(self.fusion.routing * 4 * tokens * experts.num_experts, 4 * tokens * experts.num_experts)
         yield Passes(Pass(waits_s=self.fusion.routing_wait_s), Pass(waits_s=self.fusion.routing_wait_s))
         yield stream(2 * rows, 2 * rows)  # permuted
-        if spread > 1:
+        if layout.num_expert_shards > 1:
             sent = self._sent(rows, experts)
             yield collectives([sent, sent], [sent, sent])
             yield stream(2 * rows, 2 * rows)  # sorted by expert

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from stagewright.cluster import Cluster
 from stagewright.estimation.megatron import Layout, MegatronStack, Shape, footprints
 from stagewright.estimation.megatron.layer import Layers, saved_bytes
 from stagewright.estimation.megatron.reserve import reserved_bytes
+from stagewright.planning.configure.lineup import devices_of_ranks
+from stagewright.planning.job import Job
 from stagewright.schedule import Program, build
 
 
@@ -85,3 +88,11 @@ def _enough(layout: Layout) -> int:
 @lru_cache(maxsize=256)
 def _program(schedule: str, pp: int, num_microbatches: int, num_chunks: int) -> Program:
     return build(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)
+
+
+def usable_of_ranks(job: Job, cluster: Cluster, pp: int) -> list[int]:
+    """Bytes that the allocators of every pipeline rank may reserve: those of the device with least."""
+    return [
+        min(job.usable_bytes(device, cluster) for device in devices)
+        for devices in devices_of_ranks(cluster, pp)
+    ]

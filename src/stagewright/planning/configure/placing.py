@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.cluster import Cluster
-from stagewright.cluster.arranged import ArrangedCluster, arranged
+from stagewright.cluster.arranged import arranged, order_of
 from stagewright.estimation.megatron import Layout
 from stagewright.planning.configure.assignment import Assignment, Grid, as_numbered, assign, grid_of
 from stagewright.planning.configure.iteration import Run
@@ -110,7 +110,7 @@ def _unit_seconds(run: Run, peaks: Sequence[int], job: Job) -> NDArray[np.float6
 def rearranged(cluster: Cluster, layout: Layout, units: Sequence[int]) -> Cluster:
     """`cluster` as ranks see it when ``units[replica * pp + stage]`` of its units take the places."""
     width, pp = unit_width(layout), layout.pp
-    own = cluster.order if isinstance(cluster, ArrangedCluster) else range(cluster.num_devices)
+    own = order_of(cluster)
     order = [
         own[units[replica * pp + stage] * width + device]
         for stage in range(pp)
@@ -128,7 +128,7 @@ def device_places(cluster: Cluster) -> tuple[tuple[int, int], ...]:
     >>> device_places(arranged(load_cluster("2x2x-a100-80"), [0, 2, 3, 1]))
     ((0, 0), (1, 0), (1, 1), (0, 1))
     """
-    own = cluster.order if isinstance(cluster, ArrangedCluster) else range(cluster.num_devices)
+    own = order_of(cluster)
     firsts: dict[int, int] = {}
     for rank, device in enumerate(own):
         node = cluster.node_of(rank)

@@ -9,9 +9,9 @@ from stagewright.estimation.megatron import Shape
 from stagewright.estimation.megatron.fusion import timed_stack
 from stagewright.planning.configure.assignment import as_numbered
 from stagewright.planning.configure.configuration import Configuration
-from stagewright.planning.configure.fitting import Room
+from stagewright.planning.configure.fitting import Room, usable_of_ranks
 from stagewright.planning.configure.iteration import Run
-from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes
+from stagewright.planning.configure.lineup import has_equal_nodes
 from stagewright.planning.configure.placing import device_places, rearranged, weighed
 from stagewright.planning.job import Job
 
@@ -40,8 +40,7 @@ def on_best_devices(
         return replace(one, assignment=found)
     memory = one.memory
     if not has_equal_nodes(cluster):
-        kinds = devices_of_ranks(cluster, layout.pp)
-        memory = room.of(layout, [min(job.usable_bytes(one, cluster) for one in each) for each in kinds])
+        memory = room.of(layout, usable_of_ranks(job, cluster, layout.pp))
     step = replace(run, cluster=cluster, known={}).step()
     gain = one.step_s / step.seconds
     if gain <= 1 or not memory.fits:

@@ -16,10 +16,10 @@ from stagewright.estimation.megatron.layout import Recompute
 from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, PassSeconds
 from stagewright.planning.configure.balance import balanced_layers
 from stagewright.planning.configure.configuration import Configuration
-from stagewright.planning.configure.fitting import Memory, Room
+from stagewright.planning.configure.fitting import Memory, Room, usable_of_ranks
 from stagewright.planning.configure.groups import GroupsClock, groups_differ
 from stagewright.planning.configure.iteration import Run
-from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, kinds_of_ranks, orders
+from stagewright.planning.configure.lineup import has_equal_nodes, kinds_of_ranks, orders
 from stagewright.planning.configure.ranks import on_best_devices
 from stagewright.planning.configure.space import Bounds, Widths, layout_of, obstacle, schedules, widths
 from stagewright.planning.job import Job
@@ -66,11 +66,7 @@ def configure(
             positions, or widths that leave nothing to try.
         PlanError: nothing fits; says what misses least.
     """
-    runtime, fusion = timed_stack(stack)
-    check_precision(runtime, job)
-    check_length(shape, job)
-    search = _Search(shape, cluster, job, runtime, fusion, bounds or Bounds())
-    return search.run(keep, report)
+    return _search(shape, cluster, job, stack, bounds or Bounds()).run(keep, report)
 
 
 def first_that_fit(
@@ -88,10 +84,14 @@ def first_that_fit(
     Raises:
         InputError, PlanError: as `configure` does.
     """
+    return _search(shape, cluster, job, stack, bounds).run_in_order(key, keep)
+
+
+def _search(shape: Shape, cluster: Cluster, job: Job, stack: str, bounds: Bounds) -> _Search:
     runtime, fusion = timed_stack(stack)
     check_precision(runtime, job)
     check_length(shape, job)
-    return _Search(shape, cluster, job, runtime, fusion, bounds).run_in_order(key, keep)
+    return _Search(shape, cluster, job, runtime, fusion, bounds)
 
 
 @dataclass(frozen=True)
@@ -132,9 +132,7 @@ class _Search:
 
     def run(self, keep: int, report: Callable[[str], None]) -> Configured:
         clusters = orders(self.cluster, self.computed_in)
-        found = list(widths(self.shape, self.cluster, self.job, self.bounds))
-        if not found:
-            raise InputError(obstacle(self.shape, self.cluster, self.job, self.bounds))
+        found = self.widths()
         report(f"bounding {len(found)} widths")
         ordered = sorted((self.bound_s(one), next(_NUMBERS), one) for one in self.candidates(clusters, found))
         report(f"fitting {len(ordered)} configurations")
@@ -155,20 +153,23 @@ class _Search:
         return Configured(fastest, self.reasons(), bounded)
 
     def run_in_order(self, key: Callable[[Run], tuple[float, ...]], keep: int) -> Configured:
-        found = list(widths(self.shape, self.cluster, self.job, self.bounds))
-        if not found:
-            raise InputError(obstacle(self.shape, self.cluster, self.job, self.bounds))
-        tried = list(self.candidates([self.cluster], found))
-        runs = [
-            Run(self.shape, self.layout(one), self.stack, self.fusion, one.cluster, self.known.setdefault(one.cluster, {}))
-            for one in tried
-        ]  # fmt: skip
-        in_order = sorted((key(run), next(_NUMBERS), one) for run, one in zip(runs, tried, strict=True))
+        tried = self.candidates([self.cluster], self.widths())
+        in_order = sorted((key(self.run_of(one, self.layout(one))), next(_NUMBERS), one) for one in tried)
         fitting = (made for _, _, one in in_order if (made := self.made(one, self.bound_s(one))) is not None)
         kept = tuple(islice(fitting, keep))
         if not kept:
             raise PlanError(self.misses())
         return Configured(kept, self.reasons(), 0)
+
+    def widths(self) -> list[Widths]:
+        found = list(widths(self.shape, self.cluster, self.job, self.bounds))
+        if not found:
+            raise InputError(obstacle(self.shape, self.cluster, self.job, self.bounds))
+        return found
+
+    def run_of(self, one: _Candidate, layout: Layout) -> Run:
+        known = self.known.setdefault(one.cluster, {})
+        return Run(self.shape, layout, self.stack, self.fusion, one.cluster, known)
 
     def reasons(self) -> tuple[LeftOut, ...]:
         return tuple(LeftOut(reason, num, text) for reason, (num, _, text) in sorted(self.too_large.items()))
@@ -244,10 +245,7 @@ class _Search:
     def fitted(self, one: _Candidate) -> tuple[Layout, Memory]:
         """The balanced layout; where devices differ and one lacks memory, others take its layers as far as they can."""
         layout = self.layout(one)
-        usable = [
-            min(self.job.usable_bytes(device, one.cluster) for device in devices)
-            for devices in devices_of_ranks(one.cluster, layout.pp)
-        ]
+        usable = usable_of_ranks(self.job, one.cluster, layout.pp)
         memory = self.room.of(layout, usable)
         if memory.fits or has_equal_nodes(one.cluster):
             return layout, memory
@@ -275,8 +273,7 @@ class _Search:
         if not memory.fits:
             self.note(layout, memory)
             return None
-        known = self.known.setdefault(one.cluster, {})
-        run = Run(self.shape, layout, self.stack, self.fusion, one.cluster, known)
+        run = self.run_of(one, layout)
         step = run.step()
         tokens = self.job.global_batch * self.job.sequence_length / step.seconds
         mfu = tokens * self.flop_per_token / self.peak_flops

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 
 from stagewright.cluster import Cluster
-from stagewright.errors import InputError, nearest
+from stagewright.errors import InputError, named
 from stagewright.estimation.megatron import Shape
 from stagewright.estimation.megatron.fusion import timed_stack
 from stagewright.estimation.megatron.layer import Layers
@@ -80,30 +80,34 @@ def _amp(run: Run) -> Key:
 def _pipette(run: Run) -> Key:
     """Source: `pipette_seconds`."""
     layout = run.layout
-    edges = run.transfers(linear(layout.pp))
-    own, rest = max(run.parameters_of_ranks(), key=sum)
     times = PipetteTimes(
         max(stage.forward.seconds for stage in run.stages),
         max(stage.backward.seconds for stage in run.stages),
         layout.pp,
         layout.num_microbatches,
-        sum(there + back for there, back in edges),
-        outer_reduce=sum(run.reduce_seconds(own, rest)),
+        sum(map(sum, _edges(run))),
+        outer_reduce=_reduce_seconds(run),
     )
     return (pipette_seconds(times),)
 
 
 def _varuna(run: Run) -> Key:
     """Source: `varuna_seconds`. Ignores: Varuna's own choice of one microbatch for all numbers of stages."""
-    layout = run.layout
     stages = [
         VarunaStage(one.forward.seconds, (one.input_grad + one.weight_grad).seconds, 0, 0, 0) for one in run.stages
     ]  # fmt: skip
-    edges = run.transfers(linear(layout.pp))
-    own, rest = max(run.parameters_of_ranks(), key=sum)
-    transfer = max((max(edge) for edge in edges), default=0.0)
-    reduce = sum(run.reduce_seconds(own, rest))
-    return (varuna_seconds(stages, 1, layout.num_microbatches, transfer, reduce),)
+    transfer = max(map(max, _edges(run)), default=0.0)
+    return (varuna_seconds(stages, 1, run.layout.num_microbatches, transfer, _reduce_seconds(run)),)
+
+
+def _edges(run: Run) -> list[tuple[float, float]]:
+    """Seconds of one microbatch between neighbouring stages, there and back."""
+    return run.transfers(linear(run.layout.pp))
+
+
+def _reduce_seconds(run: Run) -> float:
+    """Of the rank with most parameters."""
+    return sum(run.reduce_seconds(*max(run.parameters_of_ranks(), key=sum)))
 
 
 def _megatron(run: Run) -> Key:
@@ -134,11 +138,7 @@ def find_strategy(name: str) -> Strategy:
     Raises:
         InputError: there is none; names the nearest.
     """
-    if name not in STRATEGIES:
-        raise InputError(
-            f"no strategy '{name}'{nearest(name, STRATEGIES)}: use one of {', '.join(STRATEGIES)}"
-        )
-    return STRATEGIES[name]
+    return named("strategy", name, STRATEGIES)
 
 
 def chosen(
