@@ -60,5 +60,7 @@ def test_megatron_chooses_as_its_rule_says() -> None:
 def test_widths_they_do_not_know_and_other_names_are_refused() -> None:
     with pytest.raises(InputError, match="strategy 'amp' knows no --cp 2"):
         chosen(find_strategy("amp"), GPT, CLUSTER, JOB, stack=STACK, bounds=Bounds(cp=2))
+    with pytest.raises(InputError, match="strategy 'varuna' knows no --tp 2"):
+        chosen(find_strategy("varuna"), GPT, CLUSTER, JOB, stack=STACK, bounds=Bounds(tp=2))
     with pytest.raises(InputError, match="did you mean 'varuna'"):
         find_strategy("varunna")

@@ -160,10 +160,13 @@ def chosen(
         InputError: a width that the strategy does not know.
         PlanError: nothing fits.
     """
-    for option, width in (("--cp", bounds.cp), ("--ep", bounds.ep)):
-        if width is not None and width > 1:
+    has = strategy.bounds
+    for option, width, largest in (
+        ("--tp", bounds.tp, has.largest_tp), ("--cp", bounds.cp, has.largest_cp), ("--ep", bounds.ep, has.largest_ep),
+    ):  # fmt: skip
+        if width is not None and largest == 1 < width:
             raise InputError(f"strategy '{strategy.name}' knows no {option} {width}: leave it out")
-    given = replace(strategy.bounds, tp=bounds.tp, pp=bounds.pp, microbatch=bounds.microbatch)
+    given = replace(has, tp=bounds.tp, pp=bounds.pp, microbatch=bounds.microbatch)
     return first_that_fit(shape, cluster, job, strategy.key, stack=stack, bounds=given, keep=keep)
 
 
