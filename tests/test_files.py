@@ -11,7 +11,7 @@ import pytest
 from stagewright.cluster.toml import write_toml
 from stagewright.errors import InputError
 from stagewright.execution.record import Record
-from stagewright.files import write_whole
+from stagewright.files import cache_folder, digest_of, private_folder, write_whole
 from stagewright.planning.plan import Plan
 
 WRITERS: dict[str, Callable[[Path], None]] = {
@@ -50,3 +50,43 @@ def test_a_folder_that_cannot_be_made_is_named(write: Callable[[Path], None], tm
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match=r"cannot write '.*inside'"):
         write(tmp_path / "file" / "inside")
+
+
+def test_a_private_folder_is_closed_to_others(tmp_path: Path) -> None:
+    open_to_all = tmp_path / "new" / "mine"
+    open_to_all.mkdir(parents=True)
+    open_to_all.chmod(0o777)
+    assert private_folder(open_to_all) == open_to_all
+    assert open_to_all.stat().st_mode & 0o777 == 0o700
+    assert private_folder(tmp_path / "other" / "mine").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_link_is_no_private_folder(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"'.*link' is no folder"):
+        private_folder(tmp_path / "link")
+
+
+def test_somebody_elses_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = private_folder(tmp_path / "theirs")
+    monkeypatch.setattr(os, "geteuid", lambda: folder.stat().st_uid + 1)
+    with pytest.raises(InputError, match=r"'.*theirs' belongs to another user"):
+        private_folder(folder)
+
+
+def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("STAGEWRIGHT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    assert cache_folder("traces").is_relative_to(tmp_path)
+
+
+def test_a_digest_is_of_the_contents(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    assert digest_of(tmp_path / "empty").startswith("e3b0c44298fc1c14")

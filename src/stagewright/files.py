@@ -1,8 +1,10 @@
-"""Files that are there whole or not at all, and folders that are known to take them."""
+"""Files that are there whole or not at all, folders that are known to take them, and folders of this user alone."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -48,3 +50,49 @@ def make_writable(folder: Path, option: str) -> None:
         raise InputError(
             f"nothing can be written to folder '{folder}' ({error.strerror or error}): give another one with {option}"
         ) from None
+
+
+def digest_of(path: str | Path) -> str:
+    """SHA-256 of a file's contents, in hexadecimal. Raises `OSError` where it cannot be read."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def private_folder(path: str | Path) -> Path:
+    """Makes folder `path`, which only this user may enter; an existing one of this user is closed to all others.
+
+    Raises:
+        InputError: it cannot be made, or is somebody else's, or a symbolic link.
+    """
+    folder = Path(path)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise InputError(f"'{folder}' is no folder but a link or a file: remove it")
+        if found.st_uid != os.geteuid():
+            raise InputError(f"folder '{folder}' belongs to another user: remove it, or name another one")
+        if found.st_mode & 0o077:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise InputError(
+            f"folder '{folder}' cannot be made ({error.strerror or error}): allow it, or name another one"
+        ) from None
+    return folder
+
+
+def cache_folder(name: str) -> Path:
+    """The private folder `name` of this user's cache: under STAGEWRIGHT_CACHE, XDG_CACHE_HOME or the home directory, and in
+    the folder for temporary files where there is none of them.
+
+    Raises:
+        InputError: it cannot be made, or is not this user's.
+    """
+    base = os.environ.get("STAGEWRIGHT_CACHE") or os.environ.get("XDG_CACHE_HOME")
+    if base is None:
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:  # a user without a home
+            base = private_folder(Path(tempfile.gettempdir()) / f"stagewright-{os.geteuid()}")
+    return private_folder(Path(base) / "stagewright" / name)
