@@ -24,6 +24,8 @@ _FORMATS = {
     str(item).removeprefix("torch."): item
     for item in (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 }
+_PLAIN = {int: int.__int__, float: float.__float__, complex: complex.__complex__, str: str.__str__}
+"""Without what enumerations and numpy's numbers add to them."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -62,8 +64,11 @@ def encode(argument: Any, tensor: Callable[[Any], Any]) -> Any:
         return tensor(argument)
     if isinstance(argument, list | tuple):
         return tuple(encode(item, tensor) for item in argument)
-    if argument is None or isinstance(argument, bool | int | float | str | complex):
+    if argument is None or isinstance(argument, bool):
         return argument
+    for kind, plain in _PLAIN.items():
+        if isinstance(argument, kind):
+            return plain(argument)
     if isinstance(argument, torch.dtype):
         return Symbol("dtype", dtype_name(argument))
     if isinstance(argument, torch.device):

@@ -7,21 +7,23 @@ traced before starts in a fraction of a second.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
-import pickle
-import tempfile
+import stat
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stagewright.errors import InputError
+from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph
+from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.version import __version__
-
-_FORMAT = 1
 
 
 def trace(
@@ -73,21 +75,21 @@ def trace(
         "tp": tp,
         "splits_sequence": splits_sequence and tp > 1,
     }
-    path = _cache_directory() / f"{_key(facts)}.graph"
-    if use_cache and (graph := _load(path)) is not None:
+    path = _entry(facts) if use_cache else None
+    if path is not None and (graph := _load(path)) is not None:
         return graph
     report("importing torch")
     from stagewright.tracing.trace import trace_reference
 
     graph = trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, report)
-    if use_cache:
+    if path is not None:
         _store(path, graph)
     return graph
 
 
 def _key(facts: dict[str, Any]) -> str:
     versions = {name: _version(name) for name in ("torch", "transformers")}
-    text = json.dumps([_FORMAT, __version__, _own_source(), versions, facts], sort_keys=True)
+    text = json.dumps([FORMAT, __version__, _own_source(), versions, facts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -105,24 +107,52 @@ def _own_source() -> list[tuple[str, int, int]]:
     return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
-def _cache_directory() -> Path:
-    base = os.environ.get("STAGEWRIGHT_CACHE") or os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "stagewright" / "traces"
-
-
-def _load(path: Path) -> OperatorGraph | None:
-    """The cached graph, or None when there is none or it cannot be read."""
+def _entry(facts: dict[str, Any]) -> Path | None:
+    """Where the graph of these facts is kept; None where there is no folder that is this user's alone."""
     try:
-        with path.open("rb") as file:
-            return pickle.load(file)
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError, TypeError, ValueError):
+        return cache_folder("traces") / f"{_key(facts)}.graph"
+    except InputError as error:
+        _warn(f"graphs are not kept: {error}")
         return None
 
 
+def _load(path: Path) -> OperatorGraph | None:
+    """The graph that is kept in a file; None, with a word of warning unless there is no file, if it cannot be trusted."""
+    try:
+        return graph_from_bytes(_own_bytes(path))
+    except FileNotFoundError:
+        return None
+    except DamagedGraph as error:
+        reason = str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    _warn(f"'{path}' is not used and the model traced again: {reason}")
+    return None
+
+
+def _own_bytes(path: Path) -> bytes:
+    """The contents of a file that only this user can have written.
+
+    Raises:
+        DamagedGraph: it is a link, no file, somebody else's or writable by others.
+        OSError: it cannot be read.
+    """
+    # A link is not followed, and a pipe not waited for.
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedGraph("it is no file")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            raise DamagedGraph("it belongs to another user, or others may write to it")
+        return file.read()
+
+
 def _store(path: Path, graph: OperatorGraph) -> None:
-    """Best effort: a cache that cannot be written costs time, not the result."""
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            pickle.dump(graph, file, protocol=pickle.HIGHEST_PROTOCOL)
-        os.replace(file.name, path)
+    """Best effort: what cannot be written, or has no form as data, costs time and not the result."""
+    with contextlib.suppress(InputError, TypeError):
+        write_whole(path, graph_to_bytes(graph))
+
+
+@functools.cache  # a search asks for many graphs: each message once
+def _warn(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
