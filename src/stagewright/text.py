@@ -1,0 +1,28 @@
+"""Text of others on a terminal: names from files and words of other processes, shown and never obeyed."""
+
+from __future__ import annotations
+
+import unicodedata
+
+_KEPT = "\n\t"
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
+"""Unicode's categories of what is not seen but acts: controls, marks of direction, halves of pairs, line separators."""
+
+
+def printable(text: str) -> str:
+    r"""`text` with what a terminal would obey written out; line breaks and tabs stay.
+
+    >>> printable("plan \x1b[31mred\x07 \u202eleft")
+    'plan \\x1b[31mred\\x07 \\u202eleft'
+    >>> printable("zwölf\n層")
+    'zwölf\n層'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(map(_shown, text))
+
+
+def _shown(character: str) -> str:
+    if character in _KEPT or unicodedata.category(character) not in _HIDDEN:
+        return character
+    return character.encode("unicode_escape").decode("ascii")
