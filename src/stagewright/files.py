@@ -52,6 +52,24 @@ def make_writable(folder: Path, option: str) -> None:
         ) from None
 
 
+def inside(folder: Path, name: str, root: Path | None = None) -> Path:
+    """``folder / name``, if neither its name nor a link leads out of `root`, which is `folder` if none is given.
+
+    Raises:
+        InputError: it lies elsewhere.
+    """
+    path, within = folder / name, (root or folder).resolve()
+    try:
+        leaves = os.path.isabs(name) or ".." in Path(name).parts or not path.resolve().is_relative_to(within)
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have
+        raise InputError(f"'{name}' in '{folder}' names no file: {error}") from None
+    if leaves:
+        raise InputError(
+            f"'{name}' lies outside of '{folder}', where it must be: copy the file there and name it so"
+        )
+    return path
+
+
 def digest_of(path: str | Path) -> str:
     """SHA-256 of a file's contents, in hexadecimal. Raises `OSError` where it cannot be read."""
     with Path(path).open("rb") as file:

@@ -18,6 +18,7 @@ from stagewright.execution.checkpoint_folder import check_start
 from stagewright.execution.machine_memory import refuse_without_room
 from stagewright.execution.member import RUN_ERRORS
 from stagewright.execution.record import Record, load_record
+from stagewright.execution.weight_files import check_weights
 from stagewright.files import make_writable
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
@@ -68,6 +69,7 @@ def run(
 
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
+    check_weights(loaded, random_weights, resume)
     check_start(checkpoint, loaded, steps or loaded.job.num_steps, checkpoint_every, resume)
     folder = (
         Path(out)

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from stagewright.execution.loading import unused_tensors
+from stagewright.execution.stored_weights import StoredWeights
+from stagewright.execution.weight_files import INDEX
 from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
@@ -29,7 +31,6 @@ from stagewright.tracing.tensor_parallel.operators import group_of
 if TYPE_CHECKING:
     from stagewright.execution.session import Session
 
-INDEX = "model.safetensors.index.json"
 _OF_STORAGE = ("torch_dtype", "dtype", "quantization_config")
 """Keys of a config that say how other files than these hold the weights."""
 
@@ -53,9 +54,9 @@ class ModelFiles:
         stages: Sequence[Stage],
         placement: Sequence[int],
         rank: int,
-        weights: Path | None,
+        stored: StoredWeights | None,
     ) -> ModelFiles:
-        """For pipeline rank `rank`; `weights` is the folder that the run starts from, None where it starts from the seed."""
+        """For pipeline rank `rank`; `stored` is what the run starts from, None where it starts from the seed."""
         lasting = _lasting(model.module)
         owners: dict[str, int] = {}
         for stage in stages:
@@ -70,7 +71,7 @@ class ModelFiles:
         return cls(
             f"model-{number:05d}-of-{len(writers):05d}.safetensors",
             frozenset(name for name, owner in owners.items() if owner == rank),
-            unused_tensors(model, unused, weights) if rank == 0 else {},
+            unused_tensors(model, unused, stored) if rank == 0 else {},
         )
 
     def tensors(self, session: Session) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stagewright.errors import InputError, RunError
+from stagewright.errors import RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
@@ -27,6 +27,7 @@ from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
+from stagewright.execution.stored_weights import StoredWeights
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
@@ -42,7 +43,7 @@ from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
-from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.tracing.models.reference import ModelReference
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Session:
                 f"the plan needs {self.mesh.size} processes (pp {plan.pp} x dp {plan.dp} x tp {plan.tp}), but "
                 f"{dist.get_world_size()} were started: start that many, or plan for as many devices as there are"
             )
-        reference = self.reference = _same_model(plan)
+        reference = self.reference = plan.model.resolved()
         job = plan.job
         report("tracing")
         self.graph = trace(
@@ -102,10 +103,12 @@ class Session:
         shards = self.mesh.num_shards
         every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
-        folder = None if random_weights else reference.weights
-        self.weights = self._weights(model, folder, own, mine)
-        self.model_files = ModelFiles.of(model, self.stages, plan.placement, self.mesh.pipeline_rank, folder)
-        del model
+        stored = None
+        if reference.weights is not None and not random_weights:
+            stored = StoredWeights(reference.weights, model.module, reference.config or {})
+        self.weights = self._weights(model, stored, own, mine)
+        self.model_files = ModelFiles.of(model, self.stages, plan.placement, self.mesh.pipeline_rank, stored)
+        del model, stored
         self.watch("making process groups")
         self.groups = Groups.of(self.mesh)
         wire = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
@@ -143,11 +146,11 @@ class Session:
     def _weights(
         self,
         model: DeferredModel,
-        folder: Path | None,
+        stored: StoredWeights | None,
         own: list[Stage],
         mine: tuple[Flat, ...],
     ) -> Weights:
-        tensors = starting_tensors(model, own, folder, self.part)
+        tensors = starting_tensors(model, own, stored, self.part)
         accumulate = torch.float32 if self.plan.job.dtype in ("bf16", "fp16") else None
         return Weights(own, tensors, self.device, accumulate, mine)
 
@@ -331,12 +334,3 @@ class Session:
             clock_error_seconds=offset.error_seconds,
             optimizer_seconds=timed.optimizer_seconds,
         )
-
-
-def _same_model(plan: Plan) -> ModelReference:
-    reference = resolve(plan.model.text, plan.model.overrides)
-    if reference.digest != plan.model.digest:
-        raise InputError(
-            f"model '{plan.model.text}' is not the one the plan was made for (its config or source changed): plan again"
-        )
-    return reference

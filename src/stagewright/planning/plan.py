@@ -16,7 +16,7 @@ from stagewright.errors import InputError
 from stagewright.files import write_whole
 from stagewright.planning.job import Job
 from stagewright.planning.predictions import LengthPrediction, Predictions
-from stagewright.tracing.models.reference import ModelReference
+from stagewright.tracing.models.reference import ModelReference, resolve
 
 VERSION = 1
 REDUCE_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
@@ -39,6 +39,19 @@ class ModelSection(StrictModel):
             digest=reference.digest,
             name=reference.name,
         )
+
+    def resolved(self) -> ModelReference:
+        """The model itself.
+
+        Raises:
+            InputError: there is none any more, or it has changed.
+        """
+        reference = resolve(self.text, self.overrides)
+        if reference.digest != self.digest:
+            raise InputError(
+                f"model '{self.text}' is not the one the plan was made for (its config or source changed): plan again"
+            )
+        return reference
 
 
 class ClusterSection(StrictModel):

@@ -21,6 +21,11 @@ from stagewright.tracing.models.overrides import apply_overrides
 from stagewright.tracing.models.source import factory_source, split_factory
 
 _NOT_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
+OTHER_FORMATS = (
+    "pytorch_model*.bin*", "tf_model*.h5", "flax_model*.msgpack", "consolidated*.pth", "model.ckpt.*", "*.gguf",
+)  # fmt: skip
+"""Files that hold weights in formats that no run reads."""
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -29,9 +34,10 @@ class ModelReference:
     """A model the user named, resolved as far as is possible without torch.
 
     `config` is the content of the config.json with `overrides` in place (None for a factory, which receives
-    them as keyword arguments); `weights` is the directory of `*.safetensors` files that lie beside the
-    config; `digest` is a SHA-256 over everything that determines the model's structure; `unconfirmed` are the
-    overridden keys that the config does not mention, which only the model's config class can judge.
+    them as keyword arguments); `weights` is the directory of the config where a file in it has weights, in
+    whatever format, or an index speaks of them; `digest` is a SHA-256 over everything that determines the
+    model's structure; `unconfirmed` are the overridden keys that the config does not mention, which only the
+    model's config class can judge.
     """
 
     text: str
@@ -73,7 +79,7 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     name, path, config = _find_config(text)
     changed = apply_overrides(config, overrides)
     unconfirmed = frozenset(changed) - frozenset(config)
-    weights = path.parent if path is not None and any(path.parent.glob("*.safetensors")) else None
+    weights = path.parent if path is not None and _speaks_of_weights(path.parent) else None
     structure = {key: value for key, value in changed.items() if key not in _NOT_STRUCTURE}
     digest = _digest([structure, overrides])
     return ModelReference(text, "config", changed, name, weights, digest, overrides, unconfirmed)
@@ -103,6 +109,10 @@ def _find_config(text: str) -> tuple[str, Path | None, dict[str, Any]]:
         path = hub_config(text, bundled_names())
         return text.rsplit("/", 1)[1], path, _parse(_read(path), f"{text}/config.json")
     raise InputError(_not_found(text))
+
+
+def _speaks_of_weights(folder: Path) -> bool:
+    return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
 def _read(path: Path) -> str:

@@ -1,0 +1,124 @@
+"""Weights that are stored in fewer bits than they are trained in: which ways are read, and the refusal of all others.
+
+Read are ``fp8``, with a scale for each block of a weight, as DeepSeek-V3 and Qwen3 are published, and ``mxfp4``, as
+GPT-OSS is. Nothing here imports torch.
+
+Source: ``integrations/finegrained_fp8.py`` and ``integrations/mxfp4.py`` of transformers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stagewright.errors import InputError
+
+FP8, MXFP4 = "fp8", "mxfp4"
+SCALE = "_scale_inv"
+BLOCKS, SCALES = "_blocks", "_scales"
+_OF_ACTIVATIONS = re.compile(
+    r"\.(activation|input)_scale(_inv)?$"
+)  # what training in full precision does without
+# What quantised weights come with: by names no other tensor has, behind the weight's own name, and beside it in its module.
+_LEFTOVER = re.compile(
+    r"\.(SCB|weight_format|qweight|qzeros|g_idx|qscale_weight|codebooks)$|weight\.(absmax|quant_map|nested_|quant_state)"
+    r"|weight_(scale|packed|zero_point|global_scale|g_idx)(_\w+)?$|_proj_(blocks|scales)$"
+)
+_BEHIND = re.compile(
+    r"(_scales?|_scale_\w+|_blocks|_packed|_shape|_zero_point|_global_scale|_g_idx|[.](absmax|quant_\w+|SCB))$"
+)
+_BESIDE = (
+    "SCB", "weight_format", "qweight", "qzeros", "g_idx", "scales", "zeros", "codes", "codebooks", "qscale_weight", "scale",
+    "zero_point",
+)  # fmt: skip
+_SMALL_FLOATS = ("F4", "F6", "F8")
+_KEYS = ("quantization_config", "compression_config")
+FIX = (
+    "dequantise them once with transformers (from_pretrained with dequantize=True in its quantization config, or "
+    "model.dequantize(), then save_pretrained), or run with --random-weights to start from the seed"
+)
+
+
+def scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What `config` says of how its weights are quantised; nothing where they are plain numbers."""
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    said = [part[key] for part in parts for key in _KEYS if part.get(key)]
+    found = said[0] if said else {}
+    return found if isinstance(found, Mapping) else {"quant_method": found}
+
+
+def method_of(config: Mapping[str, Any], source: str) -> str | None:
+    """How the weights in folder `source` are quantised; None for plain numbers.
+
+    Raises:
+        InputError: in a way that is not read.
+    """
+    said = scheme(config)
+    method = said.get("quant_method")
+    if said and method not in (FP8, MXFP4):
+        how = f"by the method '{method}'" if method else "by a method it does not name"
+        raise InputError(
+            f"the weights in '{source}' are quantised {how} (quantization_config in its config.json), and of such only "
+            f"{FP8} and {MXFP4} are read: {FIX}"
+        )
+    return method
+
+
+def refuse_quantised(types: Mapping[str, str], method: str | None, source: str) -> None:
+    """What the names and `types` of stored tensors tell without the model.
+
+    Raises:
+        InputError: tensors are quantised in another way than `method`.
+    """
+    for name, stored in types.items():
+        if _belongs(name, types, method):
+            continue
+        if _LEFTOVER.search(name):
+            raise InputError(
+                f"'{source}' has tensor '{name}', which comes with quantised weights, and its config.json names no method "
+                f"that would read it: {FIX}"
+            )
+        if stored.startswith(_SMALL_FLOATS) or (stored in ("I8", "U8") and name.endswith("weight")):
+            raise InputError(
+                f"'{source}' has tensor '{name}' as {stored}, without the scales that make weights of such numbers: {FIX}"
+            )
+
+
+def parts_of(key: str, stored: Collection[str], method: str | None) -> tuple[str, ...]:
+    """Names of the stored tensors that make tensor `key` of the model: itself, with its scales; none if it is not stored.
+
+    >>> parts_of("a.weight", {"a.weight", "a.weight_scale_inv"}, "fp8")
+    ('a.weight', 'a.weight_scale_inv')
+    """
+    if key in stored:
+        return (key, f"{key}{SCALE}") if method == FP8 and f"{key}{SCALE}" in stored else (key,)
+    packed = (f"{key}{BLOCKS}", f"{key}{SCALES}")
+    return packed if method == MXFP4 and all(part in stored for part in packed) else ()
+
+
+def leftovers_of(key: str, stored: Collection[str], known: Collection[str]) -> list[str]:
+    """Stored tensors that come with `key` where it is quantised, and that are none of the model's own, `known`.
+
+    >>> leftovers_of("a.weight", {"a.weight", "a.SCB", "a.bias"}, {"a.weight", "a.bias"})
+    ['a.SCB']
+    """
+    module, dot, _ = key.rpartition(".")
+    beside = {f"{module}{dot}{name}" for name in _BESIDE}
+    return sorted(
+        name
+        for name in stored
+        if name not in known
+        and (name in beside or (name.startswith(key) and _BEHIND.match(name, len(key)) is not None))
+    )
+
+
+def _belongs(name: str, stored: Collection[str], method: str | None) -> bool:
+    """Whether a tensor is one that `method` reads, or that training does without."""
+    if method == FP8:
+        whole = name.removesuffix(SCALE)
+        return (f"{whole}{SCALE}" in stored and whole in stored) or _OF_ACTIVATIONS.search(name) is not None
+    if method == MXFP4:
+        whole = name.removesuffix(BLOCKS).removesuffix(SCALES)
+        return whole != name and all(f"{whole}{part}" in stored for part in (BLOCKS, SCALES))
+    return False

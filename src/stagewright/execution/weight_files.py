@@ -1,0 +1,212 @@
+"""The files that the weights of a model lie in: all there, inside their folder, and of numbers that can be read.
+
+`check_weights` finds out before a process is started; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from stagewright.errors import InputError
+from stagewright.execution.quantised import method_of, refuse_quantised
+from stagewright.files import inside
+from stagewright.planning.plan import Plan
+from stagewright.tracing.models.reference import OTHER_FORMATS
+
+INDEX = "model.safetensors.index.json"
+_WHOLE = "model.safetensors"
+_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
+_MAX_NAMED = 4
+_SEED = "run with --random-weights to start from the seed"
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The safetensors files of a model folder: `where` has the file of each tensor, as the index or the files say."""
+
+    folder: Path
+    where: Mapping[str, str]
+
+    @classmethod
+    def of(cls, folder: Path) -> WeightFiles:
+        """Those in `folder`.
+
+        Raises:
+            InputError: files are missing, lie elsewhere or cannot be read, or two of them have the same tensor.
+        """
+        index = folder / INDEX
+        if index.exists():
+            where = _read_index(index)
+            alone = folder / _WHOLE
+            if alone.exists() and _WHOLE not in where.values():
+                raise InputError(
+                    f"'{folder}' has two sets of weights, '{_WHOLE}' and the files of '{INDEX}': move one away"
+                )
+        else:
+            names = sorted(path.name for path in folder.glob("*.safetensors"))
+            _refuse_incomplete(folder, names)
+            where = _listed(folder, names)
+        files = cls(folder, where)
+        absent = [name for name in files.names if not files.path(name).exists()]
+        if absent:
+            raise InputError(
+                f"'{index}' names files that are not there: {_some(absent)}; copy or download them, or {_SEED}"
+            )
+        return files
+
+    @property
+    def names(self) -> list[str]:
+        """Of the files, sorted."""
+        return sorted(set(self.where.values()))
+
+    def path(self, name: str) -> Path:
+        """Of a file, which no link leads out of the folder; those of the hub's cache stay within their model's folder."""
+        return _path(self.folder, name)
+
+    def types(self) -> dict[str, str]:
+        """How each tensor is stored: ``F32``, ``BF16``, ``I8``.
+
+        Raises:
+            InputError: a file cannot be read, or lacks tensors that the index says it has.
+        """
+        found: dict[str, str] = {}
+        by_file: dict[str, list[str]] = {}
+        for tensor, name in self.where.items():
+            by_file.setdefault(name, []).append(tensor)
+        for name, wanted in sorted(by_file.items()):
+            path = self.path(name)
+            reader = open_weights(path, "np")
+            if lacking := sorted(set(wanted) - set(reader.keys())):
+                raise InputError(
+                    f"'{INDEX}' says that '{path}' has {_some(lacking)}, which it has not: they do not belong together; "
+                    "copy or download all of them again"
+                )
+            found |= {tensor: reader.get_slice(tensor).get_dtype() for tensor in wanted}
+        return found
+
+
+def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
+    """Before any process is started: whether a run can start from the weights of its model, if there are any.
+
+    Where there are none and nothing was said of random ones, the first rank or launcher says on stderr that they are drawn.
+
+    Raises:
+        InputError: the model has changed, or files are missing, damaged, outside the folder, or of numbers in a form that is
+            not read.
+    """
+    reference = plan.model.resolved()
+    if random_weights or reference.kind == "factory":
+        return
+    if reference.weights is None:
+        if not is_resumed and os.environ.get("RANK", "0") == "0":
+            print(
+                f"no weights lie beside the config of '{reference.text}': they are drawn from seed {plan.job.seed}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return
+    folder = str(reference.weights)
+    method = method_of(reference.config or {}, folder)
+    refuse_quantised(WeightFiles.of(reference.weights).types(), method, folder)
+
+
+def open_weights(path: Path, framework: str) -> safe_open:
+    """A reader of a safetensors file, for `framework` (``np``, ``pt``).
+
+    Raises:
+        InputError: there is no such file, or it is no safetensors file.
+    """
+    if not path.is_file():
+        what = "is a folder, not a file" if path.is_dir() else "is not there"
+        raise InputError(f"weights '{path}' {what}: copy or download the file again, or {_SEED}")
+    with reading(path):
+        return safe_open(str(path), framework=framework)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises `InputError` for what goes wrong inside with the safetensors file `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"weights '{path}' cannot be read ({error}): it is cut off or damaged; copy or download it again, or {_SEED}"
+        ) from None
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"'{index}' cannot be read as JSON ({error}): copy or download it again") from None
+    where = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict) or not where:
+        raise InputError(f"'{index}' has no weight_map of tensors and their files: copy or download it again")
+    for tensor, name in where.items():
+        if not isinstance(name, str) or not name:
+            raise InputError(
+                f"'{index}' gives {name!r} as the file of tensor '{tensor}': a name is wanted; download it again"
+            )
+    return where
+
+
+def _listed(folder: Path, names: list[str]) -> dict[str, str]:
+    """The tensors of files that no index describes."""
+    where: dict[str, str] = {}
+    for name in names:
+        tensors = open_weights(_path(folder, name), "np").keys()
+        for tensor in tensors:
+            if tensor in where:
+                raise InputError(
+                    f"'{folder}' has tensor '{tensor}' in '{where[tensor]}' and in '{name}', and no '{INDEX}' that says "
+                    "which counts: move one away"
+                )
+            where[tensor] = name
+    return where
+
+
+def _path(folder: Path, name: str) -> Path:
+    resolved = folder.resolve()
+    snapshots = resolved.parent
+    is_cached = snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--")
+    return inside(folder, name, snapshots.parent if is_cached else folder)
+
+
+def _refuse_incomplete(folder: Path, names: list[str]) -> None:
+    """Of numbered files, all must be there; and of some format that is read."""
+    if not names:
+        others = sorted(path.name for pattern in OTHER_FORMATS for path in folder.glob(pattern))
+        raise InputError(
+            f"the weights in '{folder}' are in {_some(others)}, and only safetensors files are read: convert them once with "
+            f"transformers (AutoModelForCausalLM.from_pretrained('{folder}').save_pretrained(...)), or {_SEED}"
+        )
+    parts = [part for name in names if (part := _PART.fullmatch(name))]
+    wanted = {
+        f"{part['stem']}-{number:05d}-of-{part['count']}.safetensors"
+        for part in parts
+        for number in range(1, int(part["count"]) + 1)
+    }
+    if missing := sorted(wanted - set(names)):
+        raise InputError(
+            f"'{folder}' has {_some([part.string for part in parts])} and lacks {_some(missing)}: copy or download them, or "
+            f"{_SEED}"
+        )
+
+
+def _some(names: list[str]) -> str:
+    """The first few of many.
+
+    >>> _some(["a", "b"]), _some(list("abcdef"))
+    ("'a', 'b'", "'a', 'b', 'c', 'd' and 2 more")
+    """
+    shown = ", ".join(f"'{name}'" for name in names[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown} and {len(names) - _MAX_NAMED} more"
