@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.check_program import check_program, holds_program
+from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.failure import exit_code
 from stagewright.cli.options import Json
 from stagewright.cli.output import print_document, show
@@ -16,13 +17,11 @@ from stagewright.cli.planning import PlannedCluster, cluster_of
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse
 from stagewright.errors import PlanError, StagewrightError
+from stagewright.text import printable
 
 if TYPE_CHECKING:
     from stagewright.planning.pipeline import Pipeline
     from stagewright.planning.plan import Plan
-
-_TOLERANCE = 0.03
-"""Part by which the memory of the model as it is now may differ from what the plan says."""
 
 
 def check(
@@ -43,16 +42,18 @@ def check(
         int | None,
         typer.Option(min=1, help="Of a schedule: most activations (stage and microbatch) on a rank."),
     ] = None,
+    with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:
     """Check that a plan or a schedule file would run, before any machine is booked.
 
-    Exit code 0 if it would. If not: 2 with the reason for a plan, 1 with all findings for a schedule.
+    No code of a plan's model runs unless --with-model allows it. Exit code 0 if all is well. If not: 2 with the reason for a
+    plan, 1 with all findings for a schedule.
     """
     if holds_program(plan):
         refuse(
             context,
-            ["cluster"],
+            ["cluster", "with_model"],
             "a schedule file says nothing of times and bytes",
             "check the plan it is from",
         )
@@ -63,31 +64,36 @@ def check(
         "check a schedule file",
     )  # fmt: skip
     found: list[dict[str, Any]] = []
+    left_out: list[dict[str, str]] = []
     failure: StagewrightError | None = None
     with Progress(f"checking {plan}") as progress:
         try:
-            for name, detail in _checks(plan, cluster, progress):
+            for name, detail in _checks(plan, cluster, with_model, left_out, progress):
                 found.append({"check": name, "passed": True, "detail": detail})
         except StagewrightError as error:
             failure = error
             found.append({"check": "", "passed": False, "detail": str(error)})
     if as_json:
-        print_document({"passed": failure is None, "checks": found})
+        print_document({"passed": failure is None, "checks": found, "left_out": left_out})
         if failure is not None:
             raise typer.Exit(exit_code(failure))
         return
     for one in found:
         if one["passed"]:
             show(f"ok  {one['check']}: {one['detail']}")
+    for one in left_out if failure is None else ():
+        show(f"--  {one['check']}: not checked, {one['why']}")
     if failure is not None:
         raise failure
 
 
-def _checks(path: Path, cluster: str | None, report: Progress) -> Iterator[tuple[str, str]]:
-    """Name and finding of each check that passes; the first that does not raises."""
-    from stagewright.planning.estimate import line_of
+def _checks(
+    path: Path, cluster: str | None, with_model: bool, left_out: list[dict[str, str]], report: Progress
+) -> Iterator[tuple[str, str]]:
+    """Name and finding of each check that passes; the first that does not raises. Adds to `left_out` what needs code."""
     from stagewright.planning.plan import load_plan
     from stagewright.planning.plan_stages import stage_program
+    from stagewright.planning.promises import check_promised_time
     from stagewright.report.plans import batch_text, widths
 
     plan = load_plan(path)
@@ -95,26 +101,56 @@ def _checks(path: Path, cluster: str | None, report: Progress) -> Iterator[tuple
     yield "gradients", batch_text(plan)
     program = stage_program(plan)
     yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"
+    if plan.predictions.costs is not None:
+        yield "time", check_promised_time(plan, plan.predictions.costs)
+    if cluster is not None:
+        allow_model(plan, with_model, "a check on another cluster")
+    elif plan.model.is_code and not with_model:
+        yield from _checks_of_promises(plan, left_out)
+        return
+    else:
+        allow_model(plan, with_model, "this")
+    yield from _checks_of_model(plan, cluster, report)
+
+
+def _checks_of_promises(plan: Plan, left_out: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
+    """What is left to check of a plan whose model is not built."""
+    from stagewright.planning.plan_stages import stage_program
+    from stagewright.planning.promises import check_promised_memory, check_transfers
+
+    def leave_out(check: str, why: str) -> None:
+        left_out.append({"check": check, "why": why})
+
+    code = printable(plan.model.text)
+    leave_out("model", f"as building it runs {code}; --with-model allows it")
+    if plan.predictions.costs is None:
+        leave_out("transfers", "as the plan does not say what its stages send; --with-model finds out")
+    else:
+        edges = tuple((one.source, one.target) for one in plan.predictions.costs.transfers)
+        yield "transfers", check_transfers(stage_program(plan), edges)
+    if plan.predictions.ranks:
+        yield "memory", check_promised_memory(plan, cluster_of(plan, None))
+    else:
+        leave_out("memory", "as the plan predicts none; --with-model finds out")
+
+
+def _checks_of_model(plan: Plan, cluster: str | None, report: Progress) -> Iterator[tuple[str, str]]:
+    """What can be checked of a plan in the model as it is now."""
+    from stagewright.estimation.memory import stage_edges
+    from stagewright.planning.estimate import line_of
+    from stagewright.planning.promises import check_transfers
+
     line = line_of(plan, cluster_of(plan, cluster), report)
     operators = sum(stage.stop - stage.start for stage in line.stages)
     yield "model", f"{plan.model.text}: all {operators} forward operators, each on one stage"
-    yield "transfers", _check_transfers(line)
+    yield "transfers", check_transfers(line.program, stage_edges(line.stages))
     yield "memory", _check_memory(plan, line)
-
-
-def _check_transfers(line: Pipeline) -> str:
-    from stagewright.estimation.memory import stage_edges
-    from stagewright.schedule import insert_communication, verify
-
-    edges = stage_edges(line.stages)
-    lowered = verify(insert_communication(line.program, edges), edges)
-    count = lowered.num_actions - line.program.num_actions
-    return f"{count} sends and receives, matched and in one order; no deadlock even if every send blocks"
 
 
 def _check_memory(plan: Plan, line: Pipeline) -> str:
     from stagewright.planning.pipeline import reserved_bytes
     from stagewright.planning.predict import rank_memories
+    from stagewright.planning.promises import TOLERANCE
     from stagewright.units import format_bytes
 
     memories = rank_memories(line)
@@ -127,7 +163,7 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
                 f"{format_bytes(needed - limit)} more than it may use ({format_bytes(limit)}): plan again"
             )
     for memory, predicted in zip(memories, plan.predictions.ranks, strict=False):  # of all ranks or of none
-        if abs(memory.peak_bytes - predicted.allocated_peak_bytes) > _TOLERANCE * memory.peak_bytes:
+        if abs(memory.peak_bytes - predicted.allocated_peak_bytes) > TOLERANCE * memory.peak_bytes:
             raise PlanError(
                 f"rank {memory.rank} needs {format_bytes(memory.peak_bytes)}, but the plan says "
                 f"{format_bytes(predicted.allocated_peak_bytes)}: plan again"

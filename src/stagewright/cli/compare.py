@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.cli.planning import PlannedCluster, cluster_of, warn
@@ -15,6 +16,8 @@ from stagewright.cli.progress import Progress
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.execution.record import Record
+    from stagewright.planning.plan import Plan
+    from stagewright.simulation import Timeline
 
 
 def compare(
@@ -23,14 +26,16 @@ def compare(
         Path, typer.Argument(metavar="RECORD", help="The record.json that `stagewright run` wrote.")
     ],
     cluster: PlannedCluster = None,
+    with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:
-    """Compare a plan's predictions with the record of its run."""
+    """Compare a plan's predictions with the record of its run.
+
+    No code of its model runs unless --with-model allows it.
+    """
     from stagewright.execution.measured import clock_error_seconds, timeline_of
     from stagewright.execution.record import load_record
-    from stagewright.planning.estimate import line_of
     from stagewright.planning.plan import load_plan
-    from stagewright.planning.predict import run_timeline
     from stagewright.report.comparison import both_pictures, comparison_document, comparison_table, in_words
     from stagewright.report.runs import as_timed, longest_not_run
 
@@ -40,7 +45,7 @@ def compare(
     measured = timeline_of(ran, loaded)
     with Progress(f"simulating {plan}") as progress:
         planned = cluster_of(loaded, cluster)
-        predicted = run_timeline(line_of(loaded, planned, progress))
+        predicted = _predicted(loaded, cluster, with_model, progress)
     document = comparison_document(loaded, ran, predicted, measured, clock_error_seconds(ran))
     warn([*longest_not_run(whole, ran), *_warnings(ran, planned)])
     if as_json:
@@ -51,6 +56,20 @@ def compare(
     console = stdout()
     pictures = both_pictures(predicted, measured, console.width, console.is_terminal)
     show(comparison_table(document), *pictures, "", in_words(document))
+
+
+def _predicted(plan: Plan, cluster: str | None, with_model: bool, report: Progress) -> Timeline:
+    """What the plan promises, or what it would take on another cluster."""
+    from stagewright.planning.estimate import line_of
+    from stagewright.planning.plan_stages import stage_program
+    from stagewright.planning.predict import run_timeline
+    from stagewright.planning.step_times import simulated
+
+    if cluster is None and plan.predictions.costs is not None:
+        return simulated(stage_program(plan), plan.predictions.costs)
+    what = "a plan that does not state its costs" if cluster is None else "what another cluster would take"
+    allow_model(plan, with_model, f"comparing {what}")
+    return run_timeline(line_of(plan, cluster_of(plan, cluster), report))
 
 
 def _warnings(record: Record, planned: Cluster) -> list[str]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.options import Json, Settings, parse_settings
 from stagewright.cli.output import print_document, show
 from stagewright.cli.planning import (
@@ -28,6 +29,7 @@ from stagewright.cli.planning import (
     cluster_of,
     is_plan,
     read_job,
+    warn,
 )
 from stagewright.cli.progress import Progress
 from stagewright.cli.quick import without_collection
@@ -38,6 +40,7 @@ from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.planning.job import Job
+    from stagewright.planning.plan import Plan
     from stagewright.tracing.models.reference import ModelReference
 
 _PANEL = "Megatron's stacks"
@@ -90,11 +93,13 @@ def estimate(
         bool, typer.Option("--shard-optimizer", help="The distributed optimizer.", rich_help_panel=_PANEL)
     ] = False,
     settings: Settings = None,
+    with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:
     """Estimate time and memory of one configuration.
 
-    Of a model, by default, the deepest pipeline with one replica; whether or not it fits the memory.
+    Of a model, by default, the deepest pipeline with one replica; whether or not it fits the memory. Of a plan whose model
+    is a factory, what it promises, unless --with-model allows that code to run.
     """
     from stagewright.planning import estimate as estimating
     from stagewright.planning.plan import load_plan
@@ -125,7 +130,11 @@ def estimate(
         if from_plan:
             plan = load_plan(subject)
             on = cluster_of(plan, cluster)
-            found = estimating.estimate(plan, on, stack=stack, report=progress)
+            needs_model = cluster is not None or by is not None or stack != estimating.OWN_STACK
+            if _is_promised(plan, with_model, needs_model):
+                found = plan
+            else:
+                found = estimating.estimate(plan, on, stack=stack, report=progress)
         else:
             wanted = read_job(
                 job,
@@ -161,6 +170,15 @@ def estimate(
             memory_table(found),
         )  # fmt: skip
         show(*((breakdown_table(shares, by),) if by else ()))
+
+
+def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
+    """Whether the plan's own predictions are shown, since building its model runs code that was not allowed."""
+    if needs_model or with_model or not plan.model.is_code:
+        allow_model(plan, with_model, "--cluster, --stack or --by")
+        return False
+    warn([f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"])
+    return True
 
 
 def _show_megatron(
@@ -200,10 +218,12 @@ def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None
     """Refuses what neither a plan nor the stack would look at."""
     if from_plan:
         refuse_all_but(
-            context, ["subject", "cluster", "stack", "by", "as_json"], "a plan has its own job and configuration",
-            "estimate the model",
+            context, ["subject", "cluster", "stack", "by", "with_model", "as_json"],
+            "a plan has its own job and configuration", "estimate the model",
         )  # fmt: skip
-    elif stack in MEGATRON_STACKS:
+        return
+    refuse(context, ["with_model"], "a model that is named is built anyway", "estimate a plan")
+    if stack in MEGATRON_STACKS:
         refuse(
             context, ["zero", "reduce_dtype", "shard_size", "by", "compiled"],
             f"--stack {stack} knows Megatron's own options only, and predicts memory without time",

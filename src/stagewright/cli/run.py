@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from stagewright.cli.consent import say_what_runs
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.errors import InputError
@@ -56,6 +57,8 @@ def run(
 
     loaded = load_plan(plan)
     _check_readable(data)
+    if os.environ.get("RANK", "0") == "0":
+        say_what_runs(loaded.model.text)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
     record = launch.run(

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
-from stagewright.cli.planning import PlannedCluster, cluster_of
+from stagewright.cli.planning import PlannedCluster, cluster_of, warn
 from stagewright.cli.progress import Progress
+from stagewright.errors import StagewrightError
+from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
     from stagewright.planning.pipeline import Pipeline
+    from stagewright.planning.plan import Plan
+    from stagewright.planning.predictions import StepCosts
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 
@@ -24,23 +29,33 @@ def simulate(
     html: Html = None,
     trace: Trace = None,
     dark: Dark = False,
+    with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:
-    """Simulate a plan and print its timetable."""
-    from stagewright.planning.estimate import line_of
+    """Simulate a plan and print its timetable: what it promises, or what it would take on another cluster.
+
+    No code of its model runs unless --with-model allows it.
+    """
     from stagewright.planning.plan import load_plan
-    from stagewright.planning.predict import rank_memories, run_timeline
+    from stagewright.planning.plan_stages import stage_program
+    from stagewright.planning.predict import rank_memories, step_costs
+    from stagewright.planning.step_times import simulated, whole_step_seconds
     from stagewright.report.timelines import heading, rank_table, timeline_document
 
     pictures = Pictures(svg, png, html, trace, dark)
     pictures.check(plan)
     loaded = load_plan(plan)
     with Progress(f"simulating {plan}") as progress:
-        line = line_of(loaded, cluster_of(loaded, cluster), progress)
-        timeline = run_timeline(line)
-        peaks = [memory.peak_bytes for memory in rank_memories(line)]
-        pictures.write(timeline, lambda: _curves(line, timeline))
-    document = timeline_document(line.program, timeline, peaks)
+        line = _line(loaded, cluster, with_model, bool(pictures.files), progress)
+        costs, peaks = _promised(loaded) if cluster is None else (None, None)
+        if costs is None:
+            assert line is not None
+            costs, peaks = step_costs(line), [memory.peak_bytes for memory in rank_memories(line)]
+        program = stage_program(loaded)
+        timeline = simulated(program, costs)
+        pictures.write(timeline, lambda: None if line is None else _curves(line, timeline))
+    step = whole_step_seconds(timeline, costs)
+    document = timeline_document(program, timeline, peaks) | {"step_seconds": step}
     if as_json:
         print_document(document)
         return
@@ -48,7 +63,35 @@ def simulate(
     from stagewright.report.timetable import picture
 
     console = stdout()
-    show(heading(document), "", *picture(timeline, console.width, console.is_terminal), rank_table(document))
+    show(heading(document), f"{format_seconds(step)} per step, with the optimizer", "")
+    show(*picture(timeline, console.width, console.is_terminal), rank_table(document))
+
+
+def _line(
+    plan: Plan, cluster: str | None, with_model: bool, draws: bool, report: Progress
+) -> Pipeline | None:
+    """The model as the plan cuts it, where the plan itself does not say enough: on another cluster, without costs, and for
+    the bytes in a picture."""
+    from stagewright.planning.estimate import line_of
+
+    if cluster is not None or plan.predictions.costs is None:
+        what = "a plan that does not state its costs" if cluster is None else "a plan on another cluster"
+        allow_model(plan, with_model, f"simulating {what}")
+        return line_of(plan, cluster_of(plan, cluster), report)
+    if not draws:
+        return None
+    try:
+        allow_model(plan, with_model, "memory over time")
+        return line_of(plan, cluster_of(plan, None), report)
+    except StagewrightError as error:
+        warn([f"the picture counts activations instead of bytes: {error}"])
+        return None
+
+
+def _promised(plan: Plan) -> tuple[StepCosts | None, list[int] | None]:
+    """What the plan states of the costs of its step, and of the peaks of its ranks."""
+    peaks = [rank.allocated_peak_bytes for rank in plan.predictions.ranks]
+    return plan.predictions.costs, peaks or None
 
 
 def _curves(line: Pipeline, timeline: Timeline) -> list[Curve]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagewright.cli.consent import say_what_runs
 from stagewright.cli.options import Json, Model
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
@@ -30,6 +31,7 @@ def verify(
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
+    say_what_runs(model)
     with Progress("importing torch") as progress:
         from stagewright.execution import verification
 

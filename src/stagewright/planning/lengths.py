@@ -7,9 +7,8 @@ operators, hold for each; they are chosen for the longest, whose steps need the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import product
 
-from stagewright.cluster import Cluster, Device
+from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Origin
@@ -18,6 +17,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
 from stagewright.planning.predict import predict
 from stagewright.planning.predictions import LengthPrediction, Predictions
+from stagewright.planning.promises import usable_bytes
 from stagewright.planning.ranking import ranked
 from stagewright.units import format_bytes
 
@@ -79,22 +79,10 @@ def best_over_lengths(plans: Sequence[Plan], cluster: Cluster, graphs: Graphs) -
 
 def _excess_bytes(plan: Plan, cluster: Cluster) -> int:
     """Bytes by which a rank at some length is over what its device may use; negative for what is left."""
-    limits = [
-        min(plan.job.usable_bytes(device, cluster) for device in _devices(plan, cluster, rank))
-        for rank in range(plan.pp)
-    ]
+    limits = usable_bytes(plan, cluster)
     return max(
         rank.reserved_peak_bytes - limits[rank.rank] for one in plan.by_length.values() for rank in one.ranks
     )
-
-
-def _devices(plan: Plan, cluster: Cluster, pipeline_rank: int) -> set[Device]:
-    """The kinds of devices of a pipeline rank and its replicas."""
-    ranks = [
-        plan.global_rank(pipeline_rank, replica, shard)
-        for replica, shard in product(range(plan.dp), range(plan.tp))
-    ]
-    return {cluster.device_of(plan.devices[rank] if plan.devices else rank) for rank in ranks}
 
 
 class _Judge:

@@ -15,10 +15,12 @@ from stagewright.cluster.strict import StrictModel, validated
 from stagewright.errors import InputError
 from stagewright.files import write_whole
 from stagewright.planning.job import Job
-from stagewright.planning.predictions import LengthPrediction, Predictions
+from stagewright.planning.predictions import LengthPrediction, Predictions, StepCosts
 from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.tracing.models.source import split_factory
 
 VERSION = 1
+_REQUIRED_COSTS = frozenset(name for name, field in StepCosts.model_fields.items() if field.is_required())
 REDUCE_TYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
@@ -29,6 +31,11 @@ class ModelSection(StrictModel):
     overrides: dict[str, Any] = Field(default_factory=dict)
     digest: str
     name: str
+
+    @property
+    def is_code(self) -> bool:
+        """Whether it is a factory, which building the model runs; the others are data."""
+        return split_factory(self.text) is not None
 
     @classmethod
     def of(cls, reference: ModelReference) -> ModelSection:
@@ -187,11 +194,14 @@ class Plan(StrictModel):
             if found != wanted:
                 raise ValueError(f"{name} has {found} entries where {wanted} belong")
         for one in self.by_length.values():
+            self._check_costs(one.costs)
             # Plans of other programs may predict nothing of their ranks.
             if len(one.ranks) not in (0, self.pp):
                 raise ValueError(
                     f"predictions.ranks has {len(one.ranks)} entries where {self.pp} belong, or none"
                 )
+            if [rank.rank for rank in one.ranks] not in ([], list(range(self.pp))):
+                raise ValueError(f"predictions.ranks must be those of ranks 0 to {self.pp - 1} in order")
         if self.devices and sorted(self.devices) != list(range(self.num_ranks)):
             raise ValueError(f"devices must name each of 0 to {self.num_ranks - 1} once: one device per rank")
         if not set(self.host_optimizer) <= set(range(self.pp)):
@@ -213,6 +223,29 @@ class Plan(StrictModel):
                 f"of {self.job.global_batch}"
             )
         return self
+
+    def _check_costs(self, costs: StepCosts | None) -> None:
+        """One entry per stage, or per pipeline rank, and transfers from stages to later ones."""
+        if costs is None:
+            return
+        of_ranks = ("sum_seconds", "optimizer_seconds")
+        for name, column in costs:
+            if isinstance(column, tuple) and name != "transfers":
+                wanted = self.pp if name in of_ranks else self.num_stages
+                if len(column) != wanted and (column or name in _REQUIRED_COSTS):
+                    raise ValueError(
+                        f"predictions.costs.{name} has {len(column)} entries where {wanted} belong"
+                    )
+        if bool(costs.sum_seconds) != bool(costs.optimizer_seconds):
+            raise ValueError(
+                "predictions.costs has one of sum_seconds and optimizer_seconds: give both or none"
+            )
+        found = [(one.source, one.target) for one in costs.transfers]
+        if len(set(found)) < len(found) or not all(a < c < self.num_stages for a, c in found):
+            raise ValueError(
+                "predictions.costs.transfers go from a stage to a later one, once each, not "
+                + ", ".join(f"{a} -> {c}" for a, c in found)
+            )
 
     @property
     def by_length(self) -> dict[int, Predictions]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,21 +18,30 @@ from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Pipeline, bodies_of, reserved_bytes
-from stagewright.planning.predictions import Predictions, RankPrediction, SavedPrediction, StagePrediction
+from stagewright.planning.predictions import (
+    Predictions,
+    RankPrediction,
+    SavedPrediction,
+    StagePrediction,
+    StepCosts,
+    TransferCosts,
+)
 from stagewright.planning.sharding import gathered_flats
 from stagewright.planning.shortening import shortened
-from stagewright.planning.transfers import flight_seconds, posting_seconds
+from stagewright.planning.step_times import simulated, whole_step_seconds
+from stagewright.planning.transfers import Floats, flight_seconds, posting_seconds
 from stagewright.schedule import Kind, Program, insert_communication
 from stagewright.schedule.tokens import Edge
-from stagewright.simulation import StageCosts, Timeline, simulate
+from stagewright.simulation import Timeline
 
 _REPLAYED_RANKS = 2
 
 
 def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
     """All predictions for `line`; `memories` of its ranks if they are known already."""
-    timeline = run_timeline(line)
-    step = step_seconds(line, timeline)
+    costs = step_costs(line)
+    timeline = simulated(line.program, costs)
+    step = whole_step_seconds(timeline, costs)
     memories = rank_memories(line) if memories is None else memories
     reserved = reserved_peaks(line, memories)
     num_microbatches = line.program.num_microbatches * line.dp
@@ -59,6 +68,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
             for memory in memories
         ),
         stages=tuple(_stage_prediction(summary) for summary in line.summaries),
+        costs=costs,
     )
 
 
@@ -93,52 +103,84 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
 
 def run_timeline(line: Pipeline, *, steps: bool = True) -> Timeline:
     """When the computations of one batch run; without `steps`, those of the optimizer between them take no time."""
+    return simulated(line.program, action_costs(line, steps=steps))
+
+
+def step_seconds(line: Pipeline, timeline: Timeline) -> float:
+    """Seconds of a whole optimizer step, of which `timeline` is the batch."""
+    return whole_step_seconds(timeline, step_costs(line))
+
+
+def step_costs(line: Pipeline) -> StepCosts:
+    """What the times of a step of `line` follow from.
+
+    After the batch come what no action of it summed over replicas, sums over the ranks that share a tied parameter, the norm
+    of the gradient over all ranks, AdamW, and the updated parameters of other replicas. Programs that update parameters in
+    between are done with the batch.
+    """
+    costs = action_costs(line)
+    if steps_early(line.program):
+        return costs
+    reduced = {action.stage for action in line.program if action.kind is Kind.REDUCE}
+    updates = _update_seconds(line, reduced)
+    whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
+    after = {
+        "sum_seconds": tuple(summing for summing, _ in updates),
+        "norm_seconds": all_reduce_seconds(line.cluster, 8, whole),
+        "optimizer_seconds": tuple(updating for _, updating in updates),
+    }
+    return costs.model_copy(update=after)
+
+
+def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
+    """What the actions of a batch and its transfers take; without `steps`, those of the optimizer between them nothing."""
     stages, placed = range(len(line.stages)), line.program.placement.rank_of_stage
-    moved = [
-        summary.offloaded_bytes / line.device_of(rank).host_link_bandwidth
-        for summary, rank in zip(line.summaries, placed, strict=True)
-    ]
     edges = stage_edges(line.stages)
+    flights = flight_seconds(line, edges)
     forward_posts, backward_posts = posting_seconds(line, edges)
     updates = _update_seconds(line) if steps and steps_early(line.program) else []
-    costs = StageCosts.of(
-        forward_posts + [summary.forward_s for summary in line.summaries],
-        backward_posts + [summary.input_grad_s for summary in line.summaries],
-        [summary.weight_grad_s for summary in line.summaries],
-        backward_s=backward_posts + [summary.backward_s for summary in line.summaries],
-        recompute_s=[summary.rebuild_s for summary in line.summaries],
-        offload_s=moved,
-        fetch_s=moved,
-        gather_s=[line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages],
-        reduce_s=[line.reduce_seconds(stage) for stage in stages],
-        step_s=[sum(updates[rank]) for rank in placed] if updates else 0.0,
+    return StepCosts(
+        forward_seconds=_column(forward_posts + [summary.forward_s for summary in line.summaries]),
+        input_grad_seconds=_column(backward_posts + [summary.input_grad_s for summary in line.summaries]),
+        weight_grad_seconds=tuple(summary.weight_grad_s for summary in line.summaries),
+        backward_seconds=_column(backward_posts + [summary.backward_s for summary in line.summaries]),
+        recompute_seconds=_unless_zero(summary.rebuild_s for summary in line.summaries),
+        offload_seconds=_unless_zero(
+            summary.offloaded_bytes / line.device_of(rank).host_link_bandwidth
+            for summary, rank in zip(line.summaries, placed, strict=True)
+        ),
+        gather_seconds=_unless_zero(
+            line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages
+        ),
+        reduce_seconds=_unless_zero(line.reduce_seconds(stage) for stage in stages),
+        update_seconds=_unless_zero(sum(updates[rank]) for rank in placed if updates),
+        transfers=tuple(
+            TransferCosts(
+                source=low,
+                target=high,
+                value_bytes=line.summaries[low].sent_bytes.get(high, 0),
+                gradient_bytes=line.summaries[high].returned_bytes.get(low, 0),
+                value_seconds=flights[low, high],
+                gradient_seconds=flights[high, low],
+            )
+            for low, high in edges
+        ),
     )
-    return simulate(line.program, costs, flight_seconds(line, edges), edges=edges)
+
+
+def _column(seconds: Floats) -> tuple[float, ...]:
+    return tuple(seconds.tolist())
+
+
+def _unless_zero(seconds: Iterable[float]) -> tuple[float, ...]:
+    """As a plan states what few stages have: nothing where none has any."""
+    column = tuple(seconds)
+    return column if any(column) else ()
 
 
 def steps_early(program: Program) -> bool:
     """Whether parameters are updated by STEP actions between the computations of a batch, each rank having one stage."""
     return any(action.kind is Kind.STEP for action in program.actions(0))
-
-
-def step_seconds(line: Pipeline, timeline: Timeline) -> float:
-    """Seconds of a whole optimizer step: the batch, then what no action of it summed over replicas, sums over the ranks
-    that share a tied parameter, the norm of the gradient over all ranks, AdamW, and the updated parameters of other
-    replicas. Programs that update parameters in between are done with the batch.
-
-    Ignores: overlap of the sums with the computations of other ranks beyond each rank's own end.
-    """
-    if steps_early(line.program):
-        return timeline.makespan_s
-    reduced = {action.stage for action in line.program if action.kind is Kind.REDUCE}
-    updates = _update_seconds(line, reduced)
-    ends = [
-        float(timeline.end_s[timeline.encoded.rank_slice(rank)].max(initial=0.0)) + summing
-        for rank, (summing, _) in enumerate(updates)
-    ]
-    whole = [line.first_rank(rank) + part for rank in range(line.pp) for part in range(line.tp)]
-    norm = all_reduce_seconds(line.cluster, 8, whole)
-    return max(ends) + norm + max(updating for _, updating in updates)
 
 
 def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple[float, float]]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from stagewright.cluster.strict import StrictModel
+
+Seconds = Annotated[float, Field(ge=0)]
 
 
 class SavedPrediction(StrictModel):
@@ -51,6 +55,48 @@ class StagePrediction(StrictModel):
     recompute_seconds: float = 0.0
 
 
+class TransferCosts(StrictModel):
+    """What one microbatch sends from a stage to a later one, and what comes back for it."""
+
+    source: int = Field(ge=0)
+    target: int = Field(ge=0)
+    value_bytes: int = Field(ge=0)
+    gradient_bytes: int = Field(ge=0)
+    value_seconds: float = Field(ge=0)
+    """On the way, beside what computes."""
+    gradient_seconds: float = Field(ge=0)
+
+
+class StepCosts(StrictModel):
+    """What the times of a step follow from, so that a plan can be simulated without its model.
+
+    Columns have one entry per stage, seconds of one action; none where all are zero.
+    """
+
+    forward_seconds: tuple[Seconds, ...]
+    """With what posting the transfers takes of the rank, and so for gradients."""
+    input_grad_seconds: tuple[Seconds, ...]
+    weight_grad_seconds: tuple[Seconds, ...]
+    backward_seconds: tuple[Seconds, ...]
+    """Of both gradients at once."""
+    recompute_seconds: tuple[Seconds, ...] = ()
+    offload_seconds: tuple[Seconds, ...] = ()
+    """There, and as long back."""
+    gather_seconds: tuple[Seconds, ...] = ()
+    reduce_seconds: tuple[Seconds, ...] = ()
+    update_seconds: tuple[Seconds, ...] = ()
+    """Of programs that update parameters between the computations of a batch."""
+    transfers: tuple[TransferCosts, ...]
+    """Of every pair of stages between which something travels, neighbours always."""
+    sum_seconds: tuple[Seconds, ...] = ()
+    """Per pipeline rank, when it is done with the batch: what no action of it has summed over replicas, or over ranks that
+    hold the same parameter. None where the program updates parameters itself."""
+    norm_seconds: Seconds = 0.0
+    """Then, of all ranks: the norm of the gradient."""
+    optimizer_seconds: tuple[Seconds, ...] = ()
+    """Then, per pipeline rank: the optimizer, and the updated parameters of other replicas."""
+
+
 class Predictions(StrictModel):
     """What one optimizer step takes."""
 
@@ -63,6 +109,8 @@ class Predictions(StrictModel):
     bubble_fraction: float
     ranks: tuple[RankPrediction, ...]
     stages: tuple[StagePrediction, ...]
+    costs: StepCosts | None = None
+    """What the times follow from. Plans of other programs, and of older versions, may leave it out."""
 
     @property
     def reserved_peak_bytes(self) -> int:

@@ -28,7 +28,8 @@ _KINDS = {
     "causal": (auto.AutoModelForCausalLM, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "image": (auto.AutoModelForImageClassification, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
 }
-# Keys that describe how a checkpoint is stored or run, not the model that is trained.
+# Keys that describe how a checkpoint is stored or run, not the model that is trained; at any depth, as some of them name
+# code to be loaded.
 _DROPPED = (
     "quantization_config",
     "auto_map",
@@ -36,6 +37,7 @@ _DROPPED = (
     "dtype",
     "attn_implementation",
     "_attn_implementation",
+    "_attn_implementation_internal",
 )
 # Keys that config classes take and store under another name.
 _ACCEPTED = ("rope_theta", "rope_scaling", "num_labels", "sliding_window_pattern", "hybrid_override_pattern")
@@ -78,7 +80,7 @@ def build_from_config(
 
 def _config(reference: ModelReference) -> PretrainedConfig:
     assert reference.config is not None
-    values = {key: value for key, value in reference.config.items() if key not in _DROPPED}
+    values = _structure(reference.config)
     model_type = values.pop("model_type")
     if model_type not in CONFIG_MAPPING:
         raise InputError(
@@ -95,6 +97,13 @@ def _config(reference: ModelReference) -> PretrainedConfig:
     if DROPOUT in reference.overrides:
         _set_dropout(config, reference.overrides[DROPOUT])
     return config
+
+
+def _structure(value: Any) -> Any:
+    """A config, or a part of one, without the dropped keys."""
+    if isinstance(value, Mapping):
+        return {key: _structure(item) for key, item in value.items() if key not in _DROPPED}
+    return [_structure(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_unknown(reference: ModelReference, config_class: type[PretrainedConfig]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import re
 import sys
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from stagewright.errors import InputError
@@ -56,9 +57,8 @@ def factory_source(text: str) -> str:
                 f"there is no file '{name.module}' to take '{name.function}' from: check the path"
             )
         return path.read_text(encoding="utf-8")
-    search_here()
     try:
-        found = importlib.util.find_spec(name.module)
+        found = _spec_of(name.module)
     except (ImportError, ValueError, AttributeError) as error:
         raise InputError(f"module '{name.module}' cannot be found ({error}): {_fix(name)}") from None
     if found is None:
@@ -68,6 +68,38 @@ def factory_source(text: str) -> str:
         if found.origin and found.origin.endswith(".py")
         else ""
     )
+
+
+def factory_file(text: str) -> Path | None:
+    """The file that defines the factory, whose code building the model runs; None where it cannot be told."""
+    name = split_factory(text)
+    if name is None:
+        return None
+    if name.is_file:
+        return Path(name.module).expanduser().resolve()
+    try:
+        found = _spec_of(name.module)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return Path(found.origin).resolve() if found is not None and found.has_location and found.origin else None
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Where `module` is. Unlike `importlib.util.find_spec`, this imports no package on the way, which would run its code."""
+    search_here()
+    found, name = None, ""
+    for part in module.split("."):
+        if found is not None and found.submodule_search_locations is None:
+            return None  # a module that is no package
+        if found is not None and found.origin is None:
+            importlib.import_module(name)  # a namespace has no code, and must be known to look into it
+        name = f"{name}.{part}" if name else part
+        path = None if found is None else found.submodule_search_locations
+        finders = (finder.find_spec for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        found = next((spec for find in finders if (spec := find(name, path)) is not None), None)
+        if found is None:
+            return None
+    return found
 
 
 def _fix(name: FactoryName) -> str:

@@ -1,0 +1,53 @@
+"""Plans name models, and a factory is code: what builds one says so, and verbs that only judge ask first."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.errors import InputError
+from stagewright.text import printable
+
+if TYPE_CHECKING:
+    from stagewright.planning.plan import Plan
+
+WithModel = Annotated[
+    bool,
+    typer.Option(
+        "--with-model", help="Build the plan's model even if it is a factory, whose code that runs."
+    ),
+]
+
+
+def allow_model(plan: Plan, with_model: bool, what: str) -> None:
+    """Lets the model of `plan` be built; says which code that runs.
+
+    Raises:
+        InputError: it is a factory, and `with_model` was not given; `what` needs it.
+    """
+    if not plan.model.is_code:
+        return
+    if not with_model:
+        raise InputError(
+            f"{what} needs the model, and building it runs {printable(plan.model.text)}: look at that code, and allow it "
+            "with --with-model"
+        )
+    say_what_runs(plan.model.text)
+
+
+def say_what_runs(model: str) -> None:
+    """One line on stderr that names the code which building `model` runs; nothing for what is no factory."""
+    from stagewright.tracing.models.source import factory_file, split_factory
+
+    if split_factory(model) is None:
+        return
+    file = factory_file(model)
+    where = (
+        ""
+        if file is None or file.is_relative_to(Path.cwd().resolve())
+        else f", in {file}, outside this folder"
+    )
+    print(printable(f"runs {model}{where}"), file=sys.stderr)

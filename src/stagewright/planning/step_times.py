@@ -1,0 +1,47 @@
+"""When the actions of a batch run, and how long its step takes, by the costs that a plan states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stagewright.planning.predictions import StepCosts
+from stagewright.schedule import Program
+from stagewright.simulation import StageCosts, Timeline, simulate
+
+
+def simulated(program: Program, costs: StepCosts) -> Timeline:
+    """When the actions of one batch run."""
+    edges = [(one.source, one.target) for one in costs.transfers]
+    flights = {(one.source, one.target): one.value_seconds for one in costs.transfers}
+    flights |= {(one.target, one.source): one.gradient_seconds for one in costs.transfers}
+    stages = StageCosts.of(
+        costs.forward_seconds,
+        costs.input_grad_seconds,
+        costs.weight_grad_seconds,
+        backward_s=costs.backward_seconds,
+        recompute_s=_or_zero(costs.recompute_seconds),
+        offload_s=_or_zero(costs.offload_seconds),
+        fetch_s=_or_zero(costs.offload_seconds),
+        gather_s=_or_zero(costs.gather_seconds),
+        reduce_s=_or_zero(costs.reduce_seconds),
+        step_s=_or_zero(costs.update_seconds),
+    )
+    return simulate(program, stages, flights, edges=edges)
+
+
+def whole_step_seconds(timeline: Timeline, costs: StepCosts) -> float:
+    """Seconds of a whole optimizer step, of which `timeline` is the batch.
+
+    Ignores: overlap of the sums with the computations of other ranks beyond each rank's own end.
+    """
+    if not costs.optimizer_seconds:
+        return timeline.makespan_s
+    ends = [
+        float(timeline.end_s[timeline.encoded.rank_slice(rank)].max(initial=0.0)) + summing
+        for rank, summing in enumerate(costs.sum_seconds)
+    ]
+    return max(ends) + costs.norm_seconds + max(costs.optimizer_seconds)
+
+
+def _or_zero(column: Sequence[float]) -> Sequence[float] | float:
+    return column or 0.0
