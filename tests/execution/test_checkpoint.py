@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from multiprocess import run_ranks, watch_ranks
 from stagewright.cli.app import app
 from stagewright.errors import InputError
-from stagewright.execution.checkpoint_folder import MANIFEST, Manifest, check_start, digest, identity, newest
+from stagewright.execution.checkpoint_folder import Checkpointing, check_start, digest, identity, newest
+from stagewright.execution.data_identity import identity_of
+from stagewright.execution.manifest import FileRecord, Manifest, write_manifest
 from stagewright.planning.plan import Plan, load_plan
 
 pytestmark = pytest.mark.multiprocess
@@ -184,8 +186,12 @@ def test_a_run_that_is_killed_goes_on_from_the_checkpoint_before(tmp_path: Path)
         train, 2, str(path), str(tmp_path / "killed"), {"checkpoint_every": 1, "dies": True}, timeout=60
     )
     assert not any(hasattr(end, "result") for end in ends)
-    (tmp_path / "killed" / "checkpoints" / "step-000004").mkdir()  # as a copy that was broken off leaves it
-    found = newest(tmp_path / "killed" / "checkpoints")
+    checkpoints = tmp_path / "killed" / "checkpoints"
+    (checkpoints / "step-000004").mkdir()  # as a copy that was broken off leaves it
+    with pytest.raises(InputError, match=r"step-000004' is damaged: .* go on from step-000002"):
+        newest(checkpoints)
+    (checkpoints / "step-000004").rmdir()
+    found = newest(checkpoints)
     assert found is not None and found.manifest.step == 2
     record = run_ranks(train, 2, str(path), str(tmp_path / "killed"), {"resume": True}, timeout=60)[0]
     assert record.first_step == 2 and len(record.losses) == 2
@@ -201,7 +207,7 @@ def train(rank: int, num_ranks: int, plan: str, folder: str, options: dict[str, 
     from stagewright.execution.launch import run
 
     if options.pop("dies", False):
-        write = checkpoint._write
+        write = checkpoint.write_tensors
 
         def write_and_die(path: Path, tensors: Any) -> Any:
             written = write(path, tensors)
@@ -209,7 +215,7 @@ def train(rank: int, num_ranks: int, plan: str, folder: str, options: dict[str, 
                 os._exit(9)
             return written
 
-        checkpoint._write = write_and_die
+        checkpoint.write_tensors = write_and_die
     os.environ["LOCAL_RANK"] = str(rank)
     return run(plan, out=folder, device="cpu", timeout=30, checkpoint=f"{folder}/checkpoints", **options)
 
@@ -218,26 +224,29 @@ def test_what_is_refused_before_processes_start(tmp_path: Path) -> None:
     plan = small(tmp_path / "plan.json")
     used = tmp_path / "used"
     pretend(used / "step-000002", plan)
-    check_start(used, plan, 4, None, True)
+    resumed = Checkpointing(used, is_resumed=True)
+    check_start(resumed, plan, 4)
     more = plan.model_copy(
         update={"job": plan.job.model_copy(update={"num_steps": 90, "memory_limit": 2**30})}
     )
-    check_start(used, more, 90, None, True)
-    with pytest.raises(InputError, match=r"no whole checkpoint in .* without --resume"):
-        check_start(tmp_path / "fresh", plan, 4, None, True)
+    check_start(resumed, more, 90)
+    with pytest.raises(InputError, match=r"no checkpoint in .* without --resume"):
+        check_start(Checkpointing(tmp_path / "fresh", is_resumed=True), plan, 4)
     with pytest.raises(InputError, match=r"newest is step-000002.*with --resume, or give another folder"):
-        check_start(used, plan, 4, None, False)
+        check_start(Checkpointing(used), plan, 4)
     with pytest.raises(InputError, match="give --steps more than 2"):
-        check_start(used, plan, 2, None, True)
+        check_start(resumed, plan, 2)
     other = small(tmp_path / "other.json", dtype="bf16", dp=2, sharding=1)
     with pytest.raises(InputError, match=r'dp was 1, is 2; job.dtype was "fp32", is "bf16"'):
-        check_start(used, other, 4, None, True)
+        check_start(resumed, other, 4)
     other = small_gpt2(tmp_path / "other.json")
     with pytest.raises(InputError, match=r'model.name was "tiny-llama", is "tiny-gpt2"'):
-        check_start(used, other, 4, None, True)
+        check_start(resumed, other, 4)
     (used / "step-000002" / "rank-00000.safetensors").write_bytes(b"cut o")
-    with pytest.raises(InputError, match="no whole checkpoint"):
-        check_start(used, plan, 4, None, True)
+    with pytest.raises(
+        InputError, match=r"'rank-00000.safetensors' has 5 bytes, and 7 were .*no whole one before it"
+    ):
+        check_start(resumed, plan, 4)
     for options, fault in ((["--resume"], "--resume"), (["--checkpoint-every", "2"], "--checkpoint-every")):
         done = CliRunner().invoke(app, ["run", str(tmp_path / "plan.json"), *options])
         assert done.exit_code == 2 and f"{fault} needs --checkpoint" in " ".join(done.stderr.split())
@@ -253,6 +262,7 @@ def pretend(folder: Path, plan: Plan) -> None:
         step=2,
         plan_digest=digest(described),
         plan=described,
-        files={"rank-00000.safetensors": 7},
+        data=identity_of(None),
+        files={"rank-00000.safetensors": FileRecord.of(folder / "rank-00000.safetensors")},
     )
-    (folder / MANIFEST).write_text(manifest.model_dump_json())
+    write_manifest(folder, manifest)

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from stagewright.cli import (
     check,
+    checkpoint,
     clusters,
     compare,
     configure,
@@ -89,3 +90,5 @@ _VERBS = (
 
 for _verb in _VERBS:
     app.command()(_verb)
+
+app.add_typer(checkpoint.checkpoint)

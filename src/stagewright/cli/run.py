@@ -45,6 +45,9 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")
     ] = False,
+    other_data: Annotated[
+        bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train a plan, one process per rank.
@@ -73,6 +76,7 @@ def run(
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
         resume=resume,
+        other_data=other_data,
     )
     if record is None or os.environ.get("RANK", "0") != "0":
         return

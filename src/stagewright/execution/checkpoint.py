@@ -13,29 +13,31 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from stagewright.errors import RunError
+from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution.checkpoint_folder import (
-    MANIFEST,
-    Checkpoint,
-    Manifest,
+    UNFINISHED,
     digest,
     folder_name,
     identity,
+    instead_of,
     newest,
+    steps_of,
 )
+from stagewright.execution.exchange import exchange
+from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
 from stagewright.execution.model_files import write_index
 from stagewright.execution.session import Session
-from stagewright.files import write_whole
+from stagewright.execution.tensor_file import write_tensors
 from stagewright.version import __version__
+
+_RANK = "rank-"
 
 
 @dataclass(frozen=True)
@@ -61,52 +63,60 @@ def save(session: Session, folder: Path, step: int) -> Path:
     """Write the state after `step` steps to ``folder/step-...``; every rank must call this.
 
     Raises:
-        RunError: a file cannot be written, or ranks do not share the folder.
+        RunError: a rank cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left then,
+            and the ones before are as they were.
     """
     session.watch(f"writing the checkpoint of step {step}")
     final = folder / folder_name(step)
-    scratch = folder / f".{final.name}.writing"
+    scratch = folder / f".{final.name}{UNFINISHED}"
     is_first = session.mesh.rank == 0
     if is_first:
         shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was ended in the middle
     dist.barrier()
-    scratch.mkdir(parents=True, exist_ok=True)
-    own = {held.name: held.tensor for held in _held(session) if held.writer == session.mesh.rank}
-    files = [
-        _write(scratch / _rank_file(session.mesh.rank), own),
-        _write(scratch / session.model_files.name, session.model_files.tensors(session)),
-    ]
-    sizes = [dict[str, int]() for _ in range(session.mesh.size)]
-    dist.all_gather_object(sizes, {file.name: file.stat().st_size for file in files if file is not None})
-    if is_first:
-        _complete(session, scratch, step, {name: size for one in sizes for name, size in one.items()})
-        shutil.rmtree(final, ignore_errors=True)  # one that is not whole
-        scratch.rename(final)
-        _sync(folder)
+    written, fault = _write_own(session, scratch)
+    told = exchange(
+        {"files": {name: record.model_dump() for name, record in written.items()}, "fault": fault}
+    )
+    faults = [f"rank {rank}: {one['fault']}" for rank, one in enumerate(told) if one["fault"] is not None]
+    if is_first and not faults:
+        files = {name: FileRecord(**record) for one in told for name, record in one["files"].items()}
+        try:
+            _complete(session, scratch, step, files)
+            scratch.rename(final)
+            _sync(folder)
+        except (OSError, StagewrightError) as error:
+            faults = [f"rank 0: {error}"]
+    if faults:
+        if is_first:
+            shutil.rmtree(scratch, ignore_errors=True)
+        raise _not_written(folder, step, faults[0])
     return final
 
 
 def restore(session: Session, folder: Path) -> int:
-    """Put a session where the newest whole checkpoint of its plan was; returns the number of steps that were done.
+    """Put a session where the newest checkpoint of its plan was; returns the number of steps that were done.
 
-    Every rank must call this.
+    Every rank must call this. All files are compared with their digests before anything is used: by each rank those that it
+    reads, and a share of the others.
 
     Raises:
-        RunError: a file of the checkpoint cannot be read here.
+        InputError: the checkpoint is damaged.
+        RunError: ranks do not see the same one.
     """
+    session.watch("looking for the newest checkpoint")
     found = _agreed(folder)
     session.watch(f"reading checkpoint {found.path.name}")
+    held = list(_held(session))
+    _verify(session, found, {_rank_file(one.writer) for one in held})
+    readers: dict[int, safe_open] = {}
     try:
-        with ExitStack() as stack:
-            readers: dict[int, safe_open] = {}
-            for held in _held(session):
-                if held.writer not in readers:
-                    file = found.path / _rank_file(held.writer)
-                    readers[held.writer] = stack.enter_context(safe_open(str(file), framework="pt"))
-                held.tensor.copy_(_of_shape(readers[held.writer].get_tensor(held.name), held))
+        for one in held:
+            if one.writer not in readers:
+                readers[one.writer] = safe_open(str(found.path / _rank_file(one.writer)), framework="pt")
+            one.tensor.copy_(_of_shape(readers[one.writer].get_tensor(one.name), one))
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"checkpoint '{found.path}' cannot be read: {error}: remove it to go on from the one before"
+            f"checkpoint '{found.path}' cannot be read: {error}; {instead_of(found.path)}"
         ) from None
     session.optimizer.adamw.round()
     session.shards.spread()
@@ -151,27 +161,61 @@ def _of_shape(read: torch.Tensor, held: _Held) -> torch.Tensor:
 
 
 def _agreed(folder: Path) -> Checkpoint:
-    """The newest whole checkpoint that the first rank sees; every rank must call this."""
-    found = newest(folder)
-    steps: list[int | None] = [None if found is None else found.manifest.step]
-    dist.broadcast_object_list(steps, src=0)
-    if found is None or found.manifest.step != steps[0]:
-        seen = "no whole checkpoint" if found is None else found.path.name
-        wanted = "none" if steps[0] is None else folder_name(steps[0])
+    """The newest checkpoint, which all ranks see alike; every rank must call this."""
+    found, fault = None, None
+    try:
+        found = newest(folder)
+    except InputError as error:
+        fault = str(error)
+    seen = None if found is None else [found.manifest.step, digest(found.manifest.model_dump(mode="json"))]
+    told = exchange({"seen": seen, "fault": fault})
+    if faults := [one["fault"] for one in told if one["fault"] is not None]:
+        raise InputError(faults[0])
+    if found is None or any(one["seen"] != seen for one in told):
+        names = ["none" if one["seen"] is None else folder_name(one["seen"][0]) for one in told]
+        other = next((rank for rank, one in enumerate(told) if one["seen"] != told[0]["seen"]), 0)
         raise RunError(
-            f"this rank sees {seen} in '{folder}' and the first rank {wanted}: the folder must be on a file system that "
-            "all ranks share"
+            f"rank 0 sees checkpoint {names[0]} in '{folder}', rank {other} {names[other]}: the folder must be on a file "
+            "system that all ranks share"
         )
     return found
 
 
-def _complete(session: Session, scratch: Path, step: int, files: Mapping[str, int]) -> None:
+def _verify(session: Session, found: Checkpoint, read: set[str]) -> None:
+    """Every file of a checkpoint is as it was written; every rank must call this, with what it will read."""
+    rest = sorted(name for name in found.manifest.files if not name.startswith(_RANK))
+    share = rest[session.mesh.rank :: session.mesh.size]
+    fault = None
+    try:
+        check_contents(found.path, found.manifest, (*sorted(read), *share))
+    except InputError as error:
+        fault = str(error)
+    if faults := [told for told in exchange(fault) if told is not None]:
+        raise InputError(f"{faults[0]}; {instead_of(found.path)}")
+
+
+def _write_own(session: Session, scratch: Path) -> tuple[dict[str, FileRecord], str | None]:
+    """This rank's files, and what kept it from writing them; every rank must call this."""
+    own = {held.name: held.tensor for held in _held(session) if held.writer == session.mesh.rank}
+    of_model = session.model_files.tensors(
+        session
+    )  # together with other ranks, also if this one cannot write
+    files = {_rank_file(session.mesh.rank): own, session.model_files.name: of_model}
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        return {
+            name: write_tensors(scratch / name, tensors) for name, tensors in files.items() if tensors
+        }, None
+    except (OSError, RunError) as error:
+        return {}, getattr(error, "strerror", None) or str(error)
+
+
+def _complete(session: Session, scratch: Path, step: int, files: Mapping[str, FileRecord]) -> None:
     """The files that describe the others, once all of these are there."""
-    for name, size in files.items():
-        if not (scratch / name).is_file() or (scratch / name).stat().st_size != size:
+    for name, record in files.items():
+        if not (scratch / name).is_file() or (scratch / name).stat().st_size != record.bytes:
             raise RunError(
-                f"file '{name}' that another rank wrote is not in '{scratch}': the folder of --checkpoint must be on a file "
-                "system that all ranks share"
+                f"file '{name}' that another rank wrote is not there: all ranks must share the file system"
             )
     described = write_index(scratch, session.reference.config)
     scale, plan = session.loss_scale, identity(session.plan)
@@ -180,32 +224,26 @@ def _complete(session: Session, scratch: Path, step: int, files: Mapping[str, in
         step=step,
         plan_digest=digest(plan),
         plan=plan,
+        data=session.data,
         loss_scale=None if scale is None else scale.value,
         num_good=0 if scale is None else scale.num_good,
-        files={**files, **{path.name: path.stat().st_size for path in described}},
+        files={**files, **{path.name: FileRecord.of(path) for path in described}},
     )
-    write_whole(scratch / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
-    for path in (*described, scratch / MANIFEST, scratch):
+    for path in (*described, *write_manifest(scratch, manifest), scratch):
         _sync(path)
+
+
+def _not_written(folder: Path, step: int, fault: str) -> RunError:
+    before = [path.name for path in steps_of(folder)]
+    kept = f"; {before[0]} is whole: go on from it with --resume" if before else ""
+    return RunError(
+        f"the checkpoint of step {step} cannot be written to '{folder}' ({fault}): make room there, or give another folder "
+        f"with --checkpoint{kept}"
+    )
 
 
 def _rank_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path | None:
-    """A file of `tensors`, on the disk when this returns; none where there are none."""
-    if not tensors:
-        return None
-    here = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(here, path, metadata={"format": "pt"})
-        _sync(path)
-    except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"checkpoint file '{path}' cannot be written ({error}): make room, or give another folder with --checkpoint"
-        ) from None
-    return path
+    return f"{_RANK}{rank:05d}.safetensors"
 
 
 def _sync(path: Path) -> None:

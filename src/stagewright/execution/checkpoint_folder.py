@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from stagewright.cluster.strict import StrictModel
 from stagewright.errors import InputError
+from stagewright.execution.data_identity import DataIdentity, identity_of
+from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.files import make_writable
 from stagewright.planning.plan import Plan
 
-MANIFEST = "checkpoint.json"
+UNFINISHED = ".writing"
+"""How the name of a folder ends that is not a checkpoint yet."""
 _STEP = re.compile(r"step-(\d{6,})")
 _SHOWN_LENGTH = 60
 
@@ -23,31 +27,6 @@ _SHOWN_LENGTH = 60
 _FREE = {"stagewright": True, "cluster": True, "devices": True, "predictions": True, "shorter_lengths": True}
 _FREE_OF_MODEL = {"text": True}
 _FREE_OF_JOB = {"num_steps": True, "memory_limit": True}
-
-
-class Manifest(StrictModel):
-    """``checkpoint.json``: what the files of a checkpoint are."""
-
-    version: Literal[1] = 1
-    stagewright: str
-    step: int
-    """Steps that were done."""
-    plan_digest: str
-    plan: dict[str, Any]
-    """What state and results depend on."""
-    loss_scale: float | None = None
-    num_good: int = 0
-    """Steps since the loss scale last changed."""
-    files: dict[str, int]
-    """Bytes of every other file."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A whole checkpoint."""
-
-    path: Path
-    manifest: Manifest
 
 
 def folder_name(step: int) -> str:
@@ -71,44 +50,129 @@ def digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def steps_of(folder: Path) -> list[Path]:
+    """The folders of checkpoints in `folder`, whole or not, that after the most steps first."""
+    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+
 def newest(folder: Path) -> Checkpoint | None:
-    """The whole checkpoint after the most steps; None where there is none."""
-    for path in sorted(_folders(folder), key=_step_of, reverse=True):
-        if (found := _whole(path)) is not None:
-            return found
-    return None
-
-
-def check_start(
-    checkpoints: str | Path | None, plan: Plan, num_steps: int, every: int | None, is_resumed: bool
-) -> None:
-    """Before any process is started; `checkpoints` is the folder, None if none are written, `every` how many steps apart.
+    """The checkpoint after the most steps, if all its files are there; None where there is none.
 
     Raises:
-        InputError: the options do not go together; there is nothing to go on from, or it is of another plan, or of as many
-            steps as are asked for; or a run that starts afresh would mix its checkpoints with those of another.
+        InputError: it is damaged or of another version; says which is the newest whole one before it.
     """
-    if checkpoints is None:
-        if every is not None or is_resumed:
-            option = "--resume" if is_resumed else "--checkpoint-every"
+    found = steps_of(folder)
+    if not found:
+        return None
+    try:
+        return read_checkpoint(found[0])
+    except InputError as error:
+        raise InputError(f"{error}; {instead_of(found[0])}") from None
+
+
+def instead_of(path: Path) -> str:
+    """What to do about a damaged checkpoint: which one before it has all its files, and how to go on from that."""
+    found = steps_of(path.parent)
+    for other in found[found.index(path) + 1 :]:
+        with contextlib.suppress(InputError):
+            older = read_checkpoint(other).path.name
+            return f"the newest before it that has all its files is {older}: move '{path}' away to go on from {older}"
+    return f"there is no whole one before it: start afresh without --resume, with another folder than '{path.parent}'"
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint all of whose files were read: `fault` says what is damaged, None where nothing is."""
+
+    path: Path
+    fault: str | None
+    num_files: int = 0
+    num_bytes: int = 0
+
+    @classmethod
+    def of(cls, path: Path) -> Verified:
+        """The checkpoint in folder `path`."""
+        try:
+            found = read_checkpoint(path)
+            check_contents(path, found.manifest, found.manifest.files)
+        except InputError as error:
+            return cls(path, str(error))
+        files = found.manifest.files.values()
+        return cls(path, None, len(files), sum(one.bytes for one in files))
+
+
+def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
+    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = (
+        [folder] if (folder / MANIFEST).exists() or _STEP.fullmatch(folder.name) else steps_of(folder)[::-1]
+    )
+    if not found or not folder.is_dir():
+        raise InputError(f"there is no checkpoint in '{folder}': name the folder that --checkpoint was given")
+    checked = []
+    for path in found:
+        report(f"reading {path.name}")
+        checked.append(Verified.of(path))
+    return checked
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """What was asked for: the `folder` for checkpoints, None if none are written; one more `every` so many steps; whether to
+    go on from the newest there, and if so with whatever data."""
+
+    folder: Path | None = None
+    every: int | None = None
+    is_resumed: bool = False
+    is_other_data: bool = False
+
+    def check(self) -> None:
+        """Raises `InputError` where the options do not go together."""
+        if self.folder is None and (self.every is not None or self.is_resumed):
+            option = "--resume" if self.is_resumed else "--checkpoint-every"
             raise InputError(f"{option} needs --checkpoint FOLDER, where the checkpoints are")
+        if self.is_other_data and not self.is_resumed:
+            raise InputError("--other-data needs --resume: a run that starts afresh takes any data")
+        if self.every is not None and self.every < 1:
+            raise InputError(f"checkpoints every {self.every} steps: give a whole number of at least 1")
+
+
+def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Path | None = None) -> None:
+    """Before any process is started.
+
+    Raises:
+        InputError: the options do not go together; there is nothing to go on from, or it is damaged, of another plan or
+            data, or of as many steps as are asked for; or a run that starts afresh would mix its checkpoints with those of
+            another.
+    """
+    asked.check()
+    if asked.folder is None:
         return
-    if every is not None and every < 1:
-        raise InputError(f"checkpoints every {every} steps: give a whole number of at least 1")
-    folder = Path(checkpoints)
-    make_writable(folder, "--checkpoint")
-    found = newest(folder)
-    if not is_resumed:
-        if found is not None:
+    make_writable(asked.folder, "--checkpoint")
+    for left in asked.folder.glob(f".step-*{UNFINISHED}"):  # by a run that was ended in the middle
+        shutil.rmtree(left, ignore_errors=True)
+    if not asked.is_resumed:
+        if found := steps_of(asked.folder):
             raise InputError(
-                f"folder '{folder}' holds the checkpoints of a run (the newest is {found.path.name}): go on from it with "
-                "--resume, or give another folder"
+                f"folder '{asked.folder}' holds the checkpoints of a run (the newest is {found[0].name}): go on from it "
+                "with --resume, or give another folder"
             )
         return
+    found = newest(asked.folder)
     if found is None:
         raise InputError(
-            f"there is no whole checkpoint in '{folder}', so nothing to resume: check the path, or start without --resume"
+            f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
         )
+    _check_plan(found, plan, num_steps)
+    if not asked.is_other_data:
+        _check_data(found, identity_of(data))
+
+
+def _check_plan(found: Checkpoint, plan: Plan, num_steps: int) -> None:
     found_differences = list(differences(found.manifest.plan, identity(plan)))
     if found_differences:
         raise InputError(
@@ -119,6 +183,15 @@ def check_start(
         raise InputError(
             f"checkpoint '{found.path}' is of {found.manifest.step} steps, and {num_steps} are asked for: steps are counted "
             f"from the start of the first run; give --steps more than {found.manifest.step}"
+        )
+
+
+def _check_data(found: Checkpoint, data: DataIdentity) -> None:
+    was = found.manifest.data
+    if not was.is_same(data):
+        raise InputError(
+            f"checkpoint '{found.path}' is of a run on other data: it was {was}, and this is {data}: give the same data, or "
+            "go on with this with --other-data"
         )
 
 
@@ -141,21 +214,3 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = 
 def _shown(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= _SHOWN_LENGTH else f"{text[:_SHOWN_LENGTH]}..."
-
-
-def _folders(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _whole(path: Path) -> Checkpoint | None:
-    """The checkpoint in a folder, if all its files are there with the bytes that were written."""
-    try:
-        manifest = Manifest.model_validate_json((path / MANIFEST).read_text(encoding="utf-8"))
-        is_whole = all((path / name).stat().st_size == size for name, size in manifest.files.items())
-    except (OSError, ValueError):  # pydantic's errors are ValueErrors
-        return None
-    return Checkpoint(path, manifest) if is_whole else None

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from stagewright.errors import InputError
+from stagewright.execution.data_identity import tokens_of
 from stagewright.execution.random import key
 from stagewright.graph import OperatorGraph
 from stagewright.tracing.arguments import DTYPES
 
-_NONE = np.array([], np.uint8)
 _TEXT_INPUTS = {"input_ids", "labels", "decoder_input_ids"}
 
 
@@ -36,22 +36,7 @@ class TextBatches:
     def __init__(
         self, path: str | Path, sequence_length: int, seed: int, vocabulary: int | None = None
     ) -> None:
-        self.path = Path(path)
-        try:
-            if self.path.suffix == ".npy":
-                self.tokens = np.load(self.path, mmap_mode="r", allow_pickle=False).reshape(-1)
-            else:
-                self.tokens = (
-                    np.memmap(self.path, dtype=np.uint8, mode="r") if self.path.stat().st_size else _NONE
-                )
-        except OSError as error:
-            raise InputError(f"data file '{path}' cannot be read: {error.strerror or error}") from None
-        except ValueError as error:
-            raise InputError(f"data file '{path}' is not an array of token ids: {error}") from None
-        if self.tokens.dtype.kind not in "iu":
-            raise InputError(
-                f"data file '{path}' holds numbers of type {self.tokens.dtype}, but token ids are integers: save them so"
-            )
+        self.tokens = tokens_of(path)
         if len(self.tokens) <= sequence_length:
             raise InputError(
                 f"data file '{path}' holds {len(self.tokens)} tokens, fewer than one sample of {sequence_length + 1}: "

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError, RunError, StagewrightError
-from stagewright.execution.checkpoint_folder import check_start
+from stagewright.execution.checkpoint_folder import Checkpointing, check_start
+from stagewright.execution.folder_lock import in_use
 from stagewright.execution.machine_memory import refuse_without_room
 from stagewright.execution.member import RUN_ERRORS
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
-from stagewright.files import make_writable
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
 from stagewright.schedule.action import Action, Kind
@@ -38,6 +38,7 @@ def run(
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
+    other_data: bool = False,
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -56,13 +57,14 @@ def run(
         checkpoint: folder for checkpoints, of which one is written after the last step.
         checkpoint_every: steps after which one more is written each time.
         resume: go on from the newest one in that folder; `steps` are counted from the first of all.
+        other_data: do so also if the data is not what that one was trained on.
 
     Returns:
         What was measured; None on the ranks of a launcher that are not the first.
 
     Raises:
         InputError: the plan cannot be read, or is one that is predicted only; there are too few devices, too little memory
-            for processes on the CPU, or no folder to write to.
+            for processes on the CPU, or no folder to write to, or another run has it.
         RunError: a rank failed; names the rank and the action.
     """
     from stagewright.execution.device import kind_of
@@ -70,7 +72,10 @@ def run(
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
     check_weights(loaded, random_weights, resume)
-    check_start(checkpoint, loaded, steps or loaded.job.num_steps, checkpoint_every, resume)
+    asked = Checkpointing(
+        None if checkpoint is None else Path(checkpoint), checkpoint_every, resume, other_data
+    )
+    asked.check()
     folder = (
         Path(out)
         if out is not None
@@ -80,7 +85,6 @@ def run(
     kind = kind_of(device, loaded, _num_ranks_here(loaded, is_launched))
     if kind == "cpu" and not is_launched:
         refuse_without_room(loaded)
-    make_writable(folder, "--out")
     options = {"data": data, "steps": steps, "device": kind, "timeout": timeout}
     options |= {"checkpoint": checkpoint, "checkpoint-every": checkpoint_every}
     arguments = [str(Path(plan).resolve()), "--out", str(folder)]
@@ -90,11 +94,15 @@ def run(
         arguments += [f"--devices={','.join(map(str, found))}"]
     arguments += ["--random-weights"] if random_weights else []
     arguments += ["--resume"] if resume else []
-    if is_launched:
-        return _join(arguments, folder)
-    if sys.stderr.isatty():
-        print(starting(loaded, kind, steps or loaded.job.num_steps), file=sys.stderr, flush=True)
-    return _start(loaded, arguments, folder)
+    num_steps = steps or loaded.job.num_steps
+    with in_use(checkpoint, "--checkpoint"):
+        check_start(asked, loaded, num_steps, data)
+        with in_use(folder, "--out"):
+            if is_launched:
+                return _join(arguments, folder)
+            if sys.stderr.isatty():
+                print(starting(loaded, kind, num_steps), file=sys.stderr, flush=True)
+            return _start(loaded, arguments, folder)
 
 
 def starting(plan: Plan, kind: str, num_steps: int) -> str:

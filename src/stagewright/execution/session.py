@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from stagewright.errors import RunError
+from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
+from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.evaluation import evaluator
+from stagewright.execution.exchange import exchange
 from stagewright.execution.groups import Groups
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import part_of, starting_tensors
@@ -97,6 +99,7 @@ class Session:
             reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed
         )
         self.batches = self._batches(model, reference, data)
+        self.data = _agreed_data(data)
         self.own = own = [
             stage for stage in self.stages if plan.placement[stage.index] == self.mesh.pipeline_rank
         ]
@@ -334,3 +337,19 @@ class Session:
             clock_error_seconds=offset.error_seconds,
             optimizer_seconds=timed.optimizer_seconds,
         )
+
+
+def _agreed_data(data: str | Path | None) -> DataIdentity:
+    """What all ranks are trained on; every rank must call this.
+
+    Raises:
+        InputError: files of the same path differ between hosts.
+    """
+    own = identity_of(data)
+    told = [DataIdentity(**one) for one in exchange(own.model_dump())]
+    for rank, other in enumerate(told):
+        if not other.is_same(told[0]):
+            raise InputError(
+                f"rank {rank} has other data than rank 0, {other} and {told[0]}: copy one to all hosts"
+            )
+    return own

@@ -85,10 +85,9 @@ class StoredWeights:
     def _get(self, key: str) -> torch.Tensor:
         """A stored tensor, in memory of the file: what is changed there changes it."""
         name = self._files.where[key]
-        path = self._files.path(name)
         if name not in self._readers:
-            self._readers[name] = open_weights(path, "pt")
-        with reading(path):
+            self._readers[name] = open_weights(self._files.verified(name), "pt")
+        with reading(self._files.path(name)):
             return self._readers[name].get_tensor(key)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from stagewright.errors import InputError
+from stagewright.execution.manifest import MANIFEST, Manifest, check_contents, read_manifest
 from stagewright.execution.quantised import method_of, refuse_quantised
 from stagewright.files import inside
 from stagewright.planning.plan import Plan
@@ -31,10 +32,14 @@ _SEED = "run with --random-weights to start from the seed"
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors files of a model folder: `where` has the file of each tensor, as the index or the files say."""
+    """The safetensors files of a model folder: `where` has the file of each tensor, as the index or the files say.
+
+    Where a run wrote them with a checkpoint, `manifest` has their digests.
+    """
 
     folder: Path
     where: Mapping[str, str]
+    manifest: Manifest | None = None
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
@@ -43,8 +48,11 @@ class WeightFiles:
         Raises:
             InputError: files are missing, lie elsewhere or cannot be read, or two of them have the same tensor.
         """
+        manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         index = folder / INDEX
         if index.exists():
+            if manifest is not None:
+                check_contents(folder, manifest, [INDEX])
             where = _read_index(index)
             alone = folder / _WHOLE
             if alone.exists() and _WHOLE not in where.values():
@@ -55,7 +63,7 @@ class WeightFiles:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
             _refuse_incomplete(folder, names)
             where = _listed(folder, names)
-        files = cls(folder, where)
+        files = cls(folder, where, manifest)
         absent = [name for name in files.names if not files.path(name).exists()]
         if absent:
             raise InputError(
@@ -71,6 +79,16 @@ class WeightFiles:
     def path(self, name: str) -> Path:
         """Of a file, which no link leads out of the folder; those of the hub's cache stay within their model's folder."""
         return _path(self.folder, name)
+
+    def verified(self, name: str) -> Path:
+        """Of a file, which is to the last bit as it was written, where its digest is known.
+
+        Raises:
+            InputError: it is not.
+        """
+        if self.manifest is not None:
+            check_contents(self.folder, self.manifest, [name])
+        return self.path(name)
 
     def types(self) -> dict[str, str]:
         """How each tensor is stored: ``F32``, ``BF16``, ``I8``.

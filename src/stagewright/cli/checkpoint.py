@@ -1,0 +1,62 @@
+"""`stagewright checkpoint`: what can be done with the checkpoints of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.options import Json
+from stagewright.cli.output import print_document
+from stagewright.cli.progress import Progress
+
+if TYPE_CHECKING:
+    from stagewright.execution.checkpoint_folder import Verified
+
+checkpoint = typer.Typer(
+    name="checkpoint", help="Checkpoints of runs: verify.", no_args_is_help=True, rich_markup_mode=None
+)
+
+
+@checkpoint.command()
+def verify(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's checkpoint folder, or one step's folder in it.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Compare every file of every checkpoint with the SHA-256 that it was written with.
+
+    Exit code 1 if a checkpoint is damaged.
+    """
+    from stagewright.execution.checkpoint_folder import verified
+
+    with Progress("reading checkpoints") as progress:
+        found = verified(folder, progress)
+    if as_json:
+        print_document(
+            {"ok": not any(one.fault for one in found), "checkpoints": [_document(one) for one in found]}
+        )
+    else:
+        typer.echo("\n".join(map(_line, found)))
+    if any(one.fault for one in found):
+        raise typer.Exit(1)
+
+
+def _document(one: Verified) -> dict[str, Any]:
+    return {
+        "path": str(one.path),
+        "ok": one.fault is None,
+        "fault": one.fault,
+        "files": one.num_files,
+        "bytes": one.num_bytes,
+    }
+
+
+def _line(one: Verified) -> str:
+    from stagewright.units import format_bytes
+
+    if one.fault is not None:
+        return one.fault
+    return f"checkpoint '{one.path}' is ok: {one.num_files} files, {format_bytes(one.num_bytes)}"

@@ -1,0 +1,108 @@
+"""What a run is trained on, in a few words that tell it from other data. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from stagewright.cluster.strict import StrictModel
+from stagewright.errors import InputError
+
+ORDER = 1
+"""Version of the rule that says which sample comes when; another is other data."""
+_WHOLE_BYTES = 2**30
+_BLOCK_BYTES = 2**20
+
+
+class DataIdentity(StrictModel):
+    """What the samples of a run were made from: `kind` says how, the rest is of the file.
+
+    `sha256` is of the whole file up to 1 GiB. Of a larger one it is of its size and of 1,024 blocks of 1 MiB, the first, the
+    last and those evenly between them (`is_sampled`): another file is told from it within seconds, a few changed tokens need
+    not be.
+    """
+
+    kind: Literal["synthetic", "text", "tokens"]
+    order: int = ORDER
+    name: str | None = None
+    bytes: int | None = None
+    sha256: str | None = None
+    is_sampled: bool = False
+    dtype: str | None = None
+    num_tokens: int | None = None
+
+    def is_same(self, other: DataIdentity) -> bool:
+        """Whether it gives the same samples, by whatever name."""
+        return self == other.model_copy(update={"name": self.name})
+
+    def __str__(self) -> str:
+        order = "" if self.order == ORDER else f", in order {self.order}"
+        if self.sha256 is None:
+            return f"{self.kind}{order}"
+        return f"'{self.name}' ({self.num_tokens} tokens of {self.dtype}, SHA-256 {self.sha256[:12]}{order})"
+
+
+def tokens_of(data: str | Path) -> np.ndarray:
+    """The tokens of a data file in one row, read when they are looked at: of a ``.npy`` its numbers, of a text its bytes.
+
+    Raises:
+        InputError: it cannot be read or holds no integers.
+    """
+    path = Path(data)
+    try:
+        if path.suffix == ".npy":
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
+        else:
+            tokens = (
+                np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.array([], np.uint8)
+            )
+    except OSError as error:
+        raise InputError(f"data file '{data}' cannot be read: {error.strerror or error}") from None
+    except (ValueError, EOFError) as error:
+        raise InputError(f"data file '{data}' is not an array of token ids: {error}") from None
+    if tokens.dtype.kind not in "iu":
+        raise InputError(
+            f"data file '{data}' holds numbers of type {tokens.dtype}, but token ids are integers: save them so"
+        )
+    return tokens
+
+
+def identity_of(data: str | Path | None) -> DataIdentity:
+    """Of a data file, or of synthetic samples where there is none.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    if data is None:
+        return DataIdentity(kind="synthetic")
+    path, tokens = Path(data), tokens_of(data)
+    try:
+        size = path.stat().st_size
+        digest = _digest(path, size)
+    except OSError as error:
+        raise InputError(f"data file '{data}' cannot be read: {error.strerror or error}") from None
+    return DataIdentity(
+        kind="tokens" if path.suffix == ".npy" else "text",
+        name=path.name,
+        bytes=size,
+        sha256=digest,
+        is_sampled=size > _WHOLE_BYTES,
+        dtype=str(tokens.dtype),
+        num_tokens=len(tokens),
+    )
+
+
+def _digest(path: Path, size: int) -> str:
+    with path.open("rb", buffering=0) as file:
+        if size <= _WHOLE_BYTES:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.sha256(str(size).encode())
+        count = _WHOLE_BYTES // _BLOCK_BYTES
+        for block in range(count):
+            file.seek((size - _BLOCK_BYTES) * block // (count - 1), os.SEEK_SET)
+            found.update(file.read(_BLOCK_BYTES))
+        return found.hexdigest()

@@ -1,0 +1,158 @@
+"""``checkpoint.json``: what the files of a checkpoint are, with the digests that tell damaged ones.
+
+The digest of the manifest itself lies beside it, in the form that ``sha256sum --check`` reads. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+
+from stagewright.cluster.strict import StrictModel
+from stagewright.errors import InputError
+from stagewright.execution.data_identity import DataIdentity
+from stagewright.files import digest_of, inside, write_whole
+
+MANIFEST = "checkpoint.json"
+SEAL = "checkpoint.json.sha256"
+VERSION = 2
+
+
+class FileRecord(StrictModel):
+    """A file as it was written."""
+
+    bytes: int = Field(ge=0)
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+
+    @classmethod
+    def of(cls, path: Path) -> FileRecord:
+        """Of a file that is there."""
+        return cls(bytes=path.stat().st_size, sha256=digest_of(path))
+
+
+class Manifest(StrictModel):
+    """The content of ``checkpoint.json``."""
+
+    version: Literal[2] = VERSION
+    stagewright: str
+    step: int = Field(ge=0)
+    """Steps that were done."""
+    plan_digest: str
+    plan: dict[str, Any]
+    """What state and results depend on."""
+    data: DataIdentity
+    """What the run was trained on."""
+    loss_scale: float | None = None
+    num_good: int = 0
+    """Steps since the loss scale last changed."""
+    files: dict[str, FileRecord]
+    """Every other file, by name."""
+
+    @field_validator("files")
+    @classmethod
+    def _are_in_the_folder(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in files:
+            if name in ("", ".", "..") or Path(name).name != name or "\0" in name:
+                raise ValueError(f"'{name}' is not the name of a file in the checkpoint's folder")
+        return files
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose manifest is as it was written and whose files are there."""
+
+    path: Path
+    manifest: Manifest
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> list[Path]:
+    """The manifest and its digest; returns what was written."""
+    content = f"{manifest.model_dump_json(indent=1)}\n".encode()
+    write_whole(folder / MANIFEST, content)
+    write_whole(folder / SEAL, _seal(content))
+    return [folder / MANIFEST, folder / SEAL]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """That of the checkpoint in `folder`, to the last bit as it was written.
+
+    Raises:
+        InputError: it is missing or damaged, or of another version.
+    """
+    try:
+        content = (folder / MANIFEST).read_bytes()
+        seal = (folder / SEAL).read_bytes() if (folder / SEAL).exists() else None
+    except OSError as error:
+        raise damaged(folder, f"'{MANIFEST}' cannot be read ({error.strerror or error})") from None
+    if seal is None and _version(content) == 1:
+        raise InputError(
+            f"checkpoint '{folder}' was written by an earlier version of stagewright, without digests: resume with that, or "
+            f"remove its '{MANIFEST}' to start from its model files"
+        )
+    if seal != _seal(content):
+        raise damaged(folder, f"'{MANIFEST}' is not what '{SEAL}' says it was")
+    try:
+        return Manifest.model_validate_json(content)
+    except ValidationError as error:
+        if (version := _version(content)) != VERSION:
+            raise InputError(
+                f"checkpoint '{folder}' is of version {version}, and this stagewright reads version {VERSION}: update it"
+            ) from None
+        raise damaged(folder, f"'{MANIFEST}' says what none can: {error.errors()[0]['msg']}") from None
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`, all of whose files have the bytes that were written; their contents are not read.
+
+    Raises:
+        InputError: it is damaged, or of another version.
+    """
+    manifest = read_manifest(folder)
+    for name, record in manifest.files.items():
+        try:
+            path = inside(folder, name)
+            size = path.stat().st_size if path.is_file() else None
+        except (OSError, InputError) as error:
+            raise damaged(folder, str(error)) from None
+        if size is None:
+            raise damaged(folder, f"file '{name}' is missing")
+        if size != record.bytes:
+            raise damaged(folder, f"file '{name}' has {size} bytes, and {record.bytes} were written")
+    return Checkpoint(folder, manifest)
+
+
+def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """That files of a checkpoint are to the last bit as they were written.
+
+    Raises:
+        InputError: one is not, or cannot be read.
+    """
+    for name in names:
+        try:
+            digest = digest_of(inside(folder, name))
+        except OSError as error:
+            raise damaged(folder, f"file '{name}' cannot be read ({error.strerror or error})") from None
+        if name not in manifest.files or digest != manifest.files[name].sha256:
+            raise damaged(folder, f"file '{name}' does not have the SHA-256 that it was written with")
+
+
+def damaged(folder: Path, fault: str) -> InputError:
+    return InputError(f"checkpoint '{folder}' is damaged: {fault}")
+
+
+def _seal(content: bytes) -> bytes:
+    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
+
+
+def _version(content: bytes) -> Any:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return found.get("version") if isinstance(found, dict) else None
