@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from stagewright.errors import InputError
+from stagewright.limits import check_bytes
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 KILO, MEGA, GIGA, TERA = 1e3, 1e6, 1e9, 1e12
@@ -24,16 +25,19 @@ def parse_bytes(text: str | int | float) -> int:
     1610612736
     >>> parse_bytes("80 GB")
     80000000000
+
+    Raises:
+        InputError: no such amount, or more than there is anywhere.
     """
     if isinstance(text, int | float):
-        return int(text)
+        return int(check_bytes(text, "the amount of memory"))
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     unit = match and _BYTE_UNITS.get(match[2].lower())
     if not match or unit is None:
         raise InputError(
             f"'{text}' is not an amount of memory: write a number with KiB, MiB, GiB, MB or GB, e.g. 16GiB"
         )
-    return int(float(match[1]) * unit)
+    return int(check_bytes(float(match[1]) * unit, f"'{text.strip()}'"))
 
 
 def format_bytes(count: float) -> str:

@@ -58,7 +58,7 @@ def test_measured_bandwidth_keeps_both_directions() -> None:
 
 
 def test_links_reject_impossible_figures() -> None:
-    with pytest.raises(ValueError, match="greater than 0"):
+    with pytest.raises(ValueError, match="greater than or equal to 1"):
         Link(latency_s=0, bandwidth=0)
     with pytest.raises(ValueError, match="finite"):
         Link(latency_s=0, bandwidth=float("inf"))

@@ -48,7 +48,7 @@ def test_a_file_of_links_overrides_the_description_in_each_direction(tmp_path: P
     [
         ("0,1,2,3\n1,0,2,3", "square"),
         ("0,x,1\n1,0,1\n1,1,0", "no number"),
-        ("0,0,1\n1,0,1\n1,1,0", "must be positive"),
+        ("0,0,1\n1,0,1\n1,1,0", "must be from 1 to"),
         ("0,1,fast\n1,0,1\n1,1,0", "row 0, column 2: 'fast' is no number"),
         ("0,1,1,\n1,0,1,\n1,1,0,", "row 0, column"),
         ("0,nan,1\n1,0,1\n1,1,0", "must be a finite number"),
@@ -71,7 +71,7 @@ def test_a_latency_below_zero_is_refused_and_none_at_all_is_not(tmp_path: Path) 
     links = "0,1,1\n1,0,1\n1,1,0"
     stated = CLUSTER + 'latency_s = "latency.csv"\n'
     (tmp_path / "latency.csv").write_text("0,1e-5,1e-5\n-1e-5,0,1e-5\n1e-5,1e-5,0")
-    with pytest.raises(InputError, match=r"latency_s\[1\]\[0\] = -1e-05: must be no less than 0"):
+    with pytest.raises(InputError, match=r"latency_s\[1\]\[0\] = -1e-05: must be from 0 to"):
         load_cluster(written(tmp_path, links, stated))
     (tmp_path / "latency.csv").write_text("0,0,0\n0,0,0\n0,0,0")
     assert load_cluster(written(tmp_path, links, stated)).link_between(0, 2).latency_s == 0
@@ -93,7 +93,7 @@ def test_wrong_units_are_named(tmp_path: Path, stated: str, message: str) -> Non
 def test_a_file_that_is_no_text_and_a_table_that_is_none_are_named(tmp_path: Path) -> None:
     path = written(tmp_path, "0")
     (tmp_path / "links.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InputError, match=r"links\.csv' is no text"):
+    with pytest.raises(InputError, match=r"links\.csv' is not UTF-8 text"):
         load_cluster(path)
     with pytest.raises(InputError, match=r"measured = 'links\.csv': must be a table"):
         load_cluster(written(tmp_path, "0", 'measured = "links.csv"\n' + CLUSTER.split("[measured]")[0]))

@@ -124,7 +124,7 @@ def test_promised_memory_is_held_against_the_devices() -> None:
         ("gather_seconds", [1.0] * 3, "gather_seconds has 3 entries"),
         ("optimizer_seconds", [1.0], "optimizer_seconds has 1 entries where 2 belong"),
         ("sum_seconds", [], "one of sum_seconds and optimizer_seconds"),
-        ("norm_seconds", 1e400, "norm_seconds"),
+        ("norm_seconds", 1e40, "norm_seconds"),
         ("transfers", "reversed", "go from a stage to a later one"),
         ("transfers", "twice", "once each"),
         ("transfers", "far", "go from a stage to a later one"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +12,8 @@ import typer
 
 from stagewright.cli.output import print_document, show
 from stagewright.cli.program_file import is_program_file, read_program
-from stagewright.errors import ScheduleError
+from stagewright.documents import read_json
+from stagewright.errors import InputError, ScheduleError
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
@@ -35,8 +35,8 @@ def holds_program(path: Path) -> bool:
     if path.suffix != ".json":
         return is_program_file(path.name)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        document = read_json(path, "schedule")
+    except InputError:
         return False
     return isinstance(document, dict) and "rank_of_stage" in document
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stagewright.documents import read_csv_table, read_json
 from stagewright.errors import InputError, nearest
+from stagewright.limits import MOST_LAYERS, check_bytes, check_count, check_seconds
 
 if TYPE_CHECKING:
     from stagewright.simulation import StageCosts
@@ -42,15 +41,10 @@ def read_cost_table(path: Path) -> list[LayerCosts]:
     Raises:
         InputError: names the file, the row and what is wrong with it.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        rows = json.loads(text) if path.suffix == ".json" else list(csv.DictReader(io.StringIO(text)))
-    except OSError as error:
-        raise InputError(f"cost table '{path}' cannot be read ({error.strerror}): check the path") from None
-    except ValueError as error:
-        raise InputError(f"{path} is neither CSV nor JSON: {error}") from None
+    rows = read_json(path, "cost table") if path.suffix == ".json" else read_csv_table(path, "cost table")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} has no rows: write one per layer, with {', '.join(_REQUIRED)}")
+    check_count(len(rows), MOST_LAYERS, f"the number of rows of {path}", "give one per layer of a model")
     return [_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
 
 
@@ -120,8 +114,6 @@ def _row(row: Any, where: str) -> LayerCosts:
 def _figure(value: Any, key: str, where: str) -> float:
     try:
         figure = float(value or 0)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InputError(f"{where}: {key} = '{value}' is not a number") from None
-    if not 0 <= figure < float("inf"):
-        raise InputError(f"{where}: {key} = {figure} must be finite and not negative")
-    return figure
+    return (check_seconds if key.endswith("_s") else check_bytes)(figure, f"{where}: {key}")

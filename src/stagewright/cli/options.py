@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from stagewright.documents import parse_json_or_text
 from stagewright.errors import InputError, nearest
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else.")]
@@ -41,7 +41,7 @@ def parse_settings(texts: list[str] | None) -> dict[str, Any]:
     """Overrides from ``key=value``; a value is read as JSON where it is JSON, else as text.
 
     Raises:
-        InputError: a text without an equals sign.
+        InputError: a text without an equals sign, or a value such as NaN.
 
     >>> parse_settings(["num_hidden_layers=2", "hidden_act=gelu", "tie_word_embeddings=true"])
     {'num_hidden_layers': 2, 'hidden_act': 'gelu', 'tie_word_embeddings': True}
@@ -51,10 +51,7 @@ def parse_settings(texts: list[str] | None) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
             raise InputError(f"--set {text}: write KEY=VALUE, e.g. --set num_hidden_layers=4")
-        try:
-            found[key.strip()] = json.loads(value)
-        except json.JSONDecodeError:
-            found[key.strip()] = value
+        found[key.strip()] = parse_json_or_text(value, f"--set {key.strip()}")
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from stagewright.documents import read_json
 from stagewright.errors import InputError, nearest
 
 if TYPE_CHECKING:
@@ -144,11 +145,11 @@ def cluster_of(plan: Plan, name: str | None) -> Cluster:
 def is_plan(text: str) -> bool:
     """Whether `text` names a file that holds a plan (and not, say, a model's configuration)."""
     path = Path(text)
-    if path.suffix != ".json" or not path.is_file():
+    if path.suffix != ".json" or not os.path.isfile(path):
         return False
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        document = read_json(path, "plan")
+    except InputError:
         return False
     return isinstance(document, dict) and "predictions" in document
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.errors import InputError
+from stagewright.documents import read_json, read_text
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
@@ -27,30 +27,25 @@ def read_program(path: Path) -> Program:
         InputError: the file cannot be read or is not a program.
         ScheduleError: an action or the placement is wrong.
     """
-    try:
-        return _READERS[path.suffix](path)
-    except OSError as error:
-        raise InputError(f"program '{path}' cannot be read ({error.strerror}): check the path") from None
-    except ValueError as error:
-        raise InputError(f"{path} is not a program: {error}") from None
+    return _READERS[path.suffix](path)
 
 
 def _from_csv(path: Path) -> Program:
     from stagewright.schedule.torch_csv import read_torch_csv
 
-    return read_torch_csv(path.read_text(encoding="utf-8"), path.stem)
+    return read_torch_csv(read_text(path, "program"), path.stem)
 
 
 def _from_text(path: Path) -> Program:
     from stagewright.schedule import Program
 
-    return Program.from_text(path.read_text(encoding="utf-8"))
+    return Program.from_text(read_text(path, "program"))
 
 
 def _from_json(path: Path) -> Program:
     from stagewright.schedule import Program
 
-    return Program.from_json(path.read_text(encoding="utf-8"))
+    return Program.from_document(read_json(path, "program"))
 
 
 _READERS = {".csv": _from_csv, ".txt": _from_text, ".json": _from_json}

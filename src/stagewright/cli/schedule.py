@@ -15,6 +15,7 @@ from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
 from stagewright.cli.program_file import is_program_file, read_program
 from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError, ScheduleError
+from stagewright.limits import check_seconds
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
@@ -79,6 +80,10 @@ def schedule(
             context, ["forward", "input_grad", "weight_grad"], "--costs says how long each pass takes",
             "give one time for all stages without --costs",
         )  # fmt: skip
+    for what, seconds in (
+        ("--forward", forward), ("--input-grad", input_grad), ("--weight-grad", weight_grad), ("--transfer", transfer),
+    ):  # fmt: skip
+        check_seconds(seconds, what)
     pictures = Pictures(svg, png, html, trace, dark)
     pictures.check(name)
     given = parse_settings(options)

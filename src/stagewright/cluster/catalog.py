@@ -9,8 +9,9 @@ from importlib import resources
 from typing import Any
 
 from stagewright.errors import InputError, nearest
+from stagewright.limits import MOST_DEVICES, check_count
 
-_PART = re.compile(r"(?:(?P<nodes>\d+)x)?(?P<count>\d+)x-?(?P<device>.+)")
+_PART = re.compile(r"(?:(?P<nodes>[0-9]+)x)?(?P<count>[0-9]+)x-?(?P<device>.+)")
 
 
 @cache
@@ -50,19 +51,26 @@ def catalog_cluster(name: str) -> dict[str, Any]:
             raise InputError(
                 f"'{part}' is not a catalog name: write e.g. 8x-h100, 2x4x-a100-40 or 4x-v100-32+4x-t4"
             )
-        groups += _groups(match["device"], match["nodes"], int(match["count"]), part)
+        groups += _groups(match["device"], match["nodes"], match["count"], part)
     return {"name": name, "nodes": groups}
 
 
-def _groups(device: str, nodes: str | None, count: int, part: str) -> list[dict[str, Any]]:
+def _groups(device: str, nodes: str | None, count: str, part: str) -> list[dict[str, Any]]:
     node = catalog_node(device)
-    if count == 0 or nodes == "0":
+    num_devices = _number(count) * _number(nodes or "1")
+    if num_devices == 0:
         raise InputError(f"'{part}' has no devices: give a count of at least 1, e.g. 8x-{device}")
+    check_count(num_devices, MOST_DEVICES, f"the number of devices of '{part}'", "give fewer")
     if nodes is not None:
-        return [_sized(node, int(nodes), count)]
-    full, rest = divmod(count, node["devices_per_node"])
+        return [_sized(node, int(nodes), int(count))]
+    full, rest = divmod(num_devices, node["devices_per_node"])
     sizes = [(full, node["devices_per_node"])] * (full > 0) + [(1, rest)] * (rest > 0)
     return [_sized(node, num_nodes, size) for num_nodes, size in sizes]
+
+
+def _number(digits: str) -> int:
+    """Of so many digits that Python does not convert them, one that is as impossible."""
+    return int(digits) if len(digits) < 30 else 10**30
 
 
 def _sized(node: dict[str, Any], num_nodes: int, size: int) -> dict[str, Any]:

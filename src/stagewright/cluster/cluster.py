@@ -16,6 +16,7 @@ from stagewright.cluster.link import Link
 from stagewright.cluster.measured import MeasuredCollective
 from stagewright.cluster.strict import SourcedModel
 from stagewright.errors import InputError
+from stagewright.limits import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SECONDS
 
 
 class NodeGroup(SourcedModel):
@@ -23,9 +24,9 @@ class NodeGroup(SourcedModel):
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"count"})
 
-    count: int = Field(default=1, ge=1)
-    devices_per_node: int = Field(ge=1)
-    num_nics: int = Field(ge=1)
+    count: int = Field(default=1, ge=1, le=MOST_DEVICES)
+    devices_per_node: int = Field(ge=1, le=MOST_DEVICES)
+    num_nics: int = Field(ge=1, le=MOST_DEVICES)
     device: Device
     intra_node: Link
     """Between two devices of the node, per device."""
@@ -64,10 +65,10 @@ class MeasuredBandwidth(SourcedModel):
                     raise ValueError(
                         f"{name} must be a square matrix: row {i} has {len(row)} of {size} entries"
                     )
+                least, most = (LEAST_RATE, MOST_RATE) if matrix is self.bandwidth else (0.0, MOST_SECONDS)
                 for j, value in enumerate(row):
-                    if i != j and (value < 0 or (value == 0 and matrix is self.bandwidth)):
-                        rule = "positive" if matrix is self.bandwidth else "no less than 0"
-                        raise ValueError(f"{name}[{i}][{j}] = {value!r}: must be {rule}")
+                    if i != j and not least <= value <= most:
+                        raise ValueError(f"{name}[{i}][{j}] = {value!r}: must be from {least:g} to {most:g}")
         return self
 
     def applied(self, link: Link, ranks: tuple[int, int], nodes: tuple[int, int]) -> Link:
@@ -92,6 +93,15 @@ class Cluster(SourcedModel):
 
     def __hash__(self) -> int:
         return hash((self.name, self.nodes))
+
+    @model_validator(mode="after")
+    def _possible_size(self) -> Cluster:
+        count = sum(group.count * group.devices_per_node for group in self.nodes)
+        if count > MOST_DEVICES:
+            raise ValueError(
+                f"{count:,} devices are more than the {MOST_DEVICES:,} of any cluster: give fewer"
+            )
+        return self
 
     @model_validator(mode="after")
     def _measured_size(self) -> Cluster:

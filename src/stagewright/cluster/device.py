@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount
 from stagewright.errors import InputError
+from stagewright.limits import (
+    LEAST_FLOPS,
+    LEAST_FRACTION,
+    LEAST_RATE,
+    MOST_BYTES,
+    MOST_DEVICES,
+    MOST_FLOPS,
+    MOST_PRICE,
+    MOST_RATE,
+    MOST_SPEED_RATIO,
+    check_seconds,
+)
 
 _ALIASES = {
     "float64": "fp64",
@@ -47,22 +59,36 @@ _CACHE_SPEED_UP = 2.0
 _VIEW_SHARE = 0.5
 """Host time of an operator that only makes a view, as a part of one that launches a kernel. A guess."""
 
-Seconds = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-ByteCount = Annotated[int, Field(ge=0), BeforeValidator(parse_amount)]
-ByteRate = Annotated[float, Field(gt=0), BeforeValidator(_parse_rate)]
+
+def _possible_seconds(seconds: float) -> float:
+    try:
+        return check_seconds(seconds, "it")
+    except InputError as error:
+        raise ValueError(
+            str(error).partition(": ")[2]
+        ) from None  # so that it is reported with its file and key
+
+
+Seconds = Annotated[float, Field(ge=0), AfterValidator(_possible_seconds)]
+Fraction = Annotated[float, Field(ge=LEAST_FRACTION, le=1)]
+ByteCount = Annotated[int, Field(ge=0, le=MOST_BYTES), BeforeValidator(parse_amount)]
+Rate = Annotated[float, Field(ge=LEAST_RATE, le=MOST_RATE)]
+"""Of anything per second."""
+ByteRate = Annotated[Rate, BeforeValidator(_parse_rate)]
 """Bytes per second."""
+Flops = Annotated[float, Field(ge=LEAST_FLOPS, le=MOST_FLOPS)]
+"""FLOP per second."""
 
 
 class PerPrecision(StrictModel):
     """One figure per arithmetic precision; None where the device lacks it."""
 
-    fp64: float | None = Field(default=None, gt=0)
-    fp32: float | None = Field(default=None, gt=0)
-    tf32: float | None = Field(default=None, gt=0)
-    bf16: float | None = Field(default=None, gt=0)
-    fp16: float | None = Field(default=None, gt=0)
-    fp8: float | None = Field(default=None, gt=0)
+    fp64: Flops | None = None
+    fp32: Flops | None = None
+    tf32: Flops | None = None
+    bf16: Flops | None = None
+    fp16: Flops | None = None
+    fp8: Flops | None = None
 
     def available(self) -> list[str]:
         """Names of the precisions that have a figure."""
@@ -76,12 +102,12 @@ class PerPrecision(StrictModel):
 class PerPrecisionFraction(PerPrecision):
     """As `PerPrecision`, each figure a fraction in (0, 1]."""
 
-    fp64: float | None = Field(default=None, gt=0, le=1)
-    fp32: float | None = Field(default=None, gt=0, le=1)
-    tf32: float | None = Field(default=None, gt=0, le=1)
-    bf16: float | None = Field(default=None, gt=0, le=1)
-    fp16: float | None = Field(default=None, gt=0, le=1)
-    fp8: float | None = Field(default=None, gt=0, le=1)
+    fp64: Fraction | None = None
+    fp32: Fraction | None = None
+    tf32: Fraction | None = None
+    bf16: Fraction | None = None
+    fp16: Fraction | None = None
+    fp8: Fraction | None = None
 
 
 class Device(SourcedModel):
@@ -111,8 +137,8 @@ class Device(SourcedModel):
     peak_flops: PerPrecision
     """FLOP/s; a multiply-add counts as two."""
     matmul_efficiency: PerPrecisionFraction
-    matmul_half_flop: float = Field(ge=0)
-    packing_bandwidth: float | None = Field(default=None, gt=0)
+    matmul_half_flop: float = Field(ge=0, le=MOST_FLOPS)
+    packing_bandwidth: Rate | None = None
     """Bytes/s at which a CPU's matrix products copy their operands into blocks and results out of them; None: beside
     arithmetic, as memory traffic is.
     """
@@ -120,13 +146,13 @@ class Device(SourcedModel):
     attention_backward_efficiency: Fraction
     memory_efficiency: Fraction
     norm_efficiency: Fraction | None = None
-    function_rate: float | None = Field(default=None, gt=0)
+    function_rate: Rate | None = None
     """Exponentials, hyperbolic tangents and the like per second, beside memory traffic; None: never the bound."""
-    random_rate: float | None = Field(default=None, gt=0)
+    random_rate: Rate | None = None
     """Random numbers per second, beside memory traffic; None: never the bound."""
     cache_bytes: ByteCount | None = None
     """Last-level cache of the device; None where its effect is not known."""
-    cache_speed_up: float | None = Field(default=None, ge=1)
+    cache_speed_up: float | None = Field(default=None, ge=1, le=MOST_SPEED_RATIO)
     """Bandwidth of that cache over that of memory, as small elementwise kernels attain it; None: 2."""
     launch_overhead_s: Seconds
     """Gap on the device between two dependent kernels."""
@@ -136,7 +162,7 @@ class Device(SourcedModel):
     """The same of an operator that launches no kernel; None: half of `host_overhead_s`, a guess."""
     attention_overhead_s: Seconds | None = None
     """Of fused attention, beyond that of any operator and its arithmetic; None: nothing."""
-    scatter_rate: float | None = Field(default=None, gt=0)
+    scatter_rate: Rate | None = None
     """Elements per second that a CPU adds to the gradient of an embedding, row by row; None: as fast as memory."""
     message_overhead_s: Seconds | None = None
     """Of the processor that computes, to send a message or to post the buffer of one; None: another processor does it."""
@@ -148,9 +174,9 @@ class Device(SourcedModel):
     """Fraction of the memory a plan leaves free."""
     host_link_bandwidth: ByteRate
     """One direction between this device and host memory, for offload."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
     """Threads that a process computes with on a CPU; None leaves that to the launcher."""
-    price_per_hour: float | None = Field(default=None, ge=0)
+    price_per_hour: float | None = Field(default=None, ge=0, le=MOST_PRICE)
     """US dollars per device."""
 
     def __hash__(self) -> int:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from stagewright.cluster.device import ByteCount, ByteRate, Fraction, PerPrecision, PerPrecisionFraction
 from stagewright.cluster.strict import SourcedModel
+from stagewright.limits import MOST_DEVICES
 
 
 class Host(SourcedModel):
@@ -16,7 +17,7 @@ class Host(SourcedModel):
     not_figures: ClassVar[frozenset[str]] = frozenset({"name"})
 
     name: str = Field(min_length=1)
-    num_devices: int = Field(ge=1)
+    num_devices: int = Field(ge=1, le=MOST_DEVICES)
     """Devices of a whole node; a job that uses fewer of them has that much less of the host."""
     memory_bytes: Annotated[ByteCount, Field(gt=0)]
     memory_bandwidth: ByteRate

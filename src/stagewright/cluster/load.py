@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from stagewright.cluster.device import Device
 from stagewright.cluster.matrices import matrices_beside, with_matrices
 from stagewright.cluster.strict import validated
 from stagewright.cluster.toml import write_toml
+from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 
 _SOURCED_TABLES = ("device", "intra_node", "inter_node", "host")
@@ -58,7 +59,7 @@ def save_cluster(cluster: Cluster, path: str | Path, provenance: str) -> None:
 def _document(name_or_path: str | Path) -> dict[str, Any]:
     text = str(name_or_path)
     path = Path(name_or_path)
-    if path.is_file():
+    if os.path.isfile(path):  # which a name that is too long or has NUL in it is not, without an error
         return _from_file(path)
     if isinstance(name_or_path, str) and path.suffix != ".toml" and is_catalog_name(text):
         return catalog_cluster(text)
@@ -72,10 +73,7 @@ def _document(name_or_path: str | Path) -> dict[str, Any]:
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid TOML: {error}") from None
+    document = read_toml(path, "cluster file")
     document.setdefault("name", path.stem)
     if isinstance(document.get("measured"), dict):
         document["measured"] = with_matrices(document["measured"], path.parent)

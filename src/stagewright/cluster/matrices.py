@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from stagewright.documents import read_csv
 from stagewright.errors import InputError
 from stagewright.units import parse_bytes
 
@@ -21,13 +22,7 @@ def read_matrix(path: Path, scale: float = 1.0) -> tuple[tuple[float, ...], ...]
     Raises:
         InputError: names the file, the row and what it breaks.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.reader(file) if row]
-    except OSError as error:
-        raise InputError(f"matrix '{path}' cannot be read ({error.strerror}): check the path") from None
-    except (UnicodeDecodeError, csv.Error):
-        raise InputError(f"matrix '{path}' is no text: give a CSV file with one row per sender") from None
+    rows = read_csv(path, "matrix", "give a CSV file with one row per sender")
     if rows and not any(map(_is_number, rows[0])):
         rows = rows[1:]
     size = len(rows)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from stagewright.cluster.device import Seconds
 from stagewright.cluster.strict import SourcedModel
+from stagewright.limits import MOST_BYTES, MOST_DEVICES
 
 Operation = Literal["all-reduce", "all-gather", "reduce-scatter"]
 Span = Literal["node", "cluster"]
@@ -21,9 +23,9 @@ class MeasuredCollective(SourcedModel):
 
     operation: Operation
     spans: Span
-    num_ranks: int = Field(ge=2)
-    num_bytes: tuple[float, ...] = Field(min_length=1)
-    seconds: tuple[float, ...] = Field(min_length=1)
+    num_ranks: int = Field(ge=2, le=MOST_DEVICES)
+    num_bytes: tuple[Annotated[float, Field(gt=0, le=MOST_BYTES)], ...] = Field(min_length=1)
+    seconds: tuple[Annotated[Seconds, Field(gt=0)], ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _is_a_curve(self) -> MeasuredCollective:
@@ -31,8 +33,6 @@ class MeasuredCollective(SourcedModel):
             raise ValueError(
                 f"{len(self.num_bytes)} sizes but {len(self.seconds)} times: give one time for each size"
             )
-        if min(self.num_bytes) <= 0 or min(self.seconds) <= 0:
-            raise ValueError("sizes and times must be positive")
         if any(low >= high for low, high in zip(self.num_bytes, self.num_bytes[1:], strict=False)):
             raise ValueError("num_bytes must grow from entry to entry")
         return self

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from stagewright.cluster.strict import StrictModel, validated
+from stagewright.documents import MOST_RECORD_BYTES, read_json
 from stagewright.errors import InputError
 from stagewright.files import write_whole
+from stagewright.limits import MOST_PREDICTED, MOST_STEPS
+from stagewright.planning.predictions import Bytes, Position, Seconds
+
+Moment = Annotated[float, Field(ge=-MOST_PREDICTED, le=MOST_PREDICTED)]
+"""Seconds from some beginning."""
+Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 
 
 class RankRecord(StrictModel):
@@ -22,33 +28,33 @@ class RankRecord(StrictModel):
     An action starts when what it needs has arrived, so waiting shows as the time between actions.
     """
 
-    rank: int
-    pipeline_rank: int
-    replica: int
-    allocated_peak_bytes: int
-    peak_of_length: dict[int, int] = Field(default_factory=dict)
+    rank: Position
+    pipeline_rank: Position
+    replica: Position
+    allocated_peak_bytes: Bytes
+    peak_of_length: dict[int, Bytes] = Field(default_factory=dict)
     """The same by tokens per sample, where there are several lengths."""
-    reserved_peak_bytes: int | None = None
-    busy_seconds: float
+    reserved_peak_bytes: Bytes | None = None
+    busy_seconds: Seconds
     """Of computations; without waiting, transfers and the optimizer."""
-    sent_bytes: int
+    sent_bytes: Bytes
     """To other pipeline ranks, over all steps."""
-    num_gathers: int = 0
+    num_gathers: Count = 0
     """Of flat buffers of parameters, over all steps and checkpoints; `num_reductions`: sums of gradients over replicas."""
-    num_reductions: int = 0
-    gathered_bytes: int = 0
+    num_reductions: Count = 0
+    gathered_bytes: Bytes = 0
     """That left this rank on a ring of replicas; `reduced_bytes` for sums of gradients."""
-    reduced_bytes: int = 0
-    num_copy_sums: int = 0
+    reduced_bytes: Bytes = 0
+    num_copy_sums: Count = 0
     """Of gradients over the copies of what some of the replicas share out; `copy_sum_bytes` left this rank for them."""
-    copy_sum_bytes: int = 0
-    actions: tuple[tuple[str, float, float], ...]
+    copy_sum_bytes: Bytes = 0
+    actions: tuple[tuple[str, Moment, Moment], ...]
     """Text, start and end in seconds from this rank's beginning of the step."""
-    began_seconds: float = 0.0
+    began_seconds: Moment = 0.0
     """This rank's beginning of the step by the clock of the first rank."""
-    clock_error_seconds: float = 0.0
+    clock_error_seconds: Seconds = 0.0
     """`began_seconds` is wrong by at most this."""
-    optimizer_seconds: float = 0.0
+    optimizer_seconds: Seconds = 0.0
     """From the end of the batch to the end of the step: sums of gradients, norm and update."""
 
     @property
@@ -64,23 +70,23 @@ class RankRecord(StrictModel):
 class Record(StrictModel):
     """One run of a plan."""
 
-    version: int = 1
+    version: Literal[1] = 1
     stagewright: str
     model: str
     device: str
     versions: dict[str, str] = Field(default_factory=dict)
-    first_step: int = 0
+    first_step: Position = 0
     """Steps done before, by the runs whose checkpoint this one went on from; what follows is of its own steps."""
     losses: tuple[float | None, ...]
     """None where the loss was no finite number."""
     gradient_norms: tuple[float | None, ...]
     """Before clipping; None where a gradient was not finite, as in a step of fp16 that therefore changed nothing."""
-    step_seconds: tuple[float, ...]
-    sequence_lengths: tuple[int, ...] = ()
+    step_seconds: tuple[Seconds, ...]
+    sequence_lengths: tuple[Position, ...] = ()
     """Tokens per sample of every step, where there are several lengths."""
-    metered_steps: tuple[int, ...]
+    metered_steps: tuple[Position, ...]
     """Steps left out of the timing: the first, and those whose memory was counted."""
-    predicted_step_seconds: float
+    predicted_step_seconds: Seconds
     """Of a step of `timed_length`."""
     ranks: tuple[RankRecord, ...]
 
@@ -111,11 +117,7 @@ class Record(StrictModel):
 
 def load_record(path: str | Path) -> Record:
     """The record in a file; raises `InputError` when it cannot be read."""
-    try:
-        document: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not JSON ({error})"
-        raise InputError(f"record '{path}' cannot be read ({reason}): check the path") from None
+    document = read_json(path, "record", most_bytes=MOST_RECORD_BYTES)
     if isinstance(document, Mapping) and document.keys() >= {"program", "cuts"}:
         raise InputError(
             f"{path} is a plan: the record of its run is the record.json that `stagewright run` wrote"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +11,21 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.cluster import Cluster, Device
 from stagewright.cluster.strict import StrictModel, parse_amount, validated
+from stagewright.documents import read_toml
 from stagewright.errors import InputError
+from stagewright.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from stagewright.units import format_bytes
 
 _TORCH_NAMES = {
     "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp64": "float64",
     "autocast": "float32",
 }  # fmt: skip
+
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_MOST_FACTOR = 1e3
+"""Of rates and such, which are below 1 in practice."""
+_MOST_SCALE = 2.0**60
+"""Of a loss or a norm: their product must stay a number of fp32."""
 
 
 class Job(StrictModel):
@@ -38,30 +45,32 @@ class Job(StrictModel):
     ('float32', 'bfloat16', 'cuda')
     """
 
-    global_batch: int = Field(ge=1)
+    global_batch: int = Field(ge=1, le=MOST_SAMPLES)
     """Samples per optimizer step, over all replicas."""
-    sequence_length: int = Field(ge=1)
+    sequence_length: int = Field(ge=1, le=MOST_TOKENS)
     """Tokens per sample, of the longest batches; models without sequences ignore it."""
-    sequence_lengths: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    sequence_lengths: tuple[Annotated[int, Field(ge=1, le=MOST_TOKENS)], ...] = ()
     """Tokens per sample of the steps, which go through these lengths again and again; a length may be named several times.
     None given: `sequence_length` for all."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
     optimizer: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(default=3e-4, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = Field(default=1e-8, gt=0)
-    weight_decay: float = Field(default=0.1, ge=0)
-    clip_norm: float | None = Field(default=1.0, gt=0)
+    learning_rate: float = Field(default=3e-4, gt=0, le=_MOST_FACTOR)
+    betas: tuple[_Beta, _Beta] = (0.9, 0.95)
+    eps: float = Field(default=1e-8, gt=0, le=_MOST_FACTOR)
+    weight_decay: float = Field(default=0.1, ge=0, le=_MOST_FACTOR)
+    clip_norm: float | None = Field(default=1.0, gt=0, le=_MOST_SCALE)
     """Largest norm of the gradient over all stages; None leaves gradients as they are."""
-    loss_scale: float = Field(default=65536.0, gt=0)
+    loss_scale: float = Field(default=65536.0, gt=0, le=_MOST_SCALE)
     """What the loss is multiplied by at first in fp16; halved when a gradient overflows, and that step left out."""
-    loss_scale_window: int = Field(default=2000, ge=1)
+    loss_scale_window: int = Field(default=2000, ge=1, le=MOST_STEPS)
     """Steps without an overflow after which it is doubled."""
-    num_steps: int = Field(default=20, ge=1)
-    seed: int = Field(default=0, ge=0)
-    memory_limit: Annotated[int | None, BeforeValidator(parse_amount)] = Field(default=None, gt=0)
+    num_steps: int = Field(default=20, ge=1, le=MOST_STEPS)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    memory_limit: Annotated[int | None, BeforeValidator(parse_amount)] = Field(
+        default=None, gt=0, le=MOST_BYTES
+    )
     """Bytes of a device a plan may use; None: what the device has less its reserve and context."""
 
     @model_validator(mode="before")
@@ -194,15 +203,6 @@ def load_job(path: str | Path | None = None, overrides: Mapping[str, Any] | None
     Raises:
         InputError: the file cannot be read, or names the key, the value and the rule it breaks.
     """
-    document = {} if path is None else _read(Path(path))
+    document = {} if path is None else read_toml(path, "job file")
     origin = "the job" if path is None else str(path)
     return validated(Job, {**document, **(overrides or {})}, origin)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"job file '{path}' cannot be read ({error.strerror}): check the path") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: not valid TOML: {error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,8 +11,10 @@ from pydantic import Field, field_serializer, model_validator
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
+from stagewright.documents import read_json
 from stagewright.errors import InputError
 from stagewright.files import write_whole
+from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES
 from stagewright.planning.job import Job
 from stagewright.planning.predictions import LengthPrediction, Predictions, StepCosts
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -69,7 +70,7 @@ class ClusterSection(StrictModel):
     """
 
     name: str
-    num_devices: int = Field(ge=1)
+    num_devices: int = Field(ge=1, le=MOST_DEVICES)
     device: str
     description: Cluster | None = None
 
@@ -138,15 +139,15 @@ class Plan(StrictModel):
     model: ModelSection
     job: Job
     cluster: ClusterSection
-    dp: int = Field(ge=1)
-    tp: int = Field(default=1, ge=1)
+    dp: int = Field(ge=1, le=MOST_DEVICES)
+    tp: int = Field(default=1, ge=1, le=MOST_DEVICES)
     """Ranks that share every layer of a stage."""
     sequence_parallel: bool = False
     """Whether they split the sequence between the layers' products."""
-    pp: int = Field(ge=1)
-    num_stages: int = Field(ge=1)
-    microbatch_size: int = Field(ge=1)
-    num_microbatches: int = Field(ge=1)
+    pp: int = Field(ge=1, le=MOST_DEVICES)
+    num_stages: int = Field(ge=1, le=MOST_STAGES)
+    microbatch_size: int = Field(ge=1, le=MOST_SAMPLES)
+    num_microbatches: int = Field(ge=1, le=MOST_SAMPLES)
     """Per replica."""
     cuts: tuple[str, ...]
     """Names ``module:ordinal`` of the first operator of stages 1, 2, ..."""
@@ -165,7 +166,7 @@ class Plan(StrictModel):
     None given: 0 for all."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
     """Type in which gradients are summed over replicas; by default the type they are added up in."""
-    shard_size: int | None = Field(default=None, ge=1)
+    shard_size: int | None = Field(default=None, ge=1, le=MOST_DEVICES)
     """Replicas, neighbours in number, that share out among each other; the others hold copies. None: all of them."""
     host_optimizer: tuple[int, ...] = ()
     """Pipeline ranks whose optimizer state, and the step on it, are on the host's processors."""
@@ -202,6 +203,13 @@ class Plan(StrictModel):
                 )
             if [rank.rank for rank in one.ranks] not in ([], list(range(self.pp))):
                 raise ValueError(f"predictions.ranks must be those of ranks 0 to {self.pp - 1} in order")
+        if self.num_ranks > MOST_DEVICES:
+            raise ValueError(f"pp x dp x tp are {self.num_ranks:,} ranks, more than {MOST_DEVICES:,}")
+        if 2 * self.num_stages * self.num_microbatches > MOST_ACTIONS:
+            raise ValueError(
+                f"{self.num_stages:,} stages of {self.num_microbatches:,} microbatches have more than {MOST_ACTIONS:,} "
+                "forwards and backwards"
+            )
         if self.devices and sorted(self.devices) != list(range(self.num_ranks)):
             raise ValueError(f"devices must name each of 0 to {self.num_ranks - 1} once: one device per rank")
         if not set(self.host_optimizer) <= set(range(self.pp)):
@@ -322,12 +330,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         InputError: no such file, not JSON, another version, or a key that is wrong; names it.
     """
-    try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"plan '{path}' cannot be read ({error.strerror}): check the path") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not JSON ({error}): give a file that `stagewright plan` wrote") from None
+    document = read_json(path, "plan", "give a file that `stagewright plan` wrote")
     if isinstance(document, Mapping) and document.keys() >= {"ranks", "rank_of_stage"}:
         raise InputError(
             f"{path} is a program, without a model: `stagewright schedule {path}` draws it, and `stagewright check {path}` "

@@ -7,28 +7,33 @@ from typing import Annotated
 from pydantic import Field
 
 from stagewright.cluster.strict import StrictModel
+from stagewright.limits import MOST_PREDICTED, MOST_TOKENS
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=MOST_PREDICTED)]
+Rate = Annotated[float, Field(ge=0, le=MOST_PREDICTED)]
+Bytes = Annotated[int, Field(ge=0, le=MOST_PREDICTED)]
+Position = Annotated[int, Field(ge=0, lt=2**31)]
+"""Of an operator, a stage, a rank or a step among all."""
 
 
 class SavedPrediction(StrictModel):
     """What one stage has saved when its rank's memory is fullest: bytes over all its microbatches."""
 
-    stage: int = Field(ge=0)
-    num_microbatches: int
-    num_bytes: int
+    stage: Position
+    num_microbatches: Position
+    num_bytes: Bytes
 
 
 class RankPrediction(StrictModel):
     """One pipeline rank (all its replicas are alike): seconds of computation and bytes at the peak."""
 
-    rank: int = Field(ge=0)
-    busy_seconds: float
-    allocated_peak_bytes: int
-    reserved_peak_bytes: int
-    categories: dict[str, int]
+    rank: Position
+    busy_seconds: Seconds
+    allocated_peak_bytes: Bytes
+    reserved_peak_bytes: Bytes
+    categories: dict[str, Bytes]
     """Bytes alive at the moment of the peak, by category; they add up to `allocated_peak_bytes`."""
-    host_bytes: int = 0
+    host_bytes: Bytes = 0
     """Optimizer state on the host."""
     peak_at: str = ""
     """Text of the action during which the peak is reached."""
@@ -39,32 +44,32 @@ class RankPrediction(StrictModel):
 class StagePrediction(StrictModel):
     """One stage: body positions `start` to `stop`, seconds and bytes of one microbatch."""
 
-    start: int
-    stop: int
-    forward_seconds: float
-    input_grad_seconds: float
-    weight_grad_seconds: float
-    parameter_bytes: int
-    saved_bytes: int
-    boundary_bytes: int
+    start: Position
+    stop: Position
+    forward_seconds: Seconds
+    input_grad_seconds: Seconds
+    weight_grad_seconds: Seconds
+    parameter_bytes: Bytes
+    saved_bytes: Bytes
+    boundary_bytes: Bytes
     """Sent to later stages by one forward."""
-    recomputed_bytes: int = 0
+    recomputed_bytes: Bytes = 0
     """Made again right before the backward, in `recompute_seconds`; not among `saved_bytes`."""
-    offloaded_bytes: int = 0
+    offloaded_bytes: Bytes = 0
     """Those of `saved_bytes` that wait on the host."""
-    recompute_seconds: float = 0.0
+    recompute_seconds: Seconds = 0.0
 
 
 class TransferCosts(StrictModel):
     """What one microbatch sends from a stage to a later one, and what comes back for it."""
 
-    source: int = Field(ge=0)
-    target: int = Field(ge=0)
-    value_bytes: int = Field(ge=0)
-    gradient_bytes: int = Field(ge=0)
-    value_seconds: float = Field(ge=0)
+    source: Position
+    target: Position
+    value_bytes: Bytes
+    gradient_bytes: Bytes
+    value_seconds: Seconds
     """On the way, beside what computes."""
-    gradient_seconds: float = Field(ge=0)
+    gradient_seconds: Seconds
 
 
 class StepCosts(StrictModel):
@@ -100,13 +105,13 @@ class StepCosts(StrictModel):
 class Predictions(StrictModel):
     """What one optimizer step takes."""
 
-    step_seconds: float
-    lower_bound_seconds: float
+    step_seconds: Seconds
+    lower_bound_seconds: Seconds
     """No contiguous partition and no schedule is faster at these widths and this microbatch."""
-    tokens_per_second: float
-    mfu: float
+    tokens_per_second: Rate
+    mfu: Rate
     """FLOP of the model's matrix products (without recomputation) over what the devices' peaks allow."""
-    bubble_fraction: float
+    bubble_fraction: float = Field(ge=-1, le=1)
     ranks: tuple[RankPrediction, ...]
     stages: tuple[StagePrediction, ...]
     costs: StepCosts | None = None
@@ -121,5 +126,5 @@ class Predictions(StrictModel):
 class LengthPrediction(StrictModel):
     """What a step takes whose samples have one of several lengths."""
 
-    sequence_length: int = Field(ge=1)
+    sequence_length: int = Field(ge=1, le=MOST_TOKENS)
     predictions: Predictions

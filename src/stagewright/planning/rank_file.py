@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 from stagewright.cluster import Cluster
+from stagewright.documents import read_csv
 from stagewright.errors import InputError
 
 HEADER = ("rank", "node", "device")
@@ -17,11 +17,7 @@ def read_rank_file(path: str | Path, cluster: Cluster, num_ranks: int) -> tuple[
     Raises:
         InputError: names the file, the line and what is wrong.
     """
-    try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
-            rows = [tuple(cell.strip() for cell in row) for row in csv.reader(file) if row]
-    except OSError as error:
-        raise InputError(f"rank file '{path}' cannot be read ({error.strerror}): check the path") from None
+    rows = [tuple(cell.strip() for cell in row) for row in read_csv(path, "rank file")]
     if not rows or rows[0] != HEADER:
         raise InputError(f"{path}: the first line must be '{','.join(HEADER)}'")
     found: dict[int, int] = {}

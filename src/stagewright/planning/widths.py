@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError
+from stagewright.limits import MOST_ACTIONS
 from stagewright.planning.job import Job
 
 
@@ -53,11 +54,20 @@ def widths_of(
 
 
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """
+    >>> _divisors(12), _divisors(9)
+    ([1, 2, 3, 4, 6, 12], [1, 3, 9])
+    """
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
 
 
 def microbatch_sizes(widths: Sequence[tuple[int, int]], job: Job, fixed: int | None) -> list[int]:
-    """Sizes to try, growing: powers of two that divide a replica's share, or all divisors of odd shares."""
+    """Sizes to try, growing: powers of two that divide a replica's share, or all divisors of odd shares.
+
+    Raises:
+        InputError: the fixed size divides no share, or so many microbatches are too many to simulate.
+    """
     shares = {job.global_batch // dp for dp, _ in widths}
     if fixed is not None:
         if not any(share % fixed == 0 for share in shares):
@@ -65,16 +75,26 @@ def microbatch_sizes(widths: Sequence[tuple[int, int]], job: Job, fixed: int | N
                 f"microbatch = {fixed} divides no replica's share of the global batch of {job.global_batch} "
                 f"({', '.join(map(str, sorted(shares)))} samples)"
             )
-        return [fixed]
-    sizes = {size for share in shares for size in _divisors(share) if share % 2 or size & (size - 1) == 0}
-    return sorted(sizes)
+        sizes = {fixed}
+    else:
+        sizes = {size for share in shares for size in _divisors(share) if share % 2 or size & (size - 1) == 0}
+    possible = sorted(size for size in sizes if whole_shares(widths, job, size))
+    if not possible:
+        raise InputError(
+            f"a global batch of {job.global_batch:,} in microbatches of {max(sizes):,} makes programs of more than "
+            f"{MOST_ACTIONS:,} actions: give a smaller batch, or a --microbatch that divides it into fewer"
+        )
+    return possible
 
 
 def whole_shares(widths: Sequence[tuple[int, int]], job: Job, size: int) -> list[tuple[int, int, int]]:
-    """(dp, pp, num_microbatches) of those (dp, pp) whose replicas have whole microbatches of `size` samples.
+    """(dp, pp, num_microbatches) of those (dp, pp) whose replicas have whole microbatches of `size` samples, and not
+    more of them than can be simulated.
 
     >>> whole_shares([(1, 4), (2, 2), (4, 1)], Job(global_batch=8, sequence_length=1, dtype="fp32"), 4)
     [(1, 4, 2), (2, 2, 1)]
     """
     shares = ((dp, pp, divmod(job.global_batch // dp, size)) for dp, pp in widths)
-    return [(dp, pp, count) for dp, pp, (count, rest) in shares if not rest]
+    return [
+        (dp, pp, count) for dp, pp, (count, rest) in shares if not rest and 2 * pp * count <= MOST_ACTIONS
+    ]

@@ -43,7 +43,7 @@ PER_STAGE = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.STEP})
 
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 _KINDS = "|".join(sorted(Kind, key=len, reverse=True))
-_PATTERN = re.compile(rf"(\d+)({_KINDS})(\d+)?(?:([<>])(\d+))?")
+_PATTERN = re.compile(rf"([0-9]{{1,9}})({_KINDS})([0-9]{{1,9}})?(?:([<>])([0-9]{{1,9}}))?")
 
 
 @dataclass(frozen=True, slots=True)

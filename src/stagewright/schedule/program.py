@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stagewright.documents import parse_json
 from stagewright.errors import ScheduleError
+from stagewright.limits import MOST_ACTIONS
 from stagewright.schedule.action import COMPUTE, TRANSFERS, Action
 from stagewright.schedule.placement import Placement
 
@@ -127,17 +129,28 @@ class Program:
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        return cls.from_document(json.loads(text))
+        """As `from_document`; raises `InputError` for what is no JSON."""
+        return cls.from_document(parse_json(text, "the program"))
 
 
 def build_program(
     name: str, placement: Placement, num_microbatches: int, order: Callable[[int], Iterable[Action]]
 ) -> Program:
     """The program in which rank `r` performs ``order(r)``; raises `ScheduleError` without microbatches."""
-    if num_microbatches < 1:
-        raise ScheduleError(f"{name}: a batch needs at least one microbatch, not {num_microbatches}")
+    check_size(name, placement.num_stages, num_microbatches)
     ranks = tuple(tuple(order(rank)) for rank in range(placement.num_ranks))
     return Program(name, placement, num_microbatches, ranks)
+
+
+def check_size(name: str, num_stages: int, num_microbatches: int) -> None:
+    """Raises `ScheduleError` for a program without microbatches, or with more than can be simulated."""
+    if num_microbatches < 1:
+        raise ScheduleError(f"{name}: a batch needs at least one microbatch, not {num_microbatches}")
+    if 2 * num_stages * num_microbatches > MOST_ACTIONS:
+        raise ScheduleError(
+            f"{name}: {num_stages:,} stages of {num_microbatches:,} microbatches are more than {MOST_ACTIONS:,} forwards "
+            "and backwards, which take too long to simulate: make microbatches larger, so that there are fewer"
+        )
 
 
 def _after(word: str, lines: list[str], index: int) -> str:
@@ -183,6 +196,7 @@ def _assembled(
         placement, count = Placement(tuple(int(rank) for rank in rank_of_stage)), int(num_microbatches)
     except ValueError as error:
         raise ScheduleError(f"program '{name}': ranks and microbatches are whole numbers: {error}") from None
+    check_size(f"program '{name}'", placement.num_stages, count)
     parsed = tuple(tuple(Action.parse(text) for text in texts) for texts in ranks)
     if len(parsed) != placement.num_ranks:
         raise ScheduleError(

@@ -12,7 +12,7 @@ from itertools import count
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import COMPUTE, Action, Kind, pair
 from stagewright.schedule.placement import Placement
-from stagewright.schedule.program import Program
+from stagewright.schedule.program import Program, check_size
 
 _OVERLAPPED = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _NAMES = {"UNSHARD": Kind.GATHER, "RESHARD": Kind.RELEASE, "REDUCE_GRAD": Kind.REDUCE}
@@ -50,6 +50,7 @@ def read_torch_csv(text: str, name: str = "file") -> Program:
     placement = Placement(tuple(holders[stage] for stage in range(len(holders))))
     parts = (part for actions in ranks for action in actions for part in action.parts)
     last = max((part.microbatch for part in parts if part.microbatch is not None), default=-1)
+    check_size(name, placement.num_stages, last + 1)
     return Program(name, placement, last + 1, ranks)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from stagewright.errors import InputError, nearest
+from stagewright.limits import MOST_PREDICTED
 from stagewright.schedule.action import Kind
 
 Floats = NDArray[np.float64]
@@ -185,8 +186,8 @@ def _per_stage(name: str, value: ArrayLike, num_stages: int) -> Floats:
     array = np.full(num_stages, array) if array.ndim == 0 else array
     if array.shape != (num_stages,):
         raise InputError(f"{name} has {array.size} entries for {num_stages} stages; give one per stage")
-    if not np.isfinite(array).all() or (array < 0).any():
-        raise InputError(f"{name} = {array.tolist()}: costs are finite and not negative")
+    if not ((array >= 0) & (array <= MOST_PREDICTED)).all():
+        raise InputError(f"{name} = {array.tolist()}: costs are not negative and at most {MOST_PREDICTED:g}")
     return array
 
 

@@ -17,7 +17,7 @@ from stagewright.schedule.families.interleaved import interleaved_1f1b, interlea
 from stagewright.schedule.families.one_f_one_b import one_f_one_b
 from stagewright.schedule.families.v_shaped import dualpipe_v, zb_v
 from stagewright.schedule.families.zero_bubble import zb_h1, zb_h2
-from stagewright.schedule.program import Program
+from stagewright.schedule.program import Program, check_size
 
 FAMILIES: dict[str, Callable[..., Program]] = {
     "gpipe": gpipe,
@@ -61,6 +61,7 @@ def build(
         raise ScheduleError(f"unknown schedule '{name}'{nearest(name.lower(), FAMILIES)}; known: {known}")
     if num_ranks < 1:
         raise ScheduleError(f"{name}: a pipeline needs at least one rank, not {num_ranks}")
+    check_size(name, num_ranks * (num_chunks or 1), num_microbatches)
     accepted = inspect.signature(builder).parameters
     for option in options:
         if option not in accepted:

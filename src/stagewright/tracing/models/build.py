@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stagewright.errors import InputError, nearest
+from stagewright.limits import MOST_PARAMETERS, MOST_SAMPLES, MOST_TOKENS, check_count
 from stagewright.tracing.keys import key
 from stagewright.tracing.models import grouped_mm
 from stagewright.tracing.models.deferred import DrawingByPlace, NotOnTape, Tape
@@ -35,10 +36,8 @@ class Job:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        for name in ("microbatch_size", "sequence_length"):
-            value = getattr(self, name)
-            if value < 1:
-                raise InputError(f"{name} is {value}: give a whole number of at least 1")
+        check_count(self.microbatch_size, MOST_SAMPLES, "microbatch_size", "give another number of samples")
+        check_count(self.sequence_length, MOST_TOKENS, "sequence_length", "give another number of tokens")
         if self.dtype not in _DTYPES:
             known = ", ".join(_DTYPES)
             raise InputError(f"unknown dtype '{self.dtype}'{nearest(self.dtype, _DTYPES)}: one of {known}")
@@ -150,4 +149,9 @@ def _build(
             from stagewright.tracing.models.from_config import build_from_config
 
             module, inputs, num_tokens = build_from_config(reference, job, initialise)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    if count > MOST_PARAMETERS:
+        raise InputError(
+            f"'{reference.name}' has {count:,} parameters, more than the {MOST_PARAMETERS:,} of any model: make it smaller"
+        )
     return BuiltModel(module.train(), inputs, num_tokens)

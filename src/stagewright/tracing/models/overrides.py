@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from stagewright.errors import InputError
+from stagewright.limits import MOST_ENTRIES, MOST_LAYERS, MOST_SIZE
 
 DROPOUT = "dropout"
 """An override of this name sets every dropout probability of the model."""
@@ -19,7 +21,69 @@ _SYNONYMS = (
     ("intermediate_size", "n_inner", "d_ff"),
 )
 _DEPTH = _SYNONYMS[0]
+_ENTRIES = ("vocab_size", "max_position_embeddings", "n_positions")
+"""Rows of tables, of which there may be more than of what else no model is without."""
+_NEEDED = frozenset(
+    {
+        "num_key_value_heads",
+        "num_channels",
+        "patch_size",
+        "image_size",
+        "conv_kernel",
+        "state_size",
+        "d_kv",
+        *_ENTRIES,
+    }
+    | {name for names in _SYNONYMS for name in names}
+)
+"""Sizes and counts without which there is no model; of others, such as shared experts, there may be 0."""
+_SIZE = re.compile(r"(num|n|d)_.+|.+_(size|dim|heads|layers|rank|experts)|expand")
+"""Keys of the configurations of all families that say how many of something there are, or how large it is."""
+_NO_LIMIT = -1
+"""What several families write for a size without limit."""
 _PER_LAYER = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
+
+
+def check_sizes(config: Mapping[str, Any], model: str) -> None:
+    """Raises `InputError` for a size or count in the configuration of `model` that no model has; names it.
+
+    A list gives one size per layer or dimension, null leaves a size to the family.
+
+    >>> check_sizes({"hidden_size": 64, "num_key_value_heads": None, "pad_token_id": -1, "n_shared_experts": 0}, "ours")
+    >>> check_sizes({"text_config": {"vocab_size": 0}}, "ours")
+    Traceback (most recent call last):
+    stagewright.errors.InputError: the config of 'ours' has vocab_size = 0: give a whole number from 1 to 67,108,864
+    """
+    for key, value in _sizes(config):
+        least = 1 if key in _NEEDED else 0
+        most = (
+            MOST_LAYERS
+            if key in _DEPTH
+            else MOST_SIZE
+            if key in _NEEDED and key not in _ENTRIES
+            else MOST_ENTRIES
+        )
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key not in _NEEDED and (not is_number or value == _NO_LIMIT):
+            continue  # a switch or a name, which the family judges
+        if not is_number or value % 1 != 0 or not least <= value <= most:
+            raise InputError(
+                f"the config of '{model}' has {key} = {_shown(value)}: give a whole number from {least} to {most:,}"
+            )
+
+
+def _sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and value of every size, those in nested configurations and in lists included."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _sizes(value)
+        elif value is not None and (key in _NEEDED or _SIZE.fullmatch(key)):
+            yield from ((key, one) for one in (value if isinstance(value, list) else [value]))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,10 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any, Literal
 
+from stagewright.documents import parse_json, read_json
 from stagewright.errors import InputError, nearest
 from stagewright.tracing.models.hub import hub_config
-from stagewright.tracing.models.overrides import apply_overrides
+from stagewright.tracing.models.overrides import apply_overrides, check_sizes
 from stagewright.tracing.models.source import factory_source, split_factory
 
 _NOT_STRUCTURE = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"})
@@ -27,6 +29,7 @@ OTHER_FORMATS = (
 """Files that hold weights in formats that no run reads."""
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", *OTHER_FORMATS)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_MOST_CONFIG_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
         return ModelReference(text, "factory", None, parts.function, None, digest, overrides)
     name, path, config = _find_config(text)
     changed = apply_overrides(config, overrides)
+    check_sizes(changed, name)
     unconfirmed = frozenset(changed) - frozenset(config)
     weights = path.parent if path is not None and _speaks_of_weights(path.parent) else None
     structure = {key: value for key, value in changed.items() if key not in _NOT_STRUCTURE}
@@ -89,25 +93,25 @@ def _find_config(text: str) -> tuple[str, Path | None, dict[str, Any]]:
     """Short name, path (None for bundled configs) and content of the config that `text` names."""
     if text in bundled_names():
         content = (_bundled() / f"{text}.json").read_text(encoding="utf-8")
-        return text, None, _parse(content, f"bundled config '{text}'")
-    path = Path(text).expanduser()
-    if path.is_dir():
+        return text, None, _config(parse_json(content, text), f"bundled config '{text}'")
+    path = Path(os.path.expanduser(text))
+    if os.path.isdir(path):
         path = path / "config.json"
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise InputError(
                 f"directory '{text}' holds no config.json: "
                 "name a Hugging Face model directory or the config file itself"
             )
-    if path.is_file() and path.suffix == ".py":
+    if os.path.isfile(path) and path.suffix == ".py":
         raise InputError(
             f"'{text}' is Python: name the function in it that makes the model, as {text}:FUNCTION"
         )
-    if path.is_file():
+    if os.path.isfile(path):
         name = path.resolve().parent.name if path.name == "config.json" else path.stem
-        return name, path, _parse(_read(path), str(path))
+        return name, path, _config(_read(path), str(path))
     if _HUB_ID.fullmatch(text) and not text.endswith((".json", ".py")) and not text.startswith("."):
         path = hub_config(text, bundled_names())
-        return text.rsplit("/", 1)[1], path, _parse(_read(path), f"{text}/config.json")
+        return text.rsplit("/", 1)[1], path, _config(_read(path), f"{text}/config.json")
     raise InputError(_not_found(text))
 
 
@@ -115,25 +119,12 @@ def _speaks_of_weights(folder: Path) -> bool:
     return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{path} is not UTF-8 text (byte {error.start}): name the model's config.json, not its weights"
-        ) from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read ({error.strerror}): check its permissions") from None
+def _read(path: Path) -> Any:
+    fix = "name the model's config.json, not its weights, or export it again with config.save_pretrained()"
+    return read_json(path, "config", fix, _MOST_CONFIG_BYTES)
 
 
-def _parse(content: str, origin: str) -> dict[str, Any]:
-    try:
-        config = json.loads(content)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{origin} is not valid JSON at line {error.lineno}, column {error.colno} ({error.msg}): "
-            "correct it there or export the config again with config.save_pretrained()"
-        ) from None
+def _config(config: Any, origin: str) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError(
             f"{origin} holds a JSON {type(config).__name__}, not an object: give a Hugging Face config.json"

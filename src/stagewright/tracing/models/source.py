@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+from stagewright.documents import read_text
 from stagewright.errors import InputError
 
 _FACTORY = re.compile(r"(?P<module>.+):(?P<function>[A-Za-z_]\w*)")
@@ -51,23 +52,19 @@ def factory_source(text: str) -> str:
     if name is None:
         raise InputError(f"'{text}' is not of the form package.module:factory or path/to/file.py:factory")
     if name.is_file:
-        path = Path(name.module).expanduser()
-        if not path.is_file():
+        path = Path(os.path.expanduser(name.module))
+        if not os.path.isfile(path):
             raise InputError(
                 f"there is no file '{name.module}' to take '{name.function}' from: check the path"
             )
-        return path.read_text(encoding="utf-8")
+        return read_text(path, "factory")
     try:
         found = _spec_of(name.module)
-    except (ImportError, ValueError, AttributeError) as error:
+    except (ImportError, ValueError, AttributeError, OSError) as error:
         raise InputError(f"module '{name.module}' cannot be found ({error}): {_fix(name)}") from None
     if found is None:
         raise InputError(f"module '{name.module}' cannot be found: {_fix(name)}")
-    return (
-        Path(found.origin).read_text(encoding="utf-8")
-        if found.origin and found.origin.endswith(".py")
-        else ""
-    )
+    return read_text(found.origin, "factory") if found.origin and found.origin.endswith(".py") else ""
 
 
 def factory_file(text: str) -> Path | None:
@@ -76,10 +73,10 @@ def factory_file(text: str) -> Path | None:
     if name is None:
         return None
     if name.is_file:
-        return Path(name.module).expanduser().resolve()
+        return Path(os.path.expanduser(name.module)).resolve()
     try:
         found = _spec_of(name.module)
-    except (ImportError, ValueError, AttributeError):
+    except (ImportError, ValueError, AttributeError, OSError):
         return None
     return Path(found.origin).resolve() if found is not None and found.has_location and found.origin else None
 
