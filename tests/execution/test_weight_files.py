@@ -185,8 +185,13 @@ def test_mxfp4_weights_are_read(tmp_path: Path) -> None:
         InputError, match=f"tensor '{experts}_(blocks|scales)', which comes with quantised weights"
     ):
         refuse_quantised(types, None, str(folder))
-    module = DeferredModel(reference, 1, 8).module
-    got = StoredWeights(folder, module, reference.config or {}).read(f"net.{experts}")
+    got, rounded = (
+        StoredWeights(folder, DeferredModel(reference, 1, 8, dtype).module, reference.config or {}).read(
+            f"net.{experts}"
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    assert rounded.dtype == torch.bfloat16 and torch.equal(rounded.float(), got)
     stored = load_file(folder / "model.safetensors")
     blocks, scales = stored[f"{experts}_blocks"], stored[f"{experts}_scales"]
     values = (0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6)  # of the format E2M1
@@ -373,6 +378,29 @@ def test_links_may_lead_within_the_cache_of_a_model_alone(folder: Path, tmp_path
     (snapshot / "model.safetensors").unlink()
     (snapshot / "model.safetensors").symlink_to(snapshot / "model.safetensors")
     refused(snapshot, "names no file|is not there")
+
+
+def test_weights_of_a_hub_id_are_those_in_the_cache(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them: one that was not downloaded is missed."""
+    hub = tmp_path / "hub"
+    repository = hub / "models--owner--name"
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.parent.mkdir(parents=True)
+    split(folder)
+    folder.rename(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
+    plan = _plan().model_copy(update={"model": ModelSection.of(resolve("owner/name"))})
+    assert resolve("owner/name").weights == snapshot
+    check_weights(plan, random_weights=False, is_resumed=False)
+    (snapshot / "model.safetensors").unlink()
+    with pytest.raises(
+        InputError, match=r"names files that are not there: 'model.safetensors'; copy or download"
+    ):
+        check_weights(plan, random_weights=False, is_resumed=False)
 
 
 def test_files_that_lie_about_themselves_are_named(folder: Path) -> None:

@@ -13,10 +13,15 @@ import torch
 from stagewright.errors import InputError
 
 _EXPONENT_BIAS = 127  # of scales that are powers of two, stored as bytes
+_EXACT = (torch.bfloat16, torch.float32)  # have every number that four bits and a power of two make
 
 
-def dequantised(key: str, parts: Sequence[torch.Tensor], said: Mapping[str, Any]) -> torch.Tensor:
+def dequantised(
+    key: str, parts: Sequence[torch.Tensor], said: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
     """Tensor `key` of the stored `parts` (`stagewright.execution.quantised.parts_of`); `said` is the config's scheme.
+
+    The result need not be of type `dtype`, which is what it is wanted as.
 
     Raises:
         InputError: weights and scales do not fit each other.
@@ -25,7 +30,7 @@ def dequantised(key: str, parts: Sequence[torch.Tensor], said: Mapping[str, Any]
         return parts[0]
     one, scales = parts
     if one.dtype == torch.uint8:
-        return _of_packed(key, one, scales)
+        return _of_packed(key, one, scales, dtype if dtype in _EXACT else torch.float32)
     if one.dtype != torch.float8_e4m3fn:
         raise InputError(
             f"tensor '{key}' is stored as {one.dtype} with scales, and of such only torch.float8_e4m3fn is read: dequantise "
@@ -55,7 +60,7 @@ def _of_blocks(
     )
 
 
-def _of_packed(key: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _of_packed(key: str, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Two numbers of four bits per byte, 32 of them with one scale, which transformers also transposes."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -64,4 +69,4 @@ def _of_packed(key: str, blocks: torch.Tensor, scales: torch.Tensor) -> torch.Te
             f"tensor '{key}' has blocks of {list(blocks.shape)} and scales of {list(scales.shape)}, which do not fit each "
             "other: the files belong to another model"
         )
-    return convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 
 from stagewright.execution.loading import unused_tensors
 from stagewright.execution.stored_weights import StoredWeights
-from stagewright.execution.weight_files import INDEX
+from stagewright.execution.weight_files import CONFIG, INDEX
 from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
@@ -102,7 +102,7 @@ def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:
         total += _tensor_bytes(file)
     documents: dict[str, Any] = {INDEX: {"metadata": {"total_size": total}, "weight_map": where}}
     if config is not None:
-        documents["config.json"] = {key: value for key, value in config.items() if key not in _OF_STORAGE}
+        documents[CONFIG] = {key: value for key, value in config.items() if key not in _OF_STORAGE}
     for name, document in documents.items():
         write_whole(folder / name, json.dumps(document, indent=2, sort_keys=True) + "\n")
     return [folder / name for name in documents]

@@ -9,7 +9,9 @@ Source: ``integrations/finegrained_fp8.py`` and ``integrations/mxfp4.py`` of tra
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice, takewhile
 from typing import Any
 
 from stagewright.errors import InputError
@@ -97,20 +99,23 @@ def parts_of(key: str, stored: Collection[str], method: str | None) -> tuple[str
     return packed if method == MXFP4 and all(part in stored for part in packed) else ()
 
 
-def leftovers_of(key: str, stored: Collection[str], known: Collection[str]) -> list[str]:
-    """Stored tensors that come with `key` where it is quantised, and that are none of the model's own, `known`.
+def leftovers_of(key: str, stored: Sequence[str], known: Collection[str]) -> list[str]:
+    """Tensors that come with `key` where it is quantised and are none of the model's own, `known`; `stored` is sorted.
 
-    >>> leftovers_of("a.weight", {"a.weight", "a.SCB", "a.bias"}, {"a.weight", "a.bias"})
-    ['a.SCB']
+    >>> leftovers_of("a.weight", ["a.SCB", "a.bias", "a.weight", "a.weight_scale"], {"a.weight", "a.bias"})
+    ['a.SCB', 'a.weight_scale']
     """
     module, dot, _ = key.rpartition(".")
-    beside = {f"{module}{dot}{name}" for name in _BESIDE}
-    return sorted(
-        name
-        for name in stored
-        if name not in known
-        and (name in beside or (name.startswith(key) and _BEHIND.match(name, len(key)) is not None))
-    )
+    beside = (f"{module}{dot}{name}" for name in _BESIDE)
+    behind = takewhile(lambda name: name.startswith(key), islice(stored, bisect_left(stored, key), None))
+    found = [name for name in beside if _is_in(name, stored)]
+    found += [name for name in behind if _BEHIND.match(name, len(key))]
+    return [name for name in found if name not in known]
+
+
+def _is_in(name: str, names: Sequence[str]) -> bool:
+    place = bisect_left(names, name)
+    return place < len(names) and names[place] == name
 
 
 def _belongs(name: str, stored: Collection[str], method: str | None) -> bool:

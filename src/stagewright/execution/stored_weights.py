@@ -33,6 +33,7 @@ class StoredWeights:
         self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
         self._lasting = buffers.keys() & module.state_dict(keep_vars=True).keys()
         self._known = {_key(name) for name in self._layouts}
+        self._stored = sorted(self._files.where)
         self._readers: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
@@ -52,12 +53,12 @@ class StoredWeights:
                 f"'{self._files.folder}' has no tensor '{key}': the files belong to another model, or store it under "
                 "another name; run with --random-weights to start from the seed"
             )
-        if left := [one for one in leftovers_of(key, self._files.where, self._known) if one not in parts]:
+        if left := [one for one in leftovers_of(key, self._stored, self._known) if one not in parts]:
             raise InputError(
                 f"'{self._files.folder}' has '{left[0]}' beside '{key}', which is therefore quantised, in a way that its "
                 f"config.json does not name: {FIX}"
             )
-        whole = dequantised(key, [self._get(part) for part in parts], self._scheme)
+        whole = dequantised(key, [self._get(part) for part in parts], self._scheme, layout.dtype)
         if whole.shape != layout.shape:
             raise InputError(
                 f"tensor '{key}' in '{self._files.where[parts[0]]}' has shape {list(whole.shape)}, expected "
@@ -68,7 +69,7 @@ class StoredWeights:
                 f"tensor '{key}' in '{self._files.where[parts[0]]}' is stored as {whole.dtype}, and the model has "
                 f"{layout.dtype} there, so that its numbers are not those of the model: {FIX}"
             )
-        return whole.to(layout.dtype, copy=True)
+        return whole.to(layout.dtype, copy=len(parts) == 1)  # what is read plainly is memory of the file
 
     def lasting(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The buffers among `names` that belong to the model's state, by name; a warning names those in no file."""

@@ -24,6 +24,7 @@ from stagewright.planning.plan import Plan
 from stagewright.tracing.models.reference import OTHER_FORMATS
 
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 _WHOLE = "model.safetensors"
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 _MAX_NAMED = 4
@@ -50,9 +51,9 @@ class WeightFiles:
         """
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         index = folder / INDEX
+        if manifest is not None:
+            _compare(folder, manifest, sorted({INDEX, CONFIG} & manifest.files.keys()))
         if index.exists():
-            if manifest is not None:
-                check_contents(folder, manifest, [INDEX])
             where = _read_index(index)
             alone = folder / _WHOLE
             if alone.exists() and _WHOLE not in where.values():
@@ -87,7 +88,7 @@ class WeightFiles:
             InputError: it is not.
         """
         if self.manifest is not None:
-            check_contents(self.folder, self.manifest, [name])
+            _compare(self.folder, self.manifest, [name])
         return self.path(name)
 
     def types(self) -> dict[str, str]:
@@ -159,6 +160,13 @@ def reading(path: Path) -> Iterator[None]:
         raise InputError(
             f"weights '{path}' cannot be read ({error}): it is cut off or damaged; copy or download it again, or {_SEED}"
         ) from None
+
+
+def _compare(folder: Path, manifest: Manifest, names: list[str]) -> None:
+    try:
+        check_contents(folder, manifest, names)
+    except InputError as error:
+        raise InputError(f"{error}; if that was changed on purpose, remove '{MANIFEST}' there") from None
 
 
 def _read_index(index: Path) -> dict[str, str]:
