@@ -40,7 +40,7 @@ def test_ranks_make_values_again_where_memory_is_short_and_it_pays() -> None:
     short = search(problem(34.0), effort).best
     assert any(short.layout.thrift) and short.fits and short.peak_bytes <= 34.0
     kept = search(problem(34.0, ()), effort).best
-    assert enough.makespan_s < short.makespan_s < 0.9 * kept.makespan_s
+    assert enough.makespan_s < short.makespan_s < 0.92 * kept.makespan_s
 
 
 def test_a_plan_is_found_where_keeping_everything_fits_nowhere() -> None:

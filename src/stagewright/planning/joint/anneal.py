@@ -132,9 +132,9 @@ def anneal(rank_of_layer, is_cut, table_of_rank, rule, shifts, tables, batch, nu
         elif choice < 0.4 and rule.stretch > 0.0:
             _shift(new_shifts, ranks, cycle)
         else:
-            _move(new_ranks, new_cuts, num_ranks, tables[0][0])
+            move_layers(new_ranks, new_cuts, num_ranks, tables[0][0])
             if np.random.random() < 0.3:
-                _move(new_ranks, new_cuts, num_ranks, tables[0][0])
+                move_layers(new_ranks, new_cuts, num_ranks, tables[0][0])
         limit = np.inf
         if current < np.inf:
             limit = current - share * best * np.log(1.0 - np.random.random())
@@ -208,7 +208,7 @@ def _other_rule(rule):
 
 
 @numba.njit(cache=True, nogil=True)
-def _move(ranks, cuts, num_ranks, sums):
+def move_layers(ranks, cuts, num_ranks, sums):
     """Change the layout a little, in place."""
     num_layers = len(ranks)
     kind = np.random.randint(NUM_MOVES)

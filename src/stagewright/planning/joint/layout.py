@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numba
 import numpy as np
@@ -45,6 +46,15 @@ class Layout:
     def cuts(self) -> tuple[int, ...]:
         """Positions between layers at which the model is cut."""
         return self.ends[:-1]
+
+    @property
+    def num_transfers(self) -> int:
+        """How often a microbatch goes from one rank to another on its way forward.
+
+        >>> Layout((2, 3, 5), (0, 1, 1)).num_transfers
+        1
+        """
+        return sum(one != other for one, other in pairwise(self.rank_of_stage))
 
     @property
     def placement(self) -> Placement:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
 
@@ -18,6 +18,7 @@ from stagewright.errors import PlanError
 from stagewright.planning.joint.anneal import NO_BACKLOG, anneal, due_dates, makespan_of, window_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
+from stagewright.planning.joint.gathering import MARGIN, gather
 from stagewright.planning.joint.kernels import list_schedule
 from stagewright.planning.joint.layout import Layout, build_stages
 from stagewright.planning.joint.orders import improve_order
@@ -55,6 +56,8 @@ _POLISH = 0.75
 """Share of a search after which the orders themselves are improved."""
 _CHEAPER = 4
 """How many orders are timed in the time of one list schedule."""
+_GATHERINGS = 3
+"""How often the best are gathered at the end."""
 _EXACT = 2e-6  # the precision of the packing bound
 
 
@@ -106,6 +109,11 @@ class State:
         return Layout.of_layers(self.ranks, np.flatnonzero(self.cuts).tolist(), self.thrift)
 
     @property
+    def num_transfers(self) -> int:
+        """See `Layout.num_transfers`."""
+        return int(np.count_nonzero(np.diff(self.ranks)))
+
+    @property
     def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, Rule, np.ndarray]:
         """As the kernels take them."""
         return self.ranks, self.cuts, self.thrift, self.rule, self.shifts
@@ -122,6 +130,11 @@ class Ordered:
     makespan_s: float
     state: State
     order: Order
+
+    @property
+    def num_transfers(self) -> int:
+        """See `Layout.num_transfers`."""
+        return self.state.num_transfers
 
 
 def search(
@@ -172,6 +185,9 @@ class _Search:
             except KeyboardInterrupt:
                 self.stop.set()
             self._use_whole_batch(workers)
+            for _ in range(_GATHERINGS):
+                shortest = [each for each in self.pool if each.makespan_s <= self._best_s() * (1 + MARGIN)]
+                self._gather(shortest[:_TASKS_PER_ROUND], workers)
         return self._found()
 
     def _compared(self) -> tuple[JointPlan, ...]:
@@ -266,9 +282,27 @@ class _Search:
             tasks.append(workers.submit(task, self.batch, steps, share, seed))
         self._keep([State(*task.result()) for task in tasks])
 
+    def _gather(self, states: Sequence[State], workers: ThreadPoolExecutor) -> None:
+        """Go from some states of the pool to layouts with fewer transfers that are no longer."""
+        if self.stop.is_set():
+            return
+        actions = 3 * self.problem.layers.num_layers * self.batch[0]
+        steps = max(100, _WORK_PER_ROUND // (_CALL + actions))
+        tasks = []
+        for state in states:
+            limit, seed = state.makespan_s * (1 + MARGIN), int(self.rng.integers(1 << 31))
+            task = partial(gather, *state.parts, self.problem.tables, self.batch, limit)
+            tasks.append((state, workers.submit(task, steps, seed)))
+        gathered = []
+        for state, task in tasks:
+            makespan, ranks, cuts = task.result()
+            gathered.append(replace(state, makespan_s=makespan, ranks=ranks, cuts=cuts))
+        self._keep(gathered)
+
     def _polish(self, workers: ThreadPoolExecutor) -> None:
         """Improve the orders of the pool in turn."""
         if not self.ordered:
+            self._gather(self.pool, workers)
             self.ordered = list(workers.map(self._order_of, self.pool))
         actions = 3 * self.problem.layers.num_layers * self.problem.num_microbatches
         steps = max(100, _CHEAPER * _WORK_PER_ROUND // (_CALL + actions))
@@ -309,14 +343,18 @@ class _Search:
     def _keep(self, states: list[State]) -> None:
         """The best of the pool and `states`, each makespan and layout once."""
         known: dict[tuple[float, bytes], State] = {}
-        for state in sorted([*self.pool, *states], key=lambda state: state.makespan_s):
+        found = [*self.pool, *states]
+        equal_s = min((state.makespan_s for state in found), default=np.inf) * (1 + MARGIN)
+        for state in sorted(found, key=lambda state: (max(state.makespan_s, equal_s), state.num_transfers)):
             if np.isfinite(state.makespan_s):
                 known.setdefault((round(state.makespan_s, 9), state.ranks.tobytes()), state)
         self.pool = list(known.values())[: self.effort.pool]
 
     def _found(self) -> Found:
         fitting = [each for each in self.baselines if each.fits]
-        found = sorted([*self.ordered, *self.pool], key=lambda each: each.makespan_s)
+        found: list[State | Ordered] = [*self.ordered, *self.pool]
+        equal_s = self._best_s() * (1 + MARGIN)
+        found.sort(key=lambda each: (max(each.makespan_s, equal_s), each.num_transfers))
         made = [self._judged(each) for each in found[:_JUDGED]]
         plans = [*(each for each in made if each is not None and each.fits), *fitting]
         if not plans:
@@ -324,8 +362,9 @@ class _Search:
                 "no plan fits the memory of the ranks: give them more, use more ranks, or smaller microbatches"
             )
         plans.sort(key=lambda each: each.makespan_s)
+        best = _with_fewest_transfers(plans)
         return Found(
-            plans[0], self.bound, self.baselines, tuple(plans[1:]),
+            best, self.bound, self.baselines, tuple(each for each in plans if each is not best),
             self.num_rounds, time.monotonic() - self.began,
         )  # fmt: skip
 
@@ -335,6 +374,12 @@ class _Search:
             return scheduled("joint search", self.problem, state.layout, state.policy)
         program = encode_order("joint search", state.layout, self._stages(state), found.order)
         return judged("joint search", self.problem, state.layout, program, state.policy)
+
+
+def _with_fewest_transfers(plans: Sequence[JointPlan]) -> JointPlan:
+    """Of the plans that are as short as the first, the one that moves least between ranks."""
+    equal = [each for each in plans if each.makespan_s <= plans[0].makespan_s * (1 + MARGIN)]
+    return min(equal, key=lambda each: (each.layout.num_transfers, each.layout.num_stages))
 
 
 def _thrifts(problem: Problem, most_rows: int) -> list[Ints]:
