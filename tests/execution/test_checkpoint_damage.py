@@ -195,7 +195,7 @@ def seal(checkpoint: Path, **changed: Any) -> None:
 def test_a_manifest_speaks_of_its_own_folder_alone(name: str, run_folder: Path) -> None:
     checkpoint = run_folder / "checkpoints" / "step-000002"
     seal(checkpoint, files={name: {"bytes": 1, "sha256": "0" * 64}})
-    with pytest.raises(InputError, match=r"is damaged: .*is not the name of a file"):
+    with pytest.raises(InputError, match=r"checkpoint.json.*is not the name of a file"):
         read_checkpoint(checkpoint)
 
 

@@ -5,16 +5,17 @@ The digest of the manifest itself lies beside it, in the form that ``sha256sum -
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from stagewright.cluster.strict import StrictModel
+from stagewright.cluster.strict import StrictModel, validated
+from stagewright.documents import parse_json, read_text
 from stagewright.errors import InputError
 from stagewright.execution.data_identity import DataIdentity
 from stagewright.files import digest_of, inside, write_whole
@@ -22,6 +23,7 @@ from stagewright.files import digest_of, inside, write_whole
 MANIFEST = "checkpoint.json"
 SEAL = "checkpoint.json.sha256"
 VERSION = 2
+_SEAL_BYTES = 1024
 
 
 class FileRecord(StrictModel):
@@ -73,7 +75,7 @@ class Checkpoint:
 
 def write_manifest(folder: Path, manifest: Manifest) -> list[Path]:
     """The manifest and its digest; returns what was written."""
-    content = f"{manifest.model_dump_json(indent=1)}\n".encode()
+    content = f"{manifest.model_dump_json(indent=1)}\n"
     write_whole(folder / MANIFEST, content)
     write_whole(folder / SEAL, _seal(content))
     return [folder / MANIFEST, folder / SEAL]
@@ -86,10 +88,12 @@ def read_manifest(folder: Path) -> Manifest:
         InputError: it is missing or damaged, or of another version.
     """
     try:
-        content = (folder / MANIFEST).read_bytes()
-        seal = (folder / SEAL).read_bytes() if (folder / SEAL).exists() else None
-    except OSError as error:
-        raise damaged(folder, f"'{MANIFEST}' cannot be read ({error.strerror or error})") from None
+        content = read_text(folder / MANIFEST, "manifest", "the checkpoint is of no use without it")
+        seal = (
+            read_text(folder / SEAL, "digest", most_bytes=_SEAL_BYTES) if (folder / SEAL).exists() else None
+        )
+    except InputError as error:
+        raise damaged(folder, str(error)) from None
     if seal is None and _version(content) == 1:
         raise InputError(
             f"checkpoint '{folder}' was written by an earlier version of stagewright, without digests: resume with that, or "
@@ -97,14 +101,11 @@ def read_manifest(folder: Path) -> Manifest:
         )
     if seal != _seal(content):
         raise damaged(folder, f"'{MANIFEST}' is not what '{SEAL}' says it was")
-    try:
-        return Manifest.model_validate_json(content)
-    except ValidationError as error:
-        if (version := _version(content)) != VERSION:
-            raise InputError(
-                f"checkpoint '{folder}' is of version {version}, and this stagewright reads version {VERSION}: update it"
-            ) from None
-        raise damaged(folder, f"'{MANIFEST}' says what none can: {error.errors()[0]['msg']}") from None
+    if (version := _version(content)) != VERSION:
+        raise InputError(
+            f"checkpoint '{folder}' is of version {version}, and this stagewright reads version {VERSION}: update it"
+        )
+    return validated(Manifest, parse_json(content, f"'{folder / MANIFEST}'"), f"'{folder / MANIFEST}'")
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -146,13 +147,11 @@ def damaged(folder: Path, fault: str) -> InputError:
     return InputError(f"checkpoint '{folder}' is damaged: {fault}")
 
 
-def _seal(content: bytes) -> bytes:
-    return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
+def _seal(content: str) -> str:
+    return f"{hashlib.sha256(content.encode()).hexdigest()}  {MANIFEST}\n"
 
 
-def _version(content: bytes) -> Any:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    return found.get("version") if isinstance(found, dict) else None
+def _version(content: str) -> Any:
+    with contextlib.suppress(InputError):
+        found = parse_json(content, MANIFEST)
+        return found.get("version") if isinstance(found, dict) else None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from stagewright.documents import read_json
 from stagewright.errors import InputError
 from stagewright.execution.manifest import MANIFEST, Manifest, check_contents, read_manifest
 from stagewright.execution.quantised import method_of, refuse_quantised
@@ -170,10 +170,7 @@ def _compare(folder: Path, manifest: Manifest, names: list[str]) -> None:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"'{index}' cannot be read as JSON ({error}): copy or download it again") from None
+    content = read_json(index, "index", "copy or download it again")
     where = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(where, dict) or not where:
         raise InputError(f"'{index}' has no weight_map of tensors and their files: copy or download it again")
