@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +15,9 @@ from stagewright.cli.consent import say_what_runs
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.execution.record import Record
 
 
 def run(
@@ -32,6 +37,9 @@ def run(
         bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0,
+    start_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")
+    ] = 300.0,
     ranks: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's."),
@@ -52,7 +60,8 @@ def run(
 ) -> None:
     """Train a plan, one process per rank.
 
-    Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE.
+    Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it
+    behind the present step, with a checkpoint if --checkpoint was given; a second one ends it at once.
     """
     from stagewright.execution import launch
     from stagewright.execution.machine_use import watch_others
@@ -72,6 +81,7 @@ def run(
         device=device,
         random_weights=random_weights,
         timeout=timeout,
+        start_timeout=start_timeout,
         ranks=ranks,
         checkpoint=checkpoint,
         checkpoint_every=checkpoint_every,
@@ -107,6 +117,18 @@ def run(
         print_document(document)
     else:
         show(run_summary(document), f"Wrote {path}.")
+    if record.stopped_by is not None:
+        print(_stopped(record, steps or loaded.job.num_steps, checkpoint), file=sys.stderr)
+        raise typer.Exit(128 + signal.Signals[record.stopped_by])
+
+
+def _stopped(record: Record, num_steps: int, checkpoint: Path | None) -> str:
+    """Where a run ended that somebody stopped, and how it goes on."""
+    done = record.first_step + len(record.losses)
+    where = f"stopped by {record.stopped_by} after step {done} of {num_steps}"
+    if checkpoint is None:
+        return f"{where}; no checkpoint was asked for (--checkpoint), so nothing is kept to go on from"
+    return f"{where}; its checkpoint is in {checkpoint}: the same command with --resume goes on from there"
 
 
 def _check_readable(data: Path | None) -> None:

@@ -9,6 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stagewright.errors import RunError
+from stagewright.execution.board import Seal
+from stagewright.execution.rendezvous import Meeting, own_seal, own_store
+
 _NUM_PINGS = 20
 
 
@@ -23,8 +27,10 @@ class ClockOffset:
     error_seconds: float = 0.0
 
 
-def clock_offset(store: dist.Store, rank: int, num_ranks: int) -> ClockOffset:
+def clock_offset(rank: int, num_ranks: int, timeout_s: float = 30.0) -> ClockOffset:
     """The offset of this rank's clock; every rank must call this, as the first answers each of the others in turn.
+
+    Processes that one of ours started are on one machine, whose monotonic clock they share.
 
     A rank asks for the first rank's time and takes the answer for that of the middle of the round trip. Of many
     round trips the shortest counts; its true middle is at most half of it away. The store carries the messages,
@@ -32,19 +38,30 @@ def clock_offset(store: dist.Store, rank: int, num_ranks: int) -> ClockOffset:
 
     Source: Cristian 1989, "Probabilistic clock synchronization".
     """
+    if Meeting.joined() is not None:
+        return ClockOffset()
+    store, seal = own_store(timeout_s), own_seal()
     if rank == 0:
         for other in range(1, num_ranks):
             for ping in range(_NUM_PINGS):
                 store.get(f"clock/{other}/{ping}/ask")
-                store.set(f"clock/{other}/{ping}/answer", repr(time.perf_counter()))
+                place = f"clock/{other}/{ping}/answer"
+                store.set(place, seal.close(place, repr(time.perf_counter())).hex())
         return ClockOffset()
-    return min((_ask(store, rank, ping) for ping in range(_NUM_PINGS)), key=lambda found: found.error_seconds)
+    pings = (_ask(store, seal, rank, ping) for ping in range(_NUM_PINGS))
+    return min(pings, key=lambda found: found.error_seconds)
 
 
-def _ask(store: dist.Store, rank: int, ping: int) -> ClockOffset:
+def _ask(store: dist.Store, seal: Seal, rank: int, ping: int) -> ClockOffset:
     asked = time.perf_counter()
     store.set(f"clock/{rank}/{ping}/ask", "")
-    answer = float(store.get(f"clock/{rank}/{ping}/answer"))
+    place = f"clock/{rank}/{ping}/answer"
+    told = seal.open(place, bytes.fromhex(store.get(place).decode()))
+    if told is None:
+        raise RunError(
+            "the first rank's time came from somebody else: set STAGEWRIGHT_TOKEN to the same secret on every host"
+        )
+    answer = float(told)
     answered = time.perf_counter()
     return ClockOffset(answer - (asked + answered) / 2, (answered - asked) / 2)
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
 import os
-import signal
 import sys
 import time
-import uuid
 from pathlib import Path
-from typing import Any
 
-from stagewright.errors import InputError, RunError, StagewrightError
+from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint_folder import Checkpointing, check_start
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.machine_memory import refuse_without_room
-from stagewright.execution.member import RUN_ERRORS
+from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
 from stagewright.planning.plan import Plan, load_plan
@@ -34,6 +28,7 @@ def run(
     device: str = "auto",
     random_weights: bool = False,
     timeout: float = 1800.0,
+    start_timeout: float = 300.0,
     ranks: str | Path | None = None,
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
@@ -43,7 +38,8 @@ def run(
     """Train exactly what a plan says; one process per rank.
 
     Under a launcher (RANK and WORLD_SIZE are set) this process is one of the ranks; otherwise the processes are started
-    here with torchrun's launcher.
+    here. Ctrl-C or SIGTERM stops them behind the present step, with a checkpoint if a folder for checkpoints was given; a
+    second one ends them at once.
 
     Args:
         plan: path of a ``plan.json``.
@@ -53,6 +49,7 @@ def run(
         device: ``cpu``, ``cuda`` or ``auto``: CUDA where the plan is for GPUs and this machine has any.
         random_weights: start from the seed even where weights lie beside the model's config.
         timeout: seconds a rank may stay at one action.
+        start_timeout: seconds until every rank must have joined the others.
         ranks: a rank file that says which device each rank has; None takes the plan's.
         checkpoint: folder for checkpoints, of which one is written after the last step.
         checkpoint_every: steps after which one more is written each time.
@@ -60,7 +57,7 @@ def run(
         other_data: do so also if the data is not what that one was trained on.
 
     Returns:
-        What was measured; None on the ranks of a launcher that are not the first.
+        What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
 
     Raises:
         InputError: the plan cannot be read, or is one that is predicted only; there are too few devices, too little memory
@@ -85,13 +82,20 @@ def run(
     kind = kind_of(device, loaded, _num_ranks_here(loaded, is_launched))
     if kind == "cpu" and not is_launched:
         refuse_without_room(loaded)
-    options = {"data": data, "steps": steps, "device": kind, "timeout": timeout}
+    options = {
+        "data": data,
+        "steps": steps,
+        "device": kind,
+        "timeout": timeout,
+        "start-timeout": start_timeout,
+    }
     options |= {"checkpoint": checkpoint, "checkpoint-every": checkpoint_every}
     arguments = [str(Path(plan).resolve()), "--out", str(folder)]
     arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
     if ranks is not None:
-        found = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
-        arguments += [f"--devices={','.join(map(str, found))}"]
+        devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
+        loaded = loaded.model_copy(update={"devices": devices})
+        arguments += [f"--devices={','.join(map(str, devices))}"]
     arguments += ["--random-weights"] if random_weights else []
     arguments += ["--resume"] if resume else []
     num_steps = steps or loaded.job.num_steps
@@ -102,7 +106,7 @@ def run(
                 return _join(arguments, folder)
             if sys.stderr.isatty():
                 print(starting(loaded, kind, num_steps), file=sys.stderr, flush=True)
-            return _start(loaded, arguments, folder)
+            return _start(loaded, arguments, folder, start_timeout)
 
 
 def starting(plan: Plan, kind: str, num_steps: int) -> str:
@@ -139,97 +143,11 @@ def _join(arguments: list[str], folder: Path) -> Record | None:
     return load_record(folder / "record.json") if os.environ["RANK"] == "0" else None
 
 
-def _start(plan: Plan, arguments: list[str], folder: Path) -> Record:
+def _start(plan: Plan, arguments: list[str], folder: Path, start_timeout: float) -> Record:
     began = time.time()
-    start_ranks(plan.num_ranks, "stagewright.execution.worker", arguments, folder)
+    ranks = [plan.rank_on(device) for device in range(plan.num_ranks)]
+    start_ranks("stagewright.execution.worker", arguments, ranks, start_timeout, can_stop=True)
     record = folder / "record.json"
     if not record.exists() or record.stat().st_mtime < began - 1:
         raise RunError(f"the run ended without a record in '{folder}'")
     return load_record(record)
-
-
-def start_ranks(num_processes: int, module: str, arguments: list[str], folder: Path) -> None:
-    """Run ``python -m module *arguments --quiet`` once per rank with torchrun's launcher and wait for all.
-
-    Args:
-        folder: where ranks that fail leave their last words.
-
-    Raises:
-        RunError: a rank failed; says which, and why.
-        KeyboardInterrupt: Ctrl-C; all ranks have been ended.
-    """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    for stale in folder.glob(".failure-*"):
-        stale.unlink()
-    _silence("torch.distributed.elastic", "torch.distributed.launcher")
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.2,
-    )
-    with _environment(OMP_NUM_THREADS=str(max((os.cpu_count() or 1) // num_processes, 1))):
-        try:
-            elastic_launch(config, sys.executable)("-m", module, *arguments, "--quiet")
-        except ChildFailedError as error:
-            raise _explained(error, folder) from None
-        except SignalException as received:
-            if received.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise
-
-
-def _silence(*prefixes: str) -> None:
-    """No log lines of the launcher; each of its loggers has a level of its own."""
-    for name in [*prefixes, *logging.root.manager.loggerDict]:
-        if name.startswith(prefixes):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def _explained(error: Any, folder: Path) -> StagewrightError:
-    """What the first rank to fail said, or how it ended when it could say nothing."""
-    messages = []
-    for file in folder.glob(".failure-*"):
-        with contextlib.suppress(OSError, ValueError):
-            messages.append(json.loads(file.read_text()))
-        file.unlink(missing_ok=True)
-    messages.sort(key=lambda item: item["time"])
-    rank, failure = error.get_first_failure()
-    said = any(item["rank"] == rank for item in messages)
-    if said or (messages and failure.exitcode > 0):
-        kind = RUN_ERRORS.get(messages[0].get("kind", ""), RunError)
-        return kind(f"the run stopped: {messages[0]['message']}")
-    own = f"rank {rank} ended with {_ending(failure)}"
-    if messages:
-        return RunError(f"the run stopped: {own}: {messages[0]['message']}")
-    return RunError(f"the run stopped: {own} (process {failure.pid}), and no rank had anything to say")
-
-
-def _ending(failure: Any) -> str:
-    if failure.exitcode >= 0:
-        return f"exit code {failure.exitcode}"
-    if -failure.exitcode == signal.SIGKILL:
-        return (
-            "SIGKILL (if nobody sent it, the system had run out of memory: its log says so; then plan with a smaller "
-            "--memory-limit, or run fewer ranks here)"
-        )
-    return failure.signal_name()
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Any:
-    """Set variables that are not set, for the processes started meanwhile."""
-    fresh = {name: value for name, value in values.items() if name not in os.environ}
-    os.environ.update(fresh)
-    try:
-        yield
-    finally:
-        for name in fresh:
-            os.environ.pop(name, None)

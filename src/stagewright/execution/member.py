@@ -6,27 +6,28 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError, wants_traceback
+from stagewright.execution.rendezvous import Meeting, board_of, group_store, hosted_store, is_unsealed
+from stagewright.execution.watch import IMPORT_SILENCE_S, JOINING, Limits, Watch
+from stagewright.text import printable
 
 if TYPE_CHECKING:
-    from stagewright.execution.watch import Watch
+    import torch
 
 RUN_ERRORS: dict[str, type[StagewrightError]] = {one.__name__: one for one in (InputError, PlanError)}
 """Of a rank's errors those that the launcher passes on as they are, by name: what the user gave cannot be used."""
 
 
 def start_process() -> None:
-    """For a process that is nothing but a rank: Ctrl-C ends it at once, and nothing it prints is on stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also while it is blocked in a transfer
+    """For a process that is nothing but a rank: Ctrl-C is its launcher's to answer, and nothing it prints is on stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.showwarning = _show
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
@@ -43,63 +44,98 @@ def end_process(code: int) -> None:
 
 
 @contextmanager
-def member(out: str, target: Any, timeout: float, quiet: bool, rank: int | None = None) -> Iterator[Watch]:
+def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple[Watch, torch.device]]:
     """Inside, this process is a rank of the group and watched; an error says which rank failed at what.
 
     Args:
-        out: folder for what this rank has to say when it fails.
-        target: the `torch.device` of this rank.
-        timeout: seconds a rank may stay at one action.
-        quiet: leave it to the launcher to print what failed.
+        kind: of device, ``cpu`` or ``cuda``.
+        limits: seconds a rank may take.
         rank: of this process in the plan; that of the launcher where they are the same.
+
+    Yields:
+        The watch, which is to be told where this rank stands, and the device it computes on.
     """
-    import torch.distributed as dist
-
-    from stagewright.execution.heap import keep_freed_memory
-    from stagewright.execution.watch import Watch, group_store, host_store, own_store
-
-    if target.type == "cpu":
-        keep_freed_memory()
     launched, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank = launched if rank is None else rank
+    meeting = Meeting.joined()
+    # Before any other thread is started, so that the watch alone hears the signals.
+    ends_on = (signal.SIGTERM,) if meeting is not None else (signal.SIGTERM, signal.SIGINT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends_on)
+    host = None if meeting is not None else hosted_store()
 
     def end(message: str) -> None:
         try:
-            report_failure(out, launched, RunError(message), quiet)
+            watch.failed("RunError", message, is_consequence=True)
+            # A launcher of ours reads the board; where it is gone, the first rank has the last word.
+            if meeting is None or (os.getppid() != meeting.launcher and rank == 0):
+                print(f"stagewright: {printable(message)}", file=sys.stderr, flush=True)
         finally:
             os._exit(1)
 
-    host = host_store()
-    watch = Watch(rank, world, own_store(), timeout, on_failure=end)
-    watch.listen_for_termination()
-    dist.init_process_group(
-        "nccl" if target.type == "cuda" else "gloo",
-        store=group_store(timeout),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout),
-    )
+    launcher = None if meeting is None else meeting.launcher
+    watch = Watch(rank, world, board_of(meeting, world), limits, end, launcher)
+    watch.listen_for_signals(*ends_on)
     watch.start()
     try:
-        yield watch
+        watch.at("importing torch", IMPORT_SILENCE_S)
+        target = _joined(watch, kind, limits, meeting)
+        yield watch, target
     except Exception as error:
         raise _failure(error, rank, watch) from error
-    watch.stop()
-    dist.barrier()
-    dist.destroy_process_group()
+    _left(watch)
     del host
 
 
-def _failure(error: Exception, rank: int, watch: Any) -> StagewrightError:
-    """What this rank should say: its own error, or which other rank's end caused it."""
+def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) -> torch.device:
+    """The device of this process, which has joined the group of all ranks."""
+    import torch.distributed as dist
+
+    from stagewright.execution.device import local_device
+    from stagewright.execution.heap import keep_freed_memory
+
+    target = local_device(kind)
+    if kind == "cpu":
+        keep_freed_memory()
+    if watch.rank == 0 and is_unsealed():
+        print(
+            "warning: STAGEWRIGHT_TOKEN is not set, so whoever reaches this run's rendezvous store can end the run: set "
+            "it to the same secret on every host",
+            file=sys.stderr,
+            flush=True,
+        )
+    watch.at(JOINING)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        store=group_store(meeting, watch.num_ranks, limits.action_s),
+        rank=watch.rank,
+        world_size=watch.num_ranks,
+        timeout=timedelta(seconds=limits.action_s),
+    )
+    watch.at("starting")
+    return target
+
+
+def _left(watch: Watch) -> None:
+    """The run ended well."""
+    import torch.distributed as dist
+
+    watch.stop()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _failure(error: Exception, rank: int, watch: Watch) -> StagewrightError:
+    """What this rank says, to the others too: its own error, or which other rank's end caused it."""
     own = str(error) if isinstance(error, StagewrightError) else f"{type(error).__name__}: {error}"
     position = watch.position
     blamed = watch.blame() if may_be_lost_peer(error) else None
-    if blamed is None:
-        watch.failed(own)
+    if blamed is not None:
+        found: StagewrightError = RunError(f"{blamed}; rank {rank} stopped at {position}: {own}")
+    else:
         kind = RUN_ERRORS.get(type(error).__name__, RunError)
-        return kind(f"rank {rank} failed at {position}: {own}")
-    return RunError(f"{blamed}; rank {rank} stopped at {position}: {own}")
+        found = kind(f"rank {rank} failed at {position}: {own}")
+    watch.failed(type(found).__name__, str(found), is_consequence=blamed is not None)
+    return found
 
 
 def may_be_lost_peer(error: BaseException | None) -> bool:
@@ -115,17 +151,12 @@ def may_be_lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def report_failure(out: str, rank: int, error: StagewrightError, quiet: bool) -> None:
-    """Leave the error for the launcher that asked this rank to be `quiet`; otherwise print it."""
-    trace = "".join(traceback.format_exception(error)) if wants_traceback() else ""
-    if not quiet:
-        print(f"{trace}stagewright: {error}", file=sys.stderr, flush=True)
-        return
-    said = {"rank": rank, "time": time.time(), "kind": type(error).__name__, "message": str(error)}
-    print(trace, end="", file=sys.stderr, flush=True)
-    folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f".failure-{rank}").write_text(json.dumps(said))
+def report_failure(error: StagewrightError) -> None:
+    """Print an error of this rank, unless a launcher of ours has read it on the board."""
+    if wants_traceback():
+        print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
+    if Meeting.joined() is None:
+        print(f"stagewright: {printable(str(error))}", file=sys.stderr, flush=True)
 
 
 def gather(document: str) -> list[Any]:

@@ -77,6 +77,8 @@ class Record(StrictModel):
     versions: dict[str, str] = Field(default_factory=dict)
     first_step: Position = 0
     """Steps done before, by the runs whose checkpoint this one went on from; what follows is of its own steps."""
+    stopped_by: str | None = None
+    """The signal by which somebody ended the run before its last step; None where it came to that."""
     losses: tuple[float | None, ...]
     """None where the loss was no finite number."""
     gradient_norms: tuple[float | None, ...]

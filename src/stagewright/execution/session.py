@@ -53,6 +53,8 @@ class StepResult:
     loss: float
     gradient_norm: float
     seconds: float
+    is_last_asked: bool = False
+    """Whether a rank was asked to stop behind this step; all ranks see the same."""
 
 
 class Session:
@@ -72,8 +74,10 @@ class Session:
         random_weights: bool = False,
         watch: Callable[[str], None] = lambda position: None,
         report: Callable[[str], None] = lambda stage: None,
+        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
+        self._asked_to_stop = asked_to_stop
         self.device = device
         self._report_position = watch
         self.position = "starting"
@@ -276,7 +280,8 @@ class Session:
         end = time.perf_counter()
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
-        return StepResult(self._mean_loss(batch), norm, end - start)
+        loss, stops = self._agreed(batch)
+        return StepResult(loss, norm, end - start, stops)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -290,12 +295,17 @@ class Session:
         ]
 
     def _mean_loss(self, result: BatchResult) -> float:
-        """The mean loss over all microbatches of all replicas, known to every rank."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        return self._agreed(result)[0]
+
+    def _agreed(self, result: BatchResult) -> tuple[float, bool]:
+        """The mean loss over all microbatches of all replicas, and whether a rank is asked to stop; known to every rank."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss in result.losses.values():
-            total += loss.double().reshape(1)
+            total[0] += loss.double().reshape(())
+        total[1] = float(self._asked_to_stop())
         dist.all_reduce(total)
-        return float(total) / (self.plan.num_microbatches * self.plan.dp * self.plan.tp)
+        loss, votes = total.tolist()
+        return loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp), votes > 0
 
     # -- evaluation -------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,8 @@ from safetensors.torch import save_file
 
 from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution.data import SyntheticBatches
-from stagewright.execution.launch import refuse_what_is_not_run, start_ranks
+from stagewright.execution.launch import refuse_what_is_not_run
+from stagewright.execution.processes import start_ranks
 from stagewright.execution.random import keyed
 from stagewright.execution.reduced_copy import (
     Dtype,
@@ -114,7 +115,7 @@ def verify(
         reduced.save(folder / "plan.json")
         report(f"training it pipelined by {reduced.num_ranks} processes")
         arguments = [str(folder / "plan.json"), "--out", str(folder)]
-        start_ranks(reduced.num_ranks, "stagewright.execution.verification_worker", arguments, folder)
+        start_ranks("stagewright.execution.verification_worker", arguments, range(reduced.num_ranks))
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     return _judged(reduced, graph, plain, outcome)
 

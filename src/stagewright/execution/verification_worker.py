@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.errors import StagewrightError
 from stagewright.execution.member import end_process, gather, member, report_failure, start_process
+from stagewright.execution.watch import Limits
 
 if TYPE_CHECKING:
     from stagewright.execution.session import Session
-
-_TIMEOUT_S = 1800.0
 
 _ROUNDING = 1e-4
 """A gradient so many times smaller than the largest is judged by how that one rounds, where ranks share layers."""
@@ -28,26 +26,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("plan")
     parser.add_argument("--out", required=True)
-    parser.add_argument("--quiet", action="store_true")
     options = parser.parse_args(arguments)
     try:
-        work(Path(options.plan), Path(options.out), options.quiet)
+        work(Path(options.plan), Path(options.out))
     except StagewrightError as error:
-        report_failure(options.out, int(os.environ["RANK"]), error, options.quiet)
+        report_failure(error)
         return 1
     return 0
 
 
-def work(plan: Path, folder: Path, quiet: bool) -> None:
+def work(plan: Path, folder: Path) -> None:
     """Rank 0 leaves the outcome in `folder`: the loss, and name and difference of every gradient of every rank."""
-    import torch
+    with member("cpu", Limits()) as (watch, cpu):
+        from stagewright.execution.session import Session
+        from stagewright.execution.verification import OUTCOME, PLAIN
+        from stagewright.planning.plan import load_plan
 
-    from stagewright.execution.session import Session
-    from stagewright.execution.verification import OUTCOME, PLAIN
-    from stagewright.planning.plan import load_plan
-
-    cpu = torch.device("cpu")
-    with member(str(folder), cpu, _TIMEOUT_S, quiet) as watch:
         session = Session(load_plan(plan), cpu, None, True, watch.at, watch.at)
         loss = session.accumulate(0)
         watch.at("comparing gradients")

@@ -1,68 +1,94 @@
 """Watching over a run: where every rank stands, and what to say when one of them is gone.
 
-Every rank publishes its position a few times a second through the rendezvous store. A rank whose position no longer
-changes hands is dead or frozen; the others say so, with its last action and their own, and stop.
+Every rank posts its position a few times a second. A rank whose post no longer changes is dead or frozen; the others say
+so, with its last action and their own, and stop. Nothing here imports torch: the watch begins before that.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
 
-import torch.distributed as dist
+from stagewright.execution.board import (
+    LAUNCHER,
+    SILENCE_S,
+    Board,
+    Failure,
+    Post,
+    write_post,
+)
+from stagewright.execution.liveness import FINISHED, Liveness
 
-_INTERVAL_S = 0.25
-_DEAD_AFTER_S = 10.0
+INTERVAL_S = 0.25
+"""Seconds between two posts of a rank."""
+IMPORT_SILENCE_S = 30.0
+"""While libraries are loaded no thread of Python may run for long."""
+JOINING = "joining the group"
 _SETTLE_S = 1.5
 _BLAME_WITHIN_S = 8.0
+_NUM_NEIGHBOURS = 8
+"""Ranks that each watches all the time; all are looked at when something has gone wrong."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that a rank may take: for one action, and until all ranks have joined the group."""
+
+    action_s: float = 1800.0
+    start_s: float = 300.0
 
 
 class Watch:
-    """Publishes this rank's position and watches those of the others, in a thread of its own.
+    """Posts this rank's position and watches those of the others, in a thread of its own.
 
     Args:
         rank: global rank of this process.
         num_ranks: how many there are.
-        store: a connection of its own to the rendezvous store.
-        action_timeout_s: a rank that stays at one action longer than this ends the run.
-        on_failure: called with the message instead of ending the process (for tests).
+        board: where the ranks post.
+        limits: a rank that takes longer ends the run.
+        on_failure: called with the message when this process has to end.
+        launcher: process that started this one and without which it ends; None under a launcher of others.
     """
 
     def __init__(
         self,
         rank: int,
         num_ranks: int,
-        store: dist.Store,
-        action_timeout_s: float = 1800.0,
-        on_failure: Callable[[str], None] | None = None,
+        board: Board,
+        limits: Limits,
+        on_failure: Callable[[str], None],
+        launcher: int | None = None,
     ) -> None:
         self.rank = rank
         self.num_ranks = num_ranks
-        self.store = store
-        self.action_timeout_s = action_timeout_s
-        self.on_failure = on_failure or _end_process
-        self._position = "starting"
+        self.num_steps: int | None = None
+        self.stop_asked: str | None = None
+        """The signal by which the run is asked to stop behind the present step."""
+        self._board = board
+        self._limits = limits
+        self._on_failure = on_failure
+        self._launcher = launcher
+        self._position, self._silence_s = "starting", IMPORT_SILENCE_S
         self._since = time.monotonic()
         self._beat = 0
+        self._failure: Failure | None = None
         self._stopped = threading.Event()
         self._failing = threading.Lock()
-        self._seen: dict[int, tuple[int, float]] = {}
-        self._last: dict[int, str] = {}
+        self._posting = threading.RLock()  # a post that fails ends in another
+        self._liveness = Liveness(board, INTERVAL_S)
         self._thread = threading.Thread(target=self._run, daemon=True, name="stagewright-watch")
 
     def start(self) -> None:
-        self._publish()
+        self._post()
         self._thread.start()
 
-    def at(self, position: str) -> None:
-        """This rank is now at `position` (the text of an action)."""
-        self._position = position
+    def at(self, position: str, silence_s: float = SILENCE_S) -> None:
+        """This rank is now at `position` (the text of an action), where it may give no sign of life for `silence_s`."""
+        self._position, self._silence_s = position, silence_s
         self._since = time.monotonic()
 
     @property
@@ -71,146 +97,118 @@ class Watch:
 
     def stop(self) -> None:
         """The run ended well: positions no longer matter."""
-        self._position = "finished"
+        self._position = FINISHED
         self._stopped.set()
         if (
             self._thread.is_alive()
         ):  # in a call of the store when the interpreter ends, it would abort the process
-            self._thread.join(_DEAD_AFTER_S)
-        self._publish()
+            self._thread.join(SILENCE_S)
+        self._post()
 
-    def listen_for_termination(self) -> None:
-        """Answer SIGTERM (sent by the launcher when another rank died) with a report, even while blocked in a transfer.
+    def listen_for_signals(self, *signals: signal.Signals) -> None:
+        """Answer `signals`, even while blocked in a transfer: with a report where another rank is gone, else by stopping
+        behind the present step. A second one ends the process at once.
 
-        Must be called before other threads are started, so that they inherit the blocked signal.
+        Must be called before other threads are started, so that they inherit the blocked signals.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
         def wait() -> None:
-            signal.sigwait({signal.SIGTERM})
-            self._terminated()
+            received = signal.sigwait(signals)
+            threading.Thread(target=self._judge, args=(received,), daemon=True).start()
+            os._exit(128 + signal.sigwait(signals))
 
-        threading.Thread(target=wait, daemon=True, name="stagewright-sigterm").start()
+        threading.Thread(target=wait, daemon=True, name="stagewright-signals").start()
 
-    def failed(self, message: str) -> None:
-        """This rank is about to end with an error of its own: tell the others."""
-        self._position = f"failed: {message}"
-        self._publish()
+    def failed(self, kind: str, message: str, is_consequence: bool = False) -> None:
+        """This rank is about to end with an error: tell the others and the launcher."""
+        self._failure = Failure(kind, message, time.time(), is_consequence)
+        self._post()
 
     def blame(self) -> str | None:
         """Which rank is gone and where it stood; None once all others have shown signs of life, in a few seconds."""
-        self._read()
-        before = {rank: beat for rank, (beat, _) in self._seen.items()}
+        liveness = Liveness(self._board, INTERVAL_S)
+        others = [rank for rank in range(self.num_ranks) if rank != self.rank]
+        liveness.look(others)
+        before = {rank: post.beat for rank, post in liveness.posts.items()}
         deadline = time.monotonic() + _BLAME_WITHIN_S
         while time.monotonic() < deadline:
-            time.sleep(_INTERVAL_S)
-            self._read()
-            problem = self._problem(_SETTLE_S)
-            if problem:
+            time.sleep(INTERVAL_S)
+            deadline += liveness.look(others)
+            if problem := liveness.problem(_SETTLE_S):
                 return problem
-            for rank, (beat, _) in self._seen.items():
-                before.setdefault(rank, beat)
+            for rank, post in liveness.posts.items():
+                before.setdefault(rank, post.beat)
             # One later beat may have been on its way when its rank died; a second was sent by a living one.
-            if len(before) == self.num_ranks - 1 and all(
-                self._seen[rank][0] >= beat + 2 for rank, beat in before.items()
+            if len(before) == len(others) and all(
+                liveness.posts[rank].beat >= beat + 2 or liveness.posts[rank].position == FINISHED
+                for rank, beat in before.items()
             ):
                 return None
-        unseen = [rank for rank in range(self.num_ranks) if rank != self.rank and rank not in before]
+        unseen = [rank for rank in others if rank not in before]
         return f"rank {unseen[0]} died or froze at the start (it gave no sign of life)" if unseen else None
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._stopped.wait(_INTERVAL_S):
-            self._publish()
-            self._read()
-            problem = self._problem(_DEAD_AFTER_S)
-            if problem:
+        neighbours = [
+            (self.rank + distance) % self.num_ranks
+            for distance in range(1, min(_NUM_NEIGHBOURS + 1, self.num_ranks))
+        ]
+        while not self._stopped.wait(INTERVAL_S):
+            self._post()
+            self._since += self._liveness.look(neighbours)
+            self._look_for_launcher()
+            if problem := self._liveness.problem() or self._own_problem():
                 self._fail(problem)
                 return
 
-    def _publish(self) -> None:
-        self._beat += 1
-        state = [self._beat, self._position, time.monotonic() - self._since]
-        try:
-            self.store.set(f"watch/{self.rank}", json.dumps(state))
-        except (RuntimeError, dist.DistError):
-            if not self._stopped.is_set():
-                self._fail("the rendezvous store is gone: the process that hosts it has ended")
-
-    def _read(self) -> None:
-        now = time.monotonic()
-        for rank in range(self.num_ranks):
-            if rank == self.rank:
-                continue
+    def _post(self) -> None:
+        with self._posting:
+            self._beat += 1
+            post = Post(self._beat, self._position, self.num_steps, self._silence_s, self._failure)
             try:
-                key = f"watch/{rank}"
-                if not self.store.check([key]):
-                    continue
-                beat, position, _ = json.loads(self.store.get(key))
-            except (RuntimeError, dist.DistError, ValueError):
-                continue
-            self._last[rank] = position
-            if self._seen.get(rank, (-1, 0.0))[0] != beat:
-                self._seen[rank] = (beat, now)
+                write_post(self._board, self.rank, post)
+            except (OSError, RuntimeError):  # torch's DistError is a RuntimeError
+                if not self._stopped.is_set():
+                    self._fail("the rendezvous store is gone: the process that hosts it has ended")
 
-    def _problem(self, patience: float) -> str | None:
-        now = time.monotonic()
-        for rank, (_, changed) in self._seen.items():
-            position = self._last[rank]
-            if position == "finished":
-                continue
-            if position.startswith("failed: "):
-                return f"rank {rank} {position}"
-            if now - changed > patience:
-                return f"rank {rank} died or froze at {position} (no sign of life for {now - changed:.0f} s)"
-        waited = now - self._since
-        if waited > self.action_timeout_s:
+    def _look_for_launcher(self) -> None:
+        if self._launcher is None:
+            return
+        if os.getppid() != self._launcher:
+            self._fail(f"the process that started the run ({self._launcher}) has ended")
+        self.stop_asked = self.stop_asked or self._board.read(LAUNCHER)
+
+    def _own_problem(self) -> str | None:
+        waited = time.monotonic() - self._since
+        if self._position == JOINING and waited > self._limits.start_s:
+            everyone = Liveness(self._board, INTERVAL_S)
+            everyone.look(range(self.num_ranks))
+            unseen = set(range(self.num_ranks)) - everyone.posts.keys()
+            behind = {
+                rank: post.position for rank, post in everyone.posts.items() if post.position != JOINING
+            }
+            missing = [f"rank {rank} gave no sign of life" for rank in sorted(unseen)]
+            missing += [f"rank {rank} is still at '{where}'" for rank, where in sorted(behind.items())]
+            return f"not all ranks joined within {waited:.0f} s: {', '.join(missing) or 'the network lets none connect'}"
+        if waited > self._limits.action_s:
             return f"this rank has been at {self._position} for {waited:.0f} s, longer than the limit of an action"
         return None
 
-    def _terminated(self) -> None:
-        if self._stopped.is_set():
-            os._exit(143)
-        self._fail(self.blame() or "the launcher asked this rank to stop")
+    def _judge(self, received: signal.Signals) -> None:
+        """A launcher asks this rank to end: because another one died, or because somebody wants the run to stop."""
+        if self._stopped.is_set() or self.num_steps is None:
+            problem = None if self._stopped.is_set() else self.blame()
+            if problem is not None:
+                self._fail(problem)
+            os._exit(128 + received)
+        self.stop_asked = signal.Signals(received).name
+        if problem := self.blame():
+            self._fail(problem)
 
     def _fail(self, problem: str) -> None:
         if not self._failing.acquire(blocking=False):
             return
-        others = ", ".join(
-            f"rank {rank} at {where}"
-            for rank, where in sorted(self._last.items())
-            if f"rank {rank} " not in problem
-        )
-        self.on_failure(
-            f"rank {self.rank} stops at {self._position}: {problem}"
-            + (f" [last seen: {others}]" if others else "")
-        )
-
-
-def _end_process(message: str) -> None:
-    print(f"stagewright: {message}", file=sys.stderr, flush=True)
-    os._exit(1)
-
-
-def host_store() -> dist.Store | None:
-    """The rendezvous store, for as long as it is held, where this process has to be the one that hosts it: the first of a
-    launcher that, unlike torchrun, has none of its own."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
-        return None
-    port = int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
-
-
-def group_store(timeout_s: float) -> dist.Store:
-    """A connection for the process group."""
-    return dist.PrefixStore("group", own_store(max(timeout_s, 60.0)))
-
-
-def own_store(timeout_s: float = 30.0) -> dist.Store:
-    """A connection to the rendezvous store that no other thread of this process uses."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
-    return dist.PrefixStore("stagewright", store)
+        others = self._liveness.others(problem)
+        self._on_failure(f"rank {self.rank} stops at {self._position}: {problem}{others}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import RunError, StagewrightError, StagewrightWarning
 from stagewright.execution.member import end_process, gather, member, report_failure, start_process
+from stagewright.execution.watch import Limits
 
 if TYPE_CHECKING:
     from stagewright.planning.job import Job
@@ -27,10 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         work_and_record(options)
     except StagewrightError as error:
-        report_failure(options["out"], int(os.environ["RANK"]), error, options["quiet"])
+        report_failure(error)
         return 1 if isinstance(error, RunError) else 2
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
@@ -49,7 +48,7 @@ def work(
     device: str,
     random_weights: bool,
     timeout: float,
-    quiet: bool = False,
+    start_timeout: float = 300.0,
     devices: str | None = None,
     checkpoint: str | None = None,
     checkpoint_every: int | None = None,
@@ -60,46 +59,52 @@ def work(
     Raises:
         RunError: the run failed; names the rank, the action and what it waited for.
     """
-    import torch
-
-    from stagewright.execution.device import local_device
     from stagewright.planning.plan import load_plan
 
     warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
-    target = local_device(device)
     loaded = load_plan(plan)
     if devices is not None:
         loaded = loaded.model_copy(update={"devices": tuple(map(int, devices.split(",")))})
     launched = int(os.environ["RANK"])
-    if (threads := num_threads(loaded, launched)) is not None:
-        torch.set_num_threads(threads)
-    with member(out, target, timeout, quiet, loaded.rank_on(launched)) as watch:
+    with member(device, Limits(timeout, start_timeout), loaded.rank_on(launched)) as (watch, target):
+        import torch
+
         from stagewright.execution.checkpoint import is_due, restore, save
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.session import Session
         from stagewright.execution.step_log import StepLog
-        from stagewright.execution.watch import own_store
 
-        session = Session(loaded, target, data, random_weights, watch.at, watch.at)
+        if (threads := num_threads(loaded, launched)) is not None:
+            torch.set_num_threads(threads)
+        session = Session(
+            loaded, target, data, random_weights, watch.at, watch.at, lambda: watch.stop_asked is not None
+        )
         results = []
         num_steps = steps or loaded.job.num_steps
         first = restore(session, Path(checkpoint)) if checkpoint is not None and resume else 0
         metered = metered_steps(loaded.job, num_steps, first)
         log = StepLog(Path(out), first, num_steps) if launched == 0 else None
+        watch.num_steps = first
         for step in range(first, num_steps):
             result = session.train_step(step, metered=step in metered)
             results.append(result)
+            watch.num_steps = step + 1
             if log is not None:
                 log(step, result)
-            if checkpoint is not None and is_due(step + 1, num_steps, checkpoint_every):
+            if checkpoint is not None and (
+                is_due(step + 1, num_steps, checkpoint_every) or result.is_last_asked
+            ):
                 save(session, Path(checkpoint), step + 1)
+            if result.is_last_asked:
+                break
         watch.at("comparing clocks")
-        offset = clock_offset(own_store(timeout), watch.rank, watch.num_ranks)
+        offset = clock_offset(watch.rank, watch.num_ranks, timeout)
         ranks = gather(session.rank_record(offset).model_dump_json())
     if launched != 0:
         return None
-    return _record(loaded, torch, target, results, first, metered, ranks)
+    stopped = watch.stop_asked if results[-1].is_last_asked and first + len(results) < num_steps else None
+    return _record(loaded, torch, target, results, first, metered, ranks, stopped)
 
 
 def lengths_of(job: Job, steps: range) -> tuple[int, ...]:
@@ -115,8 +120,9 @@ def num_threads(plan: Plan, device: int) -> int | None:
 
 
 def _record(
-    loaded: Any, torch: Any, target: Any, results: list[Any], first: int, metered: set[int], ranks: list[Any]
-) -> Any:
+    loaded: Any, torch: Any, target: Any, results: list[Any], first: int, metered: set[int], ranks: list[Any],
+    stopped: str | None,
+) -> Any:  # fmt: skip
     from stagewright.execution.record import Record
     from stagewright.execution.step_log import finite
     from stagewright.version import __version__
@@ -133,7 +139,8 @@ def _record(
         gradient_norms=tuple(finite(result.gradient_norm) for result in results),
         step_seconds=tuple(result.seconds for result in results),
         sequence_lengths=lengths,
-        metered_steps=tuple(sorted({0, *(step - first for step in metered)})),
+        stopped_by=stopped,
+        metered_steps=tuple(sorted({0, *(step - first for step in metered if step - first < len(results))})),
         predicted_step_seconds=timed.predictions.step_seconds,
         ranks=tuple(ranks),
     )
@@ -149,11 +156,11 @@ def parsed(arguments: Sequence[str] | None) -> dict[str, Any]:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--random-weights", action="store_true")
     parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--start-timeout", type=float, default=300.0)
     parser.add_argument("--devices", help="device of every rank, instead of the plan's")
     parser.add_argument("--checkpoint")
     parser.add_argument("--checkpoint-every", type=int)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--quiet", action="store_true", help="leave it to the launcher to print what failed")
     return vars(parser.parse_args(arguments))
 
 

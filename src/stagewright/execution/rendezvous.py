@@ -1,0 +1,122 @@
+"""Where the ranks of a run meet: in a private folder of one machine, or in the store of a launcher on several.
+
+On one machine nothing listens but gloo's (or NCCL's) own connections, on the loopback interface: addresses are exchanged
+through a file. Under a launcher such as torchrun its store serves; what is posted there is sealed with STAGEWRIGHT_TOKEN.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.execution.board import Board, FileBoard, Seal, StoreBoard, places
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+TOKEN = "STAGEWRIGHT_TOKEN"
+"""Environment variable: the secret that the ranks of one run share."""
+
+_FOLDER, _LAUNCHER = "STAGEWRIGHT_RENDEZVOUS", "STAGEWRIGHT_LAUNCHER"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The ranks of a run on this machine: their private folder, the secret they share and the process that started them."""
+
+    folder: Path
+    token: str
+    launcher: int
+
+    @classmethod
+    def new(cls, folder: Path) -> Meeting:
+        """For ranks that this process starts."""
+        return cls(folder, secrets.token_hex(), os.getpid())
+
+    @classmethod
+    def joined(cls) -> Meeting | None:
+        """The one this process was started for; None under a launcher of others."""
+        folder = os.environ.get(_FOLDER)
+        if folder is None:
+            return None
+        return cls(Path(folder), os.environ[TOKEN], int(os.environ[_LAUNCHER]))
+
+    def environment(self) -> Mapping[str, str]:
+        """What a rank finds it by; its connections stay on this machine."""
+        loopback = loopback_interface()
+        return {
+            _FOLDER: str(self.folder),
+            TOKEN: self.token,
+            _LAUNCHER: str(self.launcher),
+            "GLOO_SOCKET_IFNAME": loopback,
+            "NCCL_SOCKET_IFNAME": loopback,
+        }
+
+    def board(self, num_ranks: int) -> FileBoard:
+        return FileBoard(self.folder / "board", places(num_ranks), Seal(self.token))
+
+
+def loopback_interface() -> str:
+    """The name of the interface that leads nowhere but to this machine.
+
+    >>> loopback_interface() in dict((name, number) for number, name in socket.if_nameindex())
+    True
+    """
+    return "lo0" if sys.platform == "darwin" else "lo"
+
+
+def board_of(meeting: Meeting | None, num_ranks: int) -> Board:
+    """Where this rank posts. Imports torch under a launcher of others."""
+    if meeting is not None:
+        return meeting.board(num_ranks)
+    return StoreBoard(own_store(), own_seal())
+
+
+def own_seal() -> Seal:
+    """Under a launcher of others: of the secret that the user has given to all ranks, if any."""
+    return Seal(os.environ.get(TOKEN, ""))
+
+
+def group_store(meeting: Meeting | None, num_ranks: int, timeout_s: float) -> dist.Store:
+    """A connection through which the process group exchanges addresses."""
+    import torch.distributed as dist
+
+    if meeting is None:
+        return dist.PrefixStore("group", own_store(max(timeout_s, 60.0)))
+    store = dist.FileStore(str(meeting.folder / "store"), num_ranks)
+    store.set_timeout(timedelta(seconds=max(timeout_s, 60.0)))
+    return dist.PrefixStore("group", store)
+
+
+def hosted_store() -> dist.Store | None:
+    """The rendezvous store, for as long as it is held, where this process has to be the one that hosts it: the first of a
+    launcher that, unlike torchrun, has none of its own."""
+    import torch.distributed as dist
+
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or os.environ["RANK"] != "0":
+        return None
+    port = int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=True, wait_for_workers=False)
+
+
+def own_store(timeout_s: float = 30.0) -> dist.Store:
+    """A connection to the launcher's store that no other thread of this process uses."""
+    import torch.distributed as dist
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(
+        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    return dist.PrefixStore("stagewright", store)
+
+
+def is_unsealed() -> bool:
+    """Whether ranks of several machines share no secret."""
+    num_here = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    return Meeting.joined() is None and TOKEN not in os.environ and num_here != os.environ["WORLD_SIZE"]

@@ -1,0 +1,181 @@
+"""Ranks and launchers that are killed, halted and interrupted: who is named, what is left, and how soon."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+
+from faults import LOOPBACK, StartedRun, listening_addresses, started_run
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
+
+ENDS_WITHIN_S = 45.0
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[StartedRun]:
+    """One that would go on for hours."""
+    make_plan(tmp_path / "plan.json")
+    words = ("--steps", "100000", "--device", "cpu", "--timeout", "20", "--out", str(tmp_path / "out"))
+    with started_run(tmp_path / "log", str(tmp_path / "plan.json"), *words) as started:
+        yield started
+
+
+def ended(run: StartedRun) -> str:
+    """What a run said that failed; no process of it is left, nor its private folder."""
+    code, _ = run.end(ENDS_WITHIN_S)
+    assert code == 1, run.said
+    assert "Traceback" not in run.said and "Fault of" not in run.said
+    assert_nothing_left(run)
+    return run.said
+
+
+def assert_nothing_left(run: StartedRun) -> None:
+    deadline = time.monotonic() + 20
+    while run.left_over() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert run.left_over() == []
+
+
+def test_a_rank_that_is_killed_is_named_where_it_stood(run: StartedRun, tmp_path: Path) -> None:
+    run.wait_for_step(2)
+    os.kill(run.rank(1), signal.SIGKILL)
+    assert re.search(r"rank 1 \(process \d+\) ended with SIGKILL .* at \S+", ended(run))
+    assert not (tmp_path / "out" / "record.json").exists()
+    steps = [json.loads(line) for line in (tmp_path / "out" / "steps.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in steps] == list(range(1, len(steps) + 1))
+
+
+def test_a_rank_that_is_halted_is_named_where_it_stood(run: StartedRun) -> None:
+    run.wait_for_step(2)
+    os.kill(run.rank(0), signal.SIGSTOP)
+    assert re.search(r"rank 0 (died or )?froze at \w+", ended(run))
+
+
+def test_a_rank_that_is_halted_at_the_start_is_named(run: StartedRun) -> None:
+    os.kill(run.rank(1), signal.SIGSTOP)
+    assert re.search(r"rank 1 (died or )?froze at .*(stopped from outside|no sign of life)", ended(run))
+
+
+def test_ranks_end_with_the_launcher_in_a_sentence(run: StartedRun) -> None:
+    run.wait_for_step(2)
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait()
+    assert_nothing_left(run)
+    rest = [line for line in run.said.splitlines() if not line.startswith("step ")]
+    assert len(rest) == 1 and "the process that started the run" in rest[0] and "has ended" in rest[0]
+
+
+def test_ranks_finish_while_the_launcher_is_halted(tmp_path: Path) -> None:
+    make_plan(tmp_path / "plan.json")
+    words = ("--steps", "3", "--device", "cpu", "--out", str(tmp_path / "out"))
+    with started_run(tmp_path / "log", str(tmp_path / "plan.json"), *words) as run:
+        run.wait_for_step(1)
+        os.kill(run.process.pid, signal.SIGSTOP)
+        run.wait_for(lambda: set(run.left_over()) == {run.process.pid})
+        assert (tmp_path / "out" / "record.json").exists()
+        os.kill(run.process.pid, signal.SIGCONT)
+        assert run.end(ENDS_WITHIN_S)[0] == 0
+
+
+@pytest.mark.parametrize("received", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_can_go_on(received: signal.Signals, tmp_path: Path) -> None:
+    make_plan(tmp_path / "plan.json")
+    words = ["--device", "cpu", "--out", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "kept")]
+    path = str(tmp_path / "plan.json")
+    with started_run(tmp_path / "log", path, "--steps", "100000", *words) as run:
+        run.wait_for_step(2)
+        os.killpg(run.process.pid, received)  # as a terminal does
+        assert run.end(ENDS_WITHIN_S)[0] == 128 + received, run.said
+        assert_nothing_left(run)
+    text = " ".join(run.said.split())
+    found = re.search(rf"stopped by {received.name} after step (\d+) of 100000; its checkpoint is in", text)
+    assert found is not None, run.said
+    done = int(found[1])
+    record = json.loads((tmp_path / "out" / "record.json").read_text())
+    assert len(record["losses"]) == done and record["stopped_by"] == received.name
+    assert (tmp_path / "kept" / f"step-{done:06d}" / "checkpoint.json").exists()
+    with started_run(tmp_path / "log", path, "--steps", str(done + 1), "--resume", *words) as run:
+        assert run.end(120)[0] == 0, run.said
+
+
+def test_a_second_interrupt_ends_at_once(run: StartedRun) -> None:
+    run.wait_for_step(2)
+    os.kill(run.rank(0), signal.SIGSTOP)  # so that the step cannot end
+    os.kill(run.process.pid, signal.SIGINT)
+    run.wait_for_words("once more ends it at once")
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.end(8)[0] == 130
+    assert_nothing_left(run)
+
+
+def test_an_interrupt_before_the_first_step_ends_at_once(run: StartedRun) -> None:
+    run.rank(1)
+    os.kill(run.process.pid, signal.SIGINT)
+    assert run.end(8)[0] == 130
+    assert_nothing_left(run)
+
+
+def test_nothing_listens_beyond_this_machine(run: StartedRun) -> None:
+    run.wait_for_step(2)
+    found = listening_addresses({run.process.pid, *run.left_over()})
+    assert found and found <= LOOPBACK
+
+
+def test_what_is_posted_without_the_secret_is_not_there(tmp_path: Path) -> None:
+    from stagewright.execution.board import FileBoard, Post, Seal, places, read_post, write_post
+
+    path = tmp_path / "board"
+    ours, theirs = (FileBoard(path, places(2), Seal(token)) for token in ("secret", "guess"))
+    write_post(ours, 0, Post(1, "2F0"))
+    write_post(theirs, 1, Post(1, "failed: pay here"))
+    assert read_post(ours, 0) == Post(1, "2F0") and read_post(ours, 1) is None
+    write_post(theirs, 0, Post(2, "gone"))
+    assert read_post(ours, 0) is None
+
+
+def test_a_post_of_any_length_and_script_fits() -> None:
+    from stagewright.execution.board import Failure, Post, read_post, write_post
+
+    class Kept:
+        def write(self, place: str, text: str) -> None:
+            assert len(text.encode()) < 16_000
+            self.text = text
+
+        def read(self, place: str) -> str:
+            return self.text
+
+    for character in "a\n\0\U0001f600\ud800":
+        board = Kept()
+        write_post(board, 0, Post(1, character * 9000, failure=Failure("RunError", character * 90_000, 1.0)))
+        assert read_post(board, 0) is not None
+
+
+def test_a_private_folder_is_gone_behind_the_run(tmp_path: Path) -> None:
+    make_plan(tmp_path / "plan.json", num_steps=1)
+    (tmp_path / "temporary").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright.cli", "run", str(tmp_path / "plan.json"), "--device", "cpu", "--out",
+         str(tmp_path / "out")],
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, capture_output=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []
