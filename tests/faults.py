@@ -59,6 +59,10 @@ class StartedRun:
         self.wait_for(lambda: number in self.ranks())
         return self.ranks()[number]
 
+    def environment_of(self, pid: int) -> dict[str, str]:
+        found = next(environment for other, _, environment in _processes() if other == pid)
+        return {name.decode(): value.decode() for name, value in found.items()}
+
     def end(self, seconds: float) -> tuple[int, float]:
         """Exit code, and the seconds until it came."""
         start = time.monotonic()

@@ -128,7 +128,7 @@ def test_a_difference_is_exit_code_1_and_names_the_parameter(
 
 
 @pytest.mark.multiprocess
-def test_ctrl_c_ends_all_ranks_quickly_and_quietly(plan: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_ranks_and_says_where_they_stood(plan: Path, tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     command = [
         sys.executable,
@@ -152,14 +152,14 @@ def test_ctrl_c_ends_all_ranks_quickly_and_quietly(plan: Path, tmp_path: Path) -
             assert process.poll() is None and time.monotonic() < deadline, errors.read_text()
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        interrupted = time.monotonic()
-        assert process.wait(timeout=30) == 130
-        assert time.monotonic() - interrupted < 10
+        assert process.wait(timeout=60) == 130
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-    assert [line for line in errors.read_text().splitlines() if not line.startswith("step ")] == []
-    assert process.stdout is not None and process.stdout.read() == b""
+    rest = [line for line in errors.read_text().splitlines() if not line.startswith(("step ", "warning: "))]
+    assert rest[0] == "stopping behind this step; once more ends it at once"
+    assert rest[1].startswith("stopped by SIGINT after step ") and len(rest) == 2
+    assert process.stdout is not None and b"step time" in process.stdout.read()
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)  # no rank is left
 

@@ -77,11 +77,14 @@ def test_a_rank_that_is_halted_at_the_start_is_named(run: StartedRun) -> None:
 
 def test_ranks_end_with_the_launcher_in_a_sentence(run: StartedRun) -> None:
     run.wait_for_step(2)
+    folder = Path(run.environment_of(run.rank(0))["STAGEWRIGHT_RENDEZVOUS"])
+    assert folder.stat().st_mode & 0o777 == 0o700
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait()
     assert_nothing_left(run)
     rest = [line for line in run.said.splitlines() if not line.startswith("step ")]
     assert len(rest) == 1 and "the process that started the run" in rest[0] and "has ended" in rest[0]
+    assert not folder.exists()
 
 
 def test_ranks_finish_while_the_launcher_is_halted(tmp_path: Path) -> None:
@@ -178,4 +181,4 @@ def test_a_private_folder_is_gone_behind_the_run(tmp_path: Path) -> None:
         env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "temporary").iterdir()) == []
+    assert list((tmp_path / "temporary").glob("stagewright-*")) == []

@@ -67,10 +67,9 @@ def test_the_offset_of_a_clock_is_found_within_its_error() -> None:
 
 def measure_offset(rank: int, num_ranks: int) -> Any:
     from stagewright.execution.clock import clock_offset
-    from stagewright.execution.watch import own_store
 
     if rank == 1:
         true = time.perf_counter
         time.perf_counter = lambda: true() + 1.0
-    found = clock_offset(own_store(), rank, num_ranks)
+    found = clock_offset(rank, num_ranks)
     return found.seconds, found.error_seconds

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from importlib.resources import files
 from pathlib import Path
 
@@ -85,71 +83,6 @@ def _plain_losses(path: Path) -> list[float]:
                 parameter.copy_(master)
         losses.append(total)
     return losses
-
-
-def test_a_rank_that_dies_ends_the_run(tmp_path: Path) -> None:
-    """The others stop within 30 s and say which rank died and where it stood."""
-    make_plan(tmp_path / "plan.json")
-    code = (
-        "import sys\n"
-        "from stagewright.execution.launch import run\n"
-        "from stagewright.errors import InputError, RunError\n"
-        "try:\n"
-        f"    run({str(tmp_path / 'plan.json')!r}, data={str(TEXT)!r}, steps=100000, out={str(tmp_path / 'run')!r})\n"
-        "except RunError as error:\n"
-        "    sys.exit(f'RunError: {error}')\n"
-    )
-    log = tmp_path / "log"
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=out, stderr=out, start_new_session=True
-        )
-    try:
-        _wait_for(lambda: "step 1/" in log.read_text(), 90, process)
-        victim = _worker(process.pid, rank=1)
-        os.kill(victim, signal.SIGKILL)
-        killed = time.monotonic()
-        process.wait(timeout=40)
-        assert time.monotonic() - killed < 30
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 1
-    text = log.read_text()
-    assert "RunError: the run stopped: rank 1 ended with SIGKILL" in text
-    assert "rank 1 died or froze at " in text
-    assert not (tmp_path / "run" / "record.json").exists()
-    steps = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
-    assert steps and [one["step"] for one in steps] == list(range(1, len(steps) + 1))
-    assert all(one["seconds"] > 0 and one["loss"] > 0 for one in steps)
-
-
-def _wait_for(condition: object, seconds: float, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert process.poll() is None, "the run ended early"
-        assert time.monotonic() < deadline, "the run did not get going"
-        time.sleep(0.2)
-
-
-def _worker(parent: int, rank: int) -> int:
-    """Process id of the rank's worker: a child of the launcher with RANK in its environment."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes()
-            environment = (entry / "environ").read_bytes().split(b"\0")
-            status = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            continue
-        if (
-            int(status[1]) == parent
-            and b"execution.worker" in command
-            and f"RANK={rank}".encode() in environment
-        ):
-            return int(entry.name)
-    raise AssertionError(f"no worker of rank {rank}")
 
 
 def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,39 +2,84 @@
 
 from __future__ import annotations
 
-import json
+import itertools
+import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-from stagewright.execution import watch
-from stagewright.execution.watch import Watch
+from stagewright.execution import liveness, watch
+from stagewright.execution.board import Board, FileBoard, Post, Seal, StoreBoard, places, write_post
+from stagewright.execution.liveness import Liveness
+from stagewright.execution.watch import JOINING, Limits, Watch
+
+LIMITS = Limits(action_s=60.0, start_s=0.05)
 
 
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> dist.Store:
+@pytest.fixture(params=["folder", "store"])
+def board(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Board:
+    """On one machine, and under a launcher of others."""
     monkeypatch.setattr(watch, "_BLAME_WITHIN_S", 0.3)
-    monkeypatch.setattr(watch, "_INTERVAL_S", 0.02)
+    monkeypatch.setattr(watch, "INTERVAL_S", 0.02)
     monkeypatch.setattr(watch, "_SETTLE_S", 0.1)
-    return dist.HashStore()
+    seal = Seal("secret")
+    return (
+        FileBoard(tmp_path / "board", places(2), seal)
+        if request.param == "folder"
+        else StoreBoard(dist.HashStore(), seal)
+    )
 
 
-def test_a_rank_that_was_never_heard_of_is_blamed(store: dist.Store) -> None:
-    assert (Watch(0, 2, store).blame() or "").startswith("rank 1 died or froze at the start")
+def watching(board: Board, said: list[str] | None = None) -> Watch:
+    return Watch(0, 2, board, LIMITS, (said if said is not None else []).append)
 
 
-def test_a_rank_that_fell_silent_is_blamed_where_it_stood(store: dist.Store) -> None:
-    store.set("watch/1", json.dumps([7, "1F3", 0.0]))
-    assert (Watch(0, 2, store).blame() or "").startswith("rank 1 died or froze at 1F3")
+def test_a_rank_that_was_never_heard_of_is_blamed(board: Board) -> None:
+    assert (watching(board).blame() or "").startswith("rank 1 died or froze at the start")
 
 
-def test_ranks_that_go_on_are_not_blamed(store: dist.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    beats = iter(range(100))
-    read = Watch._read
+def test_a_rank_that_fell_silent_is_blamed_where_it_stood(board: Board) -> None:
+    write_post(board, 1, Post(7, "1F3"))
+    assert (watching(board).blame() or "").startswith("rank 1 died or froze at 1F3")
 
-    def beating(self: Watch) -> None:
-        store.set("watch/1", json.dumps([next(beats), "1F3", 0.0]))
-        read(self)
 
-    monkeypatch.setattr(Watch, "_read", beating)
-    assert Watch(0, 2, store).blame() is None
+def test_ranks_that_go_on_are_not_blamed(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    beats, look = itertools.count(1), Liveness.look
+
+    def beating(self: Liveness, ranks: list[int]) -> float:
+        write_post(board, 1, Post(next(beats), "1F3"))
+        return look(self, ranks)
+
+    monkeypatch.setattr(Liveness, "look", beating)
+    assert watching(board).blame() is None
+
+
+def test_who_has_not_joined_is_named(board: Board) -> None:
+    said: list[str] = []
+    watched = watching(board, said)
+    write_post(board, 1, Post(1, "importing torch"))
+    watched.at(JOINING)
+    watched.start()
+    deadline = time.monotonic() + 10
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert said and "rank 1 is still at 'importing torch'" in said[0]
+
+
+def test_time_in_which_nobody_could_look_is_held_against_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-Z, or on a machine that was busy: silence counts only while this process could have heard a word."""
+    board = FileBoard(tmp_path / "board", places(1), Seal("secret"))
+    now = [100.0]
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    looking = Liveness(board, interval_s=0.25)
+    write_post(board, 0, Post(1, "0F0"))
+    looking.look([0])
+    now[0] += 3600.0
+    assert looking.look([0]) == pytest.approx(3600.0, abs=1.0) and looking.problem() is None
+    for _ in range(60):
+        now[0] += 0.25
+        looking.look([0])
+    assert "rank 0 died or froze at 0F0" in (looking.problem() or "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -66,9 +67,12 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
     def end(message: str) -> None:
         try:
             watch.failed("RunError", message, is_consequence=True)
-            # A launcher of ours reads the board; where it is gone, the first rank has the last word.
-            if meeting is None or (os.getppid() != meeting.launcher and rank == 0):
+            # A launcher of ours reads the board; where it is gone, the first rank has the last word, and clears up.
+            is_orphan = meeting is not None and os.getppid() != meeting.launcher
+            if meeting is None or (is_orphan and rank == 0):
                 print(f"stagewright: {printable(message)}", file=sys.stderr, flush=True)
+            if meeting is not None and is_orphan:
+                shutil.rmtree(meeting.folder, ignore_errors=True)
         finally:
             os._exit(1)
 

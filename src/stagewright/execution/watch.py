@@ -120,6 +120,11 @@ class Watch:
 
         threading.Thread(target=wait, daemon=True, name="stagewright-signals").start()
 
+    def stopped_by(self) -> str:
+        """The signal that asked the run to stop, where a rank was asked, this one or another."""
+        self._look_for_launcher()
+        return self.stop_asked or signal.SIGTERM.name
+
     def failed(self, kind: str, message: str, is_consequence: bool = False) -> None:
         """This rank is about to end with an error: tell the others and the launcher."""
         self._failure = Failure(kind, message, time.time(), is_consequence)

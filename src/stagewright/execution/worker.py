@@ -103,7 +103,7 @@ def work(
         ranks = gather(session.rank_record(offset).model_dump_json())
     if launched != 0:
         return None
-    stopped = watch.stop_asked if results[-1].is_last_asked and first + len(results) < num_steps else None
+    stopped = watch.stopped_by() if first + len(results) < num_steps else None
     return _record(loaded, torch, target, results, first, metered, ranks, stopped)
 
 
