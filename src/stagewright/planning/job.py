@@ -56,7 +56,7 @@ class Job(StrictModel):
     compiled: bool = False
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
     optimizer: Literal["adamw"] = "adamw"
-    learning_rate: float = Field(default=3e-4, gt=0, le=_MOST_FACTOR)
+    learning_rate: float = Field(default=3e-4, gt=0, le=1e30)  # one that is too large shows in the loss
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, le=_MOST_FACTOR)
     weight_decay: float = Field(default=0.1, ge=0, le=_MOST_FACTOR)
