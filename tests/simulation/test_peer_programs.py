@@ -19,6 +19,7 @@ from stagewright.schedule import (
     merge_backwards,
     read_torch_csv,
     verify,
+    write_torch_csv,
 )
 from stagewright.schedule.placement import loop, wave
 from stagewright.schedule.torch_csv import read_torch_action
@@ -58,6 +59,13 @@ LISTED = [row for row in INDEX if row["status"].startswith("ok")]
 def test_the_index_has_all_its_rows():
     assert len(INDEX) == 132
     assert len(LISTED) + 3 == len(INDEX)
+
+
+@pytest.mark.parametrize("name", sorted(row["csv"] for row in LISTED if row["csv"]))
+def test_a_file_of_pytorch_is_written_as_it_was_read(name):
+    text = (DATA / name).read_text()
+    cells = [[cell for cell in line.split(",") if cell] for line in text.splitlines()]
+    assert [line.split(",") for line in write_torch_csv(read_torch_csv(text)).splitlines()] == cells
 
 
 @pytest.mark.parametrize("row", LISTED, ids=lambda row: "-".join([row["schedule"], *map(str, size(row))]))

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from stagewright.cli.output import print_document, show
-from stagewright.cli.program_file import is_program_file, read_program
+from stagewright.cli.program_file import is_program_file, read_promised_program
 from stagewright.documents import read_json
 from stagewright.errors import InputError, ScheduleError
+from stagewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
+    from stagewright.simulation.promise import Promise
 
 _MOST_SHOWN = 5
+_CLOSE = 1e-9
+"""Part by which what a program takes may differ from what it promises; written and read, nothing changes."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,12 @@ def check_program(
     path: Path, num_microbatches: int | None, max_activations: int | None, as_json: bool
 ) -> None:
     """Prints the findings of every check; leaves with exit code 1 if one failed."""
-    program = read_program(path)
+    program, promise = read_promised_program(path)
     if num_microbatches is not None:
         program = replace(program, num_microbatches=num_microbatches)
     findings = list(findings_of(program, max_activations))
+    if promise is not None and all(finding.passed for finding in findings):
+        findings += _kept(program, promise)
     passed = all(finding.passed for finding in findings)
     if as_json:
         print_document({"passed": passed, "checks": [vars(finding) for finding in findings]})
@@ -184,6 +190,36 @@ def _activations(program: Program, limit: int | None) -> Finding:
     if over:
         return Finding("activations", False, f"{_listed(over)}; the limit is {limit}")
     return Finding("activations", True, f"{most}, the limit is {limit}")
+
+
+def _kept(program: Program, promise: Promise) -> Iterator[Finding]:
+    """Whether the program takes what its document promises, and has the memory for it."""
+    timeline = promise.timeline(program)
+    taken, said = timeline.makespan_s, promise.makespan_seconds
+    stated = f"{format_seconds(taken)} per batch at the costs that the file states"
+    if abs(taken - said) <= _CLOSE * taken:
+        yield Finding("time", True, stated)
+    else:
+        yield Finding("time", False, f"{stated}, but it promises {format_seconds(said)}: plan again")
+    limits = promise.assumptions.memory_limits or (float("inf"),) * program.num_ranks
+    peaks = timeline.peak_bytes.tolist()
+    over = [
+        f"rank {rank} needs {format_bytes(peak)}"
+        for rank, peak in enumerate(peaks)
+        if peak > limits[rank] * (1 + _CLOSE)
+    ]
+    more = [
+        f"rank {rank} needs {format_bytes(peak)} and is promised to need {format_bytes(promise.peak_bytes[rank])}"
+        for rank, peak in enumerate(peaks)
+        if peak > promise.peak_bytes[rank] * (1 + _CLOSE)
+    ]
+    if over or more:
+        yield Finding("memory", False, f"{_listed(over or more)}: plan again")
+        return
+    fullest = max(range(len(peaks)), key=peaks.__getitem__)
+    limit = limits[fullest]
+    of = "no limit was given" if limit == float("inf") else f"the limit is {format_bytes(limit)}"
+    yield Finding("memory", True, f"at most {format_bytes(peaks[fullest])} (rank {fullest}), {of}")
 
 
 def _listed(items: list[str] | list[int] | list[int | None]) -> str:

@@ -13,6 +13,7 @@ from stagewright.errors import InputError, nearest
 from stagewright.limits import MOST_LAYERS, check_bytes, check_count, check_seconds
 
 if TYPE_CHECKING:
+    from stagewright.planning.joint.problem import LayerTable
     from stagewright.simulation import StageCosts
 
 _REQUIRED = ("layer", "forward_s", "input_grad_s", "weight_grad_s")
@@ -46,6 +47,20 @@ def read_cost_table(path: Path) -> list[LayerCosts]:
         raise InputError(f"{path} has no rows: write one per layer, with {', '.join(_REQUIRED)}")
     check_count(len(rows), MOST_LAYERS, f"the number of rows of {path}", "give one per layer of a model")
     return [_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
+
+
+def layer_table(rows: Sequence[LayerCosts]) -> LayerTable:
+    """The rows as the joint search takes them; everything that a forward saves is held until the weight gradient."""
+    from stagewright.planning.joint.problem import LayerTable
+
+    def column(name: str) -> list[float]:
+        return [getattr(row, name) for row in rows]
+
+    return LayerTable.of(
+        column("forward_s"), column("input_grad_s"), column("weight_grad_s"),
+        parameter_bytes=column("parameter_bytes"), saved_bytes=column("activation_bytes"),
+        boundary_bytes=column("boundary_bytes"),
+    )  # fmt: skip
 
 
 def stage_costs(layers: Sequence[LayerCosts], num_stages: int) -> StageCosts:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagewright.cli.cost_table import LayerCosts, read_cost_table
+from stagewright.cli.cost_table import layer_table, read_cost_table
 from stagewright.cli.output import check_writable, print_document, show
+from stagewright.cli.planning import warn
+from stagewright.cli.program_file import check_ending, lost_in, program_text
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError
 from stagewright.files import write_whole
 from stagewright.units import format_seconds, parse_bytes
 
 if TYPE_CHECKING:
-    from stagewright.planning.joint.plan import JointPlan
-    from stagewright.planning.joint.problem import Problem
-    from stagewright.planning.joint.search import Found
+    from stagewright.planning.joint.problem import LayerTable, Problem
+    from stagewright.planning.joint.promise import Provenance
+
+ASSUMED_BANDWIDTH = 50e9
+"""Bytes a second of one port of 400 Gb/s. Source: NVIDIA ConnectX-7 data sheet, InfiniBand NDR."""
 
 Costs = Annotated[
     Path | None,
@@ -47,7 +50,7 @@ RunRecord = Annotated[
 Bandwidth = Annotated[
     str | None,
     typer.Option(
-        "--bandwidth", metavar="SIZE", help="With --costs: bytes a second between ranks, e.g. 25GiB."
+        "--bandwidth", metavar="SIZE", help="With --costs: bytes a second between ranks; default 50GB."
     ),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="With --costs: how long to search.")]
@@ -85,12 +88,14 @@ def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
         PlanError: no plan fits the memory.
     """
     from stagewright.planning.joint.explain import ablation, most_robust, sensitivity
+    from stagewright.planning.joint.promise import promise_of
     from stagewright.planning.joint.search import Effort, search
     from stagewright.report import joint as report
     from stagewright.schedule import verify
 
+    check_ending(output)
     check_writable(output)
-    problem = _problem(request)
+    problem, bandwidth = _problem(request)
     with Progress(f"planning {request.costs}") as progress:
 
         def told(best_s: float, bound_s: float) -> None:
@@ -99,43 +104,58 @@ def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
         found = search(problem, Effort(seconds=request.seconds), seed=request.seed, report=told)
     plan = most_robust(found, request.robust / 100) if request.robust else found.best
     verify(plan.program)
+    promise = promise_of(plan, found.bound.seconds, bandwidth)
     steps, errors = ablation(found), sensitivity(plan)
     if output is not None:
-        write_whole(output, _file_text(output, found, plan))
+        write_whole(output, program_text(output, plan.program, promise))
+        warn([lost] if (lost := lost_in(output)) else [])
     if as_json:
-        print_document(report.joint_document(found, plan, steps, errors, output))
+        assumed = promise.assumptions.model_dump(mode="json")
+        print_document(report.joint_document(found, plan, steps, errors, output) | {"assumptions": assumed})
         return
     show(
-        report.joint_heading(found, plan), report.ranks_table(plan), report.ablation_table(steps),
-        report.runners_up_table(found, plan), report.sensitivity_table(errors),
+        report.joint_heading(found, plan), report.assumptions_text(promise.assumptions), report.ranks_table(plan),
+        report.ablation_table(steps), report.runners_up_table(found, plan), report.sensitivity_table(errors, steps[0]),
     )  # fmt: skip
     if output is not None:
         show(f"Wrote {output}. `stagewright schedule {output}` draws its program.")
 
 
-def _problem(request: Request) -> Problem:
-    from stagewright.planning.joint.problem import LayerTable, Problem
+def _problem(request: Request) -> tuple[Problem, Provenance]:
+    """What is to be planned, and where the bandwidth between its ranks is from."""
+    from stagewright.planning.joint.problem import Problem
 
     if request.ran is not None and request.record is None:
         raise InputError("--ran is the plan of a run: give what that measured too, as --record RECORD")
     if request.ranks is None or request.microbatches is None:
         raise InputError("--costs also needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
-    rows = read_cost_table(request.costs)
-    table = LayerTable.of(
-        _column(rows, "forward_s"), _column(rows, "input_grad_s"), _column(rows, "weight_grad_s"),
-        parameter_bytes=_column(rows, "parameter_bytes"), saved_bytes=_column(rows, "activation_bytes"),
-        boundary_bytes=_column(rows, "boundary_bytes"),
-    )  # fmt: skip
-    bandwidth = float("inf") if request.bandwidth is None else float(parse_bytes(request.bandwidth))
-    return Problem.of(
+    table = layer_table(read_cost_table(request.costs))
+    bytes_per_s, bandwidth = _bandwidth(request, table)
+    if request.memory_limit is not None and not (table.parameter_bytes.any() or table.saved_bytes.any()):
+        raise InputError(
+            f"{request.costs} has neither parameter_bytes nor activation_bytes, so that every plan is within "
+            f"--memory-limit {request.memory_limit}: add them, or leave the limit out"
+        )
+    problem = Problem.of(
         table, request.ranks, request.microbatches,
         speed=_observed(request) if request.record else _speeds(request.speeds, request.ranks),
-        memory_bytes=_memory(request.memory_limit, request.ranks), bytes_per_s=bandwidth,
+        memory_bytes=_memory(request.memory_limit, request.ranks), bytes_per_s=bytes_per_s,
     )  # fmt: skip
+    return problem, bandwidth
 
 
-def _column(rows: Sequence[LayerCosts], name: str) -> list[float]:
-    return [getattr(row, name) for row in rows]
+def _bandwidth(request: Request, table: LayerTable) -> tuple[float, Provenance]:
+    """Bytes a second between ranks; endless where the layers do not say what leaves them."""
+    if table.boundary_bytes.any():
+        if request.bandwidth is None:
+            return ASSUMED_BANDWIDTH, "assumed"
+        return float(parse_bytes(request.bandwidth)), "given"
+    if request.bandwidth is not None:
+        raise InputError(
+            f"{request.costs} has no boundary_bytes, so that no transfer is priced by --bandwidth {request.bandwidth}: add "
+            "them, or leave it out"
+        )
+    return float("inf"), "none"
 
 
 def _speeds(text: str | None, num_ranks: int) -> list[float]:
@@ -188,18 +208,3 @@ def _observed(request: Request) -> list[float]:
         raise InputError(f"{request.ran} says nothing of its ranks' times: give the speeds with --speeds")
     planned = [rank.busy_seconds for rank in plan.predictions.ranks]
     return relative_speeds(planned, [measured[rank] for rank in range(plan.pp)]).tolist()
-
-
-def _file_text(path: Path, found: Found, plan: JointPlan) -> str:
-    """The program as text (.txt) or, with the layers of every stage beside it, as JSON."""
-    import json
-
-    if path.suffix == ".txt":
-        return plan.program.to_text()
-    document = plan.program.to_document()
-    more = {
-        "cuts": list(plan.layout.cuts),
-        "makespan_seconds": plan.makespan_s,
-        "lower_bound_seconds": found.bound.seconds,
-    }
-    return json.dumps(document | more) + "\n"

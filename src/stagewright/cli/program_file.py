@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.documents import read_json, read_text
+from stagewright.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
+    from stagewright.simulation.promise import Promise
 
 
 def is_program_file(text: str) -> bool:
@@ -28,6 +31,54 @@ def read_program(path: Path) -> Program:
         ScheduleError: an action or the placement is wrong.
     """
     return _READERS[path.suffix](path)
+
+
+def read_promised_program(path: Path) -> tuple[Program, Promise | None]:
+    """The program in a file, and what its document promises; None where it states no costs, as only JSON can.
+
+    Raises:
+        InputError: the file cannot be read or is not a program, or a promise that makes no sense.
+        ScheduleError: an action or the placement is wrong.
+    """
+    if path.suffix != ".json":
+        return read_program(path), None
+    from stagewright.schedule import Program
+    from stagewright.simulation.promise import Promise
+
+    document = read_json(path, "program")
+    program = Program.from_document(document)
+    return program, Promise.of_document(document, program, f"program '{path}'")
+
+
+def check_ending(path: Path | None) -> None:
+    """Raises `InputError` for the name of a program file whose ending says nothing of what is to be in it."""
+    if path is not None and path.suffix not in _READERS:
+        raise InputError(
+            f"cannot write '{path}': end its name in .json for the program with its cuts, costs and promises, or for the "
+            "order of its actions alone in .txt, or in .csv as torch.distributed.pipelining reads it"
+        )
+
+
+def program_text(path: Path, program: Program, promise: Promise) -> str:
+    """What is written to `path`, whose ending `check_ending` has seen; see `lost_in`.
+
+    Raises:
+        ScheduleError: the format does not have some action of the program.
+    """
+    if path.suffix == ".txt":
+        return program.to_text()
+    if path.suffix == ".csv":
+        from stagewright.schedule import write_torch_csv
+
+        return write_torch_csv(program)
+    return json.dumps(program.to_document() | promise.model_dump(mode="json")) + "\n"
+
+
+def lost_in(path: Path) -> str | None:
+    """What a program file of this ending has no place for, in words."""
+    if path.suffix == ".json":
+        return None
+    return f"{path} has the order of actions alone: cuts, costs and what is promised need a file that ends in .json"
 
 
 def _from_csv(path: Path) -> Program:

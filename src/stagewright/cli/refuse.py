@@ -64,6 +64,11 @@ def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank
         )  # fmt: skip
 
 
+def is_given(context: typer.Context, *names: str) -> bool:
+    """Whether one of the options `names` is on the command line, at its default or not."""
+    return any(one.name in names and _is_given(context, one) for one in context.command.params)
+
+
 def _is_given(context: typer.Context, parameter: Any) -> bool:
     source = context.get_parameter_source(parameter.name)
     return source is not None and source.name == "COMMANDLINE"

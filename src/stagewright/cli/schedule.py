@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,17 +12,15 @@ import typer
 from stagewright.cli.options import Json, parse_settings
 from stagewright.cli.output import print_document, show
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
-from stagewright.cli.program_file import is_program_file, read_program
-from stagewright.cli.refuse import refuse
+from stagewright.cli.program_costs import Asked, Costing, CostsOf, costing_of
+from stagewright.cli.program_file import is_program_file, read_promised_program
+from stagewright.cli.refuse import is_given, refuse
 from stagewright.errors import InputError, ScheduleError
 from stagewright.limits import check_seconds
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
     from stagewright.simulation import StageCosts
-
-CostsOf = Callable[[int], "StageCosts"]
-"""The costs of so many stages."""
 
 _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 
@@ -63,10 +61,10 @@ def schedule(
 ) -> None:
     """Simulate a schedule and print its timetable.
 
-    The program is checked first: complete, in order, free of deadlock.
+    The program is checked first: complete, in order, free of deadlock. That of a file which states its costs is simulated by
+    these; costs that are given take their place.
     """
     from stagewright.report.timelines import heading, rank_table, timeline_document
-    from stagewright.schedule import verify
     from stagewright.simulation import simulate
 
     if is_program_file(name):
@@ -89,14 +87,23 @@ def schedule(
     given = parse_settings(options)
     if memory_limit is not None and _limits_itself(name):
         given["memory_limit"] = float(memory_limit)
-    costs_of = _costs_of(costs, (forward, input_grad, weight_grad))
-    counts = memory_limit is not None
-    program = verify(_program(name, ranks, microbatches, chunks, costs_of, transfer, given, counts))
-    timeline = simulate(program, costs_of(program.num_stages), transfer)
+    passes = (forward, input_grad, weight_grad)
+    asked = Asked(
+        costs,
+        passes if is_given(context, "forward", "input_grad", "weight_grad") else None,
+        transfer if is_given(context, "transfer") else None,
+    )
+    program, costing = _program_and_costs(
+        name, ranks, microbatches, chunks, asked, given, memory_limit is not None
+    )
+    timeline = simulate(
+        program, costing.costs_of(program.num_stages), costing.transfers, action_overhead_s=costing.overhead_s
+    )
     if memory_limit is not None and "memory_limit" not in given:
-        _check_limit(program, memory_limit, costs_of, transfer)
+        _check_limit(program, memory_limit, costing.costs_of, transfer)
     pictures.write(timeline)
-    document = timeline_document(program, timeline)
+    said = (costing.said,) if is_program_file(name) else ()
+    document = timeline_document(program, timeline) | ({"costs": costing.said} if said else {})
     if as_json:
         print_document(document)
         return
@@ -104,18 +111,31 @@ def schedule(
     from stagewright.report.timetable import picture
 
     console = stdout()
-    show(heading(document), "", *picture(timeline, console.width, console.is_terminal), rank_table(document))
+    show(
+        heading(document),
+        *said,
+        "",
+        *picture(timeline, console.width, console.is_terminal),
+        rank_table(document),
+    )
 
 
-def _costs_of(table: Path | None, passes: tuple[float, float, float]) -> CostsOf:
-    from stagewright.simulation import StageCosts
+def _program_and_costs(
+    name: str, ranks: int, microbatches: int, chunks: int | None, asked: Asked, options: dict[str, Any],
+    counts_activations: bool,
+) -> tuple[Program, Costing]:  # fmt: skip
+    """The program of a file, by the costs that it states where no others are asked for, or of a schedule by name."""
+    from stagewright.schedule import verify
 
-    if table is None:
-        return lambda num_stages: StageCosts.uniform(num_stages, *passes)
-    from stagewright.cli.cost_table import read_cost_table, stage_costs
-
-    layers = read_cost_table(table)
-    return lambda num_stages: stage_costs(layers, num_stages)
+    if is_program_file(name):
+        program, promise = read_promised_program(Path(name))
+        return verify(program), costing_of(asked, promise, name, program.placement.rank_of_stage)
+    costing = costing_of(asked, None, name)
+    transfer = asked.transfer or 0.0
+    program = _program(
+        name, ranks, microbatches, chunks, costing.costs_of, transfer, options, counts_activations
+    )
+    return verify(program), costing
 
 
 def _program(
@@ -124,8 +144,6 @@ def _program(
 ) -> Program:  # fmt: skip
     from stagewright.schedule import FAMILIES, build
 
-    if is_program_file(name):
-        return read_program(Path(name))
     accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
     if {"times", "seconds"} & set(accepted):
         # One microbatch is enough to learn how many stages the schedule places.

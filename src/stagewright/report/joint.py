@@ -11,7 +11,8 @@ from stagewright.planning.joint.explain import Sensitivity, Step
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.search import Found
 from stagewright.report.tables import plural, table
-from stagewright.units import format_bytes, format_seconds
+from stagewright.simulation.promise import Assumptions
+from stagewright.units import GIGA, format_bytes, format_seconds
 
 _SHOWN = 6
 
@@ -38,7 +39,9 @@ def joint_document(
                 plan.timeline.busy_s.tolist(), plan.timeline.idle_s.tolist(), plan.timeline.peak_bytes.tolist(), strict=True
             )
         ],
-        "ablation": [{"decision": step.decision, "makespan_seconds": step.makespan_s} for step in steps],
+        "ablation": [
+            {"decision": step.decision, "makespan_seconds": step.makespan_s, "fits": step.fits} for step in steps
+        ],
         "sensitivity": [
             {"error": each.error, "mean": each.mean, "worst": each.worst, "worst_to_even_1f1b": each.worst_to_even}
             for each in errors
@@ -70,6 +73,25 @@ def joint_heading(found: Found, plan: JointPlan) -> str:
     )
 
 
+def assumptions_text(assumed: Assumptions) -> str:
+    """What the plan stands on beside the table of costs, and which options say otherwise."""
+    if assumed.bytes_per_second is None:
+        transfers = "transfers are free, as the table has no boundary_bytes"
+    else:
+        rate = f"{assumed.bytes_per_second / GIGA:g} GB/s between ranks"
+        port = ", one port of 400 Gb/s InfiniBand (--bandwidth)" if assumed.bandwidth == "assumed" else ""
+        transfers = f"{rate}{port}, no latency"
+    if assumed.memory_limits is None:
+        memory = "any amount of memory (--memory-limit)"
+    else:
+        memory = f"memory of {', '.join(map(format_bytes, dict.fromkeys(assumed.memory_limits)))} per rank"
+    equal = len(set(assumed.speeds)) == 1
+    speeds = (
+        "equal ranks (--speeds)" if equal else "speeds " + ", ".join(f"{one:.3g}" for one in assumed.speeds)
+    )
+    return f"Assumed: {transfers}; {memory}; {speeds}; activations held until their weight gradient."
+
+
 def ranks_table(plan: JointPlan) -> Table:
     """Layers, time and memory of every rank."""
     timeline = plan.timeline
@@ -99,9 +121,13 @@ def ablation_table(steps: tuple[Step, ...]) -> Table:
     for step in steps:
         gain = "" if step is steps[0] else f"{before / step.makespan_s - 1:+.1%}"
         whole = f"{steps[0].makespan_s / step.makespan_s:.2f}x"
-        rows.append((step.decision, format_seconds(step.makespan_s), gain, whole))
+        rows.append((_marked(step.decision, step), format_seconds(step.makespan_s), gain, whole))
         before = step.makespan_s
     return table("Where the gain comes from", ("decision", "batch", "faster by", "in all"), rows)
+
+
+def _marked(text: str, step: Step) -> str:
+    return text if step.fits else f"{text} (needs more memory than there is)"
 
 
 def runners_up_table(found: Found, plan: JointPlan) -> Table:
@@ -116,12 +142,13 @@ def runners_up_table(found: Found, plan: JointPlan) -> Table:
     return table("Runners-up", ("plan", "stages", "batch", "slower by"), rows)
 
 
-def sensitivity_table(errors: tuple[Sensitivity, ...]) -> Table:
-    """What wrong costs do to the plan."""
+def sensitivity_table(errors: tuple[Sensitivity, ...], even: Step) -> Table:
+    """What wrong costs do to the plan, and to what it gains over `even` 1F1B."""
     rows = [
         (f"{each.error:.0%}", f"{each.mean - 1:+.1%}", f"{each.worst - 1:+.1%}", f"{1 / each.worst_to_even:.2f}x")
         for each in errors
     ]  # fmt: skip
     return table(
-        "With wrong costs", ("each layer off by up to", "batch, mean", "worst", "least gain over even 1F1B"), rows
+        "With wrong costs",
+        ("each layer off by up to", "batch, mean", "worst", _marked("least gain over even 1F1B", even)), rows,
     )  # fmt: skip

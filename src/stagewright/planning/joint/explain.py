@@ -25,10 +25,16 @@ FUSED = ADAPTIS._replace(backlog=0, holds_back=False)
 
 @dataclass(frozen=True)
 class Step:
-    """A decision added to the ones before it, and the makespan then."""
+    """A decision added to the ones before it, the makespan then, and whether that would fit the memory."""
 
     decision: str
     makespan_s: float
+    fits: bool = True
+
+    @classmethod
+    def of(cls, decision: str, plan: JointPlan) -> Step:
+        """The step that ends at `plan`."""
+        return cls(decision, plan.makespan_s, plan.fits)
 
 
 def ablation(found: Found) -> tuple[Step, ...]:
@@ -40,16 +46,16 @@ def ablation(found: Found) -> tuple[Step, ...]:
     it for.
     """
     problem, best = found.best.problem, found.best
-    steps = [Step("even 1F1B", even_1f1b(problem).makespan_s)]
+    steps = [Step.of("even 1F1B", even_1f1b(problem))]
     placement = linear(problem.num_ranks)
     layout = balanced(problem, placement)
     if layout is not None:
         program = build("1f1b", problem.num_ranks, problem.num_microbatches)
-        steps.append(Step("partition", judged("balanced", problem, layout, program).makespan_s))
+        steps.append(Step.of("partition", judged("balanced", problem, layout, program)))
     placed = scheduled("placed", problem, best.layout, Policy.of(FUSED, problem.layers.num_layers))
     if placed is not None:
-        steps.append(Step("placement", placed.makespan_s))
-    return (*steps, Step("schedule", best.makespan_s))
+        steps.append(Step.of("placement", placed))
+    return (*steps, Step.of("schedule", best))
 
 
 @dataclass(frozen=True)

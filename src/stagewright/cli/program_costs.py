@@ -1,0 +1,108 @@
+"""By which costs `schedule` simulates: uniform ones, a table's, or what the document of a program states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from stagewright.errors import InputError
+
+if TYPE_CHECKING:
+    from stagewright.simulation import StageCosts
+    from stagewright.simulation.costs import Transfers
+    from stagewright.simulation.promise import Promise
+
+CostsOf = Callable[[int], "StageCosts"]
+"""The costs of so many stages."""
+
+
+class Asked(NamedTuple):
+    """What the command line says of costs; None: nothing."""
+
+    table: Path | None
+    passes: tuple[float, float, float] | None
+    transfer: float | None
+
+
+class Costing(NamedTuple):
+    """What computations and transfers take, and in words where that is from."""
+
+    costs_of: CostsOf
+    transfers: Transfers
+    overhead_s: float
+    said: str
+
+
+def costing_of(
+    asked: Asked, promise: Promise | None, name: str, rank_of_stage: Sequence[int] = ()
+) -> Costing:
+    """The costs that are asked for, and for the rest those that `promise` of the program `name`, placed so, states.
+
+    Raises:
+        InputError: the table cannot be used, or has other layers than the promise is for.
+    """
+    if promise is None:
+        return _unstated(asked, name)
+    transfers: Transfers = promise.transfers if asked.transfer is None else asked.transfer
+    overhead = promise.costs.overhead_seconds
+    if asked.table is not None:
+        costs, own = _of_table(asked.table, promise, name, rank_of_stage)
+        said = f"costs of {asked.table} at the cuts, speeds and bandwidth of {name}"
+        transfers = own if asked.transfer is None else asked.transfer
+    elif asked.passes is not None:
+        from stagewright.simulation import StageCosts
+
+        costs, overhead = StageCosts.uniform(len(promise.cuts) + 1, *asked.passes), 0.0
+        said = f"uniform costs in place of those that {name} states"
+    else:
+        costs, said = promise.stage_costs, f"costs as {name} states them"
+    if asked.transfer is not None:
+        said += f", but {asked.transfer:g} s for every transfer"
+    return Costing(_only(costs, name), transfers, overhead, said)
+
+
+def _unstated(asked: Asked, name: str) -> Costing:
+    transfer = asked.transfer or 0.0
+    if asked.table is not None:
+        from stagewright.cli.cost_table import read_cost_table, stage_costs
+
+        layers = read_cost_table(asked.table)
+        said = f"{name} states no cuts: the layers of {asked.table} are shared out evenly by time"
+        return Costing(lambda num_stages: stage_costs(layers, num_stages), transfer, 0.0, said)
+    from stagewright.simulation import StageCosts
+
+    passes = asked.passes or (1.0, 1.0, 1.0)
+    said = f"{name} states no costs: uniform ones are assumed"
+    return Costing(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, said)
+
+
+def _of_table(
+    table: Path, promise: Promise, name: str, rank_of_stage: Sequence[int]
+) -> tuple[StageCosts, Transfers]:
+    """What the stages of the promise cost with the layers of a table, and what their transfers take."""
+    from stagewright.cli.cost_table import layer_table, read_cost_table
+    from stagewright.planning.joint.layout import Layout, hops, stage_costs
+    from stagewright.planning.joint.problem import Problem
+
+    layers, assumed = layer_table(read_cost_table(table)), promise.assumptions
+    if layers.num_layers != assumed.num_layers:
+        raise InputError(
+            f"{table} has {layers.num_layers} layers, and {name} is for {assumed.num_layers}: give the table it was planned "
+            "for, or plan again"
+        )
+    problem = Problem.of(
+        layers, len(assumed.speeds), 1, speed=assumed.speeds, latency_s=assumed.latency_seconds,
+        bytes_per_s=float("inf") if assumed.bytes_per_second is None else assumed.bytes_per_second,
+    )  # fmt: skip
+    layout = Layout((*promise.cuts, layers.num_layers), tuple(rank_of_stage))
+    return stage_costs(problem, layout), hops(problem, layout)
+
+
+def _only(costs: StageCosts, name: str) -> CostsOf:
+    def of(num_stages: int) -> StageCosts:
+        if num_stages != costs.num_stages:
+            raise InputError(f"{name} states the costs of {costs.num_stages} stages, not of {num_stages}")
+        return costs
+
+    return of

@@ -1,0 +1,46 @@
+"""What a plan of the joint search promises, as it travels with its program."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from stagewright.planning.joint.layout import hops, stage_costs
+from stagewright.planning.joint.plan import JointPlan
+from stagewright.simulation.promise import Assumptions, ProgramCosts, Promise
+
+Provenance = Literal["given", "assumed", "none"]
+
+
+def promise_of(plan: JointPlan, lower_bound_s: float, bandwidth: Provenance) -> Promise:
+    """The costs that `plan` was judged by, and what it takes by them; `bandwidth` says where that is from."""
+    problem, layout = plan.problem, plan.layout
+    costs = stage_costs(problem, layout)
+    cuts = list(layout.cuts)
+    limits = problem.memory_bytes.tolist()
+    return Promise(
+        cuts=layout.cuts,
+        makespan_seconds=plan.makespan_s,
+        lower_bound_seconds=lower_bound_s,
+        peak_bytes=tuple(plan.timeline.peak_bytes.tolist()),
+        costs=ProgramCosts(
+            forward_seconds=tuple(costs.forward_s.tolist()),
+            input_grad_seconds=tuple(costs.input_grad_s.tolist()),
+            weight_grad_seconds=tuple(costs.weight_grad_s.tolist()),
+            saved_bytes=tuple(costs.saved_bytes.tolist()),
+            held_bytes=tuple(costs.held_bytes.tolist()),
+            base_bytes=tuple(costs.base_bytes.tolist()),
+            transfer_seconds=tuple(hops(problem, layout).values()),
+            transfer_bytes=tuple(problem.layers.boundary_bytes[np.array(cuts, int) - 1].tolist()),
+            overhead_seconds=problem.overhead_s,
+        ),
+        assumptions=Assumptions(
+            num_layers=layout.num_layers,
+            bytes_per_second=None if np.isinf(problem.bytes_per_s) else problem.bytes_per_s,
+            bandwidth=bandwidth,
+            latency_seconds=problem.latency_s,
+            speeds=tuple(problem.speed.tolist()),
+            memory_limits=None if np.isinf(limits).all() else tuple(limits),
+        ),
+    )
