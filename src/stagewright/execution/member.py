@@ -165,22 +165,7 @@ def report_failure(error: StagewrightError) -> None:
 
 def gather(document: str) -> list[Any]:
     """Every rank's JSON document, in the order of ranks, on the launcher's rank 0; nothing elsewhere."""
-    import torch
-    import torch.distributed as dist
+    from stagewright.execution.exchange import exchange
 
-    world = dist.get_world_size()
-    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
-    own = torch.tensor(list(document.encode()), dtype=torch.uint8, device=device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
-    dist.all_gather(sizes, torch.tensor([own.numel()], dtype=torch.int64, device=device))
-    longest = max(int(size) for size in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: own.numel()] = own
-    gathered = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(world)]
-    dist.all_gather(gathered, padded)
-    if os.environ.get("RANK", "0") != "0":
-        return []
-    return [
-        json.loads(bytes(item[: int(size)].tolist()).decode())
-        for item, size in zip(gathered, sizes, strict=True)
-    ]
+    told = exchange(json.loads(document))
+    return told if os.environ.get("RANK", "0") == "0" else []
