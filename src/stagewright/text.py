@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import unicodedata
 
 _KEPT = "\n\t"
-_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
-"""Unicode's categories of what is not seen but acts: controls, marks of direction, halves of pairs, line separators."""
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode's categories of what is not seen but acts: controls, marks of direction, halves of pairs, line separators, what is
+no character."""
 
 
 def printable(text: str) -> str:
@@ -20,6 +22,11 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_shown, text))
+
+
+def say(message: str) -> None:
+    """Lines on stderr, for the user: of text of others what can be seen."""
+    print(printable(message), file=sys.stderr, flush=True)
 
 
 def _shown(character: str) -> str:

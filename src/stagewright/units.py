@@ -40,6 +40,15 @@ def parse_bytes(text: str | int | float) -> int:
     return int(check_bytes(float(match[1]) * unit, f"'{text.strip()}'"))
 
 
+def parse_count(text: str) -> int | None:
+    """A whole number of at most nine ASCII digits; None for anything else.
+
+    >>> parse_count("12"), parse_count("-1"), parse_count("²"), parse_count("9" * 5000)
+    (12, None, None, None)
+    """
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
+
+
 def format_bytes(count: float) -> str:
     """
     >>> format_bytes(1610612736), format_bytes(2048), format_bytes(3 * 10**6)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.options import Json
-from stagewright.cli.output import print_document
+from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def verify(
             {"ok": not any(one.fault for one in found), "checkpoints": [_document(one) for one in found]}
         )
     else:
-        typer.echo("\n".join(map(_line, found)))
+        show(*map(_line, found))
     if any(one.fault for one in found):
         raise typer.Exit(1)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagewright.errors import InputError
-from stagewright.text import printable
+from stagewright.text import say
 
 if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
@@ -32,7 +31,7 @@ def allow_model(plan: Plan, with_model: bool, what: str) -> None:
         return
     if not with_model:
         raise InputError(
-            f"{what} needs the model, and building it runs {printable(plan.model.text)}: look at that code, and allow it "
+            f"{what} needs the model, and building it runs {plan.model.text}: look at that code, and allow it "
             "with --with-model"
         )
     say_what_runs(plan.model.text)
@@ -50,4 +49,4 @@ def say_what_runs(model: str) -> None:
         if file is None or file.is_relative_to(Path.cwd().resolve())
         else f", in {file}, outside this folder"
     )
-    print(printable(f"runs {model}{where}"), file=sys.stderr)
+    say(f"runs {model}{where}")

@@ -15,6 +15,8 @@ from stagewright.cli.progress import Progress
 from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from stagewright.cluster import Cluster
     from stagewright.planning.found import Found
     from stagewright.planning.job import Job
@@ -43,13 +45,19 @@ def demo(
     show(f"\nDone in {seconds}. Files in {out}: plan.json, local.toml, small.json, record.json, steps.jsonl.")
 
 
+def _heading(bold: str, rest: str) -> Text:
+    from rich.text import Text
+
+    return Text.assemble((bold, "bold"), rest)
+
+
 def _plan_large(out: Path) -> None:
     from stagewright.cluster import load_cluster
     from stagewright.planning.job import Job
     from stagewright.report.plans import left_out, plans_table
 
     show(
-        "[bold]1. Planning Llama-3-8B for a node of eight H100[/bold], from its config.json alone.",
+        _heading("1. Planning Llama-3-8B for a node of eight H100", ", from its config.json alone."),
         "The model is traced into a graph of forward, input-gradient and weight-gradient operators. Every",
         "pipeline width, microbatch size and schedule is cut out of that graph, costed and simulated:",
         "128 samples of 8,192 tokens a step, bf16, AdamW.",
@@ -66,7 +74,7 @@ def _probe(out: Path) -> Cluster:
     from stagewright.cluster import save_cluster
     from stagewright.report.clusters import cluster_summary
 
-    show(f"[bold]2. Probing this machine[/bold] with {_PROCESSES} processes at work at once.")
+    show(_heading("2. Probing this machine", f" with {_PROCESSES} processes at work at once."))
     with Progress("importing torch") as progress:
         from stagewright.execution.machine_use import watch_others
         from stagewright.execution.probe import probe
@@ -85,7 +93,7 @@ def _plan_small(cluster: Cluster, out: Path) -> Plan:
     from stagewright.report.plans import plans_table, stage_table
 
     show(
-        f"[bold]3. Planning a small Llama for a pipeline of {_PROCESSES} processes here[/bold]:",
+        _heading(f"3. Planning a small Llama for a pipeline of {_PROCESSES} processes here", ":"),
         "16 samples of 256 bytes a step, fp32.",
     )
     job = Job(global_batch=16, sequence_length=256, dtype="fp32", learning_rate=1e-3, num_steps=_STEPS)
@@ -101,7 +109,7 @@ def _train(plan: Plan, out: Path) -> None:
     from stagewright.execution.machine_use import watch_others
     from stagewright.report.runs import run_document, run_summary
 
-    show(f"[bold]4. Training it for {_STEPS} steps[/bold] on Moby-Dick, whose bytes are the tokens.")
+    show(_heading(f"4. Training it for {_STEPS} steps", " on Moby-Dick, whose bytes are the tokens."))
     others = watch_others()
     with resources.as_file(resources.files("stagewright") / "data" / "moby_dick.txt") as text:
         record = run(out / "small.json", data=text, steps=_STEPS, out=out, device="cpu")

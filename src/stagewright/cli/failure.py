@@ -9,6 +9,7 @@ from typing import NoReturn
 import typer
 
 from stagewright.errors import RunError, StagewrightError, wants_traceback
+from stagewright.text import printable
 
 
 def exit_code(error: StagewrightError) -> int:
@@ -24,7 +25,7 @@ def exit_code(error: StagewrightError) -> int:
 def fail(error: StagewrightError) -> NoReturn:
     """Says what is wrong and leaves."""
     if wants_traceback():
-        traceback.print_exception(error)
+        _trace(error)
     else:
         _say(str(error))
     raise typer.Exit(exit_code(error))
@@ -35,7 +36,7 @@ def fail_unexpectedly(error: Exception) -> NoReturn:
     if (received := getattr(error, "sigval", None)) is not None:
         sys.exit(128 + int(received))  # the launcher of torch turns Ctrl-C into an exception of its own
     if wants_traceback():
-        traceback.print_exception(error)
+        _trace(error)
     elif isinstance(error, OSError) and error.filename:
         _say(f"{error.filename}: {error.strerror}")
         sys.exit(2)
@@ -48,6 +49,10 @@ def fail_unexpectedly(error: Exception) -> NoReturn:
     sys.exit(1)
 
 
+def _trace(error: Exception) -> None:
+    typer.echo(printable("".join(traceback.format_exception(error))), err=True, nl=False)
+
+
 def _say(message: str) -> None:
     typer.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    typer.echo(message, err=True)
+    typer.echo(printable(message), err=True)

@@ -34,6 +34,7 @@ from stagewright.cli.planning import (
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.errors import InputError, nearest
+from stagewright.units import parse_count
 
 if TYPE_CHECKING:
     from stagewright.planning.found import Found
@@ -268,9 +269,9 @@ def _tensor_width(text: str) -> int | None:
     """
     if text == "auto":
         return None
-    if not text.isdecimal() or int(text) < 1:
+    if not (width := parse_count(text)):
         raise InputError(f"--tp {text}: give a number of ranks, or auto to try all widths within a node")
-    return int(text)
+    return width
 
 
 def _write(plans: Sequence[Plan], output: Path | None, num_written: int) -> list[Path | None]:

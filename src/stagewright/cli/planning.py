@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -12,6 +11,8 @@ import typer
 
 from stagewright.documents import read_json
 from stagewright.errors import InputError, nearest
+from stagewright.text import say
+from stagewright.units import parse_count
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
@@ -94,12 +95,12 @@ def parse_lengths(text: str | None) -> tuple[int, ...] | None:
     """
     if text is None:
         return None
-    parts = text.split(",")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    lengths = [parse_count(part) or 0 for part in text.split(",")]
+    if not all(lengths):
         raise InputError(
             f"--sequence-lengths {text}: give numbers of tokens with commas between, as 512,1024,4096"
         )
-    return tuple(map(int, parts))
+    return tuple(lengths)
 
 
 def read_job(path: Path | None, **options: Any) -> Job:
@@ -157,4 +158,4 @@ def is_plan(text: str) -> bool:
 def warn(messages: Iterable[str]) -> None:
     """Says on stderr what the user should know about a result."""
     for message in messages:
-        print(f"warning: {message}", file=sys.stderr)
+        say(f"warning: {message}")

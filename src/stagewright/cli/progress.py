@@ -7,8 +7,11 @@ import threading
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from stagewright.text import printable
+
 if TYPE_CHECKING:
     from rich.status import Status
+    from rich.text import Text
 
 DELAY_SECONDS = 2.0
 
@@ -58,6 +61,9 @@ class Progress:
                 self._status = Status(self._line(), console=Console(stderr=True), refresh_per_second=4)
                 self._status.start()
 
-    def _line(self) -> str:
+    def _line(self) -> Text:
+        """Of which nothing is taken for styles."""
+        from rich.text import Text
+
         done = "" if self._fraction is None else f" {self._fraction:.0%}"
-        return f"{self._text}{done}"
+        return Text(printable(f"{self._text}{done}"))

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from stagewright.errors import InputError
 from stagewright.files import make_writable
+from stagewright.text import say
 
 LOCK = ".in-use"
 _held: set[tuple[int, Path]] = set()
@@ -65,10 +65,7 @@ def _locked(folder: Path, option: str) -> int:
                 f"folder '{folder}' is in use by {holder}: wait until that has ended, or give another folder with {option}"
             ) from None
         except OSError as error:  # a file system without locks
-            print(
-                f"warning: '{folder}' cannot be locked ({error}): see that no other run writes there",
-                file=sys.stderr,
-            )
+            say(f"warning: '{folder}' cannot be locked ({error}): see that no other run writes there")
             return handle
         os.close(handle)
     said = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}

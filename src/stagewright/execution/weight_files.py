@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from stagewright.execution.manifest import MANIFEST, Manifest, check_contents, r
 from stagewright.execution.quantised import method_of, refuse_quantised
 from stagewright.files import inside
 from stagewright.planning.plan import Plan
+from stagewright.text import say
 from stagewright.tracing.models.reference import OTHER_FORMATS
 
 INDEX = "model.safetensors.index.json"
@@ -127,10 +127,8 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
         return
     if reference.weights is None:
         if not is_resumed and os.environ.get("RANK", "0") == "0":
-            print(
-                f"no weights lie beside the config of '{reference.text}': they are drawn from seed {plan.job.seed}",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"no weights lie beside the config of '{reference.text}': they are drawn from seed {plan.job.seed}"
             )
         return
     folder = str(reference.weights)

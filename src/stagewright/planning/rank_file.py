@@ -7,6 +7,7 @@ from pathlib import Path
 from stagewright.cluster import Cluster
 from stagewright.documents import read_csv
 from stagewright.errors import InputError
+from stagewright.units import parse_count
 
 HEADER = ("rank", "node", "device")
 
@@ -22,9 +23,10 @@ def read_rank_file(path: str | Path, cluster: Cluster, num_ranks: int) -> tuple[
         raise InputError(f"{path}: the first line must be '{','.join(HEADER)}'")
     found: dict[int, int] = {}
     for row in rows[1:]:
-        if len(row) != len(HEADER) or not all(cell.isdigit() for cell in row):
-            raise InputError(f"{path}: '{','.join(row)}' is no line of three whole numbers")
-        rank, node, device = map(int, row)
+        numbers = [number for cell in row if (number := parse_count(cell)) is not None]
+        if len(row) != len(HEADER) or len(numbers) != len(row):
+            raise InputError(f"{path}: '{','.join(row)[:80]}' is no line of three whole numbers")
+        rank, node, device = numbers
         found[rank] = _device(cluster, node, device, path)
     if sorted(found) != list(range(num_ranks)) or sorted(found.values()) != list(range(num_ranks)):
         raise InputError(

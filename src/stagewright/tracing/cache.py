@@ -13,7 +13,6 @@ import importlib.metadata
 import json
 import os
 import stat
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from stagewright.errors import InputError
 from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
+from stagewright.text import say
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.version import __version__
 
@@ -155,4 +155,4 @@ def _store(path: Path, graph: OperatorGraph) -> None:
 
 @functools.cache  # a search asks for many graphs: each message once
 def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    say(f"warning: {message}")

@@ -8,6 +8,7 @@ from math import comb
 from typing import Any
 
 from stagewright.errors import InputError, nearest
+from stagewright.limits import MOST_ENTRIES
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     kind = config["model_type"]
     if kind == "gpt2":
         return Shape.gpt(
-            config["n_layer"], config["n_embd"], config["n_head"], config["vocab_size"], config["n_positions"],
-            feed_forward=config.get("n_inner") or 4 * config["n_embd"],
+            *(_size(config, key) for key in ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")),
+            feed_forward=_size(config, "n_inner", 0) or 4 * _size(config, "n_embd"),
             drops=bool(config.get("resid_pdrop", 0.1)),
         )  # fmt: skip
     if kind not in _GATED:
@@ -143,21 +144,21 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
             f"Megatron's stacks know no '{kind}' model{nearest(kind, known)}: use a model of type "
             f"{', '.join(known)}, or leave out --stack"
         )
-    heads = config["num_attention_heads"]
+    heads = _size(config, "num_attention_heads")
     return Shape(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        feed_forward=config["intermediate_size"],
+        num_layers=_size(config, "num_hidden_layers"),
+        hidden=_size(config, "hidden_size"),
+        feed_forward=_size(config, "intermediate_size"),
         num_heads=heads,
-        vocabulary=config["vocab_size"],
-        num_key_value_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or config["hidden_size"] // heads,
+        vocabulary=_size(config, "vocab_size"),
+        num_key_value_heads=_size(config, "num_key_value_heads", 0) or heads,
+        head_size=_size(config, "head_dim", 0) or _size(config, "hidden_size") // heads,
         gated=True,
         has_bias=False,
         tied=bool(config.get("tie_word_embeddings", False)),
         latent=_latent(config),
         experts=_experts(config),
-        num_dense=config.get("first_k_dense_replace", 0),
+        num_dense=_size(config, "first_k_dense_replace", 0),
     )
 
 
@@ -168,23 +169,35 @@ def _latent(config: Mapping[str, Any]) -> Latent | None:
     if "kv_lora_rank" not in config:
         return None
     return Latent(
-        config.get("q_lora_rank") or 0,
-        config["kv_lora_rank"],
-        config["qk_nope_head_dim"],
-        config["qk_rope_head_dim"],
-        config["v_head_dim"],
+        _size(config, "q_lora_rank", 0),
+        _size(config, "kv_lora_rank"),
+        _size(config, "qk_nope_head_dim"),
+        _size(config, "qk_rope_head_dim"),
+        _size(config, "v_head_dim"),
     )
 
 
 def _experts(config: Mapping[str, Any]) -> Experts | None:
-    num = next(
-        (config[key] for key in ("n_routed_experts", "num_local_experts", "num_experts") if key in config), 0
-    )
+    keys = ("n_routed_experts", "num_local_experts", "num_experts")
+    num = next((_size(config, key, 0) for key in keys if key in config), 0)
     if not num:
         return None
-    size = config.get("moe_intermediate_size") or config["intermediate_size"]
-    groups = config.get("n_group") or 1
+    size = _size(config, "moe_intermediate_size", 0) or _size(config, "intermediate_size")
+    groups = _size(config, "n_group", 0) or 1
     return Experts(
-        num, config["num_experts_per_tok"], size, size * (config.get("n_shared_experts") or 0),
-        num_groups=groups, num_active_groups=config.get("topk_group") or groups,
+        num, _size(config, "num_experts_per_tok"), size, size * _size(config, "n_shared_experts", 0),
+        num_groups=groups, num_active_groups=_size(config, "topk_group", 0) or groups,
     )  # fmt: skip
+
+
+def _size(config: Mapping[str, Any], key: str, absent: int | None = None) -> int:
+    """A size or count of the configuration; `absent` where it has none, and must be there without that."""
+    value = config.get(key)
+    if value is None and absent is not None:
+        return absent
+    if type(value) is not int or not 0 <= value <= MOST_ENTRIES or (absent is None and value == 0):
+        raise InputError(
+            f"the config of a '{config['model_type']}' model has {key} = {value!r}: give a whole number of at least "
+            f"{1 if absent is None else 0}"
+        )
+    return value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -13,7 +14,9 @@ from numpy.typing import NDArray
 
 from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, ink, shade
 from stagewright.report.pictures.scene import KINDS, Curve, Scene
+from stagewright.text import printable
 
+_MARK = re.compile(r"\{\{(title|style|script|data)\}\}")
 _MOST_POINTS = 20_000
 """Points of a curve; longer ones keep the highest value of each stretch."""
 
@@ -25,15 +28,12 @@ def html_page(scene: Scene) -> str:
         here.joinpath(name).read_text(encoding="utf-8")
         for name in ("page.html", "page.css", "page.js", "coarse.js")
     )
-    data = json.dumps(_data(scene), separators=(",", ":")).replace("</", "<\\/")
-    for mark, text in (
-        ("{{title}}", escape(scene.title)),
-        ("{{style}}", style),
-        ("{{script}}", "\n".join(scripts)),
-        ("{{data}}", data),
-    ):
-        page = page.replace(mark, text)
-    return page
+    # No tag and no comment begins inside the data, whatever names it has.
+    data = json.dumps(_data(scene), separators=(",", ":")).replace("<", "\\u003c")
+    parts = {
+        "title": escape(printable(scene.title)), "style": style, "script": "\n".join(scripts), "data": data,
+    }  # fmt: skip
+    return _MARK.sub(lambda mark: parts[mark[1]], page)  # at once: a name may read as a mark
 
 
 def _data(scene: Scene) -> dict[str, Any]:
@@ -42,8 +42,8 @@ def _data(scene: Scene) -> dict[str, Any]:
     order = np.lexsort((bars.start_s, bars.beside, bars.rank))
     lanes = np.bincount(2 * bars.rank + bars.beside, minlength=2 * scene.num_ranks)
     return {
-        "title": scene.title,
-        "subtitle": scene.subtitle,
+        "title": printable(scene.title),
+        "subtitle": printable(scene.subtitle),
         "makespan": scene.makespan_s,
         "rankOfStage": scene.rank_of_stage,
         "numChunks": scene.num_chunks,

@@ -11,6 +11,7 @@ import numpy as np
 from stagewright.report.pictures.axis import byte_ticks, ticks
 from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, Theme, ink, shade
 from stagewright.report.pictures.scene import KINDS, Curve, Scene
+from stagewright.text import printable
 from stagewright.units import format_bytes, format_seconds
 
 _MARGIN = 20.0
@@ -261,4 +262,4 @@ def _text(
     x: float, y: float, text: str, fill: str, size: float, *, weight: int = 400, anchor: str = "start"
 ) -> str:
     look = f'font-size="{size:g}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(printable(text))}</text>'

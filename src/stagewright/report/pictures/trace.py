@@ -14,6 +14,7 @@ import numpy as np
 from stagewright.report.pictures.colours import NAMES
 from stagewright.report.pictures.scene import KINDS, Scene
 from stagewright.schedule import Kind
+from stagewright.text import printable
 
 Event = dict[str, Any]
 
@@ -32,7 +33,7 @@ def chrome_trace(scene: Scene) -> str:
     document = {
         "traceEvents": [*names, *events],
         "displayTimeUnit": "ms",
-        "otherData": {"title": scene.title, "size": scene.subtitle},
+        "otherData": {"title": printable(scene.title), "size": printable(scene.subtitle)},
     }
     return json.dumps(document, separators=(",", ":"))
 
