@@ -210,7 +210,7 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         (("estimate", *MODEL, *CLUSTER, *JOB, "--recompute", "ful"), "did you mean 'full'?"),
         (("estimate", *MODEL, *CLUSTER, *JOB, "--stack", "mist", "--zero", "1"), "give --shard-optimizer"),
         (("run", "no.json"), "plan 'no.json' cannot be read"),
-        (("simulate", __file__), "is not JSON"),
+        (("simulate", __file__), "is not valid JSON"),
     ],
 )
 def test_bad_input_is_one_message(words: tuple[str, ...], message: str, planned: dict) -> None:
