@@ -214,6 +214,23 @@ def test_the_plan_of_a_config_is_checked_in_full(tmp_path: Path) -> None:
     ]
 
 
+def test_a_plan_whose_config_is_elsewhere_is_checked_without_it(tmp_path: Path) -> None:
+    path, folder = tmp_path / "plan.json", tmp_path / "llama"
+    folder.mkdir()
+    config = folder / "config.json"
+    config.write_text(json.dumps(resolve("tiny-llama").config))
+    assert call("plan", folder, *SHAPE, *JOB, "-o", path).exit_code == 0
+    config.write_text(json.dumps({**(resolve("tiny-llama").config or {}), "hidden_size": 64}))
+    changed = call("check", path)
+    assert changed.exit_code == 2 and "has changed since the plan was made" in changed.stderr
+    config.unlink()
+    found = document("check", path)
+    assert [one["check"] for one in found["left_out"]] == ["model"]
+    assert [one["check"] for one in found["checks"]][-2:] == ["transfers", "memory"]
+    wanted = call("check", path, "--with-model")
+    assert wanted.exit_code == 2 and "holds no config.json" in wanted.stderr
+
+
 def test_a_plan_of_a_config_is_simulated_without_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,7 @@ from stagewright.cli.output import print_document, show
 from stagewright.cli.planning import PlannedCluster, cluster_of
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse
-from stagewright.errors import PlanError, StagewrightError
-from stagewright.text import printable
+from stagewright.errors import InputError, PlanError, StagewrightError
 
 if TYPE_CHECKING:
     from stagewright.planning.pipeline import Pipeline
@@ -103,26 +102,36 @@ def _checks(
     yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"
     if plan.predictions.costs is not None:
         yield "time", check_promised_time(plan, plan.predictions.costs)
-    if cluster is not None:
-        allow_model(plan, with_model, "a check on another cluster")
-    elif plan.model.is_code and not with_model:
-        yield from _checks_of_promises(plan, left_out)
+    why = None if with_model or cluster is not None else _without_model(plan)
+    if why is not None:
+        yield from _checks_of_promises(plan, why, left_out)
         return
-    else:
-        allow_model(plan, with_model, "this")
+    allow_model(plan, with_model, "a check on another cluster")
     yield from _checks_of_model(plan, cluster, report)
 
 
-def _checks_of_promises(plan: Plan, left_out: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
-    """What is left to check of a plan whose model is not built."""
+def _without_model(plan: Plan) -> str | None:
+    """Why the model of a plan is not built unless that is asked for: it is code, or it is not here. None: it is built."""
+    from stagewright.tracing.models.reference import resolve
+
+    if plan.model.is_code:
+        return f"as building it runs {plan.model.text}; --with-model allows it"
+    try:
+        resolve(plan.model.text, plan.model.overrides)
+    except InputError as error:
+        return f"as it is not here: {error}"
+    return None
+
+
+def _checks_of_promises(plan: Plan, why: str, left_out: list[dict[str, str]]) -> Iterator[tuple[str, str]]:
+    """What is left to check of a plan whose model is not built, and `why`."""
     from stagewright.planning.plan_stages import stage_program
     from stagewright.planning.promises import check_promised_memory, check_transfers
 
     def leave_out(check: str, why: str) -> None:
         left_out.append({"check": check, "why": why})
 
-    code = printable(plan.model.text)
-    leave_out("model", f"as building it runs {code}; --with-model allows it")
+    leave_out("model", why)
     if plan.predictions.costs is None:
         leave_out("transfers", "as the plan does not say what its stages send; --with-model finds out")
     else:

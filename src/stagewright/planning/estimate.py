@@ -58,6 +58,8 @@ def estimate(
     each other, with sums of gradients in `reduce_dtype`. `stack` names whose execution is predicted, by default
     Stagewright's own.
 
+    The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
+
     Raises:
         InputError: widths that do not fit the cluster or the batch, a model without a job, a stack that is not
             known or does not run such a configuration.
