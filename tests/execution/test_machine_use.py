@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from stagewright.execution.machine_use import MachineUse, others_at_work
+from stagewright.execution.machine_use import MachineUse, cores_of_others
 
 QUIET = MachineUse(clock_s=100.0, cores_s=1000.0, own_s=50.0, num_cores=4)
 
@@ -25,16 +25,15 @@ def later(seconds: float, own: float, others: float) -> MachineUse:
 
 
 def test_own_work_is_no_other() -> None:
-    assert others_at_work(QUIET, later(10, own=38, others=3.9)) == []
+    assert cores_of_others(QUIET, later(10, own=38, others=3.9)) is None
 
 
 def test_others_are_told() -> None:
-    (warning,) = others_at_work(QUIET, later(10, own=20, others=15))
-    assert warning.startswith("other programs used 1.5 of the 4 cores")
+    assert cores_of_others(QUIET, later(10, own=20, others=15)) == 1.5
 
 
 def test_nothing_is_said_where_the_system_does_not_tell() -> None:
-    assert others_at_work(None, None) == others_at_work(QUIET, None) == []
+    assert cores_of_others(None, None) is cores_of_others(QUIET, None) is None
 
 
 @pytest.mark.skipif(MachineUse.now() is None, reason="this system does not tell who uses its cores")

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,34 @@ def test_running_out_of_time_says_where_and_ends_every_process() -> None:
         probe("cpu", 1, time_limit_s=0.2)
     assert time.monotonic() - start < 20
     assert multiprocessing.active_children() == []
+
+
+def test_what_comes_forward_is_let_finish_behind_its_time() -> None:
+    """Its figures come when its time has been over for half a second."""
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    sender.send(("phase", ("attention", 0.5)))
+    threading.Timer(0.6, sender.send, [("found", "figures")]).start()
+    request = replace(REQUEST, time_limit_s=60.0)
+    assert _listen([receiver], time.monotonic() + 0.1, request, lambda what, done: None) == ["figures"]
+
+
+def test_a_machine_with_other_work_is_marked_and_plans_for_it_warn(
+    probed: tuple[Cluster, object], tmp_path: Path
+) -> None:
+    busy = probed[0].model_copy(update={"cores_of_others": 1.5})
+    save_cluster(busy, tmp_path / "busy.toml", "probed by a test")
+    assert load_cluster(tmp_path / "busy.toml").cores_of_others == 1.5
+    words = (
+        "tiny-llama",
+        "--cluster",
+        str(tmp_path / "busy.toml"),
+        "--microbatch",
+        "1",
+        "--sequence-length",
+        "8",
+    )
+    done = CliRunner().invoke(app, ["estimate", *words, "--dtype", "fp32"])
+    assert done.exit_code == 0 and "other programs used 1.5 cores" in done.stderr
 
 
 def test_a_failing_process_is_named_with_its_reason() -> None:

@@ -104,7 +104,7 @@ def configure(
             Target(tokens, critical_batch), price_per_hour=price, stack=stack,
             bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), strategy=other, report=progress,
         )  # fmt: skip
-    warn(_warnings(found[0], objective, critical_batch))
+    warn([*target.cautions, *_warnings(found[0], objective, critical_batch)])
     options = _megatron_options(found[0], shape, stack)
     first = found[0].configured.configurations[0]
     own = None if other is None else own_seconds(other, shape, first, stack)

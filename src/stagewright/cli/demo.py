@@ -76,12 +76,10 @@ def _probe(out: Path) -> Cluster:
 
     show(_heading("2. Probing this machine", f" with {_PROCESSES} processes at work at once."))
     with Progress("importing torch") as progress:
-        from stagewright.execution.machine_use import watch_others
         from stagewright.execution.probe import probe
 
-        others = watch_others()
         cluster = probe("cpu", _PROCESSES, lambda what, fraction: progress(f"measuring: {what}", fraction))
-    warn(others())
+    warn(cluster.cautions)
     path = out / "local.toml"
     save_cluster(cluster, path, "Measured by `stagewright demo` on the machine it describes.")
     show(cluster_summary(cluster), f"The description is in {path}.\n")
@@ -105,6 +103,7 @@ def _plan_small(cluster: Cluster, out: Path) -> Plan:
 
 
 def _train(plan: Plan, out: Path) -> None:
+    from stagewright.cluster.cluster import measured_beside
     from stagewright.execution.launch import run
     from stagewright.execution.machine_use import watch_others
     from stagewright.report.runs import run_document, run_summary
@@ -113,7 +112,7 @@ def _train(plan: Plan, out: Path) -> None:
     others = watch_others()
     with resources.as_file(resources.files("stagewright") / "data" / "moby_dick.txt") as text:
         record = run(out / "small.json", data=text, steps=_STEPS, out=out, device="cpu")
-    warn(others())
+    warn(measured_beside(others()))
     if record is not None:
         show(run_summary(run_document(plan, record, str(out / "record.json"))))
 

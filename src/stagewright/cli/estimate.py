@@ -242,4 +242,6 @@ def _cluster(name: str | None) -> Cluster:
 
     if name is None:
         raise InputError("an estimate of a model needs a cluster: give --cluster, e.g. --cluster 8x-h100")
-    return load_cluster(name)
+    found = load_cluster(name)
+    warn(found.cautions)
+    return found

@@ -224,7 +224,7 @@ def plan(
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
                 shard_size=shard_size, host_optimizer=cast("search.HostOptimizer", host_optimizer), interruptible=True,
             )  # fmt: skip
-    warn(found.warnings)
+    warn([*target.cautions, *found.warnings])
     _tell(found, output, top, as_json)
 
 

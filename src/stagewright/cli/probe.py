@@ -43,7 +43,7 @@ def probe(
         typer.Option(
             min=1.0,
             metavar="SECONDS",
-            help="Most time for all measurements, default 180; with --cluster for each, default 600.",
+            help="Time for all measurements, default 180, more while they get on; with --cluster for each, default 600.",
         ),
     ] = None,
     as_json: Json = False,
@@ -65,16 +65,14 @@ def probe(
     check_writable(output)
     with Progress("importing torch") as progress:
         from stagewright.execution import probe as prober
-        from stagewright.execution.machine_use import watch_others
 
-        others = watch_others()
         found = prober.probe(
             device,
             processes,
             lambda what, fraction: progress(f"measuring: {what}", fraction),
             time_limit_s=timeout or _TIMEOUT_S,
         )
-    warn(others())
+    warn(found.cautions)
     if output is not None:
         from stagewright.cluster import save_cluster
 

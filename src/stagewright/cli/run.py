@@ -63,6 +63,7 @@ def run(
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it
     behind the present step, with a checkpoint if --checkpoint was given; a second one ends it at once.
     """
+    from stagewright.cluster.cluster import measured_beside
     from stagewright.execution import launch
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
@@ -107,7 +108,7 @@ def run(
     warn(
         [
             *elsewhere,
-            *(others() if is_alone else ()),
+            *(measured_beside(others()) if is_alone else ()),
             *longest_not_run(loaded, record),
             *too_few_steps(len(record.losses)),
             *diverged(record.losses),

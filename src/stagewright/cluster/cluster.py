@@ -19,6 +19,16 @@ from stagewright.errors import InputError
 from stagewright.limits import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SECONDS
 
 
+def measured_beside(cores_of_others: float | None) -> list[str]:
+    """What it means for a measurement that other programs used so many cores meanwhile; nothing where there were none."""
+    if cores_of_others is None:
+        return []
+    return [
+        f"other programs used {cores_of_others:.1f} cores while this was measured, so that its figures are of a machine "
+        "that is slower than it would be alone: measure again when they have ended"
+    ]
+
+
 class NodeGroup(SourcedModel):
     """`count` equal nodes; each has `devices_per_node` devices and `num_nics` network adapters."""
 
@@ -83,16 +93,23 @@ class MeasuredBandwidth(SourcedModel):
 class Cluster(SourcedModel):
     """Ranks 0, 1, ... number the devices node after node, in the order of `nodes`."""
 
-    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "nodes", "collectives"})
+    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "nodes", "collectives", "cores_of_others"})
 
     name: str = Field(min_length=1)
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
     measured: MeasuredBandwidth | None = None
     collectives: tuple[MeasuredCollective, ...] = ()
     """Curves that correct what the links alone predict of collectives."""
+    cores_of_others: float | None = Field(default=None, gt=0, le=MOST_DEVICES)
+    """Cores that other programs used while this was measured; None where there were none, or nothing was measured."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.nodes))
+
+    @property
+    def cautions(self) -> list[str]:
+        """What whoever plans for this cluster should know of its figures."""
+        return [f"cluster '{self.name}': {caution}" for caution in measured_beside(self.cores_of_others)]
 
     @model_validator(mode="after")
     def _possible_size(self) -> Cluster:

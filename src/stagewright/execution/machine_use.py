@@ -55,21 +55,16 @@ def busy_ticks(stat: str, cores: Collection[int]) -> int:
     )
 
 
-def watch_others() -> Callable[[], list[str]]:
-    """Gives what to call when a measurement that begins now has ended: a warning if other programs used its cores."""
+def watch_others() -> Callable[[], float | None]:
+    """Gives what to call when a measurement that begins now has ended: the cores that other programs used meanwhile."""
     before = MachineUse.now()
-    return lambda: others_at_work(before, MachineUse.now())
+    return lambda: cores_of_others(before, MachineUse.now())
 
 
-def others_at_work(before: MachineUse | None, after: MachineUse | None) -> list[str]:
-    """A warning if other programs used the cores in between."""
+def cores_of_others(before: MachineUse | None, after: MachineUse | None) -> float | None:
+    """Cores that other programs used in between, on average; None where they are too few to matter, or nobody knows."""
     if before is None or after is None:
-        return []
+        return None
     clock = after.clock_s - before.clock_s
     others = (after.cores_s - before.cores_s - (after.own_s - before.own_s)) / clock
-    if others <= MOST_OTHERS * after.num_cores:
-        return []
-    return [
-        f"other programs used {others:.1f} of the {after.num_cores} cores while this was measured, so that its figures are "
-        "of a machine that is slower than it would be alone: measure again when they have ended"
-    ]
+    return round(others, 2) if others > MOST_OTHERS * after.num_cores else None

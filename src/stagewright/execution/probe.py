@@ -21,6 +21,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, RunError, wants_traceback
 from stagewright.execution.heap import keep_freed_memory
 from stagewright.execution.interrupts import interrupts_ignored
+from stagewright.execution.machine_use import watch_others
 from stagewright.execution.probe_description import describe
 from stagewright.execution.probe_measurements import (
     MESSAGE_PHASE,
@@ -63,11 +64,14 @@ def probe(
 
     `device` is `cpu` (each process gets an equal share of cores and memory) or `cuda` (one GPU each). Takes
     about fifteen seconds on a CPU. Raises `InputError` for what this machine does not have, and `RunError` if a
-    process fails or `time_limit_s` passes; no process outlives the call.
+    process fails, or if it takes longer than `time_limit_s` and comes no further for half of that; no process outlives the
+    call. The cluster says if other programs were at work meanwhile.
     """
     request = _checked(device, processes, time_limit_s, seconds_per_figure)
+    others = watch_others()
     found = _run_workers(request, progress or (lambda what, fraction: None))
-    return describe(found[: request.processes], request.device_type, request.threads)
+    cluster = describe(found[: request.processes], request.device_type, request.threads)
+    return cluster.model_copy(update={"cores_of_others": others()})
 
 
 def _checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> _Request:
@@ -125,9 +129,11 @@ def _listen(
         if not ready:
             stuck = ", ".join(f"rank {rank} in '{phase[rank]}'" for rank in phase if rank not in found)
             raise RunError(
-                f"the probe did not finish within {request.time_limit_s:g} s ({stuck}): "
-                "allow more time (--timeout), or probe fewer processes"
+                f"the probe did not finish within {request.time_limit_s:g} s ({stuck}), nor "
+                "come any further in the last half of them: allow more time (--timeout), or probe fewer processes"
             )
+        # On a busy machine all takes longer; what comes forward is let finish.
+        deadline = max(deadline, time.monotonic() + request.time_limit_s / 2)
         for rank, pipe in enumerate(pipes):
             if pipe not in ready:
                 continue
