@@ -1,4 +1,4 @@
-"""A run as a user starts it, to be killed, halted and interrupted; whatever happens, nothing of it is left behind."""
+"""A run as a user starts it, to be killed, halted and interrupted, and a disk that is soon full; nothing is left behind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import pytest
 
 GET_GOING_S = 120.0
 """What a run is given to come to its first step, on a machine that has much else to do."""
@@ -91,6 +93,19 @@ def started_run(log: Path, *words: str, **environment: str) -> Iterator[StartedR
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         run.process.wait()
+
+
+@contextmanager
+def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
+    """A file system of about so many bytes at `folder`, gone on the way out; skips the test where none can be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes // 1024}k", "none", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("nothing can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
 
 
 def listening_addresses(pids: set[int]) -> set[str]:

@@ -13,6 +13,9 @@ T = TypeVar("T")
 class StagewrightError(Exception):
     """Base of every error raised for something the user can change; the command line prints it and exits with 2."""
 
+    is_told = False
+    """Whether a rank has told its launcher, which prints it."""
+
 
 class InputError(StagewrightError):
     """A file, name or option that cannot be used as given."""

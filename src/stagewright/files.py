@@ -10,6 +10,9 @@ from pathlib import Path
 
 from stagewright.errors import InputError
 
+_ROOM_BYTES = 2**16
+"""What a folder must still take for files to be written there later."""
+
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
     """Writes `content` (text as UTF-8) beside `path` and moves it there; makes the folder if there is none.
@@ -44,8 +47,8 @@ def make_writable(folder: Path, option: str) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM_BYTES))
     except OSError as error:
         raise InputError(
             f"nothing can be written to folder '{folder}' ({error.strerror or error}): give another one with {option}"

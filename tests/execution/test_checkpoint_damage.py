@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from faults import small_disk
 from multiprocess import run_ranks
 from stagewright.cli.app import app
 from stagewright.errors import InputError, RunError
@@ -336,13 +337,8 @@ def failure_of_saving(rank: int, num_ranks: int, folder: str, full: str) -> str 
 
 def test_a_disk_that_is_full(run_folder: Path, tmp_path: Path) -> None:
     """A real one, of a few pages more than a checkpoint."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
     size = sum(file.stat().st_size for file in (run_folder / "checkpoints" / "step-000002").iterdir())
-    command = ["mount", "-t", "tmpfs", "-o", f"size={int(1.5 * size) // 1024}k", "none", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("nothing can be mounted here")
-    try:
+    with small_disk(tmp_path / "disk", int(1.5 * size)) as disk:
         shutil.move(run_folder / "checkpoints" / "step-000001", disk / "step-000001")
         shutil.rmtree(run_folder / "checkpoints")
         (run_folder / "checkpoints").symlink_to(disk)
@@ -350,8 +346,6 @@ def test_a_disk_that_is_full(run_folder: Path, tmp_path: Path) -> None:
         assert any(one is not None and "No space left on device" in one for one in said)
         assert [path.name for path in disk.iterdir()] == ["step-000001"]
         assert Verified.of(disk / "step-000001").fault is None
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_what_a_run_left_unfinished_is_removed_by_the_next(run_folder: Path) -> None:

@@ -10,12 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from plans import make_plan
 
-from faults import LOOPBACK, StartedRun, listening_addresses, started_run
+from faults import LOOPBACK, StartedRun, listening_addresses, small_disk, started_run
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -141,6 +142,35 @@ def test_nothing_listens_beyond_this_machine(run: StartedRun) -> None:
     run.wait_for_step(2)
     found = listening_addresses({run.process.pid, *run.left_over()})
     assert found and found <= LOOPBACK
+
+
+def test_a_full_folder_names_itself_and_ends_no_training(tmp_path: Path) -> None:
+    make_plan(tmp_path / "plan.json")
+    words = (
+        str(tmp_path / "plan.json"),
+        "--steps",
+        "100000",
+        "--device",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+    )
+    with small_disk(tmp_path / "out", 256 * 1024) as out:
+        with started_run(tmp_path / "log", *words) as run:
+            run.wait_for_step(1)
+            with (out / "in the way").open("wb", buffering=0) as file, suppress(OSError):
+                while True:
+                    file.write(bytes(512))
+            run.wait_for_words("are missing in")
+            run.wait_for_step(int(re.findall(r"step (\d+)/", run.said)[-1]) + 1)
+            os.kill(run.process.pid, signal.SIGINT)
+            code, _ = run.end(ENDS_WITHIN_S)
+        with started_run(tmp_path / "again", *words) as refused:
+            assert refused.end(60)[0] == 2
+    assert "nothing can be written to folder" in refused.said and "No space left" in refused.said
+    said = " ".join(run.said.split())
+    assert code == 2 and said.count("are missing in") == 1
+    assert re.search(r"cannot write '\S+record.json': No space left on device; make room there", said), said
 
 
 def test_what_is_posted_without_the_secret_is_not_there(tmp_path: Path) -> None:

@@ -101,16 +101,8 @@ def test_a_machine_with_other_work_is_marked_and_plans_for_it_warn(
     busy = probed[0].model_copy(update={"cores_of_others": 1.5})
     save_cluster(busy, tmp_path / "busy.toml", "probed by a test")
     assert load_cluster(tmp_path / "busy.toml").cores_of_others == 1.5
-    words = (
-        "tiny-llama",
-        "--cluster",
-        str(tmp_path / "busy.toml"),
-        "--microbatch",
-        "1",
-        "--sequence-length",
-        "8",
-    )
-    done = CliRunner().invoke(app, ["estimate", *words, "--dtype", "fp32"])
+    job = ("--global-batch", "1", "--sequence-length", "8", "--dtype", "fp32")
+    done = CliRunner().invoke(app, ["estimate", "tiny-llama", "--cluster", str(tmp_path / "busy.toml"), *job])
     assert done.exit_code == 0 and "other programs used 1.5 cores" in done.stderr
 
 

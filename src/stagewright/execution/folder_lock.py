@@ -69,8 +69,9 @@ def _locked(folder: Path, option: str) -> int:
             return handle
         os.close(handle)
     said = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    os.ftruncate(handle, 0)
-    os.write(handle, json.dumps(said).encode())
+    with suppress(OSError):  # on a full disk it is held without a word
+        os.ftruncate(handle, 0)
+        os.write(handle, json.dumps(said).encode())
     return handle
 
 

@@ -137,9 +137,9 @@ def _num_ranks_here(plan: Plan, is_launched: bool) -> int:
 
 
 def _join(arguments: list[str], folder: Path) -> Record | None:
-    from stagewright.execution.worker import parsed, work_and_record
+    from stagewright.execution.worker import parsed, work
 
-    work_and_record(parsed(arguments))
+    work(**parsed(arguments))
     return load_record(folder / "record.json") if os.environ["RANK"] == "0" else None
 
 

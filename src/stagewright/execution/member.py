@@ -139,6 +139,7 @@ def _failure(error: Exception, rank: int, watch: Watch) -> StagewrightError:
         kind = RUN_ERRORS.get(type(error).__name__, RunError)
         found = kind(f"rank {rank} failed at {position}: {own}")
     watch.failed(type(found).__name__, str(found), is_consequence=blamed is not None)
+    found.is_told = Meeting.joined() is not None
     return found
 
 
@@ -156,10 +157,10 @@ def may_be_lost_peer(error: BaseException | None) -> bool:
 
 
 def report_failure(error: StagewrightError) -> None:
-    """Print an error of this rank, unless a launcher of ours has read it on the board."""
+    """Print an error of this rank, unless its launcher does."""
     if wants_traceback():
         print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
-    if Meeting.joined() is None:
+    if not error.is_told:
         print(f"stagewright: {printable(str(error))}", file=sys.stderr, flush=True)
 
 

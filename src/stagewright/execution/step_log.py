@@ -6,8 +6,11 @@ import json
 import math
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
+
+from stagewright.errors import StagewrightWarning
 
 STEPS = "steps.jsonl"
 
@@ -24,6 +27,7 @@ class StepLog:
     def __init__(self, folder: Path, first: int, num_steps: int) -> None:
         self.num_steps = num_steps
         self.printed = 0.0
+        self.is_incomplete = False
         self.path = folder / STEPS
         if not first:
             self.path.unlink(missing_ok=True)
@@ -36,8 +40,7 @@ class StepLog:
             "gradient_norm": finite(result.gradient_norm),
             "seconds": result.seconds,
         }
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._keep(json.dumps(line))
         now = time.monotonic()
         if 0 < step < self.num_steps - 1 and self.num_steps > 50 and now - self.printed < 1.0:
             return
@@ -48,6 +51,21 @@ class StepLog:
             file=sys.stderr,
             flush=True,
         )
+
+    def _keep(self, line: str) -> None:
+        """A file that takes no more ends no training: that is said once, and tried again with every step."""
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            if not self.is_incomplete:
+                self.is_incomplete = True
+                warnings.warn(
+                    f"steps from {json.loads(line)['step']} on are missing in '{self.path}' ({error.strerror or error}); "
+                    "the run goes on: make room there, or its record cannot be written either",
+                    StagewrightWarning,
+                    stacklevel=2,
+                )
 
 
 def finite(value: float) -> float | None:

@@ -26,18 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
     options = parsed(arguments)
     try:
-        work_and_record(options)
+        work(**options)
     except StagewrightError as error:
         report_failure(error)
         return 1 if isinstance(error, RunError) else 2
     return 0
-
-
-def work_and_record(options: dict[str, Any]) -> None:
-    """`work`, whose record rank 0 writes."""
-    record = work(**options)
-    if record is not None:
-        record.save(Path(options["out"]) / "record.json")
 
 
 def work(
@@ -53,10 +46,11 @@ def work(
     checkpoint: str | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
-) -> Any:
-    """Train the plan on this rank; the record on rank 0, None elsewhere.
+) -> None:
+    """Train the plan on this rank; rank 0 writes the record.
 
     Raises:
+        InputError: the record cannot be written.
         RunError: the run failed; names the rank, the action and what it waited for.
     """
     from stagewright.planning.plan import load_plan
@@ -101,10 +95,11 @@ def work(
         watch.at("comparing clocks")
         offset = clock_offset(watch.rank, watch.num_ranks, timeout)
         ranks = gather(session.rank_record(offset).model_dump_json())
-    if launched != 0:
-        return None
-    stopped = watch.stopped_by() if first + len(results) < num_steps else None
-    return _record(loaded, torch, target, results, first, metered, ranks, stopped)
+        if launched == 0:
+            watch.at("writing the record")
+            stopped = watch.stopped_by() if first + len(results) < num_steps else None
+            record = _record(loaded, torch, target, results, first, metered, ranks, stopped)
+            record.save(Path(out) / "record.json")
 
 
 def lengths_of(job: Job, steps: range) -> tuple[int, ...]:
