@@ -56,32 +56,53 @@ def places(tree: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(value)
 
 
+def _place(draw: st.DrawFn, tree: Any) -> tuple[Any, Any]:
+    """One of them: a step down at a time, so that keys at the top are not lost among those of long lists."""
+    key = draw(st.sampled_from(list(tree) if isinstance(tree, dict) else range(len(tree))))
+    inside = tree[key]
+    if isinstance(inside, dict | list) and inside and draw(st.integers(0, 3)):
+        return _place(draw, inside)
+    return tree, key
+
+
 @st.composite
 def mutated(draw: st.DrawFn, document: Any, write: Callable[[Any], str]) -> bytes:
-    """A file of `document` with one to three wrongs: of its values and keys, or of its bytes."""
+    """A file of `document` with up to three wrongs: of its values and keys, or of its bytes.
+
+    Most are small, so that what reads a document is not stopped at its first line: a number one larger, the value of another
+    place, neighbours in the other order.
+    """
     tree = copy.deepcopy(document)
     for _ in range(draw(st.integers(0, 3))):
-        spots = list(places(tree))
-        if spots:
-            _change(draw, *draw(st.sampled_from(spots)))
+        if tree:
+            _change(draw, tree, *_place(draw, tree))
     content = _with_literals(write(tree)).encode("utf-8", "surrogatepass")
-    return _damaged(draw, content) if draw(st.integers(0, 4)) == 0 else content
+    return _damaged(draw, content) if draw(st.integers(0, 7)) == 0 else content
 
 
-def _change(draw: st.DrawFn, holder: Any, key: Any) -> None:
-    what = draw(st.sampled_from(["value", "drop", "again", "rename", "scale"]))
+def _change(draw: st.DrawFn, tree: Any, holder: Any, key: Any) -> None:
+    value = holder[key]
+    what = draw(
+        st.sampled_from(["other", "nudge", "swap", "scale", "other", "hostile", "again", "drop", "rename"])
+    )
     if what == "drop":
         del holder[key]
     elif what == "again" and isinstance(holder, list):
-        holder.insert(key, copy.deepcopy(holder[key]))
+        holder.insert(key, copy.deepcopy(value))
     elif what == "again":
-        holder[f"{key}\ue002"] = copy.deepcopy(holder[key])
+        holder[f"{key}\ue002"] = copy.deepcopy(value)
     elif what == "rename" and isinstance(holder, dict):
         holder[draw(st.sampled_from(WORDS))] = holder.pop(key)
-    elif what == "scale" and type(holder[key]) in (int, float):
-        holder[key] = type(holder[key])(
-            min(abs(holder[key]) * draw(st.sampled_from([0.5, 2, 3, 1000])), 1e300)
-        )
+    elif what == "other":
+        alike = [there[name] for there, name in places(tree) if type(there[name]) is type(value)]
+        holder[key] = copy.deepcopy(draw(st.sampled_from(alike)))
+    elif what == "swap" and isinstance(holder, list):
+        other = draw(st.integers(0, len(holder) - 1))
+        holder[key], holder[other] = holder[other], holder[key]
+    elif what == "nudge" and type(value) in (int, float):
+        holder[key] = value + draw(st.sampled_from([1, -1, 2]))
+    elif what == "scale" and type(value) in (int, float):
+        holder[key] = type(value)(min(abs(value) * draw(st.sampled_from([0, 0.5, 2, 3, 1000, 1e6])), 1e300))
     else:
         holder[key] = copy.deepcopy(draw(values))
 
@@ -122,6 +143,12 @@ def as_toml(tree: Any) -> str:
 def as_lines(tree: Any) -> str:
     """A table of cells as CSV without quotes, or lines as they are."""
     return "".join(_line(row) + "\n" for row in (tree if isinstance(tree, list) else [tree]))
+
+
+def as_words(tree: Any) -> str:
+    """Lines of words."""
+    rows = tree if isinstance(tree, list) else [tree]
+    return "".join(" ".join(map(_cell, row if isinstance(row, list) else [row])) + "\n" for row in rows)
 
 
 def _line(row: Any) -> str:

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from mutations import as_json, as_lines, as_toml, mutated
+from mutations import as_json, as_lines, as_toml, as_words, mutated
 from records import record_of
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
@@ -213,7 +213,7 @@ KINDS = [
     Kind("plan.json", [PLAN], as_json, plan_verbs),
     Kind("record.json", [RECORD], as_json, record_verbs),
     Kind("program.json", [PROGRAM.to_document()], as_json, program_verbs),
-    Kind("program.txt", [PROGRAM.to_text().splitlines()], as_lines, program_verbs),
+    Kind("program.txt", [[line.split() for line in PROGRAM.to_text().splitlines()]], as_words, program_verbs),
     Kind("program.csv", [[line.split(",") for line in write_torch_csv(PROGRAM).splitlines()]], as_lines, program_verbs),
     Kind("costs.json", [COSTS_ROWS], as_json, cost_verbs),
     Kind("costs.csv", [[list(LAYER), *(list(row.values()) for row in COSTS_ROWS)]], as_lines, cost_verbs),

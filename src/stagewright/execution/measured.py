@@ -18,8 +18,10 @@ def timeline_of(record: Record, plan: Plan, replica: int = 0) -> Timeline:
     most `clock_error_seconds`. An action starts when what it needs has arrived, so waiting is idle time.
 
     Raises:
-        InputError: the record is not of a run of `plan`.
+        InputError: the record is not of a run of `plan`, or of none of its steps.
     """
+    if not record.timed_steps:
+        raise InputError("the record has no step, so nothing was measured: run the plan for 3 steps or more")
     program = stage_program(plan)
     ranks = _ranks_of(record, plan, replica)
     times = [_times(rank, program) for rank in ranks]
@@ -37,9 +39,10 @@ def clock_error_seconds(record: Record) -> float:
 def _ranks_of(record: Record, plan: Plan, replica: int) -> list[RankRecord]:
     wanted = {plan.global_rank(rank, replica): rank for rank in range(plan.pp)}
     found = {rank.rank: rank for rank in record.ranks if rank.rank in wanted}
-    if len(record.ranks) != plan.num_ranks or len(found) != plan.pp:
+    is_placed = all(rank.pipeline_rank == wanted[number] for number, rank in found.items())
+    if len(record.ranks) != plan.num_ranks or len(found) != plan.pp or not is_placed:
         raise InputError(
-            f"the record is of {len(record.ranks)} ranks, but the plan has {plan.num_ranks} "
+            f"the record is of {len(record.ranks)} ranks, and not of the {plan.num_ranks} that the plan has "
             f"(pp {plan.pp} x dp {plan.dp} x tp {plan.tp}): give the plan that was run"
         )
     return [found[rank] for rank in wanted]

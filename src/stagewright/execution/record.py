@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import MOST_RECORD_BYTES, read_json
@@ -83,7 +83,7 @@ class Record(StrictModel):
     """None where the loss was no finite number."""
     gradient_norms: tuple[float | None, ...]
     """Before clipping; None where a gradient was not finite, as in a step of fp16 that therefore changed nothing."""
-    step_seconds: tuple[Seconds, ...]
+    step_seconds: tuple[Annotated[Seconds, Field(gt=0)], ...]
     sequence_lengths: tuple[Position, ...] = ()
     """Tokens per sample of every step, where there are several lengths."""
     metered_steps: tuple[Position, ...]
@@ -91,6 +91,15 @@ class Record(StrictModel):
     predicted_step_seconds: Seconds
     """Of a step of `timed_length`."""
     ranks: tuple[RankRecord, ...]
+
+    @model_validator(mode="after")
+    def _one_figure_per_step(self) -> Record:
+        count = len(self.step_seconds)
+        for name in ("losses", "gradient_norms", "sequence_lengths"):
+            found = len(getattr(self, name))
+            if found != count and (found or name != "sequence_lengths"):
+                raise ValueError(f"{name} has {found} entries where step_seconds has {count}: one per step")
+        return self
 
     @property
     def median_step_seconds(self) -> float:

@@ -105,7 +105,7 @@ class StepCosts(StrictModel):
 class Predictions(StrictModel):
     """What one optimizer step takes."""
 
-    step_seconds: Seconds
+    step_seconds: Annotated[Seconds, Field(gt=0)]
     lower_bound_seconds: Seconds
     """No contiguous partition and no schedule is faster at these widths and this microbatch."""
     tokens_per_second: Rate
