@@ -222,7 +222,8 @@ def test_other_versions_are_told_from_damage(run_folder: Path) -> None:
         read_checkpoint(checkpoint)
 
 
-def test_the_command_names_what_is_damaged(run_folder: Path) -> None:
+def test_the_command_names_what_is_damaged(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "500")  # a line each, however long the paths
     checkpoints = run_folder / "checkpoints"
     done = CliRunner().invoke(app, ["checkpoint", "verify", str(checkpoints)])
     assert done.exit_code == 0
