@@ -115,5 +115,14 @@ def cache_folder(name: str) -> Path:
         try:
             base = Path.home() / ".cache"
         except RuntimeError:  # a user without a home
-            base = private_folder(Path(tempfile.gettempdir()) / f"stagewright-{os.geteuid()}")
+            base = temporary_home()
     return private_folder(Path(base) / "stagewright" / name)
+
+
+def temporary_home() -> Path:
+    """The private folder of a user without a home, in the one for temporary files.
+
+    Raises:
+        InputError: it cannot be made, or is not this user's.
+    """
+    return private_folder(Path(tempfile.gettempdir()) / f"stagewright-{os.geteuid()}")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +53,27 @@ def test_without_a_compiler_the_operators_run(tmp_path: Path) -> None:
         assert any("forward is not compiled: it draws random numbers" in text for text in warned), warned
 
 
+def test_while_bytes_are_counted_the_operators_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch compiles nothing under a dispatch mode, and what is predicted is the operators' memory."""
+    import torch
+
+    from stagewright.execution import compiled
+    from stagewright.execution.meter import StorageMeter
+
+    calls = []
+    monkeypatch.setattr(
+        torch, "compile", lambda call, **_: lambda *tensors: calls.append("compiled") or call(*tensors)
+    )
+    pure = SimpleNamespace(call=lambda tensor: [tensor * 2], parameters=(), resident=())
+    operators = SimpleNamespace(call=lambda inputs, *_: calls.append("operators") or [inputs[0] * 2])
+    function = compiled._Compiled(operators, pure, "forward")  # type: ignore[arg-type]
+    for metered in (True, False, True):
+        with StorageMeter() if metered else nullcontext():
+            (result,) = function([torch.ones(2)], {}, lambda *_: None, lambda *_: None)
+            assert result.tolist() == [2.0, 2.0]
+    assert calls == ["operators", "compiled", "compiled", "operators"]
+
+
 def train(rank: int, num_ranks: int, paths: list[str], without: str) -> list[tuple[list[float], list[str]]]:
     import torch
     import torch.distributed as dist
@@ -67,7 +90,7 @@ def train(rank: int, num_ranks: int, paths: list[str], without: str) -> list[tup
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             session = Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
-            losses = [session.train_step(step).loss for step in range(3)]
+            losses = [session.train_step(step, metered=step == 1).loss for step in range(3)]
         texts = [str(one.message) for one in caught if "is not compiled" in str(one.message)]
         found.append((losses, texts))
         dist.barrier()

@@ -24,6 +24,7 @@ USED = [
         "models/deferred.py",
         "copies of real tensors",
     ),
+    ("torch._C", "_len_torch_dispatch_stack", "private.py", "compiling nothing while bytes are counted"),
     ("torch._C", "_ExcludeDispatchKeyGuard", "private.py", "calling an operator without autocast"),
     ("torch._C", "_dispatch_get_all_op_names", "private.py", "which operators autocast has rules for"),
     ("torch.utils", "_pytree", "blocks.py", "arguments and results of blocks, flat"),

@@ -21,9 +21,11 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from stagewright.cli.app import app
     from stagewright.cli.failure import fail_unexpectedly
+    from stagewright.cli.home import find_home
 
     try:
         try:
+            find_home()
             app()
         finally:
             sys.stdout.flush()  # what is short is only now found to have no reader

@@ -10,6 +10,7 @@ import torch
 from stagewright.errors import StagewrightWarning
 from stagewright.execution.allocation import cause_of
 from stagewright.graph.stage import Function
+from stagewright.tracing.private import is_seen_by_modes
 from stagewright.tracing.runnable import Accumulate, Pure, Reseed, Runnable, pure_function
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -49,10 +50,11 @@ class _Compiled:
         accumulate: Accumulate,
         reseed: Reseed,
     ) -> list[torch.Tensor]:
-        if not self.checked:
+        is_metered = is_seen_by_modes()  # bytes are counted of the operators, as they are predicted
+        if not self.checked and not is_metered:
             self.checked = True
             self._check([*inputs, *self._read(resident)])
-        if not self.works:
+        if not self.works or is_metered:
             return self.runnable.call(inputs, resident, accumulate, reseed)
         arguments = [*inputs, *self._read(resident)]
         inputs.clear()

@@ -21,6 +21,7 @@ __all__ = [
     "has_autocast_kernel",
     "is_composite",
     "is_mutable",
+    "is_seen_by_modes",
     "make_fx",
     "operator_names",
     "run_parts",
@@ -78,3 +79,8 @@ def without_cpu_autocast() -> contextlib.AbstractContextManager[None]:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Operators called while it is open see no dispatch mode: neither fake tensors nor a tape."""
     return _disable_current_modes()
+
+
+def is_seen_by_modes() -> bool:
+    """Whether a dispatch mode sees every operator that is called now; torch 2.13 compiles nothing under one."""
+    return torch._C._len_torch_dispatch_stack() > 0
