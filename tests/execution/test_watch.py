@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from stagewright.errors import RunError
 from stagewright.execution import liveness, watch
 from stagewright.execution.board import Board, FileBoard, Post, Seal, StoreBoard, places, write_post
 from stagewright.execution.liveness import Liveness
+from stagewright.execution.rendezvous import own_store
 from stagewright.execution.watch import JOINING, Limits, Watch
 
 LIMITS = Limits(action_s=60.0, start_s=0.05)
@@ -53,6 +56,17 @@ def test_ranks_that_go_on_are_not_blamed(board: Board, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Liveness, "look", beating)
     assert watching(board).blame() is None
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(closed.getsockname()[1]))
+        with pytest.raises(
+            RunError, match=r"store at 127.0.0.1:\d+ did not answer within 1 s .*rank 0 was started"
+        ):
+            own_store(1.0)
 
 
 def test_who_has_not_joined_is_named(board: Board) -> None:

@@ -77,7 +77,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
             os._exit(1)
 
     launcher = None if meeting is None else meeting.launcher
-    watch = Watch(rank, world, board_of(meeting, world), limits, end, launcher)
+    watch = Watch(rank, world, board_of(meeting, world, limits.start_s), limits, end, launcher)
     watch.listen_for_signals(*ends_on)
     watch.start()
     try:

@@ -15,6 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stagewright.errors import RunError
 from stagewright.execution.board import Board, FileBoard, Seal, StoreBoard, places
 
 if TYPE_CHECKING:
@@ -71,11 +72,11 @@ def loopback_interface() -> str:
     return "lo0" if sys.platform == "darwin" else "lo"
 
 
-def board_of(meeting: Meeting | None, num_ranks: int) -> Board:
-    """Where this rank posts. Imports torch under a launcher of others."""
+def board_of(meeting: Meeting | None, num_ranks: int, start_s: float) -> Board:
+    """Where this rank posts. Imports torch under a launcher of others, whose store has `start_s` seconds to answer."""
     if meeting is not None:
         return meeting.board(num_ranks)
-    return StoreBoard(own_store(), own_seal())
+    return StoreBoard(own_store(start_s), own_seal())
 
 
 def own_seal() -> Seal:
@@ -106,13 +107,24 @@ def hosted_store() -> dist.Store | None:
 
 
 def own_store(timeout_s: float = 30.0) -> dist.Store:
-    """A connection to the launcher's store that no other thread of this process uses."""
+    """A connection to the launcher's store that no other thread of this process uses.
+
+    Raises:
+        RunError: the store does not answer in time.
+    """
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(
-        host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    try:
+        store = dist.TCPStore(
+            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:  # torch's DistError is one
+        said = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"the rendezvous store at {host}:{port} did not answer within {timeout_s:.0f} s ({said}): see that rank 0 was "
+            "started, and that this host reaches its port"
+        ) from None
     return dist.PrefixStore("stagewright", store)
 
 
