@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from stagewright.cli.output import check_writable
+from stagewright.cluster.matrices import _write_matrix
 from stagewright.cluster.toml import write_toml
-from stagewright.errors import InputError
+from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.record import Record
+from stagewright.execution.step_log import STEPS, StepLog
 from stagewright.files import cache_folder, digest_of, private_folder, write_whole
 from stagewright.planning.plan import Plan
 
 WRITERS: dict[str, Callable[[Path], None]] = {
     "anything": lambda path: write_whole(path, b"one"),
     "cluster": lambda path: write_toml(path, {"name": "ours"}, "test"),
+    "matrix": lambda path: _write_matrix(path, [[0.0, 1e9], [1e9, 0.0]]),
     "plan": lambda path: Plan.model_construct().save(path),
     "record": lambda path: Record.model_construct().save(path),
 }
@@ -90,3 +95,71 @@ def test_a_user_without_a_home_has_a_cache(tmp_path: Path, monkeypatch: pytest.M
 def test_a_digest_is_of_the_contents(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     assert digest_of(tmp_path / "empty").startswith("e3b0c44298fc1c14")
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_what_a_link_leads_to_is_not_overwritten(write: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("old")
+    (tmp_path / "link").symlink_to("precious")
+    with pytest.raises(
+        InputError, match=r"cannot write '.*link': it is a symbolic link to 'precious'; name that"
+    ):
+        write(tmp_path / "link")
+    assert (tmp_path / "precious").read_text() == "old" and (tmp_path / "link").is_symlink()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_nothing_is_put_in_the_place_of_a_pipe_or_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in (
+        (tmp_path / "pipe", "a pipe or a device"),
+        (Path("/dev/null"), "a pipe or a device"),
+        (tmp_path, "a folder"),
+    ):
+        before = path.lstat()
+        with pytest.raises(InputError, match=f"it is {reason}"):
+            write_whole(path, "new")
+        with pytest.raises(InputError, match=f"it is {reason}"):
+            check_writable(path)
+        assert path.lstat().st_ino == before.st_ino
+
+
+def test_a_link_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"a symbolic link to '.*nowhere'"):
+        check_writable(tmp_path / "link")
+
+
+def test_a_folder_that_a_link_leads_to_is_fine(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    write_whole(tmp_path / "link" / "plan.json", "one")
+    assert (tmp_path / "folder" / "plan.json").read_text() == "one"
+
+
+def test_who_may_read_a_file_is_left_to_its_user(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        write_whole(tmp_path / "new", "one")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "new").chmod(0o640)
+    write_whole(tmp_path / "new", "two")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+
+
+def test_text_that_no_file_can_have_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(InputError, match="cannot write"):
+        write_whole(tmp_path / "file", "\ud800")
+    assert (tmp_path / "file").read_text() == "old" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_steps_are_not_added_behind_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("old")
+    (tmp_path / STEPS).symlink_to("precious")
+    log = StepLog(tmp_path, 1, 2)
+    with pytest.warns(StagewrightWarning, match=STEPS):
+        log(1, SimpleNamespace(loss=1.0, gradient_norm=1.0, seconds=1.0))
+    assert (tmp_path / "precious").read_text() == "old"

@@ -34,6 +34,7 @@ from stagewright.planning.rank_file import read_rank_file
 from stagewright.planning.step_times import simulated
 from stagewright.schedule import build
 from stagewright.schedule.torch_csv import write_torch_csv
+from stagewright.tracing.models.build import build as build_model
 from stagewright.tracing.models.reference import resolve
 
 TORTURE = os.environ.get("STAGEWRIGHT_TORTURE") == "1"
@@ -134,7 +135,10 @@ LAYER = {
     "activation_bytes": 8.0, "boundary_bytes": 2.0,
 }  # fmt: skip
 COSTS_ROWS = [{**LAYER, "layer": f"block {index}"} for index in range(4)]
-CONFIGS = [dict(resolve(name).config or {}) for name in ("tiny-llama", "tiny-mixtral", "deepseek-v3")]
+CONFIGS = [
+    dict(resolve(name).config or {})
+    for name in ("tiny-llama", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2")
+]
 PROGRAM = build("zb-h1", 2, 3)
 
 
@@ -206,7 +210,10 @@ def named_matrix(path: Path) -> None:
 
 
 def shaped(path: Path) -> None:
-    shape_of(resolve(str(path)).config or {})
+    reference = resolve(str(path))
+    if TORTURE:
+        build_model(reference, 1, 16, fake=True)
+    shape_of(reference.config or {})
 
 
 KINDS = [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import secrets
 import stat
 import tempfile
 from pathlib import Path
@@ -15,28 +17,55 @@ _ROOM_BYTES = 2**16
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Writes `content` (text as UTF-8) beside `path` and moves it there; makes the folder if there is none.
+    """Writes `content` (text as UTF-8) beside `path` and moves it there; makes the folder if there is none. A file that is
+    there keeps who may read it.
 
     Raises:
-        InputError: the file cannot be written; whatever was at `path` is still there.
+        InputError: the file cannot be written, or `path` is no file; whatever was there is still there.
     """
     target = Path(path)
     scratch = None
     try:
+        check_target(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        scratch = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        handle = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with os.fdopen(handle, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(scratch, 0o644)
+        if target.exists():
+            scratch.chmod(stat.S_IMODE(target.stat().st_mode))
         os.replace(scratch, target)
-    except OSError as error:
-        reason = error.strerror or str(error)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
             f"cannot write '{path}': {reason}; make room there, allow writing, or name another file"
         ) from None
     finally:
         if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)
+            with contextlib.suppress(OSError, ValueError):
+                scratch.unlink(missing_ok=True)
+
+
+def check_target(path: Path) -> None:
+    """Raises `InputError` where `path` is a symbolic link, a folder, a pipe or a device: what a link leads to is not
+    overwritten without its name having been given, and nothing is put in the place of a device."""
+    try:
+        mode = path.lstat().st_mode
+    except (OSError, ValueError):
+        return  # not there, or not to be known: writing says why
+    if stat.S_ISLNK(mode):
+        raise InputError(
+            f"cannot write '{path}': it is a symbolic link to '{os.readlink(path)}'; name that file, or another one"
+        )
+    if stat.S_ISDIR(mode):
+        raise InputError(f"cannot write '{path}': it is a folder; name a file in it")
+    if not stat.S_ISREG(mode):
+        raise InputError(f"cannot write '{path}': it is a pipe or a device; name a file")
+
+
+def through_no_link(path: str, flags: int) -> int:
+    """Opens a file for `open`, but none that a symbolic link at `path` leads to; raises `OSError` then."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def make_writable(folder: Path, option: str) -> None:

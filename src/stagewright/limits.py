@@ -31,8 +31,10 @@ MOST_ACTIONS = 2**21
 """Forwards and backwards of a program, over all its ranks: twice what 64 ranks of 8 stages do for 1,024 microbatches."""
 MOST_STAGES = 2**14
 """Of one pipeline; there are no models with as many layers."""
-MOST_LAYERS = 2**12
-"""Of a model or of a table of costs: the deepest transformers that have been trained have 1,000."""
+MOST_LAYERS = 2**10
+"""Of a model: the deepest transformers that have been trained have 1,000."""
+MOST_ROWS = 2**12
+"""Of a table of costs, which may have several for a layer."""
 MOST_SIZE = 2**20
 """Of a dimension in a model's configuration, and of counts such as that of experts: the widest layers have 2**17 columns."""
 MOST_ENTRIES = 2**26

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagewright.documents import read_csv_table, read_json
 from stagewright.errors import InputError, nearest
-from stagewright.limits import MOST_LAYERS, check_bytes, check_count, check_seconds
+from stagewright.limits import MOST_ROWS, check_bytes, check_count, check_seconds
 
 if TYPE_CHECKING:
     from stagewright.planning.joint.problem import LayerTable
@@ -45,7 +45,7 @@ def read_cost_table(path: Path) -> list[LayerCosts]:
     rows = read_json(path, "cost table") if path.suffix == ".json" else read_csv_table(path, "cost table")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} has no rows: write one per layer, with {', '.join(_REQUIRED)}")
-    check_count(len(rows), MOST_LAYERS, f"the number of rows of {path}", "give one per layer of a model")
+    check_count(len(rows), MOST_ROWS, f"the number of rows of {path}", "give one per layer of a model")
     return [_row(row, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
 
 

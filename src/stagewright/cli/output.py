@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import InputError
+from stagewright.files import check_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -32,12 +33,11 @@ def check_writable(path: Path | None) -> None:
     """Refuses a path that could not be written, before the work that would be lost.
 
     Raises:
-        InputError: the folder is missing or read-only, or `path` is a folder.
+        InputError: the folder is missing or read-only, or `path` is a folder, a link or a device.
     """
     if path is None:
         return
-    if path.is_dir():
-        raise InputError(f"cannot write '{path}': it is a folder; name a file in it")
+    check_target(path)
     if not path.parent.is_dir():
         raise InputError(
             f"cannot write '{path}': there is no folder '{path.parent}'; make it or name another"

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stagewright.documents import read_csv
 from stagewright.errors import InputError
+from stagewright.files import write_whole
 from stagewright.units import parse_bytes
 
 _MATRICES = ("bandwidth", "latency_s")
@@ -76,11 +76,11 @@ def matrices_beside(document: Mapping[str, Any], target: Path) -> dict[str, Any]
 
 
 def _write_matrix(path: Path, matrix: Sequence[Sequence[float]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        for sender, row in enumerate(matrix):
-            writer.writerow(["" if sender == receiver else f"{x:.6g}" for receiver, x in enumerate(row)])
+    rows = (
+        ",".join("" if sender == receiver else f"{x:.6g}" for receiver, x in enumerate(row))
+        for sender, row in enumerate(matrix)
+    )
+    write_whole(path, "".join(f"{row}\n" for row in rows))
 
 
 def _scale(unit: object) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import StagewrightWarning
+from stagewright.files import through_no_link
 
 STEPS = "steps.jsonl"
 
@@ -55,7 +56,7 @@ class StepLog:
     def _keep(self, line: str) -> None:
         """A file that takes no more ends no training: that is said once, and tried again with every step."""
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8", opener=through_no_link) as file:
                 file.write(f"{line}\n")
         except OSError as error:
             if not self.is_incomplete:

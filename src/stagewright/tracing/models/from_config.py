@@ -57,7 +57,7 @@ def build_from_config(
     with contextlib.nullcontext() if initialise else no_init_weights():
         try:
             net = auto_class.from_config(config, dtype=job.torch_dtype)
-        except (ValueError, TypeError, ZeroDivisionError, KeyError, AttributeError, RuntimeError) as error:
+        except Exception as error:  # models, too, raise many types over the values given
             raise InputError(
                 f"transformers cannot build '{reference.name}' from its config ({_one_line(error)}): "
                 "correct the value or the override it speaks of"

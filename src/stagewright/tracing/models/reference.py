@@ -134,6 +134,10 @@ def _config(config: Any, origin: str) -> dict[str, Any]:
             f"{origin} has no 'model_type', which says what kind of model it describes: "
             'add one, e.g. "model_type": "llama"'
         )
+    if not isinstance(config.get("architectures") or [], list):
+        raise InputError(
+            f"{origin} has architectures = {str(config['architectures'])[:40]!r}: give a list of names, or leave it out"
+        )
     return config
 
 
