@@ -18,13 +18,14 @@ endif
 RECENT := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all clean
+.PHONY: help demo test test-all torture clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 	@echo
 	@echo "  PYTHON=...            the Python (3.11 or newer) that .venv is made from"
 	@echo "  TORCH_INDEX_URL=...   the wheel index PyTorch comes from (its CPU wheels are the small ones)"
+	@echo "  STAGEWRIGHT_SEED=...  of the damage done by torture, whose last line names it"
 
 demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine
 	$(ENV_PYTHON) -m stagewright.cli.demo
@@ -34,6 +35,9 @@ test: $(INSTALLED) ## Run every check: format, lint, types, import contracts, te
 
 test-all: $(INSTALLED) ## Run every check, the slow tests included
 	STAGEWRIGHT_TEST_ALL=1 $(ENV_PYTHON) check
+
+torture: $(INSTALLED) ## Damage runs, checkpoints, caches and documents at random, thousands of times (an hour; nightly)
+	STAGEWRIGHT_TORTURE=1 $(ENV_PYTHON) -m pytest tests -m torture -n auto --dist worksteal --timeout 3600
 
 clean: ## Remove the environment, the caches and the built packages
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis

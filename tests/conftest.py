@@ -7,12 +7,16 @@ import os
 import pytest
 from hypothesis import settings
 
+import torture
+
 TEST_ALL = os.environ.get("STAGEWRIGHT_TEST_ALL") == "1"
 
 # Set before any test imports torch. Sums in one thread have one order, so bit-equality can be asked for.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A terminal's, which libraries of the workers set too: tables are to be as wide as in a file.
+os.environ.pop("COLUMNS", None)
 
 # The gate gives one answer for one tree; the full run looks for new examples.
 settings.register_profile("gate", deadline=None, derandomize=True, database=None)
@@ -24,6 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "multiprocess: starts several processes; left out by ./check --fast")
     config.addinivalue_line(
         "markers", "matrix: of the whole matrix of the executor; make test-all, or -m matrix"
+    )
+    config.addinivalue_line(
+        "markers", "torture: damage by chance, of which make torture does much more than the gate"
     )
     config.addinivalue_line("markers", "slow: takes a minute or more; runs with STAGEWRIGHT_TEST_ALL=1 only")
 
@@ -38,3 +45,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: set STAGEWRIGHT_TEST_ALL=1 (make test-all)"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [*terminalreporter.getreports("passed"), *terminalreporter.getreports("failed")]
+    if (line := torture.summary(one for report in reports for one in report.user_properties)) is not None:
+        terminalreporter.write_line(line)

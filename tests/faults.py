@@ -127,6 +127,13 @@ def listening_addresses(pids: set[int]) -> set[str]:
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended, whether or not anybody has taken note."""
+    with suppress(OSError):
+        return _parent_and_state(Path(f"/proc/{pid}"))[1] != "Z"
+    return False
+
+
 def _processes() -> Iterator[tuple[int, int, dict[bytes, bytes]]]:
     """Id, parent and environment of every process that tells."""
     for entry in Path("/proc").iterdir():

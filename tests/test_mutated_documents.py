@@ -7,7 +7,6 @@ With STAGEWRIGHT_TORTURE=1 five thousand documents are drawn anew instead of the
 from __future__ import annotations
 
 import copy
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,8 +35,8 @@ from stagewright.schedule import build
 from stagewright.schedule.torch_csv import write_torch_csv
 from stagewright.tracing.models.build import build as build_model
 from stagewright.tracing.models.reference import resolve
+from torture import TORTURE
 
-TORTURE = os.environ.get("STAGEWRIGHT_TORTURE") == "1"
 TOTAL = 5000 if TORTURE else 360
 COMMAND = get_command(app)
 """Made once: it takes longer than reading a document."""
@@ -258,8 +257,11 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
+@pytest.mark.torture
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_mutated_document_is_refused_in_words_or_harmless(kind: Kind, folder: Path) -> None:
+def test_a_mutated_document_is_refused_in_words_or_harmless(
+    kind: Kind, folder: Path, record_property: Callable[[str, object], None]
+) -> None:
     for document in kind.documents:
         (folder / kind.name).write_text(kind.write(copy.deepcopy(document)))
         kind.read(folder / kind.name)  # what is not mutated is read; compiled code is loaded, too
@@ -283,5 +285,6 @@ def test_a_mutated_document_is_refused_in_words_or_harmless(kind: Kind, folder: 
 
     try:
         check()
+        record_property("damage", ("documents mutated", TOTAL // len(KINDS)))
     finally:
         (folder / kind.name).write_text(kind.write(kind.documents[0]))

@@ -2,11 +2,15 @@
 
 What is refused here need not be thought of further up: files that are none, that are too large or no text, values nested
 without end, numbers that no machine has, keys that are there twice. What a document means is its reader's business.
+
+JSON that we write to read it again has a `checksum` of the rest of its content, so that a bit which a disk or a transfer has
+changed is noticed. What has none, as documents written by hand and by other programs, is read as it is.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
 import os
@@ -29,6 +33,9 @@ MOST_LEVELS = 64
 """Of values in values: our deepest documents have eight."""
 MOST_DIGITS = 40
 """Of a whole number: 2**64 has twenty."""
+
+CHECKSUM = "checksum"
+"""The key of a sealed document: the digest of all others with their values, however they are ordered and indented."""
 
 _LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """What may be half of a pair of escapes, which no output can encode."""
@@ -140,6 +147,49 @@ def read_json(
         InputError: names the file, the place and the rule that is broken.
     """
     return parse_json(read_text(path, what, fix, most_bytes), f"{what} '{path}'", fix)
+
+
+def sealed(text: str) -> str:
+    """The text of a JSON object with the digest of its content as its first key.
+
+    >>> sealed('{"a": 1}')
+    '{"checksum": "sha256:015abd7f5cc57a2dd94b7590f04ad8084273905ee33ec5cebeae62276a97f862","a": 1}'
+    """
+    start = len(text) - len(text[1:].lstrip())
+    return f'{text[:start]}"{CHECKSUM}": "{_digest(json.loads(text))}",{text[1:]}'
+
+
+def unsealed(document: Any, origin: str) -> Any:
+    """A JSON value from `origin` without its checksum; as it is where it has none.
+
+    Raises:
+        InputError: its content is not what it was when it was sealed.
+    """
+    if not isinstance(document, dict) or CHECKSUM not in document:
+        return document
+    content = {key: value for key, value in document.items() if key != CHECKSUM}
+    if document[CHECKSUM] != _digest(content):
+        raise InputError(
+            f"{origin} was changed since it was written: its content is not what its '{CHECKSUM}' says. If that was on "
+            f"purpose, remove the key '{CHECKSUM}' and it is taken as it is; otherwise copy or write it again"
+        )
+    return content
+
+
+def read_sealed_json(
+    path: str | Path, what: str, fix: str = "check the path", most_bytes: int = MOST_TEXT_BYTES
+) -> Any:
+    """The value in a JSON file, as `read_json`, that is as it was `sealed` if it was.
+
+    Raises:
+        InputError: names the file and the rule that is broken, or says that the file was changed.
+    """
+    return unsealed(read_json(path, what, fix, most_bytes), f"{what} '{path}'")
+
+
+def _digest(content: Any) -> str:
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return f"sha256:{hashlib.sha256(canonical.encode()).hexdigest()}"
 
 
 def parse_toml(text: str, origin: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 from records import record_of
 from stagewright.cli.app import app
 from stagewright.cli.consent import say_what_runs
+from stagewright.documents import read_sealed_json
 from stagewright.errors import InputError
 from stagewright.planning.plan import load_plan
 from stagewright.planning.plan_stages import stage_program
@@ -169,7 +170,7 @@ def test_a_strangers_plan_that_breaks_its_promises_is_refused(
     stranger: tuple[Path, Callable[[], bool]], tmp_path: Path
 ) -> None:
     path, has_run = stranger
-    plan = json.loads(path.read_text())
+    plan = read_sealed_json(path, "plan")
     predictions, tight = plan["predictions"], plan["job"] | {"memory_limit": 1000}
     cases = {
         "more than it may use": plan | {"job": tight},
@@ -188,7 +189,7 @@ def test_an_older_plan_is_checked_as_far_as_it_goes(
     stranger: tuple[Path, Callable[[], bool]], tmp_path: Path
 ) -> None:
     path, has_run = stranger
-    plan = json.loads(path.read_text())
+    plan = read_sealed_json(path, "plan")
     del plan["predictions"]["costs"]
     old = tmp_path / "old.json"
     old.write_text(json.dumps(plan))

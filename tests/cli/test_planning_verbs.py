@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster, save_cluster
+from stagewright.documents import read_sealed_json
 from stagewright.planning.plan import Plan, load_plan
 
 JOB = ("--global-batch", "8", "--sequence-length", "64", "--dtype", "fp32")
@@ -155,7 +156,7 @@ def test_a_plan_for_a_cluster_of_ones_own_needs_no_cluster_file(planned: dict, t
 
 
 def changed(folder: Path, name: str, **keys: object) -> Path:
-    found = json.loads((folder / "plan.json").read_text())
+    found = read_sealed_json(folder / "plan.json", "plan")
     path = folder / name
     path.write_text(json.dumps({**found, **keys}))
     return path

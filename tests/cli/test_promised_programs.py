@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 from stagewright.cli import joint
 from stagewright.cli.app import app
 from stagewright.cli.program_file import program_text, read_promised_program
+from stagewright.documents import read_sealed_json
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.promise import promise_of
 from stagewright.planning.joint.search import Effort, search
@@ -56,7 +57,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def written(table: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `plan --costs` prints, and what it writes."""
     path = table.parent / "program.json"
-    return document("plan", "--costs", table, *SIZE, "-o", path), json.loads(path.read_text())
+    return document("plan", "--costs", table, *SIZE, "-o", path), read_sealed_json(path, "program")
 
 
 @given(

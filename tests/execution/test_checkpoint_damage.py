@@ -6,11 +6,10 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import torture
 from faults import small_disk
 from multiprocess import run_ranks
 from stagewright.cli.app import app
@@ -36,8 +36,6 @@ from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import resolve
 
 pytestmark = pytest.mark.multiprocess
-
-NUM_FLIPS = 1000 if os.environ.get("STAGEWRIGHT_TORTURE") == "1" else 300
 
 
 @pytest.fixture(autouse=True)
@@ -100,16 +98,19 @@ def flip(path: Path, bit: int) -> None:
 # -- what is noticed ----------------------------------------------------------------------------------------------------
 
 
-def test_no_flipped_bit_goes_unnoticed(run_folder: Path) -> None:
+@pytest.mark.torture
+def test_no_flipped_bit_goes_unnoticed(
+    run_folder: Path, record_property: Callable[[str, object], None]
+) -> None:
     """In a random place of a random file: weights, moments, index, config, manifest and its digest."""
-    checkpoint, chance = run_folder / "checkpoints" / "step-000002", random.Random(0)
+    checkpoint, chance = run_folder / "checkpoints" / "step-000002", torture.chance("checkpoints")
     files = sorted(checkpoint.iterdir())
     assert {file.name for file in files} == {
         "rank-00000.safetensors", "rank-00001.safetensors", "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors", "model.safetensors.index.json", "config.json", MANIFEST, SEAL,
     }  # fmt: skip
     assert Verified.of(checkpoint).fault is None
-    for _ in range(NUM_FLIPS):
+    for _ in range(torture.FLIPS):
         file = chance.choice(files)
         bit = chance.randrange(8 * file.stat().st_size)
         flip(file, bit)
@@ -118,6 +119,7 @@ def test_no_flipped_bit_goes_unnoticed(run_folder: Path) -> None:
         assert (MANIFEST if file.name == SEAL else file.name) in fault
         flip(file, bit)
     assert Verified.of(checkpoint).fault is None
+    record_property("damage", ("bits flipped in checkpoints", torture.FLIPS))
 
 
 def test_a_damaged_checkpoint_is_not_resumed(run_folder: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -171,6 +172,58 @@ def test_a_full_folder_names_itself_and_ends_no_training(tmp_path: Path) -> None
     said = " ".join(run.said.split())
     assert code == 2 and said.count("are missing in") == 1
     assert re.search(r"cannot write '\S+record.json': No space left on device; make room there", said), said
+
+
+STARTS_AND_WAITS = """
+import sys, time
+from stagewright.execution.run_folder import run_folder
+with run_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_what_a_killed_launcher_left_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stagewright.execution.run_folder import run_folder
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = tmp_path / "stagewright-run-of-others"
+    kept.mkdir()
+    starters = [
+        subprocess.Popen(
+            [sys.executable, "-c", STARTS_AND_WAITS], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+    try:
+        killed, alive = [Path((starter.stdout or sys.stdin).readline().strip()) for starter in starters]
+        starters[0].kill()
+        starters[0].wait()
+        assert killed.is_dir()
+        with run_folder() as own:
+            assert own.stat().st_mode & 0o777 == 0o700
+            assert set(tmp_path.iterdir()) == {own, alive, kept}
+        assert set(tmp_path.iterdir()) == {alive, kept}
+    finally:
+        for starter in starters:
+            starter.kill()
+            starter.communicate()
+
+
+def test_a_rank_that_starts_behind_a_killed_launcher_says_so(tmp_path: Path) -> None:
+    """Another rank has removed the folder by then."""
+    make_plan(tmp_path / "plan.json")
+    done = subprocess.run(
+        [sys.executable, "-m", "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path)],
+        env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "STAGEWRIGHT_RENDEZVOUS": str(tmp_path / "gone"),
+             "STAGEWRIGHT_LAUNCHER": "1", "STAGEWRIGHT_TOKEN": "secret"},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "stagewright: the process that started the run (1) has ended\n"
 
 
 def test_what_is_posted_without_the_secret_is_not_there(tmp_path: Path) -> None:

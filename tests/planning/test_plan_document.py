@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from stagewright.cluster import Cluster, load_cluster
+from stagewright.documents import CHECKSUM
 from stagewright.errors import InputError
 from stagewright.planning.job import Job, load_job
 from stagewright.planning.plan import ClusterSection, Plan, load_plan
@@ -89,7 +90,7 @@ def test_measured_links_are_kept(tmp_path: Path) -> None:
 
 def test_the_schema_lists_every_field() -> None:
     schema = Plan.json_schema()
-    assert set(schema["properties"]) == set(Plan.model_fields)
+    assert set(schema["properties"]) == {*Plan.model_fields, CHECKSUM}
     assert "predictions" in schema["required"]
 
 

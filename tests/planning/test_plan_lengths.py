@@ -146,6 +146,6 @@ def test_what_was_predicted_for_lengths_must_be_of_the_jobs_set(tmp_path: Path) 
     path = tmp_path / "plan.json"
     plan.save(path)
     assert load_plan(path) == plan
-    path.write_text(path.read_text().replace('"sequence_length": 32', '"sequence_length": 48'))
+    path.write_text(plan.model_dump_json(indent=1).replace('"sequence_length": 32', '"sequence_length": 48'))
     with pytest.raises(InputError, match=r"shorter_lengths are \[48\]"):
         load_plan(path)

@@ -6,8 +6,7 @@ import enum
 import json
 import os
 import pickle
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import torture
 from stagewright import files
 from stagewright.errors import InputError
 from stagewright.graph import OperatorGraph, Ref, Symbol
@@ -23,7 +23,6 @@ from stagewright.tracing import cache
 from stagewright.tracing.arguments import encode
 from stagewright.tracing.cache import trace
 
-FLIPS = 1000 if os.environ.get("STAGEWRIGHT_TORTURE") == "1" else 300
 FACTORY = """
 import torch
 from torch import nn
@@ -140,21 +139,24 @@ def test_an_argument_is_plain_before_it_is_kept() -> None:
     assert same(found, (2.5, 2, "up", 1j, True))
 
 
+@pytest.mark.torture
 def test_bits_that_flip_are_noticed(
-    graph: OperatorGraph, entry: Path, capsys: pytest.CaptureFixture[str]
+    graph: OperatorGraph,
+    entry: Path,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
 ) -> None:
-    whole, dice = entry.read_bytes(), random.Random(7)
-    for _ in range(FLIPS):
+    whole, dice = entry.read_bytes(), torture.chance("traced models")
+    for _ in range(torture.FLIPS):
         # Half of them in the heading, which is a thousandth of the file.
         bit = dice.randrange(8 * (100 if dice.random() < 0.5 else len(whole)))
-        damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
-        entry.write_bytes(damaged)
+        entry.write_bytes(torture.flipped(whole, bit))
         cache._warn.cache_clear()
         assert cache._load(entry) is None
         assert capsys.readouterr().err.count("\n") == 1
     assert same(trace("tiny-llama", 1, 16), graph)
     assert entry.read_bytes() == whole
+    record_property("damage", ("bits flipped in traced models", torture.FLIPS))
 
 
 @pytest.mark.parametrize("damage", ["cut short", "empty", "a pickle", "a folder"])

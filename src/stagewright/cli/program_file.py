@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.documents import read_json, read_text
+from stagewright.documents import read_sealed_json, read_text, sealed
 from stagewright.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def read_promised_program(path: Path) -> tuple[Program, Promise | None]:
     from stagewright.schedule import Program
     from stagewright.simulation.promise import Promise
 
-    document = read_json(path, "program")
+    document = read_sealed_json(path, "program")
     program = Program.from_document(document)
     return program, Promise.of_document(document, program, f"program '{path}'")
 
@@ -71,7 +71,7 @@ def program_text(path: Path, program: Program, promise: Promise) -> str:
         from stagewright.schedule import write_torch_csv
 
         return write_torch_csv(program)
-    return json.dumps(program.to_document() | promise.model_dump(mode="json")) + "\n"
+    return sealed(json.dumps(program.to_document() | promise.model_dump(mode="json"))) + "\n"
 
 
 def lost_in(path: Path) -> str | None:
@@ -96,7 +96,7 @@ def _from_text(path: Path) -> Program:
 def _from_json(path: Path) -> Program:
     from stagewright.schedule import Program
 
-    return Program.from_document(read_json(path, "program"))
+    return Program.from_document(read_sealed_json(path, "program"))
 
 
 _READERS = {".csv": _from_csv, ".txt": _from_text, ".json": _from_json}

@@ -68,11 +68,9 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
         try:
             watch.failed("RunError", message, is_consequence=True)
             # A launcher of ours reads the board; where it is gone, the first rank has the last word, and clears up.
-            is_orphan = meeting is not None and os.getppid() != meeting.launcher
-            if meeting is None or (is_orphan and rank == 0):
+            if meeting is None or (meeting.is_orphaned() and rank == 0):
                 print(f"stagewright: {printable(message)}", file=sys.stderr, flush=True)
-            if meeting is not None and is_orphan:
-                shutil.rmtree(meeting.folder, ignore_errors=True)
+            _clear_up(meeting)
         finally:
             os._exit(1)
 
@@ -87,7 +85,14 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
     except Exception as error:
         raise _failure(error, rank, watch) from error
     _left(watch)
+    _clear_up(meeting)
     del host
+
+
+def _clear_up(meeting: Meeting | None) -> None:
+    """Removes the run's folder where its launcher no longer can."""
+    if meeting is not None and meeting.is_orphaned():
+        shutil.rmtree(meeting.folder, ignore_errors=True)
 
 
 def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) -> torch.device:

@@ -6,23 +6,21 @@ No port is opened for them: they find each other through a private folder, and t
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from stagewright.errors import InputError, RunError, StagewrightError
+from stagewright.errors import RunError, StagewrightError
 from stagewright.execution.board import LAUNCHER, FileBoard, Post
 from stagewright.execution.liveness import FINISHED, Liveness
 from stagewright.execution.member import RUN_ERRORS
 from stagewright.execution.rendezvous import Meeting
-from stagewright.files import private_folder
+from stagewright.execution.run_folder import run_folder
 from stagewright.text import printable
 
 _INTERVAL_S = 0.2
@@ -56,26 +54,11 @@ def start_ranks(
         SystemExit: SIGTERM; all ranks have been ended.
     """
     with (
-        _private_meeting() as meeting,
+        run_folder() as folder,
         _noted_signals() as received,
-        _processes(meeting, module, arguments, ranks) as processes,
+        _processes(meeting := Meeting.new(folder), module, arguments, ranks) as processes,
     ):
         _Watchman(meeting.board(len(ranks)), processes, start_s, can_stop).wait(received)
-
-
-@contextmanager
-def _private_meeting() -> Iterator[Meeting]:
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="stagewright-run-"))
-    except OSError as error:
-        raise InputError(
-            f"no folder for temporary files can be made ({error.strerror or error}): make room in "
-            f"'{tempfile.gettempdir()}', or set TMPDIR"
-        ) from None
-    try:
-        yield Meeting.new(private_folder(folder))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from stagewright.cluster.strict import StrictModel, validated
-from stagewright.documents import MOST_RECORD_BYTES, read_json
+from stagewright.documents import MOST_RECORD_BYTES, read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.files import write_whole
 from stagewright.limits import MOST_PREDICTED, MOST_STEPS
@@ -123,12 +123,12 @@ class Record(StrictModel):
         ]
 
     def save(self, path: str | Path) -> None:
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
+        write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")
 
 
 def load_record(path: str | Path) -> Record:
     """The record in a file; raises `InputError` when it cannot be read."""
-    document = read_json(path, "record", most_bytes=MOST_RECORD_BYTES)
+    document = read_sealed_json(path, "record", most_bytes=MOST_RECORD_BYTES)
     if isinstance(document, Mapping) and document.keys() >= {"program", "cuts"}:
         raise InputError(
             f"{path} is a plan: the record of its run is the record.json that `stagewright run` wrote"

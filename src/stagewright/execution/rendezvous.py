@@ -59,8 +59,16 @@ class Meeting:
             "NCCL_SOCKET_IFNAME": loopback,
         }
 
+    def is_orphaned(self) -> bool:
+        """Whether the process that started the ranks, of which this is one, has ended."""
+        return os.getppid() != self.launcher
+
     def board(self, num_ranks: int) -> FileBoard:
-        return FileBoard(self.folder / "board", places(num_ranks), Seal(self.token))
+        """Raises `RunError` where the folder is gone: the launcher was killed, and a rank has cleared up behind it."""
+        try:
+            return FileBoard(self.folder / "board", places(num_ranks), Seal(self.token))
+        except FileNotFoundError:
+            raise RunError(f"the process that started the run ({self.launcher}) has ended") from None
 
 
 def loopback_interface() -> str:

@@ -11,7 +11,7 @@ from pydantic import Field, field_serializer, model_validator
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.catalog import is_catalog_name
 from stagewright.cluster.strict import StrictModel, validated
-from stagewright.documents import read_json
+from stagewright.documents import CHECKSUM, read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.files import write_whole
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES
@@ -307,12 +307,17 @@ class Plan(StrictModel):
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`; readers see the old file or the whole new one. Raises `InputError` if that fails."""
-        write_whole(path, self.model_dump_json(indent=1) + "\n")
+        write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
         """The JSON schema of `plan.json`."""
-        return cls.model_json_schema()
+        schema = cls.model_json_schema()
+        schema["properties"][CHECKSUM] = {
+            "type": "string",
+            "description": "Digest of all other keys with their values, by which a changed file is noticed; not needed.",
+        }
+        return schema
 
 
 def shared_layers(tp: int, sequence_parallel: bool = False) -> dict[str, Any]:
@@ -330,7 +335,7 @@ def load_plan(path: str | Path) -> Plan:
     Raises:
         InputError: no such file, not JSON, another version, or a key that is wrong; names it.
     """
-    document = read_json(path, "plan", "give a file that `stagewright plan` wrote")
+    document = read_sealed_json(path, "plan", "give a file that `stagewright plan` wrote")
     if isinstance(document, Mapping) and document.keys() >= {"ranks", "rank_of_stage"}:
         raise InputError(
             f"{path} is a program, without a model: `stagewright schedule {path}` draws it, and `stagewright check {path}` "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stagewright.documents import parse_json
+from stagewright.documents import parse_json, sealed, unsealed
 from stagewright.errors import ScheduleError
 from stagewright.limits import MOST_ACTIONS
 from stagewright.schedule.action import COMPUTE, TRANSFERS, Action
@@ -125,12 +125,12 @@ class Program:
         return _assembled(*(document[key] for key in _DOCUMENT))
 
     def to_json(self) -> str:
-        return json.dumps(self.to_document())
+        return sealed(json.dumps(self.to_document()))
 
     @classmethod
     def from_json(cls, text: str) -> Program:
-        """As `from_document`; raises `InputError` for what is no JSON."""
-        return cls.from_document(parse_json(text, "the program"))
+        """As `from_document`; raises `InputError` for what is no JSON, or was changed since `to_json`."""
+        return cls.from_document(unsealed(parse_json(text, "the program"), "the program"))
 
 
 def build_program(
