@@ -124,7 +124,7 @@ def test_training_is_the_same_wherever_the_ranks_are(tmp_path: Path) -> None:
 def work_as(rank: int, num_ranks: int, path: str, devices: str) -> dict | None:
     from stagewright.execution.worker import work
 
-    record = work(path, str(Path(path).parent), None, 2, "cpu", True, 60.0, True, devices)
+    record = work(path, str(Path(path).parent), None, 2, "cpu", True, 60.0, devices=devices)
     return None if record is None else record.model_dump()
 
 
