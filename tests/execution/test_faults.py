@@ -18,6 +18,7 @@ import pytest
 from plans import make_plan
 
 from faults import LOOPBACK, StartedRun, listening_addresses, small_disk, started_run
+from multiprocess import Failed, Returned, watch_ranks
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -224,6 +225,23 @@ def test_a_rank_that_starts_behind_a_killed_launcher_says_so(tmp_path: Path) -> 
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "stagewright: the process that started the run (1) has ended\n"
+
+
+def test_a_rank_that_is_done_does_not_mind_the_loss_of_another(capfd: pytest.CaptureFixture[str]) -> None:
+    ends = watch_ranks(be_lost_at_the_end, 2, timeout=60)
+    assert isinstance(ends[0], Failed) and "died with exit code 9" in ends[0].reason
+    assert ends[1] == Returned("done")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def be_lost_at_the_end(rank: int, num_ranks: int) -> str:
+    from stagewright.execution.member import member
+    from stagewright.execution.watch import Limits
+
+    with member("cpu", Limits(60, 60)) as (watch, _):
+        if rank == 0:
+            watch.stop = lambda: os._exit(9)  # type: ignore[method-assign]
+    return "done"
 
 
 def test_what_is_posted_without_the_secret_is_not_there(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -125,11 +125,12 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
 
 
 def _left(watch: Watch) -> None:
-    """The run ended well."""
+    """The run ended well, for this rank also if another one is lost now: its launcher says so."""
     import torch.distributed as dist
 
     watch.stop()
-    dist.barrier()
+    with suppress(RuntimeError):
+        dist.barrier()
     dist.destroy_process_group()
 
 
