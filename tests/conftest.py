@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 import pytest
+import pytest_timeout
 from hypothesis import settings
 
 import torture
+from patience import Deadline
 
 TEST_ALL = os.environ.get("STAGEWRIGHT_TEST_ALL") == "1"
 
@@ -45,6 +49,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: set STAGEWRIGHT_TEST_ALL=1 (make test-all)"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
+    """Time limits of tests are those of a machine that runs nothing but the tests."""
+    if settings.method != "signal" or threading.current_thread() is not threading.main_thread():
+        return None
+    deadline = Deadline(settings.timeout)
+
+    def end_or_wait(*_: object) -> None:
+        if deadline:
+            signal.setitimer(signal.ITIMER_REAL, max(deadline.left(), 0.01))
+        else:
+            pytest_timeout.timeout_sigalrm(item, settings)
+
+    pytest_timeout.pytest_timeout_set_timer(item, settings)  # which also says how it is cancelled
+    signal.signal(signal.SIGALRM, end_or_wait)
+    return True
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

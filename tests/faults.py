@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from patience import Deadline
+
 GET_GOING_S = 120.0
-"""What a run is given to come to its first step, on a machine that has much else to do."""
+"""What a run is given to come to its first step."""
 
 
 class StartedRun:
@@ -34,10 +36,10 @@ class StartedRun:
         return self.log.read_text()
 
     def wait_for(self, condition: Callable[[], object], seconds: float = GET_GOING_S) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = Deadline(seconds)
         while not condition():
             assert self.process.poll() is None, f"the run ended early:\n{self.said}"
-            assert time.monotonic() < deadline, f"the run did not get there:\n{self.said}"
+            assert deadline, f"the run did not get there:\n{self.said}"
             time.sleep(0.02)
 
     def wait_for_words(self, words: str) -> None:
@@ -67,11 +69,13 @@ class StartedRun:
 
     def end(self, seconds: float) -> tuple[int, float]:
         """Exit code, and the seconds until it came."""
-        start = time.monotonic()
-        try:
-            return self.process.wait(seconds), time.monotonic() - start
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run still goes on after {seconds} s:\n{self.said}") from None
+        deadline = Deadline(seconds)
+        while (left := deadline.left()) > 0:
+            with suppress(subprocess.TimeoutExpired):
+                return self.process.wait(left), time.monotonic() - deadline.began
+        raise AssertionError(
+            f"the run still goes on after {time.monotonic() - deadline.began:.0f} s:\n{self.said}"
+        )
 
     def left_over(self) -> list[int]:
         """Processes of its session that still run."""

@@ -27,6 +27,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from patience import MOST, Deadline, patient
+
 # Imported once, by the server that every rank is forked from.
 PRELOAD = [
     "torch.distributed",
@@ -71,7 +73,8 @@ def run_ranks(function: RankFunction, num_ranks: int, *args: Any, timeout: float
     """The results of `function(rank, num_ranks, *args)` on every rank, in rank order.
 
     `function` is a module's top-level function or the text `"module:function"`; arguments and results are
-    pickled. `timeout` is in seconds. Once a rank has failed, the others have two seconds left.
+    pickled. `timeout` is in seconds of a machine that does nothing else, as all times here. Once a rank has failed, the
+    others have two seconds left.
 
     Raises:
         RanksFailed: a rank raised, died or had not returned in time.
@@ -162,7 +165,7 @@ def _rank_main(
 ) -> None:
     """What a rank does: prepare, call the function, report, and leave when all have reported."""
     os.setpgid(0, 0)  # so that whatever the rank starts ends with it
-    signal.alarm(int(timeout) + 60)  # ends the rank even if the test's own process was killed
+    signal.alarm(int(timeout * MOST) + 60)  # ends the rank even if the test's own process was killed
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -175,7 +178,7 @@ def _rank_main(
             return
         connection.send_bytes(message)
         # A rank that leaves early closes sockets that its peers may still be reading from.
-        connection.poll(timeout)
+        connection.poll(timeout * MOST)
 
 
 def _call(rank: int, num_ranks: int, payload: bytes) -> Any:
@@ -191,17 +194,16 @@ def _call(rank: int, num_ranks: int, payload: bytes) -> Any:
 
 def _collect(ranks: list[_Rank], timeout: float, grace: float | None) -> list[Returned | Failed]:
     """Waits for every rank to report or die; dumps the stacks of those that do neither in time."""
-    started = time.monotonic()
-    deadline = started + timeout
+    deadline = first = Deadline(timeout)
     ends: dict[int, Returned | Failed] = {}
     waiting = {rank.connection: number for number, rank in enumerate(ranks)}
-    while waiting and (left := deadline - time.monotonic()) > 0:
+    while waiting and (left := deadline.left()) > 0:
         ready = wait(list(waiting), left)
         for number in [waiting.pop(connection) for connection in list(waiting) if connection in ready]:
             ends[number] = _receive(ranks[number])
             if isinstance(ends[number], Failed) and grace is not None:
-                deadline = min(deadline, time.monotonic() + grace)
-    seconds = time.monotonic() - started
+                deadline = min(deadline, Deadline(grace), key=Deadline.left)
+    seconds = time.monotonic() - first.began
     reason = f"had not returned after {seconds:.1f} s and was stopped; it stood at"
     for number, stack in _stacks({number: ranks[number] for number in waiting.values()}).items():
         _kill(ranks[number])
@@ -214,7 +216,7 @@ def _receive(rank: _Rank) -> Returned | Failed:
     try:
         return pickle.loads(rank.connection.recv_bytes())
     except (EOFError, ConnectionResetError):
-        rank.process.join(5)
+        rank.process.join(patient(5))
         return Failed(f"died with exit code {rank.process.exitcode}", rank.stack.read_text())
 
 
@@ -223,8 +225,8 @@ def _stacks(ranks: dict[int, _Rank]) -> dict[int, str]:
     for rank in ranks.values():
         with suppress(ProcessLookupError):
             os.kill(rank.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + DUMP_SECONDS
-    while time.monotonic() < deadline and not all(_written(rank.stack) for rank in ranks.values()):
+    deadline = Deadline(DUMP_SECONDS)
+    while deadline and not all(_written(rank.stack) for rank in ranks.values()):
         time.sleep(0.05)
     return {number: rank.stack.read_text() if rank.stack.exists() else "" for number, rank in ranks.items()}
 
@@ -237,9 +239,9 @@ def _end(ranks: list[_Rank]) -> None:
     """Lets the ranks that have reported leave, then kills what is left and all that the ranks started."""
     for rank in ranks:
         rank.connection.close()
-    deadline = time.monotonic() + LEAVE_SECONDS
+    deadline = Deadline(LEAVE_SECONDS)
     for rank in ranks:
-        rank.process.join(max(0.0, deadline - time.monotonic()))
+        rank.process.join(max(0.0, deadline.left()))
     for rank in ranks:
         _kill(rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 from multiprocess import Failed, RanksFailed, Returned, run_ranks, watch_ranks
+from patience import Deadline
 
 pytestmark = pytest.mark.multiprocess
 
@@ -90,17 +92,17 @@ def test_ranks_see_the_environment_and_folder_of_the_test(monkeypatch, tmp_path)
 
 def test_starting_ranks_is_quick_once_the_server_is_up() -> None:
     run_ranks(echo, 1, None)
-    start = time.perf_counter()
+    deadline = Deadline(2)
     run_ranks(echo, 4, None)
-    assert time.perf_counter() - start < 2.0, "ranks import torch anew instead of being forked with it"
+    assert deadline, "ranks import torch anew instead of being forked with it"
 
 
 def test_a_rank_that_raises_fails_the_test_with_its_traceback() -> None:
-    start = time.perf_counter()
+    deadline = Deadline(30)
     with pytest.raises(RanksFailed, match="ValueError: rank one gives up") as caught:
         run_ranks(raise_on_one, 2)
     assert "rank 1 raised" in str(caught.value)
-    assert time.perf_counter() - start < 30, "the rank that waited for it was not stopped early"
+    assert deadline, "the rank that waited for it was not stopped early"
 
 
 def test_a_rank_that_dies_is_reported_with_its_exit_code() -> None:
@@ -111,12 +113,13 @@ def test_a_rank_that_dies_is_reported_with_its_exit_code() -> None:
 
 
 def test_ranks_that_hang_are_stopped_and_show_where_they_stood() -> None:
-    start = time.perf_counter()
+    deadline = Deadline(10)
     with pytest.raises(RanksFailed) as caught:
         run_ranks(wait_for_a_message, 2, timeout=3)
-    assert 3 <= time.perf_counter() - start < 10
+    assert deadline
     for rank in range(2):
-        assert f"rank {rank} had not returned after 3.0 s" in str(caught.value)
+        seconds = re.search(rf"rank {rank} had not returned after (\d+\.\d) s", str(caught.value))
+        assert seconds is not None and float(seconds[1]) >= 3
     assert str(caught.value).count("in wait_for_a_message") == 2
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from stagewright.planning.plan import load_plan
 
 
@@ -17,7 +18,7 @@ from stagewright.planning.plan import load_plan
 @pytest.mark.timeout(600)
 def test_the_demonstration_plans_probes_and_trains(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "stagewright.cli.demo", "--out", str(tmp_path / "demo")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=560)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(560))
     assert done.returncode == 0, done.stderr
     large = load_plan(tmp_path / "demo" / "plan.json")
     assert (large.model.name, large.cluster.num_devices) == ("llama-3-8b", 8)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
 from stagewright import cli
 from stagewright.cli.output import check_writable
 from stagewright.errors import InputError
@@ -68,7 +69,7 @@ def test_ctrl_c_is_quiet() -> None:
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
-    _, shown = process.communicate(timeout=20)
+    _, shown = process.communicate(timeout=patient(20))
     assert process.returncode == 130
     assert shown.strip() == ""
 

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from patience import patient
+
 JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32")
 
 
 def stagewright(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stagewright.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(200))
 
 
 @pytest.mark.multiprocess

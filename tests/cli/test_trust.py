@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from patience import Deadline, patient
 from stagewright.execution import verification
 from stagewright.execution.verification import Difference, Verification
 
@@ -44,7 +45,9 @@ def make():
 def stagewright(*words: object, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stagewright.cli", *map(str, words)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **more}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=patient(200), env=environment
+    )
 
 
 @pytest.fixture(scope="module")
@@ -147,12 +150,12 @@ def test_ctrl_c_ends_all_ranks_and_says_where_they_stood(plan: Path, tmp_path: P
             stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + 90
+        deadline = Deadline(90)
         while "step 1/" not in errors.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, errors.read_text()
+            assert process.poll() is None and deadline, errors.read_text()
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=patient(60)) == 130
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)

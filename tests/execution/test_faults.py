@@ -19,6 +19,7 @@ from plans import make_plan
 
 from faults import LOOPBACK, StartedRun, listening_addresses, small_disk, started_run
 from multiprocess import Failed, Returned, watch_ranks
+from patience import Deadline, patient
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -52,8 +53,8 @@ def ended(run: StartedRun) -> str:
 
 
 def assert_nothing_left(run: StartedRun) -> None:
-    deadline = time.monotonic() + 20
-    while run.left_over() and time.monotonic() < deadline:
+    deadline = Deadline(20)
+    while run.left_over() and deadline:
         time.sleep(0.1)
     assert run.left_over() == []
 
@@ -221,7 +222,7 @@ def test_a_rank_that_starts_behind_a_killed_launcher_says_so(tmp_path: Path) -> 
         [sys.executable, "-m", "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path)],
         env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "STAGEWRIGHT_RENDEZVOUS": str(tmp_path / "gone"),
              "STAGEWRIGHT_LAUNCHER": "1", "STAGEWRIGHT_TOKEN": "secret"},
-        capture_output=True, text=True, check=False, timeout=120,
+        capture_output=True, text=True, check=False, timeout=patient(120),
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "stagewright: the process that started the run (1) has ended\n"
@@ -279,7 +280,7 @@ def test_a_private_folder_is_gone_behind_the_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "stagewright.cli", "run", str(tmp_path / "plan.json"), "--device", "cpu", "--out",
          str(tmp_path / "out")],
-        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, capture_output=True, timeout=120, check=False,
+        env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}, capture_output=True, timeout=patient(120), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list((tmp_path / "temporary").glob("stagewright-*")) == []

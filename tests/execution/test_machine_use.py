@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from patience import patient
 from stagewright.execution.machine_use import MachineUse, cores_of_others
 
 QUIET = MachineUse(clock_s=100.0, cores_s=1000.0, own_s=50.0, num_cores=4)
@@ -40,7 +41,7 @@ def test_nothing_is_said_where_the_system_does_not_tell() -> None:
 def test_seconds_of_children_are_own_once_they_have_ended() -> None:
     before = MachineUse.now()
     busy = "import time\nend = time.process_time() + 0.5\nwhile time.process_time() < end: pass"
-    subprocess.run([sys.executable, "-c", busy], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", busy], check=True, timeout=patient(60))
     after = MachineUse.now()
     assert before is not None and after is not None
     assert after.num_cores == len(os.sched_getaffinity(0))

@@ -14,6 +14,7 @@ import pytest
 import torch
 from plans import make_plan
 
+from patience import patient
 from stagewright.errors import InputError, RunError
 from stagewright.execution.data import TextBatches
 from stagewright.execution.launch import run
@@ -99,7 +100,7 @@ def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
          "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path / "run")],
         capture_output=True, text=True, env={k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")},
-        timeout=120, check=False,
+        timeout=patient(120), check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert "needs 2 processes" in done.stderr

@@ -24,6 +24,7 @@ from cells import SMALL_LLAMA
 from plans import make_plan
 
 from faults import StartedRun, is_running, started_run
+from patience import Deadline
 from torture import TORTURE, chance
 
 NUM_TRIALS, KILLS, HALTS = (10, 5, 1) if TORTURE else (1, 3, 1)
@@ -145,12 +146,12 @@ def temporary_of(folder: Path) -> Path:
 
 def check_end(run: StartedRun, fault: Fault, folder: Path) -> float:
     """The run ends in time and says who was hit where; nothing of it is left. Returns the seconds that took."""
-    began = time.monotonic()
+    deadline = Deadline(ENDS_WITHIN_S)
     code = run.end(ENDS_WITHIN_S)[0]
     while run.left_over():
-        assert time.monotonic() < began + ENDS_WITHIN_S, f"{fault}: processes are left over\n{run.said}"
+        assert deadline, f"{fault}: processes are left over\n{run.said}"
         time.sleep(0.05)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - deadline.began
     told = f"{fault}, exit code {code}, after {seconds:.1f} s\n{run.said}"
     assert "Traceback" not in run.said and "Fault of" not in run.said, told
     if fault.victim is None:

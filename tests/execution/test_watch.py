@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from patience import Deadline
 from stagewright.errors import RunError
 from stagewright.execution import liveness, watch
 from stagewright.execution.board import Board, FileBoard, Post, Seal, StoreBoard, places, write_post
@@ -75,8 +76,8 @@ def test_who_has_not_joined_is_named(board: Board) -> None:
     write_post(board, 1, Post(1, "importing torch"))
     watched.at(JOINING)
     watched.start()
-    deadline = time.monotonic() + 10
-    while not said and time.monotonic() < deadline:
+    deadline = Deadline(10)
+    while not said and deadline:
         time.sleep(0.02)
     assert said and "rank 1 is still at 'importing torch'" in said[0]
 

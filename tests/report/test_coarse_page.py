@@ -12,6 +12,7 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
+from patience import patient
 from stagewright.report.pictures import html_page, scene_of
 from stagewright.schedule import build
 from stagewright.simulation import StageCosts, Timeline, simulate
@@ -28,7 +29,7 @@ let followed = -1;
 
 def run_in_node(script: str) -> str:
     assert NODE is not None
-    done = subprocess.run([NODE, "-"], input=script, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([NODE, "-"], input=script, capture_output=True, text=True, timeout=patient(60))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
