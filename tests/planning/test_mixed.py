@@ -201,3 +201,11 @@ def test_a_rank_on_two_kinds_of_equal_memory_is_as_slow_as_the_slower() -> None:
             body = BodyCosts(graph, costing(graph, cluster, JOB))
             line = with_cuts(body, Choice(2, 1, 2, 8, "1f1b"), (), cluster, JOB).line
             assert line.device_of(0).name == f"slow {number}"
+
+
+def test_stages_of_one_operator_have_no_costs_below_zero() -> None:
+    """What is left of a stage without a backward is a difference of sums, as in 256 stages of a small model."""
+    job = Job(global_batch=2, sequence_length=32, dtype="fp32")
+    cluster = load_cluster("128x-h100+128x-t4")
+    found = search.plan("tiny-llama", cluster, job, pp=256, microbatch=1, schedules=["gpipe"])
+    assert found.plans[0].num_stages == 256

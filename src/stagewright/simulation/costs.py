@@ -186,8 +186,12 @@ def _per_stage(name: str, value: ArrayLike, num_stages: int) -> Floats:
     array = np.full(num_stages, array) if array.ndim == 0 else array
     if array.shape != (num_stages,):
         raise InputError(f"{name} has {array.size} entries for {num_stages} stages; give one per stage")
-    if not ((array >= 0) & (array <= MOST_PREDICTED)).all():
-        raise InputError(f"{name} = {array.tolist()}: costs are not negative and at most {MOST_PREDICTED:g}")
+    wrong = ~((array >= 0) & (array <= MOST_PREDICTED))
+    if wrong.any():
+        stage = int(wrong.argmax())
+        raise InputError(
+            f"{name} of stage {stage} = {float(array[stage])}: costs are not negative and at most {MOST_PREDICTED:g}"
+        )
     return array
 
 

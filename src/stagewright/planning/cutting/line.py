@@ -66,7 +66,8 @@ def _makespan(line: Pipeline, leaves: Leaves, cuts: tuple[int, ...]) -> float:
     forward_seconds = leaves.ranges.forward_seconds
     total = [leaves.cost(stage, ends[stage], ends[stage + 1]) for stage in stages]
     forward = [float(forward_seconds[ends[stage + 1]] - forward_seconds[ends[stage]]) for stage in stages]
-    backward = [whole - first for whole, first in zip(total, forward, strict=True)]
+    # Of a stage that has no backward, rounding would leave less than nothing.
+    backward = [max(whole - first, 0.0) for whole, first in zip(total, forward, strict=True)]
     costs = StageCosts.of(forward, backward, [0.0] * len(forward))
 
     def between(source: int, target: int) -> float:
