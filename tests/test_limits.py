@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from stagewright.cli.app import app
 from stagewright.cli.cost_table import read_cost_table
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, ScheduleError, StagewrightError
 from stagewright.planning.job import load_job
 from stagewright.planning.widths import microbatch_sizes
 from stagewright.schedule import Program, build
+from stagewright.simulation.promise import Assumptions
 from stagewright.tracing.models.reference import bundled_names, resolve
 from stagewright.units import parse_bytes
 
@@ -112,3 +115,47 @@ def test_legitimate_configurations_are_within_the_limits() -> None:
         resolve(name)
     absent = {"num_key_value_heads": None, "pad_token_id": -1, "n_shared_experts": 0, "chunk_size": -1}
     resolve("llama-3-8b", {**absent, "tie_word_embeddings": True})
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--set", "memory_limit=x"), "option memory_limit of zb-auto is a number of at least 0, not 'x'"),
+        (("--set", "num_moves=-1"), "option num_moves of zb-auto is a number from 0"),
+        (("--set", "by_span=1"), "option by_span of zb-auto is true or false, not '1'"),
+        (("--set", "times=3"), "option times of zb-auto is an object"),
+        (("--forward", "1e308"), "--forward = 1e+308: give seconds"),
+        (("--transfer", "5e-324"), "--transfer = 5e-324: give seconds"),
+    ],
+)
+def test_an_option_of_a_schedule_is_what_its_builder_takes(words: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(app, ["schedule", "zb-auto", *words])
+    assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--ranks", "1000000000"), "--ranks is 1,000,000,000, from 1 to 16,384 are possible"),
+        (("--microbatches", "1000000000"), "--microbatches is 1,000,000,000, from 1 to 524,288 are possible"),
+        (("--speeds", "1,1e308"), "--speeds 1,1e308: give 2 numbers"),
+        (("--speeds", "1,nan"), "--speeds 1,nan: give 2 numbers"),
+        (("--bandwidth", "1e-300"), "--bandwidth 1e-300: give at least 1 byte a second"),
+        (("--seed", "-1"), "--seed"),
+    ],
+)
+def test_what_no_plan_of_costs_has_is_refused_by_option(
+    words: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    table = "layer,forward_s,input_grad_s,weight_grad_s,boundary_bytes\n" + "a,1,1,1,1\n" * 4
+    (tmp_path / "costs.csv").write_text(table)
+    given = ["plan", "--costs", str(tmp_path / "costs.csv"), "--ranks", "2", "--microbatches", "4", *words]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 2 and message in done.stderr
+
+
+def test_what_is_planned_from_a_long_table_can_be_kept() -> None:
+    assumed = {
+        "num_layers": 2000, "bytes_per_second": None, "bandwidth": "none", "speeds": [1.0], "memory_limits": None,
+    }  # fmt: skip
+    assert Assumptions.model_validate(assumed).num_layers == 2000

@@ -139,6 +139,18 @@ CONFIGS = [
     for name in ("tiny-llama", "tiny-mixtral", "tiny-deepseek-v3", "tiny-gpt2")
 ]
 PROGRAM = build("zb-h1", 2, 3)
+PROMISE: dict[str, Any] = {
+    "cuts": [2], "makespan_seconds": 1.32, "lower_bound_seconds": 0.5, "peak_bytes": [20.0, 20.0],
+    "costs": {
+        "forward_seconds": [0.1, 0.2], "input_grad_seconds": [0.1, 0.1], "weight_grad_seconds": [0.1, 0.1],
+        "saved_bytes": [8.0, 8.0], "held_bytes": [8.0, 8.0], "base_bytes": [4.0, 4.0], "transfer_seconds": [0.01],
+        "transfer_bytes": [2.0],
+    },
+    "assumptions": {
+        "num_layers": 4, "bytes_per_second": 200.0, "bandwidth": "given", "speeds": [1.0, 1.0],
+        "memory_limits": [99.0, 99.0],
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -218,7 +230,7 @@ def shaped(path: Path) -> None:
 KINDS = [
     Kind("plan.json", [PLAN], as_json, plan_verbs),
     Kind("record.json", [RECORD], as_json, record_verbs),
-    Kind("program.json", [PROGRAM.to_document()], as_json, program_verbs),
+    Kind("program.json", [PROGRAM.to_document(), PROGRAM.to_document() | PROMISE], as_json, program_verbs),
     Kind("program.txt", [[line.split() for line in PROGRAM.to_text().splitlines()]], as_words, program_verbs),
     Kind("program.csv", [[line.split(",") for line in write_torch_csv(PROGRAM).splitlines()]], as_lines, program_verbs),
     Kind("costs.json", [COSTS_ROWS], as_json, cost_verbs),

@@ -47,7 +47,7 @@ def test_what_is_missing_is_named(table):
     done = plan("--costs", str(table), "--ranks", "2")
     assert done.exit_code == 2 and "--microbatches" in done.stderr
     done = plan("--costs", str(table), "--ranks", "2", "--microbatches", "4", "--speeds", "1,2,3")
-    assert done.exit_code == 2 and "2 positive numbers" in done.stderr
+    assert done.exit_code == 2 and "give 2 numbers" in done.stderr
     assert plan().exit_code == 2
 
 

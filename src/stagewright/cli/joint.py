@@ -15,6 +15,7 @@ from stagewright.cli.program_file import check_ending, lost_in, program_text
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError
 from stagewright.files import write_whole
+from stagewright.limits import LEAST_RATE, MOST_ACTIONS, MOST_SPEED_RATIO, MOST_STAGES, check_count
 from stagewright.units import format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ Bandwidth = Annotated[
     ),
 ]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="With --costs: how long to search.")]
-Seed = Annotated[int, typer.Option("--seed", help="With --costs: seed of the search.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="With --costs: seed of the search.")]
 Robust = Annotated[
     float,
     typer.Option(
@@ -129,6 +130,9 @@ def _problem(request: Request) -> tuple[Problem, Provenance]:
         raise InputError("--ran is the plan of a run: give what that measured too, as --record RECORD")
     if request.ranks is None or request.microbatches is None:
         raise InputError("--costs also needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
+    check_count(request.ranks, MOST_STAGES, "--ranks", "give fewer")
+    most = MOST_ACTIONS // 2 // request.ranks
+    check_count(request.microbatches, most, "--microbatches", "make them larger, so that there are fewer")
     table = layer_table(read_cost_table(request.costs))
     bytes_per_s, bandwidth = _bandwidth(request, table)
     if request.memory_limit is not None and not (table.parameter_bytes.any() or table.saved_bytes.any()):
@@ -149,7 +153,10 @@ def _bandwidth(request: Request, table: LayerTable) -> tuple[float, Provenance]:
     if table.boundary_bytes.any():
         if request.bandwidth is None:
             return ASSUMED_BANDWIDTH, "assumed"
-        return float(parse_bytes(request.bandwidth)), "given"
+        bandwidth = float(parse_bytes(request.bandwidth))
+        if bandwidth < LEAST_RATE:
+            raise InputError(f"--bandwidth {request.bandwidth}: give at least {LEAST_RATE:g} byte a second")
+        return bandwidth, "given"
     if request.bandwidth is not None:
         raise InputError(
             f"{request.costs} has no boundary_bytes, so that no transfer is priced by --bandwidth {request.bandwidth}: add "
@@ -169,8 +176,12 @@ def _speeds(text: str | None, num_ranks: int) -> list[float]:
         speeds = [float(part) for part in text.split(",")]
     except ValueError:
         raise InputError(f"--speeds {text}: write numbers with commas, e.g. 1,1,0.5,1") from None
-    if len(speeds) != num_ranks or min(speeds) <= 0:
-        raise InputError(f"--speeds {text}: give {num_ranks} positive numbers, one per rank")
+    if len(speeds) != num_ranks or not all(
+        1 / MOST_SPEED_RATIO <= speed <= MOST_SPEED_RATIO for speed in speeds
+    ):
+        raise InputError(
+            f"--speeds {text}: give {num_ranks} numbers, one per rank, from {1 / MOST_SPEED_RATIO:g} to {MOST_SPEED_RATIO:g}"
+        )
     return speeds
 
 

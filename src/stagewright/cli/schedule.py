@@ -65,6 +65,7 @@ def schedule(
     these; costs that are given take their place.
     """
     from stagewright.report.timelines import heading, rank_table, timeline_document
+    from stagewright.schedule.families import check_written
     from stagewright.simulation import simulate
 
     if is_program_file(name):
@@ -85,6 +86,7 @@ def schedule(
     pictures = Pictures(svg, png, html, trace, dark)
     pictures.check(name)
     given = parse_settings(options)
+    check_written(name, given)
     if memory_limit is not None and _limits_itself(name):
         given["memory_limit"] = float(memory_limit)
     passes = (forward, input_grad, weight_grad)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.errors import InputError
-from stagewright.limits import MOST_LAYERS, MOST_PREDICTED
+from stagewright.limits import MOST_PREDICTED, MOST_ROWS
 from stagewright.schedule.program import Program
 from stagewright.simulation.costs import StageCosts
 from stagewright.simulation.simulate import simulate
@@ -42,7 +42,7 @@ class ProgramCosts(StrictModel):
 class Assumptions(StrictModel):
     """What the costs of the stages were worked out from, beside those of the layers."""
 
-    num_layers: int = Field(ge=1, le=MOST_LAYERS)
+    num_layers: int = Field(ge=1, le=MOST_ROWS)
     bytes_per_second: Positive | None
     """Between ranks; None: transfers take no time."""
     bandwidth: Literal["given", "assumed", "none"]
@@ -59,7 +59,7 @@ class Assumptions(StrictModel):
 class Promise(StrictModel):
     """What a program promises, and what that follows from."""
 
-    cuts: tuple[Annotated[int, Field(ge=1, le=MOST_LAYERS)], ...]
+    cuts: tuple[Annotated[int, Field(ge=1, le=MOST_ROWS)], ...]
     """Layers in front of stages 1, 2, ..."""
     makespan_seconds: Seconds
     lower_bound_seconds: Seconds

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from stagewright.errors import ScheduleError, nearest
+from stagewright.limits import MOST_ACTIONS, MOST_PREDICTED
 from stagewright.schedule.families.asynchronous import pipedream, pipedream_2bw
 from stagewright.schedule.families.breadth_first import breadth_first
 from stagewright.schedule.families.from_times import v_half, v_min, zb_auto
@@ -41,6 +42,24 @@ FAMILIES: dict[str, Callable[..., Program]] = {
 a rank, and options of its own as keywords."""
 
 
+_OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "int": (lambda value: type(value) is int and 0 <= value <= MOST_ACTIONS, f"a number from 0 to {MOST_ACTIONS:,}"),
+    "float": (lambda value: type(value) in (int, float) and 0 <= value <= MOST_PREDICTED, "a number of at least 0"),
+}  # fmt: skip
+"""By the type that a builder names: whether it can be that value, and what it is in words."""
+
+
+def check_written(name: str, options: Iterable[str]) -> None:
+    """Raises `ScheduleError` for options of the family `name` that are objects, which no command line can give."""
+    accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
+    for option in options:
+        if option in accepted and _kind(accepted[option]) not in _OPTIONS:
+            raise ScheduleError(
+                f"option {option} of {name} is an object: give it from Python, to its builder"
+            )
+
+
 def build(
     name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None, **options: Any
 ) -> Program:
@@ -63,9 +82,12 @@ def build(
         raise ScheduleError(f"{name}: a pipeline needs at least one rank, not {num_ranks}")
     check_size(name, num_ranks * (num_chunks or 1), num_microbatches)
     accepted = inspect.signature(builder).parameters
-    for option in options:
+    for option, value in options.items():
         if option not in accepted:
             raise ScheduleError(f"{name} has no option '{option}'{nearest(option, accepted)}")
+        kind = _kind(accepted[option])
+        if kind in _OPTIONS and value is not None and not _OPTIONS[kind][0](value):
+            raise ScheduleError(f"option {option} of {name} is {_OPTIONS[kind][1]}, not {str(value)[:40]!r}")
     if "num_chunks" not in accepted:
         if num_chunks not in (None, 1):
             raise ScheduleError(f"{name} places one stage per rank: num_chunks={num_chunks} must be 1")
@@ -73,3 +95,7 @@ def build(
     if num_chunks is not None:
         options["num_chunks"] = num_chunks
     return builder(num_ranks, num_microbatches, **options)
+
+
+def _kind(option: inspect.Parameter) -> str:
+    return str(option.annotation).removesuffix(" | None")
