@@ -54,6 +54,21 @@ def test_recomputing_some_values_equals_plain_autograd(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NASTY)
+def test_recomputing_between_any_checkpoints_equals_plain_autograd(name: str) -> None:
+    """Any values of the forward may be checkpoints, those that no backward uses too."""
+    _, graph, _, _, cuts = prepared(name)
+    draw = random.Random(name)
+    made = [value for node in graph.body for value in graph.nodes[node].outputs if value is not None]
+    for split in (False, True):
+        some = frozenset(value for value in made if draw.random() < 0.25)
+        others = frozenset(value for value in made if draw.random() < 0.5)
+        moved = frozenset(value for value in some if draw.random() < 0.3)
+        everything = Policy(everything=True, checkpoints=some, offload=moved)
+        chosen = [everything, Policy(recompute=others, checkpoints=some)]
+        check(name, [chosen[index % 2] for index in range(len(cuts) + 1)], split)
+
+
+@pytest.mark.parametrize("name", NASTY)
 def test_offloading_and_recomputing_equal_plain_autograd(name: str) -> None:
     """A third of the values stays, a third is recomputed, a third goes to the host; also all of them to the host."""
     _, graph, _, _, cuts = prepared(name)
@@ -64,11 +79,13 @@ def test_offloading_and_recomputing_equal_plain_autograd(name: str) -> None:
     check(name, [Policy(offload=frozenset(stage.saved)) for stage in stages], split=False)
 
 
-def test_named_values_are_made_again_where_they_are_used() -> None:
-    """What a policy names is alive from its first use in the backward; all at once from the backward's beginning."""
+@pytest.mark.parametrize("policy", ["some", "all"])
+def test_values_are_recomputed_where_they_are_used(policy: str) -> None:
+    """Every operator that runs again is followed by those that need it; a stage that waits for nothing has no R."""
     _, graph, *_ = prepared("Convolution")
     (plain,) = carve(graph, [])
-    (stage,) = carve(graph, [], [Policy(recompute=frozenset(plain.saved[::2]))])
+    chosen = Policy(recompute=frozenset(plain.saved[::2])) if policy == "some" else RECOMPUTE_ALL
+    (stage,) = carve(graph, [], [chosen])
     assert stage.rebuild.nodes == () and stage.remade.nodes
     again = {node.id for node in stage.remade.nodes}
     places = [place for place, node in enumerate(stage.backward.nodes) if node.id in again]
@@ -79,13 +96,29 @@ def test_named_values_are_made_again_where_they_are_used() -> None:
         assert any(made & {*node.inputs} for node in following)
 
 
-def test_what_is_rebuilt_is_not_kept() -> None:
+def test_a_stage_that_waits_for_a_cotangent_has_something_to_recompute_meanwhile() -> None:
+    _, graph, _, _, cuts = prepared("Convolution")
+    first, last = carve(graph, cuts, [RECOMPUTE_ALL] * 2)
+    assert first.rebuild.nodes and not last.rebuild.nodes
+    assert {*first.rebuild.inputs} <= {*first.saved} <= {*first.inputs}
+    kept, _ = carve(graph, cuts, [KEEP] * 2)
+    assert kept.rebuild.nodes == kept.remade.nodes == () and {*first.rebuild.outputs} <= {*kept.saved}
+
+
+def test_nothing_before_a_checkpoint_is_recomputed() -> None:
+    """A checkpoint is kept with nothing else, and what is computed again begins behind it."""
     _, graph, *_ = prepared("Convolution")
-    (plain,), (stage,) = carve(graph, []), carve(graph, [], [RECOMPUTE_ALL])
-    assert stage.rebuild.nodes and set(stage.saved) <= set(stage.inputs)
-    assert set(stage.rebuild.outputs) <= set(plain.saved)
-    (kept,) = carve(graph, [], [KEEP])
-    assert kept.rebuild.nodes == () and kept.saved == plain.saved
+    (whole,) = carve(graph, [], [RECOMPUTE_ALL])
+    user = whole.remade.nodes[-1]
+    maker = next(
+        graph.nodes[graph.values[value].node] for value in user.inputs if graph.values[value].node >= 0
+    )
+    checkpoints = frozenset(value for value in maker.outputs if value is not None)
+    (stage,) = carve(graph, [], [Policy(everything=True, checkpoints=checkpoints)])
+    assert {stage.value(value).storage for value in stage.saved} - {*stage.inputs} == checkpoints
+    again = [node.id for node in stage.remade.nodes]
+    assert maker.id not in again and user.id in again
+    assert len(again) < len(whole.remade.nodes)
 
 
 @pytest.mark.parametrize("name", NASTY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
 
 from stagewright.errors import PlanError
 from stagewright.graph.added import copy
@@ -131,19 +132,19 @@ class _StageCarver:
         backward = with_finishing(both, nodes.finishing)
         by_input_grad = {*cotangents, *made_by(nodes.input_grad)}
         needed = _used(backward, at_hand)
-        rebuild = self._rebuild(nodes.forward, needed, resident)
-        saved = _distinct((*(value for value in needed if value not in rebuild.outputs), *rebuild.inputs))
+        recomputed = self._recomputed(nodes.forward, needed, resident)
+        again = made_by(recomputed.nodes)
+        saved = tuple(value for value in _distinct((*needed, *recomputed.inputs)) if value not in again)
         relayed = _used(weight_grad, at_hand | by_input_grad)
-        input_grad = nodes.input_grad
-        remade = Function((), (), ())
-        if not self.policy.everything:
-            remade, rebuild = rebuild, remade
-            again = made_by(remade.nodes)
-            backward = woven(backward, remade.nodes)
-            input_grad = tuple(woven(input_grad, remade.nodes, relayed))
-            needed = _distinct((*(value for value in needed if value not in again), *remade.inputs))
-            by_input_grad |= again
-            at_hand -= again
+        waits = bool(self.grad_receives)
+        first = _first_run(woven(backward, recomputed.nodes), recomputed.nodes) if waits else []
+        at_first = {node.id for node in first}
+        later = [node for node in recomputed.nodes if node.id not in at_first]
+        backward = woven(backward, later)
+        input_grad = woven(nodes.input_grad, later, relayed)
+        by_input_grad |= made_by(later)
+        at_hand -= made_by(later)
+        used = (*_used(backward, at_hand), *_used(input_grad, at_hand), *relayed)
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
         loss = [self.graph.loss] if self.computes_loss else []
         return Stage(
@@ -160,13 +161,15 @@ class _StageCarver:
             derived=nodes.derived,
             forward=Function(nodes.forward, (*arrived, *inputs), _distinct((*sent, *saved, *loss, *changed))),
             input_grad=Function(
-                input_grad,
+                tuple(input_grad),
                 _distinct((*_used(input_grad, at_hand), *cotangents)),
                 _distinct((*grad_sent, *(value for value in relayed if value in by_input_grad))),
             ),
             weight_grad=Function(tuple(weight_grad), relayed, ()),
-            backward=Function(tuple(backward), _distinct((*needed, *cotangents)), tuple(grad_sent)),
-            rebuild=rebuild,
+            backward=Function(
+                tuple(backward), _distinct((*_used(backward, at_hand), *cotangents)), tuple(grad_sent)
+            ),
+            rebuild=_part(first, resident, _distinct(used)),
             receives=self.receives,
             sends=self.sends,
             grad_receives=self.grad_receives,
@@ -177,7 +180,7 @@ class _StageCarver:
             gradients=self.weights.gradients,
             mutations=self.mutations,
             computes_loss=self.computes_loss,
-            remade=remade,
+            remade=_part(later, resident, recomputed.outputs),
         )
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -201,14 +204,15 @@ class _StageCarver:
             finishing=self.weights.finishing,
         )
 
-    def _rebuild(self, forward: Sequence[Node], needed: Sequence[int], resident: set[int]) -> Function:
-        """R: the nodes of F that make the values of `needed` the policy does not keep; its inputs must be saved."""
+    def _recomputed(self, forward: Sequence[Node], needed: Sequence[int], resident: set[int]) -> Function:
+        """The nodes of F that make the values of `needed` the policy does not keep; its inputs must be saved."""
         makers = {output: node for node in forward for output in node.outputs if output is not None}
         fixed = set(self.copies.values())  # of buffers that have changed since
         wanted = needed if self.policy.everything else self._of_storages(needed, self.policy.recompute)
-        made_here = [value for value in wanted if self._storage(value) in makers]
+        checkpoints = set(self._of_storages(makers, self.policy.checkpoints))
+        made_here = [value for value in wanted if self._storage(value) in makers and value not in checkpoints]
         outputs = [value for value in made_here if self._storage(value) not in fixed]
-        kept = set(needed) - set(outputs)
+        kept = (set(needed) - set(outputs)) | checkpoints | fixed
         chosen: set[int] = set()
         inputs: dict[int, None] = {}
         stack = list(outputs)
@@ -217,7 +221,7 @@ class _StageCarver:
             if value in resident:
                 continue
             node = makers.get(value)
-            if node is None or value in kept or value in fixed:
+            if node is None or value in kept:
                 inputs[value] = None
             elif node.id not in chosen:
                 chosen.add(node.id)
@@ -306,6 +310,20 @@ def _distinct(values: Iterable[int]) -> tuple[int, ...]:
 
 def _used(nodes: Iterable[Node], among: set[int]) -> tuple[int, ...]:
     return _distinct(value for node in nodes for value in node.inputs if value in among)
+
+
+def _first_run(nodes: Iterable[Node], some: Sequence[Node]) -> list[Node]:
+    """Those of `some` that come first in `nodes` with no others between them."""
+    chosen = {node.id for node in some}
+    rest = dropwhile(lambda node: node.id not in chosen, nodes)
+    return list(takewhile(lambda node: node.id in chosen, rest))
+
+
+def _part(nodes: Sequence[Node], resident: set[int], used: Sequence[int]) -> Function:
+    """`nodes` as a function; `used` are values that others use."""
+    made = made_by(nodes)
+    inputs = _distinct(value for node in nodes for value in node.inputs if value not in made | resident)
+    return Function(tuple(nodes), inputs, tuple(value for value in used if value in made))
 
 
 def _prune(gradient_nodes: list[Node], weight: Iterable[Node], sent: list[int]) -> list[Node]:

@@ -7,18 +7,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """Values of the joint graph that a stage does not keep from F to its backward; all others it keeps.
+    """Values of the joint graph that a stage does not keep from F to its backward; all others that this needs it keeps.
 
-    * `recompute`: made again from what is kept, each right before the backward uses it; `everything` means all of them at
-      once before the backward, so that only what the stage was given is kept.
+    * `recompute`: computed again from what is kept, each right before the backward uses it; `everything` means all that
+      `checkpoints` does not name.
+    * `checkpoints`: kept to recompute from, whether or not the backward itself needs them.
     * `offload`: moved to the host after F and brought back before the backward.
 
-    A value stands for its whole storage, views included. Ids that a stage does not save are ignored.
+    A value stands for its whole storage, views included. Ids that a stage does not save are ignored, and so are
+    checkpoints that nothing is recomputed from. Checkpointing every layer is `everything` with what enters each layer as
+    checkpoints.
     """
 
     recompute: frozenset[int] = frozenset()
     offload: frozenset[int] = frozenset()
     everything: bool = False
+    checkpoints: frozenset[int] = frozenset()
 
     @property
     def recomputes(self) -> bool:

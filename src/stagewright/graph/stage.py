@@ -5,11 +5,12 @@ Nothing is traced again. A stage's functions are
 * `static`, once per run: values that depend on constants only (positions, masks, rotary tables);
 * `derived`, once per step: views and casts of parameters;
 * `forward` (F), `input_grad` (I), `weight_grad` (W), and `backward` (B: I and W interleaved), once per microbatch;
-* `rebuild` (R), which makes again what a policy did not let F keep, from what it kept: the operators of F a second time,
-  on the same inputs and with the same random numbers, so that I and W cannot tell the difference.
+* `rebuild` (R): what the backward recomputes first, where it waits for a cotangent: R can run while the rank waits;
+* `remade`: what the backward recomputes on its way, part of `input_grad` and `backward`.
 
-R makes everything at once if nothing is kept. Values that a policy names are made again one by one (`remade`), each inside
-B or I right before it is used, so that only those are alive that lie between two kept ones; then R has nothing to do.
+Both are operators of F a second time, on the same inputs and with the same random numbers, so that I and W cannot tell the
+difference. Each runs right before the first operator that needs it, from what the policy keeps, and its results go after
+their last use: of what is recomputed only what lies between two checkpoints is alive.
 
 A value that several stages need travels along the chain of its consumers; its cotangent travels back along the same
 chain, so that every stage adds its contributions to the relayed cotangent in the order in which autograd would. The
@@ -72,7 +73,7 @@ class Stage:
     mutations: tuple[tuple[int, int], ...]
     computes_loss: bool
     local_bytes: dict[int, int] = field(default_factory=dict)  # storages the graph does not know -> bytes
-    remade: Function = Function((), (), ())  # what B and I make again on their way
+    remade: Function = Function((), (), ())  # what B and I recompute on their way
 
     def value(self, index: int) -> Value:
         return self.extra[index] if index in self.extra else self.graph.values[index]

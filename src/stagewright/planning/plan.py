@@ -128,6 +128,8 @@ class StagePolicy(StrictModel):
 
     recompute: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
+    checkpoints: tuple[str, ...] = ()
+    """Kept to recompute from, though the backward itself may not need them."""
 
 
 class Plan(StrictModel):

@@ -53,7 +53,7 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
 
     def policy(text: str | StagePolicy) -> Policy:
         if isinstance(text, StagePolicy):
-            return Policy(values(text.recompute), values(text.offload))
+            return Policy(values(text.recompute), values(text.offload), checkpoints=values(text.checkpoints))
         return RECOMPUTE_ALL if text == "recompute" else KEEP
 
     return [policy(text) for text in plan.memory_policy]
