@@ -7,6 +7,7 @@ from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 from stagewright.schedule.saving import insert_offloading, insert_recomputation, merge_backwards
 from stagewright.schedule.sharding import insert_gathers, insert_reductions
+from stagewright.schedule.subdivide import subdivided
 from stagewright.schedule.tokens import Rules, chain
 from stagewright.schedule.torch_csv import read_torch_csv, write_torch_csv
 from stagewright.schedule.verify import verify
@@ -27,6 +28,7 @@ __all__ = [
     "insert_reductions",
     "merge_backwards",
     "read_torch_csv",
+    "subdivided",
     "verify",
     "write_torch_csv",
 ]

@@ -1,0 +1,98 @@
+"""Stages divided into consecutive parts on the same rank: smaller pieces to gather, release and reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, zip_longest
+
+from stagewright.errors import ScheduleError
+from stagewright.schedule.action import Action, Kind, pair
+from stagewright.schedule.placement import Placement
+from stagewright.schedule.program import Program
+
+_FORWARD = frozenset({Kind.F, Kind.OFFLOAD})
+"""Kinds whose parts follow each other as the model runs them; those of all others go from the last to the first."""
+_DIVIDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH})
+_BACKWARD = frozenset({Kind.I, Kind.B})
+
+
+def subdivided(program: Program, num_parts: Sequence[int]) -> Program:
+    """`program` in which stage `s` is `num_parts[s]` consecutive stages, all on its rank.
+
+    A forward is the forwards of the parts in order, a backward, whole or split, those in reverse order. An input gradient
+    still goes before all weight gradients of its stage, so that what other ranks wait for comes no later. A recomputation
+    right before its backward is divided with it: each part is recomputed when its own backward is next, so that one part
+    at a time is whole. Of an overlapped pair, forwards of parts are overlapped with backwards of parts one to one, and
+    what is left of the longer follows.
+
+    >>> from stagewright.schedule.families import build
+    >>> print(subdivided(build("1f1b", 2, 2), [2, 1]).to_text())
+    program 1f1b
+    microbatches 2
+    placement 0 0 1
+    0: 0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1
+    1: 2F0 2B0 2F1 2B1
+    <BLANKLINE>
+
+    Raises:
+        ScheduleError: not one number, at least 1, for each stage; or the program has transfers, sharding or steps: these
+            follow from the parts, and optimizer steps in the middle of a batch belong to whole stages.
+    """
+    if len(num_parts) != program.num_stages or min(num_parts) < 1:
+        raise ScheduleError(
+            f"num_parts={list(num_parts)}: give each of the {program.num_stages} stages of {program.name} a number of parts, "
+            "at least 1"
+        )
+    if max(num_parts) == 1:
+        return program
+    firsts = [0, *accumulate(num_parts)]
+    parts = [range(first, last) for first, last in zip(firsts, firsts[1:], strict=False)]
+    placed = program.placement.rank_of_stage
+    placement = Placement(tuple(placed[stage] for stage, own in enumerate(parts) for _ in own))
+    ranks = (tuple(_divided(actions, parts)) for actions in program.ranks)
+    return replace(program, placement=placement, ranks=tuple(ranks))
+
+
+def _divided(actions: Sequence[Action], parts: Sequence[range]) -> Iterator[Action]:
+    recomputing: Action | None = None
+    for action in actions:
+        backward = action.parts[-1]
+        if recomputing is not None and not _follows(backward, recomputing):
+            yield from _parts(recomputing, parts)
+            recomputing = None
+        if action.kind is Kind.R:
+            recomputing = action
+            continue
+        yield from _pieces(action, recomputing, parts)
+        recomputing = None
+    if recomputing is not None:
+        yield from _parts(recomputing, parts)
+
+
+def _follows(backward: Action, recomputing: Action) -> bool:
+    """Whether a backward uses what was recomputed right before it."""
+    same = (backward.stage, backward.microbatch) == (recomputing.stage, recomputing.microbatch)
+    return same and backward.kind in _BACKWARD
+
+
+def _pieces(action: Action, recomputing: Action | None, parts: Sequence[range]) -> Iterator[Action]:
+    """The parts of an action, those of its backward with a recomputation before each."""
+    again: Sequence[Action] = () if recomputing is None else _parts(recomputing, parts)
+    *forward, last = (_parts(part, parts) for part in action.parts)
+    for index, piece in enumerate(zip_longest(*forward, last)):
+        if again and index < len(again):
+            yield again[index]
+        found = [part for part in piece if part is not None]
+        yield found[0] if len(found) == 1 else pair(*found)
+
+
+def _parts(action: Action, parts: Sequence[range]) -> list[Action]:
+    """What an action of a stage is, part by part, in the order in which they run."""
+    if action.kind not in _DIVIDED:
+        raise ScheduleError(
+            f"{action}: the stages of a program are divided before transfers, sharding and optimizer steps are put in; "
+            "give the program of computations, recomputation and offloading"
+        )
+    own = parts[action.stage]
+    return [replace(action, stage=part) for part in (own if action.kind in _FORWARD else reversed(own))]
