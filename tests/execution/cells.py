@@ -47,6 +47,7 @@ class Cell:
     reduce_dtype: str | None = None
     shard_size: int | None = None
     host_optimizer: tuple[int, ...] = ()
+    num_units: int = 1
 
     def __str__(self) -> str:
         model = self.model.rpartition(":")[2]
@@ -59,7 +60,7 @@ class Cell:
             path, self.model, self.schedule, self.pp, self.dp, self.num_microbatches, self.dtype, NUM_STEPS,
             overrides=dict(self.overrides), microbatch_size=2, sharding=self.sharding, num_chunks=self.num_chunks,
             policy=self.policy, sequence_length=16, reduce_dtype=self.reduce_dtype, shard_size=self.shard_size,
-            host_optimizer=self.host_optimizer,
+            host_optimizer=self.host_optimizer, num_units=self.num_units,
         )  # fmt: skip
         return path
 

@@ -22,6 +22,7 @@ from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.sharding import sharded_program
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.saving import insert_offloading, insert_recomputation
+from stagewright.schedule.subdivide import subdivided
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__
@@ -58,10 +59,12 @@ def make_plan(
     shard_size: int | None = None,
     compiled: bool = False,
     host_optimizer: Sequence[int] = (),
+    num_units: int = 1,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
-    `sharding` is one level for all stages, or one for each; None leaves the sums of replicas to the end of the batch.
+    `sharding` is one level for all stages, or one for each; None leaves the sums of replicas to the end of the batch. Each
+    stage of the schedule is divided into `num_units`.
     `policy` is ``keep``, ``recompute``, ``some`` (recomputes half of what is saved) or ``offload``.
     """
     overrides = {"num_hidden_layers": 4} if overrides is None else dict(overrides)
@@ -79,7 +82,8 @@ def make_plan(
     reference = resolve(model, overrides)
     traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
     graph = trace(reference, microbatch_size, **traced)
-    program = build_schedule(schedule, pp, num_microbatches, num_chunks)
+    whole = build_schedule(schedule, pp, num_microbatches, num_chunks)
+    program = subdivided(whole, (num_units,) * whole.num_stages)
     stages = program.num_stages
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]
     carved = carve(graph, cuts)

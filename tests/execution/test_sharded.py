@@ -9,7 +9,11 @@ import pytest
 from cells import SMALL_GPT2, SMALL_LLAMA, Cell, Outcome, evaluate, expected_traffic, predicted, train
 
 from multiprocess import run_ranks
+from stagewright.cluster import load_cluster
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
 from stagewright.planning.plan import load_plan
+from stagewright.tracing.models.reference import resolve
 
 pytestmark = pytest.mark.multiprocess
 
@@ -63,6 +67,46 @@ def test_replicas_of_a_pipeline(tmp_path: Path) -> None:
     for cell, ranks in outcomes(cells, tmp_path).items():
         check_equal(cell, ranks)
         check_memory(cell, ranks, tmp_path)
+
+
+def test_stages_gathered_and_reduced_in_units(tmp_path: Path) -> None:
+    """Of one rank and of two, with split backwards, tied parameters, recomputation and offloading."""
+    alone = [
+        Cell(sharding=level, pp=1, num_microbatches=count, num_units=5, overrides=SMALL_LLAMA)
+        for level in (2, 3)
+        for count in (1, 3)
+    ]
+    tied = [
+        Cell("tiny-gpt2", sharding=level, pp=1, num_units=3, overrides=SMALL_GPT2, policy=policy)
+        for level, policy in ((2, "offload"), (3, "recompute"))
+    ]
+    for cells in (alone + tied, [
+        Cell(schedule="1f1b", sharding=2, num_units=2, overrides=SMALL_LLAMA),
+        Cell(schedule="zb-h1", sharding=3, num_units=3, overrides=SMALL_LLAMA),
+        Cell(schedule="dualpipe-v", sharding=3, num_microbatches=4, num_units=2, overrides=SMALL_LLAMA),
+    ]):  # fmt: skip
+        for cell, ranks in outcomes(cells, tmp_path).items():
+            check_equal(cell, ranks)
+            check_memory(cell, ranks, tmp_path)
+            traffic = expected_traffic(load_plan(cell.plan(tmp_path)))
+            assert [outcome.traffic for outcome in ranks] == [one for one in traffic for _ in range(cell.dp)]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_planned_units_take_what_was_planned(zero: int, tmp_path: Path) -> None:
+    """A plan of the planner's own, in five units: plain losses, and the very bytes that it predicts."""
+    job = Job(global_batch=8, sequence_length=16, dtype="fp64", num_steps=2)
+    reference = resolve("tiny-llama", dict(SMALL_LLAMA))
+    planned = estimate(
+        reference, load_cluster("8x-h100"), job, dp=4, pp=1, microbatch=2, zero=zero, shard_units=5
+    )
+    assert planned.num_stages == 5
+    planned.save(tmp_path / "plan.json")
+    wanted = planned.predictions.ranks[0].allocated_peak_bytes
+    for outcome in run_ranks(train, 4, [str(tmp_path / "plan.json")], timeout=90):
+        assert outcome[0].loss < TOLERANCE
+        assert max(outcome[0].gradients.values()) < TOLERANCE
+        assert outcome[0].peak_bytes == wanted
 
 
 def test_sharing_out_within_groups_of_copies(tmp_path: Path) -> None:

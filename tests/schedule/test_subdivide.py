@@ -71,7 +71,9 @@ def test_split_backwards_send_before_they_add_weight_gradients() -> None:
 
 
 def test_pairs_overlap_part_by_part() -> None:
-    paired = Program.from_text("program pair\nmicrobatches 2\nplacement 0 0\n0: 0F0 1F0 0F1&1B0 0B0 1F1 1B1 0B1\n")
+    paired = Program.from_text(
+        "program pair\nmicrobatches 2\nplacement 0 0\n0: 0F0 1F0 0F1&1B0 0B0 1F1 1B1 0B1\n"
+    )
     found = subdivided(paired, [3, 2]).lines()[0].split()
     assert found[5:8] == ["0F1&4B0", "1F1&3B0", "2F1"]
 

@@ -22,10 +22,12 @@ from stagewright.cli.planning import (
     ReduceDtype,
     SequenceParallel,
     ShardSize,
+    ShardUnits,
     TensorWidth,
     Zero,
     check_one_length,
     checked_reduce_dtype,
+    checked_shard_units,
     cluster_of,
     is_plan,
     read_job,
@@ -69,6 +71,7 @@ def estimate(
     zero: Zero = None,
     reduce_dtype: ReduceDtype = None,
     shard_size: ShardSize = None,
+    shard_units: ShardUnits = "auto",
     stack: Annotated[
         str,
         typer.Option(
@@ -154,7 +157,8 @@ def estimate(
                 reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, sequence_parallel=sequence_parallel,
                 microbatch=microbatch or 1,
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
-                reduce_dtype=checked_reduce_dtype(reduce_dtype), shard_size=shard_size, stack=stack, report=progress,
+                reduce_dtype=checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
+                shard_units=checked_shard_units(shard_units), stack=stack, report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report.breakdown import breakdown_document, breakdown_table
@@ -225,7 +229,7 @@ def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None
     refuse(context, ["with_model"], "a model that is named is built anyway", "estimate a plan")
     if stack in MEGATRON_STACKS:
         refuse(
-            context, ["zero", "reduce_dtype", "shard_size", "by", "compiled"],
+            context, ["zero", "reduce_dtype", "shard_size", "shard_units", "by", "compiled"],
             f"--stack {stack} knows Megatron's own options only, and predicts memory without time",
             "take another --stack", {"zero": "give --shard-optimizer for the distributed optimizer"},
         )  # fmt: skip

@@ -25,8 +25,10 @@ from stagewright.cli.planning import (
     ReduceDtype,
     SequenceParallel,
     ShardSize,
+    ShardUnits,
     Zero,
     checked_reduce_dtype,
+    checked_shard_units,
     parse_lengths,
     read_job,
     warn,
@@ -129,6 +131,7 @@ def plan(
     zero: Zero = None,
     reduce_dtype: ReduceDtype = None,
     shard_size: ShardSize = None,
+    shard_units: ShardUnits = "auto",
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
@@ -222,7 +225,8 @@ def plan(
                 tp=width, sequence_parallel=sequence_parallel, microbatch=microbatch,
                 recompute=cast("fitting.Recompute", recompute), offload=offload,
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
-                shard_size=shard_size, host_optimizer=cast("search.HostOptimizer", host_optimizer), interruptible=True,
+                shard_size=shard_size, shard_units=checked_shard_units(shard_units),
+                host_optimizer=cast("search.HostOptimizer", host_optimizer), interruptible=True,
             )  # fmt: skip
     warn([*target.cautions, *found.warnings])
     _tell(found, output, top, as_json)

@@ -77,6 +77,21 @@ ShardSize = Annotated[
         help="Replicas that share out among each other at most, say those of a node; others hold copies.",
     ),
 ]
+ShardUnits = Annotated[
+    str,
+    typer.Option(
+        metavar="N|auto",
+        help="Pieces in which replicas gather and reduce a stage, with --zero 2 and 3; auto: the fastest in memory.",
+    ),
+]
+
+
+def checked_shard_units(text: str) -> int | None:
+    """The number of pieces, None for ``auto``; raises `InputError` for what is neither."""
+    number = parse_count(text)
+    if text != "auto" and not number:
+        raise InputError(f"--shard-units {text}: give auto, or how many pieces a stage is gathered in, as 8")
+    return number
 
 
 def checked_reduce_dtype(text: str | None) -> Literal["fp32", "bf16"] | None:

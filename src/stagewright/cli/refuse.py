@@ -54,7 +54,7 @@ def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank
     """Refuses what says how replicas, or ranks that share layers, share out where there is nobody to share with."""
     if is_one_replica:
         refuse(
-            context, ["zero", "reduce_dtype", "shard_size"],
+            context, ["zero", "reduce_dtype", "shard_size", "shard_units"],
             "at these widths there is one replica, which shares nothing out", "plan for several (--dp N)",
         )  # fmt: skip
     if is_one_rank_a_layer:

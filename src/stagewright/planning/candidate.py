@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -14,6 +16,7 @@ from stagewright.cluster import Cluster
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import Precision
+from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
@@ -22,11 +25,12 @@ from stagewright.planning.pipeline import Pipeline, pipeline, reserved_bytes
 from stagewright.planning.placing import placed
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names
-from stagewright.planning.predict import predict, rank_memories
+from stagewright.planning.predict import predict, rank_memories, run_timeline, step_seconds
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program
 from stagewright.planning.shortening import built
-from stagewright.schedule import Kind, Program
+from stagewright.planning.units import numbers_to_try, unit_cuts
+from stagewright.schedule import Kind, Program, subdivided
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
@@ -66,9 +70,10 @@ class Choice:
     """Whether they split the sequence between the layers' products."""
     most_sharing: int | None = None
     """Replicas that share out among each other at most; the others hold copies."""
-
     host_optimizer: bool = False
     """Whether the state of the optimizer is on the host, on every rank that has no room for it."""
+    shard_units: int | None = None
+    """Pieces in which replicas gather and reduce a stage, where they share out gradients; None is what is fastest."""
 
     @property
     def shard_size(self) -> int | None:
@@ -96,13 +101,17 @@ class Choice:
         how += f", zero {self.level}" if self.level else ""
         how += ", optimizer on the host" if self.host_optimizer else ""
         how += f" within {self.shard_size}" if self.shard_size else ""
+        how += f" in {self.shard_units} units a stage" if self.shard_units else ""
         shared = f" x tp {self.tp}" if self.tp > 1 else ""
         return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A partitioned choice and the memory of its ranks; the fullest lacks `excess_bytes` (or has spare)."""
+    """A partitioned choice and the memory of its ranks; the fullest lacks `excess_bytes` (or has spare).
+
+    `cuts` are those between the stages of its schedule; every sharding unit of them is a stage of `line`.
+    """
 
     choice: Choice
     line: Pipeline
@@ -215,8 +224,10 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
 def within_memory(start: Candidate, body: BodyCosts) -> Candidate:
     """`start` if it fits the memory limit; otherwise a partition within memory, or of those tried the one that misses the
     limit by least."""
-    best = latest = start
     cluster, job = start.line.cluster, start.line.job
+    best = latest = start
+    if start.excess_bytes > 0 and start.choice.level >= GRADIENTS:  # other units may fit what these do not
+        best = latest = with_cuts(body, start.choice, start.cuts, cluster, job)
     for _ in range(_MEMORY_ROUNDS):
         if best.excess_bytes <= 0:
             break
@@ -231,27 +242,58 @@ def within_memory(start: Candidate, body: BodyCosts) -> Candidate:
 
 def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
     """`choice` with the given partition."""
-    return of_line(choice, with_program(body, choice, cuts, make_program(choice), cluster, job))
+    return of_line(choice, cuts, with_program(body, choice, cuts, make_program(choice), cluster, job))
 
 
 def with_program(
     body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
-    """The given partition under the given computations, and what the replicas of `choice` share out."""
-    return _as_chosen(pipeline(body, cuts, program, cluster, job, choice.dp, policies(program)), choice)
+    """The given partition under the given computations, and what the replicas of `choice` share out, in the units that it
+    names; else in those that are fastest of the ones within memory, or that take least where none are."""
+    if choice.level < GRADIENTS:
+        return _in_units(body, choice, cuts, (1,) * program.num_stages, program, cluster, job)
+    ways = [
+        _in_units(body, choice, cuts, numbers, program, cluster, job)
+        for numbers in numbers_to_try(body, cuts, choice.shard_units)
+    ]
+    return ways[0] if len(ways) == 1 else min(ways, key=_lack_and_seconds)
 
 
-def under_program(line: Pipeline, choice: Choice, program: Program) -> Pipeline:
-    """The partition of `line`, a result of `with_program`, under other computations with the same memory policies."""
-    return _as_chosen(replace(line, program=program), choice)
+def _in_units(
+    body: BodyCosts,
+    choice: Choice,
+    cuts: Sequence[int],
+    numbers: Sequence[int],
+    program: Program,
+    cluster: Cluster,
+    job: Job,
+) -> Pipeline:
+    inside = unit_cuts(body, cuts, numbers)
+    every = sorted([*cuts, *(cut for own in inside for cut in own)])
+    program = subdivided(program, [len(own) + 1 for own in inside])
+    return _as_chosen(pipeline(body, every, program, cluster, job, choice.dp, policies(program)), choice)
 
 
-def of_line(choice: Choice, line: Pipeline) -> Candidate:
-    """`line`, whose stages keep or recompute everything, with the memory of its ranks."""
+def _lack_and_seconds(line: Pipeline) -> tuple[int, float]:
+    """What decides between divisions of the same stages: memory that is lacking, then time."""
+    return max(line.missing_bytes(rank_memories(line)), 0), step_seconds(line, run_timeline(line))
+
+
+def under_program(line: Pipeline, choice: Choice, cuts: Sequence[int], program: Program) -> Pipeline:
+    """The partition of `line`, a result of `with_program` for `cuts`, under other computations with the same memory
+    policies."""
+    ends = [*cuts, line.stages[-1].stop]
+    numbers = Counter(bisect_left(ends, stage.stop) for stage in line.stages)
+    divided = subdivided(program, [numbers[stage] for stage in range(program.num_stages)])
+    return _as_chosen(replace(line, program=divided), choice)
+
+
+def of_line(choice: Choice, cuts: Sequence[int], line: Pipeline) -> Candidate:
+    """`line`, the stages between `cuts` or units of them, which keep or recompute everything, with the memory of its
+    ranks."""
     memories = tuple(rank_memories(line))
     excess = line.missing_bytes(memories)
-    cuts = tuple(stage.start for stage in line.stages[1:])
-    return Candidate(choice, line, cuts, memories, excess, _named(policies(line.program)))
+    return Candidate(choice, line, tuple(cuts), memories, excess, _named(policies(line.program)))
 
 
 def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
@@ -294,7 +336,10 @@ def least_saving(
     """The partition that is fastest with what it must recompute and offload, which the partitions `kept`, where nothing
     is, may be; None if nothing found fits, or nothing promises a batch of less than `below_s`."""
     first = kept[0]
-    line, share = first.line, first.choice.state_share(Precision.of(first.line.job.torch_name))
+    line, share = (
+        _whole_stages(first, body),
+        first.choice.state_share(Precision.of(first.line.job.torch_name)),
+    )
     known = {one.cuts: one for one in kept}
     for shrink in _SHRINKS:
         for cuts in cuts_to_try(
@@ -308,9 +353,19 @@ def least_saving(
     return None
 
 
+def _whole_stages(one: Candidate, body: BodyCosts) -> Pipeline:
+    """The stages of the schedule of a candidate, not divided into units."""
+    if len(one.line.stages) == len(one.cuts) + 1:
+        return one.line
+    choice, line = one.choice, one.line
+    return with_program(
+        body, replace(choice, shard_units=1), one.cuts, make_program(choice), line.cluster, line.job
+    )
+
+
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
-    program = tried.line.program
+    program = make_program(tried.choice)
     counts = saved_counts(program)
     ends = np.array([0, *tried.cuts, body.size])
     share = tried.choice.state_share(Precision.of(job.torch_name))
@@ -342,7 +397,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         num_stages=program.num_stages,
         microbatch_size=choice.microbatch_size,
         num_microbatches=choice.num_microbatches,
-        cuts=cut_names(body.graph, list(candidate.cuts)),
+        cuts=cut_names(body.graph, [stage.start for stage in line.stages[1:]]),
         placement=program.placement.rank_of_stage,
         devices=devices,
         schedule=choice.schedule,

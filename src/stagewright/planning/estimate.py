@@ -20,6 +20,7 @@ from stagewright.planning.planned_line import planned_line
 from stagewright.planning.predict import predict
 from stagewright.planning.predictions import Predictions
 from stagewright.planning.sharding import check_shard_size
+from stagewright.planning.units import check_shard_units
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -45,6 +46,7 @@ def estimate(
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
     shard_size: int | None = None,
+    shard_units: int | None = None,
     stack: str = OWN_STACK,
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
@@ -55,7 +57,8 @@ def estimate(
     follows from the number of devices (by default one replica), and the partition is the one a search would
     take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. With `recompute`
     stages recompute what they save; `zero` is what replicas share out (0 to 3), at most `shard_size` of them among
-    each other, with sums of gradients in `reduce_dtype`. `stack` names whose execution is predicted, by default
+    each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in `shard_units` pieces (by
+    default what is fastest). `stack` names whose execution is predicted, by default
     Stagewright's own.
 
     The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
@@ -75,6 +78,7 @@ def estimate(
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     job.check_devices(cluster)
     check_shard_size(zero, shard_size)
+    check_shard_units(zero, shard_units)
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     choice = replace(
         _choice(cluster, job, dp, pp, tp, microbatch, schedule),
@@ -83,6 +87,7 @@ def estimate(
         zero=zero,
         reduce_dtype=reduce_dtype,
         most_sharing=shard_size,
+        shard_units=shard_units,
     )
     traced = job.traced(cluster.device.kind) | shared_layers(tp, sequence_parallel)
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)

@@ -83,6 +83,7 @@ def joint_plans(
     reference: ModelReference,
     *,
     zero: int | None = None,
+    shard_units: int | None = None,
     saves: bool = True,
     offload: bool = True,
     host_optimizer: HostOptimizer = "auto",
@@ -101,7 +102,7 @@ def joint_plans(
             return
         if known.predictions.lower_bound_seconds >= best:
             continue
-        choice = choice_of(known, zero)
+        choice = choice_of(known, zero, shard_units)
         searches = Searches(known, body_of(known), choice, cluster, saves, offload, report, stop)
         found = _joint_plan(searches, job, reference, host_optimizer)
         if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
@@ -131,11 +132,12 @@ def _joint_plan(
     return None
 
 
-def choice_of(plan: Plan, zero: int | None) -> Choice:
+def choice_of(plan: Plan, zero: int | None, shard_units: int | None = None) -> Choice:
     """The configuration of `plan`, its schedule to be found."""
     return Choice(
         plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, JOINT, False, zero,
         plan.reduce_dtype, plan.tp, plan.sequence_parallel, plan.shard_size, bool(plan.host_optimizer),
+        shard_units,
     )  # fmt: skip
 
 
@@ -205,22 +207,22 @@ def _candidates(found: Found, searches: Searches, job: Job) -> list[Candidate]:
     """The fastest of what was found that could be faster than the plan known, keeping everything."""
     timed = sorted(_lines(found, searches, job), key=itemgetter(0))[:_JUDGED]
     longest = searches.known.predictions.step_seconds
-    return [of_line(searches.choice, line) for seconds, line in timed if seconds < longest]
+    return [of_line(searches.choice, cuts, line) for seconds, cuts, line in timed if seconds < longest]
 
 
-def _lines(found: Found, searches: Searches, job: Job) -> Iterator[tuple[float, Pipeline]]:
-    """The plans worth judging, each with split and with whole backwards, keeping everything; and the seconds of a batch
-    with what the search would have the ranks make again."""
+def _lines(found: Found, searches: Searches, job: Job) -> Iterator[tuple[float, tuple[int, ...], Pipeline]]:
+    """The plans worth judging, each with split and with whole backwards, keeping everything, with the cuts of their stages;
+    and the seconds of a batch with what the search would have the ranks make again."""
     body, choice = searches.body, searches.choice
     for plan in map(without_splits, _worth_judging(found)):
         kept = judged(plan.name, plan.problem, replace(plan.layout, thrift=()), plan.encoded)
         again = plan.makespan_s - kept.makespan_s
         cuts = cuts_of(plan, searches.ends)
         split = with_program(body, choice, cuts, plan.program, searches.cluster, job)
-        yield _makespan(split) + again, split
+        yield _makespan(split) + again, cuts, split
         if (whole := with_backwards(plan)) != plan.program:
-            line = under_program(split, choice, whole)
-            yield _makespan(line) + again, line
+            line = under_program(split, choice, cuts, whole)
+            yield _makespan(line) + again, cuts, line
 
 
 def _first_that_fits(candidates: Sequence[Candidate], searches: Searches, limited: bool) -> Candidate | None:

@@ -29,6 +29,7 @@ from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.predict import lower_bound_seconds
 from stagewright.planning.ranking import ranked
 from stagewright.planning.sharding import check_shard_size
+from stagewright.planning.units import check_shard_units
 from stagewright.planning.widths import microbatch_sizes, tensor_widths_of, whole_shares, widths_of
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -62,6 +63,7 @@ def plan(
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
     shard_size: int | None = None,
+    shard_units: int | None = None,
     host_optimizer: HostOptimizer = "auto",
     trace: Trace = cached_trace,
     interruptible: bool = False,
@@ -80,6 +82,7 @@ def plan(
             the batch and nothing is shared out.
         reduce_dtype: type in which gradients are summed over replicas; default the type they are added up in.
         shard_size: at most so many replicas, neighbours, share out among each other, others hold copies; default all.
+        shard_units: pieces in which replicas gather and reduce a stage, with `zero` 2 and 3; default what is fastest.
         host_optimizer: whether the optimizer's state, and the step on it, are on the host's processors: ``never``,
             ``always``, or ``auto``, on ranks that lack memory, where that is faster than what else makes room.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
@@ -101,10 +104,11 @@ def plan(
         )  # fmt: skip
         return over_lengths(found, cluster, report, trace)
     check_shard_size(zero, shard_size)
+    check_shard_units(zero, shard_units)
     families = [name for name in schedules if name != JOINT] or ["1f1b"]
     search = _Search(
         reference, cluster, job, report, families, trace, recompute, offload, zero, reduce_dtype, shard_size,
-        host_optimizer,
+        shard_units, host_optimizer,
     )  # fmt: skip
     with UntilCtrlC(interruptible, search.plans) as searching:
         search.gather_all(tensor_widths_of(cluster, tp), sequence_parallel, microbatch, (pp, dp, tp))
@@ -175,6 +179,7 @@ class _Search:
     zero: int | None
     reduce_dtype: Literal["fp32", "bf16"] | None
     shard_size: int | None
+    shard_units: int | None
     host_optimizer: HostOptimizer
     tp: int = 1
     sequence_parallel: bool = False
@@ -211,6 +216,7 @@ class _Search:
                 sequence_parallel=self.sequence_parallel,
                 most_sharing=self.shard_size,
                 host_optimizer=self.host_optimizer == "always",
+                shard_units=self.shard_units,
             )
             for dp, pp, count in whole_shares(widths, self.job, size)
             for schedule in (self.schedules if pp > 1 else self.schedules[:1])
@@ -291,7 +297,8 @@ class _Search:
         stop = threading.Event()
         for found in joint_plans(
             tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp], self.cluster, self.job,
-            self.reference, zero=self.zero, saves=self.recompute == "auto", offload=self.offload,
+            self.reference, zero=self.zero, shard_units=self.shard_units,
+            saves=self.recompute == "auto", offload=self.offload,
             host_optimizer=self.memory.host_optimizer, report=self.report, stop=stop,
         ):  # fmt: skip
             self.plans.append(found)

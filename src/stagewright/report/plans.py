@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def _large_categories(ranks: Sequence[RankPrediction]) -> list[str]:
 
 
 def stage_table(plan: Plan) -> Table:
-    """Where the model is cut and what one microbatch takes on each stage."""
+    """Where the model is cut and what one microbatch takes on each stage; stages alike on a rank are one row."""
     stages = plan.predictions.stages
     bytes_name, size = byte_unit(max(stage.parameter_bytes, stage.saved_bytes) for stage in stages)
     time_name, second = time_unit(stage.forward_seconds for stage in stages)
@@ -198,9 +199,21 @@ def stage_table(plan: Plan) -> Table:
         )
         for index, (start, stage) in enumerate(zip(["(start)", *plan.cuts], stages, strict=True))
     ]
+    rows = [_several(group) for group in _alike(rows)]
     headings = ("stage", "rank", "starts at", "parameters", "F", "I", "W", "saved", "sent")
     title = f"Stages, per microbatch, in {time_name} and {bytes_name}"
     return table(title, headings, rows, text=3)
+
+
+def _alike(rows: Sequence[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
+    """Rows of neighbouring stages on one rank with the same figures, together."""
+    return [list(group) for _, group in groupby(rows, key=lambda row: (row[1], *row[3:]))]
+
+
+def _several(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """One row for all of `rows`."""
+    first, last = rows[0], rows[-1]
+    return first if len(rows) == 1 else (f"{first[0]}-{last[0]}", *first[1:])
 
 
 def _range(counts: Sequence[int], size: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind, pair
@@ -41,13 +41,13 @@ def subdivided(program: Program, num_parts: Sequence[int]) -> Program:
     """
     if len(num_parts) != program.num_stages or min(num_parts) < 1:
         raise ScheduleError(
-            f"num_parts={list(num_parts)}: give each of the {program.num_stages} stages of {program.name} a number of parts, "
-            "at least 1"
+            f"num_parts={list(num_parts)}: give each of the {program.num_stages} stages of {program.name} a number of "
+            "parts, at least 1"
         )
     if max(num_parts) == 1:
         return program
     firsts = [0, *accumulate(num_parts)]
-    parts = [range(first, last) for first, last in zip(firsts, firsts[1:], strict=False)]
+    parts = [range(first, last) for first, last in pairwise(firsts)]
     placed = program.placement.rank_of_stage
     placement = Placement(tuple(placed[stage] for stage, own in enumerate(parts) for _ in own))
     ranks = (tuple(_divided(actions, parts)) for actions in program.ranks)
