@@ -187,11 +187,9 @@ class Fitting:
         self.on_host += ways
 
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
-        """Whether state and saved values alone fit in some partition; where saved values may be given up, those of one
-        microbatch."""
-        saved = saved_counts(make_program(choice))
-        if self.recompute == "auto":
-            saved = [min(count, 1) for count in saved]
+        """Whether state and saved values alone fit in some partition; where these may be recomputed, the state."""
+        recomputes = self.recompute == "auto" or choice.recompute
+        saved = [0.0 if recomputes else float(count) for count in saved_counts(make_program(choice))]
         return self._partition_fits(choice, body, [count * scale for count in saved])
 
     def _partition_fits(

@@ -91,7 +91,7 @@ class Leaves:
         needed = self.demand(stage, start, stop) - terms.capacity
         if needed <= 0:
             return 0.0
-        needed += self.ranges.most_work(start, stop)
+        needed += self.ranges.most_with_work(start, stop) - self.ranges.most_transient(start, stop)
         given = self.ranges.givable
         inside = (given.place >= start) & (given.place < stop)
         sizes, costs = given.num_bytes[inside], given.seconds[inside] * terms.slowness

@@ -47,6 +47,8 @@ def cuts_to_try(
         shrink: part of the memory to leave free.
         below_s: batches that take as long or longer are left out.
     """
+    if len(line.stages) == 1:
+        return [()]
     terms = terms_of(line, body, counts, state_share=state_share, offload=offload)
     leaves = corrected(line, memories, Leaves(known_ranges(body), terms), shrink)
     found = best_partition(leaves)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.planning.saving.anchors import anchors
-from stagewright.planning.saving.problem import chain_seconds, groups_of, stage_units
+from stagewright.planning.saving.chain import chain_of
+from stagewright.planning.saving.pieces import PieceNetwork, Point
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -91,15 +93,17 @@ class Ranges:
         return RangeMaximum(self.transient_bytes)
 
     @cached_property
-    def most_work(self) -> RangeMaximum:
-        return RangeMaximum(np.zeros(self.size) if self.work_bytes is None else self.work_bytes)
+    def most_with_work(self) -> RangeMaximum:
+        """Of what is alive beside saved values where everything is recomputed."""
+        work = np.zeros(self.size) if self.work_bytes is None else self.work_bytes
+        return RangeMaximum(self.transient_bytes + work)
 
 
 def ranges_of(body: BodyCosts) -> Ranges:
     """The ranges of a traced model.
 
-    Units of recomputation are those of the uncut model; each operator of their chains is shared out among the units that
-    need it. Ignores: that a cut changes which values are at hand beside it.
+    Pieces that may be recomputed are those of the uncut model, each by itself. Ignores: that a cut changes which values are
+    at hand beside it, and pieces of several stretches.
     """
     return Ranges(
         body.seconds,
@@ -148,26 +152,24 @@ def _transients(graph: OperatorGraph) -> Floats:
 
 
 def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
-    """What may be recomputed, anchors kept, and per position how much of that lies between the anchors around it."""
+    """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds; and per position how much
+    is alive at once where all of its piece is recomputed."""
     from stagewright.graph.carving import carve
 
-    graph = body.graph
-    (whole,) = carve(graph, [])
-    every = stage_units(whole)
-    held, narrow = anchors(
-        graph, body.cuts.value_bytes, sorted({root for unit in every for root in unit.values})
-    )
-    units = [unit for unit in every if unit.recomputable and not held & {*unit.values}]
-    seconds = chain_seconds(whole, units, body.costing)
-    shares = dict.fromkeys(range(len(units)), 0.0)
-    for users, cost in groups_of(units, seconds):
-        for user in users:
-            shares[user] += cost / len(users)
-    places = [graph.position[graph.values[unit.values[0]].node] for unit in units]
-    sizes = [float(unit.num_bytes) for unit in units]
-    piece = np.searchsorted(narrow, places, side="right")
-    bytes_of_piece = np.bincount(piece, weights=sizes, minlength=len(narrow) + 1)
-    work: Floats = bytes_of_piece[np.searchsorted(narrow, np.arange(body.size), side="right")].astype(
-        np.float64
-    )
-    return Givable.sorted(places, sizes, list(shares.values())), work
+    (whole,) = carve(body.graph, [])
+    chain = chain_of(StageMemory(whole), body.costing)
+    position = [body.graph.position[node.id] for node in chain.nodes]
+    points: dict[tuple[object, ...], tuple[Point, ...]] = {}
+    places, sizes, costs = list[int](), list[float](), list[float]()
+    work = np.zeros(body.size)
+    last = len(chain.nodes)
+    for start, stop in pairwise(chain.boundaries):
+        network = PieceNetwork(chain, start, stop, stop == last)
+        found = points.setdefault(network.signature, ()) or network.corners()
+        points[network.signature] = found
+        for cheap, dear in pairwise(found):
+            places.append(position[start])
+            sizes.append(cheap.kept_bytes - dear.kept_bytes)
+            costs.append(dear.seconds - cheap.seconds)
+        work[position[start] : position[stop - 1] + 1] = found[-1].work_bytes
+    return Givable.sorted(places, sizes, costs), work

@@ -14,6 +14,8 @@ from stagewright.planning.plan import StagePolicy
 from stagewright.planning.predict import lowered, rank_memories
 from stagewright.planning.saving.anchors import anchors
 from stagewright.planning.saving.best import choose
+from stagewright.planning.saving.chain import chain_of
+from stagewright.planning.saving.pieces import Point
 from stagewright.planning.saving.problem import (
     Choice,
     Problem,
@@ -22,6 +24,7 @@ from stagewright.planning.saving.problem import (
     policies,
     stage_units,
 )
+from stagewright.planning.saving.rank_chain import Found, RankChain
 from stagewright.planning.shortening import shortened
 from stagewright.schedule import Program
 from stagewright.schedule.saving import insert_offloading, insert_recomputation
@@ -55,11 +58,15 @@ class Fitted:
             tuple(self.units[index].operator for index in sorted(indices) if self.units[index].stage == stage)
             for indices in (self.choice.recomputed, self.choice.offloaded)
         )
-        return StagePolicy(recompute=recompute, offload=offload) if recompute or offload else "keep"
+        if not recompute and not offload:
+            return "keep"
+        nodes = self.line.stages[stage].graph.nodes
+        names = tuple(nodes[operator].name for at, operator in sorted(self.choice.checkpoints) if at == stage)
+        return StagePolicy(recompute=recompute, offload=offload, checkpoints=names)
 
 
 Chooser = Callable[[Problem], Choice | None]
-"""Makes a choice that saves enough, or says that there is none."""
+"""Makes a choice among units that saves enough, or says that there is none."""
 
 
 def fit(
@@ -67,26 +74,48 @@ def fit(
     body: BodyCosts,
     *,
     offload: bool = True,
-    chooser: Chooser = choose,
+    chooser: Chooser | None = None,
 ) -> Fitted | None:
     """`line`, which keeps everything, with as much recomputed and offloaded as its limit asks for; None if no choice
-    found stays within the limit when replayed."""
+    found stays within the limit when replayed.
+
+    `chooser` chooses among the values that are saved alone, as other planners do; by default what is recomputed may begin
+    at any value of the forward.
+    """
     memories = rank_memories(line)
     units = line_units(line, body)
-    searches = [_RankSearch(line, body, memory, units, offload, chooser) for memory in memories]
-    active = [search for search in searches if search.excess > 0]
     variants = Variants(line, body)
+    points: dict[tuple[object, ...], tuple[Point, ...]] = {}
+
+    def searches(make: Callable[[RankMemory], Propose | None]) -> list[_RankSearch]:
+        found = [_RankSearch(line, memory, make) for memory in memories]
+        _search(variants, units, found)
+        return found
+
+    def by_units(memory: RankMemory) -> Propose | None:
+        return _among_units(line, body, memory, units, offload, chooser or choose)
+
+    def by_chain(memory: RankMemory) -> Propose | None:
+        return _along_chains(line, body, memory, units, points)
+
+    ways = [searches(by_units)] if chooser is not None else [searches(by_chain)]
+    if chooser is None and offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
+        ways.append(searches(by_units))
+    best = [min(found, key=lambda one: one.seconds) for found in zip(*ways, strict=True)]
+    if any(search.best is None for search in best):
+        return None
+    proved = [search.best for search in best if search.best is not None]
+    found = _joined(one.choice for one in proved)
+    return Fitted(with_choice(variants, units, found), tuple(one.memory for one in proved), units, found)
+
+
+def _search(variants: Variants, units: Sequence[Unit], searches: Sequence[_RankSearch]) -> None:
+    active = [search for search in searches if search.excess > 0]
     for _ in range(_ROUNDS):
         active = [search for search in active if search.propose()]
         if not active:
             break
         _replay(variants, units, active)
-    if any(search.best is None for search in searches):
-        return None
-    found = _joined(search.best.choice for search in searches if search.best is not None)
-    chosen = with_choice(variants, units, found)
-    best = tuple(search.best.memory for search in searches if search.best is not None)
-    return Fitted(chosen, best, units, found)
 
 
 def line_units(line: Pipeline, body: BodyCosts) -> tuple[Unit, ...]:
@@ -106,7 +135,7 @@ def with_choice(
     """A partition with the policies of a choice and the program that carries them out; `program` keeps everything, and is
     that of the partition unless given."""
     kept = program or variants.line.program
-    found = policies(units, choice, len(variants.line.stages))
+    found = policies(units, choice, variants.line.stages)
     return variants.under(saving_program(kept, units, choice), found)
 
 
@@ -121,18 +150,104 @@ def _joined(choices: Iterable[Choice]) -> Choice:
     return Choice(
         frozenset[int]().union(*(choice.recomputed for choice in found)),
         frozenset[int]().union(*(choice.offloaded for choice in found)),
+        frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in found)),
     )
 
 
 def _replay(variants: Variants, units: Sequence[Unit], searches: Sequence[_RankSearch]) -> None:
     """Tells every search what its latest choice takes."""
     whole = variants.line.program
-    tried = with_choice(variants, units, _joined(search.latest for search in searches), shortened(whole))
+    latest = _joined(search.latest.choice for search in searches)
+    tried = with_choice(variants, units, latest, shortened(whole))
     program = lowered(tried.program, stage_edges(tried.stages))
     left_out = whole.num_microbatches - program.num_microbatches
     for search in searches:
         resident = tried.resident(search.rank)
         search.learn(replay_rank(tried.memories, program, search.rank, resident, left_out))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A choice among all units, and the seconds it adds to a microbatch."""
+
+    choice: Choice
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Propose:
+    """`saving` so many bytes at the peak, or None; `least` for the lowest peak that can be had."""
+
+    saving: Callable[[float], Proposal | None]
+    least: Callable[[], Proposal | None]
+
+
+def _among_units(
+    line: Pipeline,
+    body: BodyCosts,
+    kept: RankMemory,
+    units: Sequence[Unit],
+    offload: bool,
+    chooser: Chooser,
+) -> Propose | None:
+    """By a choice among the saved values of a rank."""
+    stages = {stage: line.stages[stage] for stage in line.program.placement.stages_of(kept.rank)}
+    numbers = [number for number, unit in enumerate(units) if unit.stage in stages]
+    own = [units[number] for number in numbers]
+    costs = bodies_of(body, line.cluster, line.pp, line.dp * line.tp)[kept.rank]
+    seconds: dict[int, float] = {}
+    for number, stage in stages.items():
+        seconds |= chain_seconds(stage, [unit for unit in own if unit.stage == number], costs.costing)
+    copies = _copies(line, kept)
+    device = line.device_of(kept.rank)
+    link = 1 / device.host_link_bandwidth if offload and device.kind != "cpu" else float("inf")
+    free = min(line.summaries[stage].forward_s for stage in stages)
+    parked = {stage: max(0.0, count - 2.0) for stage, count in copies.items()}
+    problem = Problem(tuple(own), seconds, 0.0, copies, parked, link, free / len(stages))
+
+    def proposal(found: Choice | None) -> Proposal | None:
+        if found is None:
+            return None
+        recomputed = frozenset(numbers[index] for index in found.recomputed)
+        offloaded = frozenset(numbers[index] for index in found.offloaded)
+        return Proposal(Choice(recomputed, offloaded), found.seconds(problem))
+
+    everything = Choice(frozenset(index for index, unit in enumerate(own) if unit.chain))
+    return Propose(
+        lambda needed: proposal(chooser(replace(problem, needed=needed))), lambda: proposal(everything)
+    )
+
+
+def _along_chains(
+    line: Pipeline,
+    body: BodyCosts,
+    kept: RankMemory,
+    units: Sequence[Unit],
+    points: dict[tuple[object, ...], tuple[Point, ...]],
+) -> Propose | None:
+    """By what is recomputed piece by piece along the forward of a rank's stages."""
+    stages = line.program.placement.stages_of(kept.rank)
+    costs = bodies_of(body, line.cluster, line.pp, line.dp * line.tp)[kept.rank]
+    copies = _copies(line, kept)
+    chains = [chain_of(line.memories[stage], costs.costing) for stage in stages]
+    rank = RankChain(chains, [copies[stage] for stage in stages], points)
+    index = {(unit.stage, unit.node): number for number, unit in enumerate(units)}
+
+    def proposal(found: Found | None) -> Proposal | None:
+        if found is None:
+            return None
+        recomputed = frozenset(index[key] for key in found.ran if key in index)
+        return Proposal(Choice(recomputed, checkpoints=found.checkpoints), found.seconds)
+
+    return Propose(
+        lambda needed: proposal(rank.choose(rank.most_bytes - needed)), lambda: proposal(rank.least())
+    )
+
+
+def _copies(line: Pipeline, kept: RankMemory) -> dict[int, float]:
+    """Stage of a rank -> sets of its saved values alive at the peak."""
+    stages = line.program.placement.stages_of(kept.rank)
+    return {stage: float(max(sum(one.stage == stage for one in kept.alive), 1)) for stage in stages}
 
 
 @dataclass(frozen=True)
@@ -145,82 +260,44 @@ class _RankSearch:
     """Raises what a rank must save until a choice fits, then lowers it as long as one does."""
 
     def __init__(
-        self,
-        line: Pipeline,
-        body: BodyCosts,
-        kept: RankMemory,
-        units: Sequence[Unit],
-        offload: bool,
-        chooser: Chooser,
+        self, line: Pipeline, kept: RankMemory, make: Callable[[RankMemory], Propose | None]
     ) -> None:
-        self.line = line
         self.rank = kept.rank
         self.limit = allocatable_bytes(line.job, line.device_of(self.rank), line.cluster)
         self.excess = kept.peak_bytes - self.limit
         self.best = _Proved(Choice(), kept) if self.excess <= 0 else None
-        self.latest = Choice()
-        if self.excess <= 0:
-            return
-        self.stages = line.program.placement.stages_of(self.rank)
-        self.numbers = [number for number, unit in enumerate(units) if unit.stage in self.stages]
-        self.problem = self._problem([units[number] for number in self.numbers], kept, body, offload)
-        self.choose = chooser
+        self.latest = Proposal(Choice(), 0.0)
+        self.seconds = float("inf") if self.excess > 0 else 0.0
+        self.ways = make(kept) if self.excess > 0 else None
         self.need = float(self.excess)
         self.low, self.high = _Tried(0.95 * self.need, 0.05 * self.need), _Tried(math.inf, -math.inf)
         self.step = 0.0
-        self.seconds = float("inf")
         self.tried: dict[Choice, int] = {}
-        self.took_everything = False
-
-    def _problem(self, units: list[Unit], kept: RankMemory, body: BodyCosts, offload: bool) -> Problem:
-        stages = {stage: self.line.stages[stage] for stage in self.stages}
-        costs = bodies_of(body, self.line.cluster, self.line.pp, self.line.dp * self.line.tp)[self.rank]
-        seconds: dict[int, float] = {}
-        for number, stage in stages.items():
-            own = [unit for unit in units if unit.stage == number]
-            seconds |= chain_seconds(stage, own, costs.costing)
-        alive = {stage: sum(one.stage == stage for one in kept.alive) for stage in self.stages}
-        copies = {stage: float(max(count, 1)) for stage, count in alive.items()}
-        device = self.line.device_of(self.rank)
-        link = 1 / device.host_link_bandwidth if offload and device.kind != "cpu" else float("inf")
-        free = min(self.line.summaries[stage].forward_s for stage in self.stages)
-        parked = {stage: max(0.0, count - 2.0) for stage, count in copies.items()}
-        return Problem(tuple(units), seconds, 0.0, copies, parked, link, free / len(self.stages))
+        self.took_least = False
 
     def propose(self) -> bool:
         """Sets the next choice to replay; false when the search is over."""
-        while self.best is None or not self._is_close():
-            found = self.choose(replace(self.problem, needed=self.need))
+        while self.ways is not None and (self.best is None or not self._is_close()):
+            found = self.ways.saving(self.need)
             if found is None:
-                if self.took_everything or self.best is not None:
+                if self.took_least or self.best is not None:
                     return False
-                self.took_everything = True
-                found = self._everything()
-            if found not in self.tried:
-                self._set(found)
+                self.took_least = True
+                found = self.ways.least()
+                if found is None:
+                    return False
+            if found.choice not in self.tried:
+                self.latest = found
                 return True
-            self._move_on(self.tried[found])
+            self._move_on(self.tried[found.choice])
         return False
-
-    def _set(self, found: Choice) -> None:
-        self.local = found
-        self.latest = Choice(
-            frozenset(self.numbers[index] for index in found.recomputed),
-            frozenset(self.numbers[index] for index in found.offloaded),
-        )
-
-    def _everything(self) -> Choice:
-        units = self.problem.units
-        return Choice(frozenset(index for index, unit in enumerate(units) if unit.chain))
 
     def learn(self, memory: RankMemory) -> None:
         """Takes in what the latest choice takes when replayed."""
         excess = memory.peak_bytes - self.limit
-        self.tried[self.local] = excess
-        if excess <= 0:
-            seconds = self.local.seconds(self.problem)
-            if seconds < self.seconds:
-                self.best, self.seconds = _Proved(self.latest, memory), seconds
+        self.tried[self.latest.choice] = excess
+        if excess <= 0 and self.latest.seconds < self.seconds:
+            self.best, self.seconds = _Proved(self.latest.choice, memory), self.latest.seconds
         self._move_on(excess)
 
     def _is_close(self) -> bool:

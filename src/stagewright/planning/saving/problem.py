@@ -31,6 +31,8 @@ class Unit:
     num_bytes: int
     chain: frozenset[int] = frozenset()
     recomputable: bool = True
+    node: int = -1
+    """Of the graph: `operator`."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,12 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """Indices of the units of a problem that are recomputed and offloaded."""
+    """Indices of the units of a problem that are recomputed and offloaded, and what else is kept to recompute from: pairs
+    of a stage and an operator (id) of its forward."""
 
     recomputed: frozenset[int] = field(default_factory=frozenset)
     offloaded: frozenset[int] = field(default_factory=frozenset)
+    checkpoints: frozenset[tuple[int, int]] = field(default_factory=frozenset)
 
     def saved_bytes(self, problem: Problem) -> float:
         return sum(map(problem.saves, self.recomputed)) + sum(map(problem.parks, self.offloaded))
@@ -114,13 +118,19 @@ def groups_of(units: Sequence[Unit], seconds: Mapping[int, float]) -> list[tuple
     return list(found.items())
 
 
-def policies(units: Sequence[Unit], choice: Choice, num_stages: int) -> list[Policy]:
+def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> list[Policy]:
     """The policy of every stage under a choice among `units`."""
-    chosen: list[tuple[set[int], set[int]]] = [(set(), set()) for _ in range(num_stages)]
+    chosen: list[tuple[set[int], set[int], set[int]]] = [(set(), set(), set()) for _ in stages]
     for which, indices in enumerate((choice.recomputed, choice.offloaded)):
         for index in indices:
             chosen[units[index].stage][which].update(units[index].values)
-    return [Policy(frozenset(recompute), frozenset(offload)) for recompute, offload in chosen]
+    for stage, operator in choice.checkpoints:
+        made = stages[stage].graph.nodes[operator].outputs
+        chosen[stage][2].update(value for value in made if value is not None)
+    return [
+        Policy(frozenset(recompute), frozenset(offload), checkpoints=frozenset(checkpoints))
+        for recompute, offload, checkpoints in chosen
+    ]
 
 
 def stage_units(stage: Stage) -> list[Unit]:
@@ -175,7 +185,7 @@ class _Units:
         num_bytes = sum(self.stage.value(root).meta.storage_bytes for root in roots)
         here = all(value in self.maker for value in values)
         chain = self._chain(values) if here else frozenset[int]()
-        return Unit(self.stage.index, node.name, tuple(roots), num_bytes, chain, here)
+        return Unit(self.stage.index, node.name, tuple(roots), num_bytes, chain, here, node.id)
 
     def _chain(self, values: Sequence[int]) -> frozenset[int]:
         """Operators that make `values` again from what the backward needs, is resident or arrived."""

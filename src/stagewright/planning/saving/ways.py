@@ -43,7 +43,10 @@ class Ways:
 
     @property
     def choice(self) -> Choice:
-        return Choice(*(frozenset(np.flatnonzero(self.way == way).tolist()) for way in (RECOMPUTE, OFFLOAD)))
+        recomputed, offloaded = (
+            frozenset(np.flatnonzero(self.way == way).tolist()) for way in (RECOMPUTE, OFFLOAD)
+        )
+        return Choice(recomputed, offloaded)
 
     @property
     def total_seconds(self) -> float:

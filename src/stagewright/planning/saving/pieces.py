@@ -1,0 +1,229 @@
+"""Pieces of a chain: what the operators between two boundaries may recompute, from the cheapest per byte to everything.
+
+What a piece recomputes is a closure: an operator runs again because the backward needs what it makes, or because another
+one that runs again does, unless that is kept. For a price per byte the best set is a minimum cut of a small network, and the
+corners of the lower hull of (bytes, seconds) are found by as many cuts. Single operators that change sides fill in between.
+
+Source: minimum cuts for recomputation as in PyTorch's partitioner (min-cut rematerialisation, torch._functorch); hulls by
+prices as in Everett's multipliers, Operations Research 11, 1963.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.planning.saving.chain import Chain
+
+_SCALE = 10_000_000
+"""All seconds of a piece, as flow."""
+_INFINITE = 1 << 30
+_MOST_HULL = 16
+"""Corners of a hull looked for."""
+_MOST_FLIPPED = 40
+"""Operators of a piece up to which single ones change sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One way to recompute a piece: `ran` are its operators, counted from its first.
+
+    `seconds` are added to every microbatch; `kept_bytes` stay from F to the backward, `work_bytes` are there at once while
+    the backward is at the piece, because they are recomputed.
+    """
+
+    seconds: float
+    kept_bytes: float
+    work_bytes: float
+    ran: tuple[int, ...]
+
+
+class PieceNetwork:
+    """The operators ``[start, stop)`` of a chain, the boundary in front of them kept where they recompute from it."""
+
+    def __init__(self, chain: Chain, start: int, stop: int, is_last: bool) -> None:
+        self.seconds = chain.seconds[start:stop]
+        local = range(start, stop)
+        roots: dict[int, int] = {}
+        self.maker: list[int] = []
+        self.bytes: list[int] = []
+        self.needed: list[bool] = []
+        self.kept: list[bool] = []
+        """Of every storage: the next boundary keeps it, because the backward needs it."""
+        for number in local:
+            for root in chain.made[number]:
+                storage = chain.storages[root]
+                roots[root] = len(self.maker)
+                self.maker.append(number - start)
+                self.bytes.append(storage.num_bytes)
+                self.needed.append(storage.needed)
+                self.kept.append(storage.needed and storage.last >= stop and not is_last)
+        outside: dict[int, int] = {}
+        self.outside_bytes: list[int] = []
+        self.uses: list[tuple[int, ...]] = []
+        """Of every operator: storages made in the piece."""
+        self.takes: list[tuple[int, ...]] = []
+        """And those from in front of it that only recomputing keeps."""
+        for number in local:
+            inside = tuple(roots[root] for root in chain.uses[number] if root in roots)
+            self.uses.append(inside)
+            found: list[int] = []
+            for root in chain.uses[number]:
+                if root not in roots and not chain.storages[root].needed:
+                    if root not in outside:
+                        outside[root] = len(self.outside_bytes)
+                        self.outside_bytes.append(chain.storages[root].num_bytes)
+                    found.append(outside[root])
+            self.takes.append(tuple(found))
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """Equal for pieces that have the same points."""
+        return (
+            self.seconds, tuple(self.maker), tuple(self.bytes), tuple(self.needed), tuple(self.kept),
+            tuple(self.uses), tuple(self.takes), tuple(self.outside_bytes),
+        )  # fmt: skip
+
+    def corners(self) -> tuple[Point, ...]:
+        """Those of the lower hull of (bytes, seconds), from all kept to everything recomputed."""
+        found = _undominated(self._hull(_MOST_HULL))
+        hull: list[Point] = []
+        for point in found:
+            if hull and point.kept_bytes >= hull[-1].kept_bytes:
+                continue
+            while len(hull) > 1 and _is_above(hull[-2], hull[-1], point):
+                hull.pop()
+            hull.append(point)
+        return tuple(hull)
+
+    def points(self, thorough: bool) -> tuple[Point, ...]:
+        """From all kept to everything recomputed, none slower and larger than another."""
+        corners = self._hull(_MOST_HULL if thorough else _MOST_HULL // 2)
+        found = {point.ran: point for point in corners}
+        if thorough and len(self.seconds) <= _MOST_FLIPPED:
+            for point in corners:
+                for ran in self._flipped(frozenset(point.ran)):
+                    if ran not in found:
+                        found[ran] = self._point(ran)
+        return _undominated(found.values())
+
+    # -- inner ------------------------------------------------------------------------------------------------------
+
+    def _closure(self, wanted: Iterable[int], kept: frozenset[int]) -> frozenset[int]:
+        """Operators that run again to make the storages `wanted`, from the storages `kept` and the boundary."""
+        ran: set[int] = set()
+        stack = [self.maker[root] for root in wanted]
+        while stack:
+            number = stack.pop()
+            if number not in ran:
+                ran.add(number)
+                stack += [self.maker[root] for root in self.uses[number] if root not in kept]
+        return frozenset(ran)
+
+    def _point(self, ran: tuple[int, ...]) -> Point:
+        again = set(ran)
+        taken = {root for number in ran for root in self.uses[number]}
+        outside = {root for number in ran for root in self.takes[number]}
+        kept = work = 0
+        for root, maker in enumerate(self.maker):
+            if maker in again:
+                work += self.bytes[root] if self.needed[root] else 0
+            elif self.needed[root] or root in taken:
+                kept += self.bytes[root]
+        kept += sum(self.outside_bytes[root] for root in outside)
+        return Point(sum(self.seconds[number] for number in ran), float(kept), float(work), ran)
+
+    def _flipped(self, ran: frozenset[int]) -> Iterable[tuple[int, ...]]:
+        """`ran` with what one storage more or less being kept makes of it."""
+        wanted = {r for r, maker in enumerate(self.maker) if maker in ran and self.needed[r]}
+        free = frozenset(r for r, maker in enumerate(self.maker) if maker not in ran)
+        for root, maker in enumerate(self.maker):
+            if self.kept[root]:
+                continue
+            same = {other for other, made in enumerate(self.maker) if made == maker}
+            if maker in ran:
+                changed = self._closure(wanted - same, free | same)
+            elif self.needed[root]:
+                changed = self._closure(wanted | {root}, free - same)
+            else:
+                changed = self._closure(wanted, free - same)
+            yield tuple(sorted(changed))
+
+    def _hull(self, most: int) -> list[Point]:
+        keeps = self._point(())
+        least = self._point(self._cut(None))
+        found = {point.ran: point for point in (keeps, least)}
+        pending = [(keeps, least)]
+        while pending and len(found) < most:
+            left, right = pending.pop(0)
+            gain, cost = left.kept_bytes - right.kept_bytes, right.seconds - left.seconds
+            if gain <= 0 or cost <= 0:
+                continue
+            middle = self._point(self._cut(cost / gain))
+            if middle.ran not in found:
+                found[middle.ran] = middle
+                pending += [(left, middle), (middle, right)]
+        return list(found.values())
+
+    def _cut(self, price: float | None) -> tuple[int, ...]:
+        """The operators to run again where keeping a byte is worth `price` seconds; None: more than anything."""
+        if price is None:
+            wanted = [r for r in range(len(self.maker)) if self.needed[r] and not self.kept[r]]
+            return tuple(
+                sorted(self._closure(wanted, frozenset(r for r in range(len(self.maker)) if self.kept[r])))
+            )
+        from scipy.sparse import csr_array
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        source, sink, first_root = 0, 1, 2
+        first_op = first_root + len(self.maker)
+        first_outside = first_op + len(self.seconds)
+        size = first_outside + len(self.outside_bytes)
+        scale = _SCALE / max(sum(self.seconds), 1e-12)
+        edges: dict[tuple[int, int], int] = {}
+
+        def worth(num_bytes: int) -> int:
+            return min(round(price * num_bytes * scale), _INFINITE // 4)
+
+        for root, maker in enumerate(self.maker):
+            if self.kept[root]:
+                continue
+            if self.needed[root]:
+                edges[source, first_root + root] = _INFINITE
+            edges[first_root + root, first_op + maker] = worth(self.bytes[root])
+        for number, seconds in enumerate(self.seconds):
+            edges[first_op + number, sink] = round(seconds * scale)
+            for root in self.uses[number]:
+                if not self.kept[root]:
+                    edges[first_op + number, first_root + root] = _INFINITE
+            for root in self.takes[number]:
+                edges[first_op + number, first_outside + root] = _INFINITE
+        for root, num_bytes in enumerate(self.outside_bytes):
+            edges[first_outside + root, sink] = worth(num_bytes)
+        if not any(a == source for a, _ in edges):
+            return ()
+        rows, columns = np.array(list(edges), np.int32).T
+        capacity = csr_array((np.array(list(edges.values()), np.int32), (rows, columns)), shape=(size, size))
+        residual = capacity - maximum_flow(capacity, source, sink).flow
+        residual.data = np.maximum(residual.data, 0)
+        residual.eliminate_zeros()
+        reached = breadth_first_order(residual, source, return_predecessors=False)
+        wanted = {int(place) - first_op for place in reached if first_op <= place < first_outside}
+        return tuple(sorted(wanted))
+
+
+def _is_above(left: Point, middle: Point, right: Point) -> bool:
+    """Whether `middle` lies on or above the line between the others."""
+    gain, cost = left.kept_bytes - right.kept_bytes, right.seconds - left.seconds
+    return (middle.seconds - left.seconds) * gain >= (left.kept_bytes - middle.kept_bytes) * cost
+
+
+def _undominated(points: Iterable[Point]) -> tuple[Point, ...]:
+    """In order of seconds; a point goes if another is no slower, keeps no more and has no more work."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.kept_bytes, p.work_bytes)):
+        if not any(p.kept_bytes <= point.kept_bytes and p.work_bytes <= point.work_bytes for p in found):
+            found.append(point)
+    return tuple(found)

@@ -1,0 +1,199 @@
+"""What a rank keeps and recomputes: the fastest sequence of pieces along its chains whose memory stays within a limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.planning.saving.chain import Chain
+from stagewright.planning.saving.pieces import PieceNetwork, Point
+
+Floats = NDArray[np.float64]
+
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Stretches between neighbouring boundaries that a piece may consist of; beside these, a whole stage."""
+
+_THOROUGH = 2
+"""Pieces of up to so many are looked at operator by operator."""
+
+_MOST_LABELS = 96
+"""Ways kept at every boundary."""
+
+_HALVINGS = 7
+"""Limits tried for the lowest peak."""
+
+_RESERVES = 6
+"""Parts of the limit tried that are left for what is recomputed."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What runs again and what is kept for that alone, as pairs of a stage and an operator (id), and the seconds this adds
+    to a microbatch."""
+
+    ran: frozenset[tuple[int, int]]
+    checkpoints: frozenset[tuple[int, int]]
+    seconds: float
+
+
+@dataclass
+class _Labels:
+    """Ways to get to a boundary: bytes kept up to there by weight, seconds, and where they come from."""
+
+    kept: Floats
+    seconds: Floats
+    before: NDArray[np.int64]
+    """Rows of (boundary, label, point)."""
+
+
+@dataclass
+class RankChain:
+    """The chains of the stages of one rank; `copies[i]` sets of what stage `i` of them saves are alive at the peak.
+
+    While the backward of a stage is at a piece, the set in use has what is kept in front of the piece and in it, every other
+    set all that is kept, and beside them there is what is recomputed of the piece and the backward's own results.
+
+    Ignores: results of the recomputed operators that no backward needs; values that several pieces keep count for each.
+    """
+
+    chains: Sequence[Chain]
+    copies: Sequence[float]
+    points: dict[tuple[object, ...], tuple[Point, ...]]
+    """Of pieces that were looked at, by signature; may be shared by ranks."""
+    _pieces: dict[tuple[int, int, int], tuple[Point, ...]] = field(default_factory=dict)
+
+    @property
+    def most_bytes(self) -> float:
+        """At the peak if everything is kept."""
+        return max(
+            self._others(index, [chain.needed_bytes for chain in self.chains])
+            + max(
+                (
+                    float(chain.needed_before[b]) + chain.transient(a, b)
+                    for a, b in pairwise(chain.boundaries)
+                ),
+                default=0.0,
+            )
+            for index, chain in enumerate(self.chains)
+        )
+
+    def _others(self, index: int, kept: Sequence[float]) -> float:
+        """Bytes of all sets but the one in use, whose stage is `index`."""
+        return sum(
+            (copies - (at == index)) * num_bytes
+            for at, (copies, num_bytes) in enumerate(zip(self.copies, kept, strict=True))
+        )
+
+    def choose(self, limit: float) -> Found | None:
+        """The fastest way whose peak stays within `limit`; None if there is none among those looked at."""
+        alone = len(self.chains) == 1 and self.copies[0] <= 1
+        shares = (1.0,) if alone else np.linspace(1.0, 0.1, _RESERVES)
+        found = [self._within(limit, float(share) * limit) for share in shares]
+        return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+
+    def least(self) -> Found | None:
+        """A way of nearly the lowest peak."""
+        low, high = 0.0, self.most_bytes
+        best = self.choose(high)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            found = self.choose(middle)
+            low, high, best = (middle, high, best) if found is None else (low, middle, found)
+        return best
+
+    def _within(self, limit: float, kept_limit: float) -> Found | None:
+        """With at most `kept_limit` bytes kept in all sets."""
+        alone = len(self.chains) == 1
+        share = (self.copies[0] - 1) / self.copies[0] if alone else 1.0
+        reserved = share * kept_limit
+        labels = _Labels(np.zeros(1), np.zeros(1), np.zeros((1, 3), np.int64))
+        tables: list[list[_Labels]] = []
+        for index, chain in enumerate(self.chains):
+            table = [labels]
+            for stop in range(1, len(chain.boundaries)):
+                table.append(self._arrive(index, table, stop, limit - reserved, kept_limit, alone))
+            if not len(table[-1].kept):
+                return None
+            tables.append(table)
+            labels = _Labels(table[-1].kept, table[-1].seconds, np.zeros((len(table[-1].kept), 3), np.int64))
+        best = int(np.argmin(labels.seconds))
+        return self._traced(tables, best)
+
+    def _arrive(
+        self, index: int, table: list[_Labels], stop: int, headroom: float, kept_limit: float, alone: bool
+    ) -> _Labels:
+        chain, weight = self.chains[index], self.copies[index]
+        last = len(chain.boundaries) - 1
+        lengths = {length for length in (*_LENGTHS, stop if stop == last else 1) if length <= stop}
+        kept, seconds, before = [], [], []
+        for length in sorted(lengths):
+            start = stop - length
+            labels = table[start]
+            if not len(labels.kept):
+                continue
+            transient = chain.transient(chain.boundaries[start], chain.boundaries[stop])
+            for number, point in enumerate(self._points(index, start, stop)):
+                now = labels.kept + weight * point.kept_bytes
+                in_use = now / weight if alone else 0.0
+                fits = (in_use + point.work_bytes + transient <= headroom) & (now <= kept_limit)
+                rows = np.flatnonzero(fits)
+                if len(rows):
+                    kept.append(now[rows])
+                    seconds.append(labels.seconds[rows] + point.seconds)
+                    came = np.empty((len(rows), 3), np.int64)
+                    came[:, 0], came[:, 1], came[:, 2] = start, rows, number
+                    before.append(came)
+        if not kept:
+            return _Labels(np.zeros(0), np.zeros(0), np.zeros((0, 3), np.int64))
+        return _thinned(np.concatenate(kept), np.concatenate(seconds), np.concatenate(before))
+
+    def _points(self, index: int, start: int, stop: int) -> tuple[Point, ...]:
+        key = index, start, stop
+        if key not in self._pieces:
+            chain = self.chains[index]
+            ends = chain.boundaries
+            network = PieceNetwork(chain, ends[start], ends[stop], stop == len(ends) - 1)
+            signature = network.signature
+            if signature not in self.points:
+                self.points[signature] = network.points(stop - start <= _THOROUGH)
+            self._pieces[key] = self.points[signature]
+        return self._pieces[key]
+
+    def _traced(self, tables: list[list[_Labels]], label: int) -> Found:
+        """The way that ends in `label` of the last boundary."""
+        again: list[set[int]] = [set() for _ in self.chains]
+        seconds = float(tables[-1][-1].seconds[label])
+        for index in range(len(self.chains) - 1, -1, -1):
+            chain, at = self.chains[index], len(self.chains[index].boundaries) - 1
+            while at > 0:
+                start, previous, number = tables[index][at].before[label].tolist()
+                first = chain.boundaries[start]
+                again[index].update(
+                    first + operator for operator in self._points(index, start, at)[number].ran
+                )
+                at, label = start, previous
+        ran, checkpoints = set[tuple[int, int]](), set[tuple[int, int]]()
+        for chain, numbers in zip(self.chains, again, strict=True):
+            taken = {chain.storages[root] for number in numbers for root in chain.uses[number]}
+            kept = {one.maker for one in taken if one.maker not in numbers and not one.needed}
+            ran |= {(chain.stage, chain.nodes[number].id) for number in numbers}
+            checkpoints |= {(chain.stage, chain.nodes[number].id) for number in kept}
+        return Found(frozenset(ran), frozenset(checkpoints), seconds)
+
+
+def _thinned(kept: Floats, seconds: Floats, before: NDArray[np.int64]) -> _Labels:
+    """Labels that no other beats in both; of too many those that differ most in bytes."""
+    order = np.lexsort((seconds, kept))
+    kept, seconds, before = kept[order], seconds[order], before[order]
+    least = np.minimum.accumulate(seconds)
+    better = np.ones(len(seconds), np.bool_)
+    better[1:] = seconds[1:] < least[:-1] * (1 - 1e-12)
+    chosen = np.flatnonzero(better)
+    if len(chosen) > _MOST_LABELS:
+        wanted = np.linspace(kept[chosen[0]], kept[chosen[-1]], _MOST_LABELS)
+        chosen = chosen[np.unique(np.searchsorted(kept[chosen], wanted).clip(0, len(chosen) - 1))]
+    return _Labels(kept[chosen], seconds[chosen], before[chosen])
