@@ -92,7 +92,7 @@ def test_plans_that_differ_in_what_is_made_again_alone_are_judged_once() -> None
 
 
 def test_ranks_recompute_what_the_joint_search_says_where_memory_is_short() -> None:
-    limit = 140 << 20
+    limit = 120 << 20
     job = Job(global_batch=8, sequence_length=2048, dtype="fp32", memory_limit=limit)
     best, *others = plan("tiny-gemma", CLUSTER, job, schedules=("1f1b", JOINT), pp=4, microbatch=1).plans
     assert best.schedule == JOINT

@@ -129,6 +129,7 @@ def _joint_plan(
             missing = found.predictions.reserved_peak_bytes - limit
             if missing <= 0:
                 return found.model_copy(update={"job": job})
+        missing += max(0, -candidate.excess_bytes)  # with less lost the same would be found again
     return None
 
 

@@ -152,8 +152,8 @@ def _transients(graph: OperatorGraph) -> Floats:
 
 
 def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
-    """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds; and per position how much
-    is alive at once where all of its piece is recomputed."""
+    """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds, shared out among the values
+    that go; and per position how much is alive at once where all of its piece is recomputed."""
     from stagewright.graph.carving import carve
 
     (whole,) = carve(body.graph, [])
@@ -168,8 +168,17 @@ def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
         found = points.setdefault(network.signature, ()) or network.corners()
         points[network.signature] = found
         for cheap, dear in pairwise(found):
-            places.append(position[start])
-            sizes.append(cheap.kept_bytes - dear.kept_bytes)
-            costs.append(dear.seconds - cheap.seconds)
+            dropped = [
+                (position[start + number], chain.storages[root].num_bytes)
+                for number in sorted({*dear.ran} - {*cheap.ran})
+                for root in chain.made[start + number]
+                if chain.storages[root].needed
+            ]
+            whole = sum(num_bytes for _, num_bytes in dropped)
+            for place, num_bytes in dropped:
+                share = num_bytes / whole
+                places.append(place)
+                sizes.append(share * (cheap.kept_bytes - dear.kept_bytes))
+                costs.append(share * (dear.seconds - cheap.seconds))
         work[position[start] : position[stop - 1] + 1] = found[-1].work_bytes
     return Givable.sorted(places, sizes, costs), work

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -27,7 +28,7 @@ _HALVINGS = 7
 """Limits tried for the lowest peak."""
 
 _RESERVES = 6
-"""Parts of the limit tried that are left for what is recomputed."""
+"""How much of the limit may be left for what is recomputed and for the backward's results is tried in so many steps."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,21 @@ class RankChain:
 
     def choose(self, limit: float) -> Found | None:
         """The fastest way whose peak stays within `limit`; None if there is none among those looked at."""
-        alone = len(self.chains) == 1 and self.copies[0] <= 1
-        shares = (1.0,) if alone else np.linspace(1.0, 0.1, _RESERVES)
-        found = [self._within(limit, float(share) * limit) for share in shares]
+        if len(self.chains) == 1 and self.copies[0] <= 1:
+            return self._within(limit, limit)
+        found = [self._within(limit, limit - reserve) for reserve in self._reserves]
         return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+
+    @cached_property
+    def _reserves(self) -> list[float]:
+        """From what the backward's results take at most to what they do where all of a stretch is recomputed."""
+        least = most = 0.0
+        for index, chain in enumerate(self.chains):
+            for stop, (first, last) in enumerate(pairwise(chain.boundaries), start=1):
+                transient = chain.transient(first, last)
+                work = max(point.work_bytes for point in self._points(index, stop - 1, stop))
+                least, most = max(least, transient), max(most, transient + work)
+        return np.linspace(least, most, _RESERVES).tolist()
 
     def least(self) -> Found | None:
         """A way of nearly the lowest peak."""
