@@ -152,8 +152,8 @@ def _transients(graph: OperatorGraph) -> Floats:
 
 
 def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
-    """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds, shared out among the values
-    that go; and per position how much is alive at once where all of its piece is recomputed."""
+    """What may be recomputed, piece by piece: the edges of each piece's hull of bytes and seconds, shared out among the
+    values that go; and per position how much is alive at once where all of its piece is recomputed."""
     from stagewright.graph.carving import carve
 
     (whole,) = carve(body.graph, [])
