@@ -27,6 +27,20 @@ USED = [
     ("torch._C", "_len_torch_dispatch_stack", "private.py", "compiling nothing while bytes are counted"),
     ("torch._C", "_ExcludeDispatchKeyGuard", "private.py", "calling an operator without autocast"),
     ("torch._C", "_dispatch_get_all_op_names", "private.py", "which operators autocast has rules for"),
+    (
+        "torch.utils.checkpoint",
+        "_checkpoint_without_reentrant_generator",
+        "private.py",
+        "regions of a model's code",
+    ),
+    ("torch.utils.checkpoint", "CheckpointFunction", "private.py", "reentrant regions of a model's code"),
+    (
+        "torch.utils.checkpoint",
+        "_CachingTorchDispatchMode",
+        "private.py",
+        "policies of selective checkpointing",
+    ),
+    ("torch.utils.checkpoint", "SAC_IGNORED_OPS", "private.py", "operators that no policy is asked about"),
     ("torch.utils", "_pytree", "blocks.py", "arguments and results of blocks, flat"),
     ("torch.utils._python_dispatch", "TorchDispatchMode", "execution/random.py", "keyed random numbers"),
     (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -66,7 +66,10 @@ def estimate(
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     recompute: Annotated[
         str | None,
-        typer.Option(metavar="WAY", help="none (the default), full, or of Megatron's stacks selective."),
+        typer.Option(
+            metavar="WAY",
+            help="none, full, model (the default where the model's code checkpoints), or of Megatron's stacks selective.",
+        ),
     ] = None,
     zero: Zero = None,
     reduce_dtype: ReduceDtype = None,
@@ -209,13 +212,13 @@ def _show_megatron(
         show(footprint_heading(found), footprint_table(found))
 
 
-def _recomputes(way: str | None) -> bool:
-    ways = ("none", "full")
+def _recomputes(way: str | None) -> Literal["none", "full", "model"] | None:
+    ways = ("none", "full", "model")
     if way is not None and way not in ways:
         raise InputError(
-            f"--recompute {way}{nearest(way, ways)}: give none or full, or one of Megatron's stacks"
+            f"--recompute {way}{nearest(way, ways)}: give none, full or model, or one of Megatron's stacks"
         )
-    return way == "full"
+    return way  # type: ignore[return-value]
 
 
 def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None:

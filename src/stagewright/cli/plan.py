@@ -99,9 +99,13 @@ def plan(
         typer.Option(metavar="NAME", help="Schedules to try; repeatable; default 1f1b, gpipe, joint."),
     ] = None,
     recompute: Annotated[
-        str,
-        typer.Option(metavar="HOW", help="none, full, or auto: as much as the memory limit asks for."),
-    ] = "auto",
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="none, full, model: what the model's own code checkpoints, or auto: as much as the memory limit asks for. "
+            "Default model where that code checkpoints something, else auto.",
+        ),
+    ] = None,
     offload: Annotated[
         bool, typer.Option(help="Whether auto may also move saved values to the host and back.")
     ] = True,
@@ -187,9 +191,9 @@ def plan(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
-    if recompute not in fitting.RECOMPUTE:
+    if recompute is not None and recompute not in fitting.RECOMPUTE:
         raise InputError(
-            f"--recompute {recompute}{nearest(recompute, fitting.RECOMPUTE)}: give none, full or auto"
+            f"--recompute {recompute}{nearest(recompute, fitting.RECOMPUTE)}: give none, full, model or auto"
         )
     if objective not in _OBJECTIVES:
         raise InputError(f"--objective {objective}{nearest(objective, _OBJECTIVES)}: give speed or batch")
@@ -223,7 +227,7 @@ def plan(
             found = find(
                 reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
                 tp=width, sequence_parallel=sequence_parallel, microbatch=microbatch,
-                recompute=cast("fitting.Recompute", recompute), offload=offload,
+                recompute=cast("fitting.Recompute | None", recompute), offload=offload,
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
                 shard_size=shard_size, shard_units=checked_shard_units(shard_units),
                 host_optimizer=cast("search.HostOptimizer", host_optimizer), interruptible=True,

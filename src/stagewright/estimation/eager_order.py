@@ -43,7 +43,10 @@ def ends_of_backwards(calls: Sequence[Call]) -> list[tuple[int, int]]:
 
 
 def checkpoint_segments(graph: OperatorGraph, checkpointed: Sequence[str]) -> dict[int, int]:
-    """Forward node -> which of the checkpointed modules it belongs to; casts of its parameters do as well."""
+    """Forward node -> which of the checkpointed modules it belongs to; casts of its parameters do as well. Where none are
+    named, those are the regions of the model's own code."""
+    if not checkpointed:
+        return {node.id: node.region for node in graph.nodes if node.region >= 0}
     places = {path: index for index, path in enumerate(checkpointed)}
     found: dict[int, int] = {}
     for node in graph.nodes:

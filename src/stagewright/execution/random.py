@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stagewright.tracing.arguments import draws
 from stagewright.tracing.keys import key
+from stagewright.tracing.private import checkpoints_recomputed_by
 
 
 def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:
@@ -24,15 +25,33 @@ def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:
 @contextmanager
 def keyed(seed: int, step: int, microbatch: int) -> Iterator[None]:
     """Inside, the random operators of a plain model draw the numbers their keys say, in the order of the model."""
-    with _Keyed(seed, step, microbatch):
+    with _keyed_from((seed, step, microbatch), 0):
+        yield
+
+
+@contextmanager
+def _keyed_from(place: tuple[int, int, int], draws: int) -> Iterator[None]:
+    """`keyed` behind so many draws. What `torch.utils.checkpoint` runs again, it runs under the keys of the first time."""
+    mode = _Keyed(place, draws)
+
+    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+        start = mode.draws
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _keyed_from(place, start):
+                return function(*args, **kwargs)
+
+        return run
+
+    with mode, checkpoints_recomputed_by(again):
         yield
 
 
 class _Keyed(TorchDispatchMode):
-    def __init__(self, seed: int, step: int, microbatch: int) -> None:
+    def __init__(self, place: tuple[int, int, int], draws: int) -> None:
         super().__init__()
-        self.place = (seed, step, microbatch)
-        self.draws = 0
+        self.place = place
+        self.draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if draws(func, args, kwargs or {}):

@@ -22,7 +22,7 @@ from stagewright.graph.tensor_parallel import TensorParallel, TensorShard
 
 Record = TypeVar("Record", Value, Node)
 
-FORMAT = 2
+FORMAT = 3
 _MAGIC = b"stagewright graph"
 
 

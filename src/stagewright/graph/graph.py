@@ -103,6 +103,8 @@ class Node:
     signature: int
     draw: int = -1  # ordinal among the operators that draw random numbers, in the order of the model
     where: str = ""  # file and line of the model's source
+    region: int = -1  # of `torch.utils.checkpoint`: the outermost one that a forward node is in
+    is_kept: bool = False  # by selective checkpointing, though it is in a region
 
     @property
     def name(self) -> str:

@@ -14,6 +14,9 @@ from stagewright.planning.candidate import Candidate
 from stagewright.planning.job import Job
 from stagewright.units import format_bytes
 
+_REGIONS = (
+    ". What is recomputed is what the model's own code checkpoints: --recompute auto may make more room"
+)
 _PER_MICROBATCH = ("activations", "transient", "boundary", "inputs")
 """Categories that grow with samples and tokens; the others belong to the weights."""
 
@@ -31,7 +34,7 @@ def misses_memory(best: Candidate, job: Job) -> PlanError:
     return PlanError(
         f"no configuration fits: the best ({best.choice}) needs {format_bytes(needed)} on rank "
         f"{fullest.rank}, {format_bytes(best.excess_bytes)} more than {allowance} of {format_bytes(limit)}. "
-        f"It would fit with {ways}"
+        f"It would fit with {ways}{_REGIONS if best.choice.as_model else ''}"
     )
 
 

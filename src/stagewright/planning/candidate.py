@@ -26,6 +26,7 @@ from stagewright.planning.placing import placed
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.predict import predict, rank_memories, run_timeline, step_seconds
+from stagewright.planning.regions import as_model_says, named_policy, with_recomputation
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program
 from stagewright.planning.shortening import built
@@ -74,6 +75,8 @@ class Choice:
     """Whether the state of the optimizer is on the host, on every rank that has no room for it."""
     shard_units: int | None = None
     """Pieces in which replicas gather and reduce a stage, where they share out gradients; None is what is fastest."""
+    as_model: bool = False
+    """Whether stages recompute what the model's own code checkpoints."""
 
     @property
     def shard_size(self) -> int | None:
@@ -98,6 +101,7 @@ class Choice:
 
     def __str__(self) -> str:
         how = f"{self.schedule}, recomputed" if self.recompute else self.schedule
+        how += ", recomputed as the model says" if self.as_model else ""
         how += f", zero {self.level}" if self.level else ""
         how += ", optimizer on the host" if self.host_optimizer else ""
         how += f" within {self.shard_size}" if self.shard_size else ""
@@ -271,6 +275,8 @@ def _in_units(
     inside = unit_cuts(body, cuts, numbers)
     every = sorted([*cuts, *(cut for own in inside for cut in own)])
     program = subdivided(program, [len(own) + 1 for own in inside])
+    if choice.as_model:
+        return _as_chosen(as_model_says(body, every, program, cluster, job, choice.dp), choice)
     return _as_chosen(pipeline(body, every, program, cluster, job, choice.dp, policies(program)), choice)
 
 
@@ -285,15 +291,16 @@ def under_program(line: Pipeline, choice: Choice, cuts: Sequence[int], program: 
     ends = [*cuts, line.stages[-1].stop]
     numbers = Counter(bisect_left(ends, stage.stop) for stage in line.stages)
     divided = subdivided(program, [numbers[stage] for stage in range(program.num_stages)])
-    return _as_chosen(replace(line, program=divided), choice)
+    changed = with_recomputation(line, divided) if choice.as_model else replace(line, program=divided)
+    return _as_chosen(changed, choice)
 
 
 def of_line(choice: Choice, cuts: Sequence[int], line: Pipeline) -> Candidate:
-    """`line`, the stages between `cuts` or units of them, which keep or recompute everything, with the memory of its
-    ranks."""
+    """`line`, the stages between `cuts` or units of them, which keep or recompute everything or as the model says, with the
+    memory of its ranks."""
     memories = tuple(rank_memories(line))
     excess = line.missing_bytes(memories)
-    return Candidate(choice, line, tuple(cuts), memories, excess, _named(policies(line.program)))
+    return Candidate(choice, line, tuple(cuts), memories, excess, _named(choice, line))
 
 
 def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
@@ -311,8 +318,10 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
     return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
 
 
-def _named(found: Sequence[Policy]) -> tuple[Literal["keep", "recompute"], ...]:
-    return tuple("recompute" if policy.recomputes else "keep" for policy in found)
+def _named(choice: Choice, line: Pipeline) -> tuple[Literal["keep", "recompute"] | StagePolicy, ...]:
+    if choice.as_model:
+        return tuple(named_policy(stage) for stage in line.stages)
+    return tuple("recompute" if policy.recomputes else "keep" for policy in policies(line.program))
 
 
 def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True) -> Candidate | None:

@@ -38,7 +38,7 @@ def nearest_cheaper(known: Plan, pipeline_rank: int, length: int) -> Plan | None
             found = plan(
                 reference, known.cluster.load(), job, pp=known.pp, dp=known.dp, tp=known.tp,
                 sequence_parallel=known.sequence_parallel, microbatch=size, schedules=families, zero=level,
-                reduce_dtype=known.reduce_dtype, shard_size=known.shard_size,
+                recompute="auto", reduce_dtype=known.reduce_dtype, shard_size=known.shard_size,
             )  # fmt: skip
         except StagewrightError:
             continue

@@ -12,6 +12,7 @@ from stagewright.estimation.breakdown import Share, breakdown
 from stagewright.estimation.stack import find_stack, step_memory
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
+from stagewright.planning.fitting import recompute_of
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
 from stagewright.planning.pipeline import Pipeline, body_costs
@@ -42,7 +43,7 @@ def estimate(
     sequence_parallel: bool = False,
     microbatch: int = 1,
     schedule: str = "1f1b",
-    recompute: bool = False,
+    recompute: Literal["none", "full", "model"] | None = None,
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
     shard_size: int | None = None,
@@ -55,8 +56,9 @@ def estimate(
 
     A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
     follows from the number of devices (by default one replica), and the partition is the one a search would
-    take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. With `recompute`
-    stages recompute what they save; `zero` is what replicas share out (0 to 3), at most `shard_size` of them among
+    take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. `recompute` is
+    what stages recompute of what they save: ``none`` or ``full`` of it, or what the ``model``'s own code checkpoints, as by
+    default where it does; `zero` is what replicas share out (0 to 3), at most `shard_size` of them among
     each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in `shard_units` pieces (by
     default what is fastest). `stack` names whose execution is predicted, by default
     Stagewright's own.
@@ -83,7 +85,6 @@ def estimate(
     choice = replace(
         _choice(cluster, job, dp, pp, tp, microbatch, schedule),
         sequence_parallel=sequence_parallel and tp > 1,
-        recompute=recompute,
         zero=zero,
         reduce_dtype=reduce_dtype,
         most_sharing=shard_size,
@@ -91,6 +92,8 @@ def estimate(
     )
     traced = job.traced(cluster.device.kind) | shared_layers(tp, sequence_parallel)
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
+    asked = recompute_of(recompute, body.graph)
+    choice = replace(choice, recompute=asked == "full", as_model=asked == "model")
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _run_by(stack, _over_lengths(plan, cluster, report, trace), cluster, report, trace)
 

@@ -83,6 +83,7 @@ def joint_plans(
     reference: ModelReference,
     *,
     zero: int | None = None,
+    as_model: bool = False,
     shard_units: int | None = None,
     saves: bool = True,
     offload: bool = True,
@@ -102,7 +103,7 @@ def joint_plans(
             return
         if known.predictions.lower_bound_seconds >= best:
             continue
-        choice = choice_of(known, zero, shard_units)
+        choice = choice_of(known, zero, shard_units, as_model)
         searches = Searches(known, body_of(known), choice, cluster, saves, offload, report, stop)
         found = _joint_plan(searches, job, reference, host_optimizer)
         if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
@@ -133,12 +134,12 @@ def _joint_plan(
     return None
 
 
-def choice_of(plan: Plan, zero: int | None, shard_units: int | None = None) -> Choice:
+def choice_of(plan: Plan, zero: int | None, shard_units: int | None = None, as_model: bool = False) -> Choice:
     """The configuration of `plan`, its schedule to be found."""
     return Choice(
         plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, JOINT, False, zero,
         plan.reduce_dtype, plan.tp, plan.sequence_parallel, plan.shard_size, bool(plan.host_optimizer),
-        shard_units,
+        shard_units, as_model,
     )  # fmt: skip
 
 

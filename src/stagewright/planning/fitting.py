@@ -11,9 +11,11 @@ from typing import Literal, get_args
 import numpy as np
 
 from stagewright.cluster import Cluster
-from stagewright.errors import PlanError
+from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import Precision
+from stagewright.graph import OperatorGraph
+from stagewright.graph.regions import has_regions
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import (
     Candidate,
@@ -45,11 +47,25 @@ from stagewright.planning.predict import run_timeline
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_bytes
 
-Recompute = Literal["auto", "none", "full"]
+Recompute = Literal["auto", "none", "full", "model"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 _MOST_FRAGMENTS = 0.15
 """A configuration that loses more than this of its memory to fragmentation is no plan."""
+
+
+def recompute_of(asked: Recompute | None, graph: OperatorGraph) -> Recompute:
+    """What `asked` means for a model; None is what the model's own code says, and ``auto`` where it says nothing.
+
+    Raises:
+        InputError: ``model`` of a model that checkpoints nothing.
+    """
+    if asked == "model" and not has_regions(graph):
+        raise InputError(
+            f"recompute 'model' recomputes what the model's own code checkpoints, and '{graph.name}' calls "
+            "torch.utils.checkpoint nowhere: use auto, none or full"
+        )
+    return asked or ("model" if has_regions(graph) else "auto")
 
 
 @dataclass
@@ -63,7 +79,7 @@ class Fitting:
     reference: ModelReference
     cluster: Cluster
     job: Job
-    recompute: Recompute
+    recompute: Recompute | None
     offload: bool
     host_optimizer: HostOptimizer
     excluded: list[Excluded] = field(default_factory=list)
@@ -104,7 +120,7 @@ class Fitting:
             below_s: steps that save and take as long or longer are of no use.
             tight: whether to look for the cuts that take least memory where the others take too much.
         """
-        counts = saved_counts(make_program(choice))
+        counts = _least_counts(choice)
         if not saves and not tight and not self._partition_fits(choice, body, counts, kept=True):
             self._try_host(choice)
             return None
@@ -188,7 +204,7 @@ class Fitting:
 
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
         """Whether state and saved values alone fit in some partition; where these may be recomputed, the state."""
-        recomputes = self.recompute == "auto" or choice.recompute
+        recomputes = self.recompute == "auto" or choice.recompute or choice.as_model
         saved = [0.0 if recomputes else float(count) for count in saved_counts(make_program(choice))]
         return self._partition_fits(choice, body, [count * scale for count in saved])
 
@@ -232,6 +248,13 @@ class Fitting:
         )
         fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
+
+
+def _least_counts(choice: Choice) -> list[int]:
+    """Of how many microbatches each stage holds all that is saved, at the least: of none where it keeps what the model's
+    own code keeps."""
+    counts = saved_counts(make_program(choice))
+    return [0] * len(counts) if choice.as_model else counts
 
 
 def _least_bytes(body: BodyCosts, counts: Sequence[float], state_share: float) -> int:

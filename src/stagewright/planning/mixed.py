@@ -15,7 +15,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Candidate, Choice, make_plan, with_cuts
 from stagewright.planning.finalists import JOINT
-from stagewright.planning.fitting import Recompute
+from stagewright.planning.fitting import Recompute, recompute_of
 from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
 from stagewright.planning.host_optimizer import saving_with_hosts
 from stagewright.planning.job import Job
@@ -80,7 +80,7 @@ def plan_mixed(
     pp: int | None = None,
     dp: int | None = None,
     microbatch: int | None = None,
-    recompute: Recompute = "auto",
+    recompute: Recompute | None = None,
     offload: bool = True,
     report: Report = lambda stage: None,
     trace: Callable[..., OperatorGraph] = cached_trace,
@@ -97,7 +97,7 @@ def plan_mixed(
         InputError: widths or a device that cannot be used.
         PlanError: nothing fits.
     """
-    task = _Task(reference, cluster, job, recompute, offload)
+    task = _Task(reference, cluster, job, recompute or "auto", offload)
     widths = widths_of(cluster, job, pp, dp)
     plans: list[Plan] = []
     misses: list[Candidate] = []
@@ -107,6 +107,7 @@ def plan_mixed(
         for size in microbatch_sizes(widths, job, microbatch):
             report(f"tracing microbatches of {size}")
             graph = trace(reference, size, report=report, **job.traced(cluster.kind))
+            task = replace(task, recompute=recompute_of(recompute, graph))
             body = body_costs(graph, cluster, job)
             without_rule |= body.costing.without_rule
             for choice in _choices(task, size, widths, schedules):
@@ -154,7 +155,15 @@ def _choices(
     task: _Task, size: int, widths: Sequence[tuple[int, int]], schedules: Sequence[str]
 ) -> list[Choice]:
     return [
-        Choice(num_replicas, num_stages, size, count, schedule, recompute=task.recompute == "full")
+        Choice(
+            num_replicas,
+            num_stages,
+            size,
+            count,
+            schedule,
+            recompute=task.recompute == "full",
+            as_model=task.recompute == "model",
+        )
         for num_replicas, num_stages, count in whole_shares(widths, task.job, size)
         for schedule in schedules
     ]

@@ -18,7 +18,7 @@ from stagewright.planning.arranging import cluster_for, on_devices_of
 from stagewright.planning.candidate import Choice, fastest_partition
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.finalists import JOINT, joint_plans
-from stagewright.planning.fitting import Fitting, Recompute
+from stagewright.planning.fitting import Fitting, Recompute, recompute_of
 from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
 from stagewright.planning.host_optimizer import HostOptimizer, checked
 from stagewright.planning.job import Job
@@ -58,7 +58,7 @@ def plan(
     tp: int | None = 1,
     sequence_parallel: bool = False,
     microbatch: int | None = None,
-    recompute: Recompute = "auto",
+    recompute: Recompute | None = None,
     offload: bool = True,
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
@@ -76,7 +76,9 @@ def plan(
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
         tp: ranks that share every layer; None tries all widths within a node that divide the model.
         sequence_parallel: whether those ranks split the sequence between the layers' products.
-        recompute: whether stages recompute what they save: ``none``, ``full``, or ``auto``, as much as memory asks for.
+        recompute: whether stages recompute what they save: ``none``, ``full``, ``model``, what the model's own code
+            checkpoints, or ``auto``, as much as memory asks for. By default ``model`` where that code checkpoints
+            something, else ``auto``.
         offload: with ``auto``, whether stages may move what they save to the host and back.
         zero: what replicas share out, 0 to 3, gradients summed as stages finish; by default they are summed at the end of
             the batch and nothing is shared out.
@@ -113,7 +115,7 @@ def plan(
     with UntilCtrlC(interruptible, search.plans) as searching:
         search.gather_all(tensor_widths_of(cluster, tp), sequence_parallel, microbatch, (pp, dp, tp))
         search.work_out()
-        if JOINT in schedules and recompute != "full":
+        if JOINT in schedules and search.recompute != "full":
             search.search_jointly()
     return over_lengths(searching.told(search.result()), cluster, report, trace)
 
@@ -174,7 +176,7 @@ class _Search:
     report: Callable[[str], None]
     schedules: Sequence[str]
     trace: Trace
-    recompute: Recompute
+    recompute: Recompute | None
     offload: bool
     zero: int | None
     reduce_dtype: Literal["fp32", "bf16"] | None
@@ -189,6 +191,7 @@ class _Search:
     latest: tuple[int, BodyCosts] | None = None
     bodies: dict[tuple[int, int], BodyCosts] = field(default_factory=dict)
     without_rule: set[str] = field(default_factory=set)
+    is_settled: bool = False
 
     def __post_init__(self) -> None:
         self.memory = Fitting(
@@ -217,6 +220,7 @@ class _Search:
                 most_sharing=self.shard_size,
                 host_optimizer=self.host_optimizer == "always",
                 shard_units=self.shard_units,
+                as_model=self.recompute == "model",
             )
             for dp, pp, count in whole_shares(widths, self.job, size)
             for schedule in (self.schedules if pp > 1 else self.schedules[:1])
@@ -236,6 +240,7 @@ class _Search:
             try:
                 widths = widths_of(self.cluster, self.job, pp, dp, shared)
                 for size in microbatch_sizes(widths, self.job, microbatch):
+                    self._settle(size)
                     if not self.gather(size, self.choices(size, widths)):
                         break
             except InputError as error:
@@ -250,7 +255,7 @@ class _Search:
             choices = self.memory.may_fit(choices, body, size / known)
         if not choices:
             return False
-        body = self.bodies[size, self.tp] = self._trace(size, self.tp)
+        body = self._body(size, self.tp)
         choices = self.memory.may_fit(choices, body, 1.0)
         for choice in choices:
             self._wait(choice, body)
@@ -297,7 +302,7 @@ class _Search:
         stop = threading.Event()
         for found in joint_plans(
             tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp], self.cluster, self.job,
-            self.reference, zero=self.zero, shard_units=self.shard_units,
+            self.reference, zero=self.zero, as_model=self.recompute == "model", shard_units=self.shard_units,
             saves=self.recompute == "auto", offload=self.offload,
             host_optimizer=self.memory.host_optimizer, report=self.report, stop=stop,
         ):  # fmt: skip
@@ -314,9 +319,20 @@ class _Search:
     def _best_seconds(self) -> float:
         return min((found.predictions.step_seconds for found in self.plans), default=math.inf)
 
+    def _settle(self, size: int) -> None:
+        """What is recomputed, by the model where nobody says."""
+        if not self.is_settled and self.recompute in (None, "model"):
+            graph = self._body(size, self.tp).graph
+            self.recompute = self.memory.recompute = recompute_of(self.recompute, graph)
+        self.is_settled = True
+
     def _body_of(self, choice: Choice) -> BodyCosts:
-        known = self.bodies.get((choice.microbatch_size, choice.tp))
-        return self._trace(choice.microbatch_size, choice.tp) if known is None else known
+        return self._body(choice.microbatch_size, choice.tp)
+
+    def _body(self, size: int, tp: int) -> BodyCosts:
+        if (size, tp) not in self.bodies:
+            self.bodies[size, tp] = self._trace(size, tp)
+        return self.bodies[size, tp]
 
     def _trace(self, size: int, tp: int) -> BodyCosts:
         self.report(f"tracing microbatches of {size}" + (f" for tp {tp}" if tp > 1 else ""))

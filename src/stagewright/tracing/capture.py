@@ -24,6 +24,7 @@ from stagewright.tracing.arguments import DTYPES, encode, meta_of
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
+from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
 _BLOCK = "stagewright.block.default"
@@ -41,6 +42,8 @@ class CapturedCall:
     module: str
     where: str
     no_grad: bool
+    region: int = -1  # of `torch.utils.checkpoint`: the outermost around it, numbered as they are entered
+    keeps: tuple[Keeps, ...] = ()  # what the regions around it keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +82,14 @@ def capture(
     """
     blocks = find_blocks(model)
     report("rehearsing the model on fake tensors")
-    with tracing_errors(model), mode, rehearsing(model, blocks):
+    with tracing_errors(model), mode, rehearsing(model, blocks), without_regions():
         loss = model(**inputs)
     _require_scalar(loss)
     report("exporting the model")
-    with tracing_errors(model), mode, stubbed(model, blocks):
+    regions = Regions()
+    with tracing_errors(model), mode, stubbed(model, blocks), regions.marked():
         outer = _export(model, (), inputs)
-    return _Flattener(model, _Bodies(model, blocks, mode, report)).run(outer)
+    return _Flattener(model, _Bodies(model, blocks, mode, regions, report), regions).run(outer)
 
 
 def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
@@ -119,10 +123,16 @@ class _Bodies:
     """The exported programs of repeated blocks: one per kind, made when the first block of the kind is met."""
 
     def __init__(
-        self, model: torch.nn.Module, blocks: Blocks, mode: FakeTensorMode, report: Callable[[str], None]
+        self,
+        model: torch.nn.Module,
+        blocks: Blocks,
+        mode: FakeTensorMode,
+        regions: Regions,
+        report: Callable[[str], None],
     ) -> None:
         self.model = model
         self.mode = mode
+        self.regions = regions
         self.report = report
         self.members = blocks.members
         self.kinds = {kind.key: kind for kind in blocks.kinds.values()}
@@ -136,7 +146,7 @@ class _Bodies:
     def _export(self, kind: Kind, paths: list[str]) -> ExportedProgram:
         self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
         device = next(self.model.parameters()).device
-        with tracing_errors(self.model), self.mode, _as_run():
+        with tracing_errors(self.model), self.mode, _as_run(), self.regions.marked():
             tensors = [
                 torch.empty_strided(
                     meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device
@@ -180,8 +190,11 @@ class _Place:
 class _Flattener:
     """Numbers the values of the outer program and of the blocks within it in one sequence."""
 
-    def __init__(self, model: torch.nn.Module, bodies: _Bodies) -> None:
+    def __init__(self, model: torch.nn.Module, bodies: _Bodies, regions: Regions) -> None:
         self.bodies = bodies
+        self.regions = regions
+        self.num_regions = 0  # the outermost, so far
+        self.entered: list[Keeps | None] = []  # the regions around the next call
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.buffers = dict(model.named_buffers(remove_duplicate=False))
         first: dict[int, str] = {}
@@ -290,6 +303,13 @@ class _Flattener:
         name = str(node.target)
         if name == _GETITEM or any(check in name for check in _CHECKS):
             return
+        if name == BEGIN:
+            self.num_regions += not self.entered
+            self.entered.append(self.regions.keeps(int(node.args[0])))  # type: ignore[arg-type]
+            return
+        if name == END:
+            self.entered.pop()
+            return
         no_grad = place.no_grad or "set_grad_enabled" in _entered(node)
         region = place.region or _autocast_region(node) or self.around
         if name == _BLOCK:
@@ -318,7 +338,11 @@ class _Flattener:
                 return
             self.collectives[key] = self.following
         outputs = self._name_outputs(node, env)
-        self.calls.append(CapturedCall(name, args, kwargs, outputs, module, source_line(node), no_grad))
+        here = self.num_regions - 1 if self.entered else -1
+        keeps = tuple(found for found in self.entered if found is not None)
+        self.calls.append(
+            CapturedCall(name, args, kwargs, outputs, module, source_line(node), no_grad, here, keeps)
+        )
 
     def _name_outputs(self, node: torch.fx.Node, env: dict[torch.fx.Node, int]) -> tuple[int | None, ...]:
         """Numbers for what `node` makes: one, or one per item that is used of several."""

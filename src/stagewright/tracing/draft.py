@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from stagewright.graph import Node, Origin, Part, TensorMeta, renumbered
@@ -98,6 +98,10 @@ class Draft:
         )  # fmt: skip
         self.nodes.append(made)
         return outputs
+
+    def put_in_region(self, region: int, *, is_kept: bool) -> None:
+        """Of the latest node: the region of `torch.utils.checkpoint` it is in, and whether this keeps what it makes."""
+        self.nodes[-1] = replace(self.nodes[-1], region=region, is_kept=is_kept)
 
     def _add_output(
         self, outcome: Outcome, inputs: tuple[int, ...], node: int, part: Part, parameter: int

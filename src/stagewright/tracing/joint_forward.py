@@ -123,7 +123,24 @@ class ForwardPass:
         is_random = draws(operator(op), args, dict(kwargs))
         part, parameter = self._part(op, refs, outcomes, is_random)
         self.calls[len(self.draft.nodes)] = call
-        return self.draft.add(call, refs, outcomes, part, parameter, captured, is_random=is_random)
+        outputs = self.draft.add(call, refs, outcomes, part, parameter, captured, is_random=is_random)
+        if captured.region >= 0 and part is Part.FORWARD:
+            self.draft.put_in_region(captured.region, is_kept=self._is_kept(captured, call))
+        return outputs
+
+    def _is_kept(self, captured: CapturedCall, call: Call) -> bool:
+        """Whether selective checkpointing keeps what the call makes; every policy is asked, as some count."""
+        if not captured.keeps:
+            return False
+        try:
+            asked = self.rules.run(call)
+            answers = [keeps(operator(call.op), *asked) for keeps in captured.keeps]
+        except Exception as error:
+            raise TraceError(
+                f"the policy of selective checkpointing around operator {call.op} of module '{captured.module}' at "
+                f"{captured.where} cannot be asked without a tensor's values: {first_line(error)}"
+            ) from error
+        return any(answers)
 
     def _part(
         self, op: str, refs: tuple[int, ...], outcomes: tuple[Outcome | None, ...], is_random: bool

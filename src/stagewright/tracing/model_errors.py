@@ -12,6 +12,11 @@ import torch
 
 from stagewright.errors import StagewrightError, TraceError
 
+
+class CannotTrace(Exception):
+    """Why something in the model's code cannot be traced, and what to do instead; `tracing_errors` says where it is."""
+
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _NOT_MODEL_CODE = ("/torch/", "stagewright/tracing/", "<", "/contextlib.py")
 
@@ -46,11 +51,17 @@ def tracing_errors(model: torch.nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         module = next((path for path in reversed(entered) if path), "") or "(model)"
+        reason = (
+            f"{error}"
+            if isinstance(error, CannotTrace)
+            else (
+                f"{type(error).__name__}: {first_line(error)}\n"
+                "  Shapes and control flow must not depend on tensor values: replace .item(), nonzero, boolean "
+                "indexing and 'if tensor:' by masked operators of fixed shape."
+            )
+        )
         raise TraceError(
-            f"the model cannot be traced: module '{module}'{_place(error)}\n"
-            f"  {type(error).__name__}: {first_line(error)}\n"
-            "  Shapes and control flow must not depend on tensor values: replace .item(), nonzero, boolean "
-            "indexing and 'if tensor:' by masked operators of fixed shape."
+            f"the model cannot be traced: module '{module}'{_place(error)}\n  {reason}"
         ) from error
     finally:
         for handle in handles:

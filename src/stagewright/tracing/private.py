@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "argument_place",
+    "checkpoints_recomputed_by",
+    "checkpoints_run_within",
     "has_autocast_kernel",
     "is_composite",
     "is_mutable",
     "is_seen_by_modes",
+    "kept_by",
     "make_fx",
     "operator_names",
     "run_parts",
+    "selective_policy",
     "storage_key",
     "without_cpu_autocast",
     "without_modes",
@@ -84,3 +90,81 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 def is_seen_by_modes() -> bool:
     """Whether a dispatch mode sees every operator that is called now; torch 2.13 compiles nothing under one."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+Recomputed = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def checkpoints_run_within(
+    region: Callable[[Any, tuple[Any, ...], bool], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """While it is open, `torch.utils.checkpoint` saves what its function does as if it was not there, and calls it within
+    ``region(context_fn or None, arguments, use_reentrant)``."""
+
+    def without_reentrant(
+        function: Any, preserve: bool, context_fn: Any, *rest: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        context = None if context_fn is _checkpoint.noop_context_fn else context_fn
+        with region(context, (*rest, kwargs), False):
+            yield
+
+    def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args)
+        with region(None, args, True):
+            # Autograd adds up what the function gives to an argument on its own, and then goes from the first to the last.
+            own = [arg.view_as(arg) if isinstance(arg, torch.Tensor) else arg for arg in reversed(args)]
+            return function(*reversed(own))
+
+    with _replaced_checkpoint(without_reentrant, reentrant):
+        yield
+
+
+@contextlib.contextmanager
+def checkpoints_recomputed_by(wrap: Callable[[Recomputed], Recomputed]) -> Iterator[None]:
+    """While it is open, functions that go through `torch.utils.checkpoint` are run again as ``wrap(function)``, which is
+    called when they are first run."""
+    generator, original = _checkpoint._checkpoint_without_reentrant_generator, _checkpoint.CheckpointFunction
+
+    def without_reentrant(function: Any, *rest: Any, **kwargs: Any) -> Iterator[None]:
+        return generator(wrap(function), *rest, **kwargs)
+
+    def reentrant(function: Any, preserve: bool, *args: Any) -> Any:
+        runs = iter([function])
+        again = wrap(function)
+        return original.apply(lambda *given: next(runs, again)(*given), preserve, *args)
+
+    with _replaced_checkpoint(without_reentrant, reentrant):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced_checkpoint(without_reentrant: Any, reentrant: Any) -> Iterator[None]:
+    names = "_checkpoint_without_reentrant_generator", "CheckpointFunction"
+    originals = [getattr(_checkpoint, name) for name in names]
+    _checkpoint._checkpoint_without_reentrant_generator = without_reentrant
+    _checkpoint.CheckpointFunction = type("CheckpointFunction", (), {"apply": staticmethod(reentrant)})
+    try:
+        yield
+    finally:
+        for name, original in zip(names, originals, strict=True):
+            setattr(_checkpoint, name, original)
+
+
+def selective_policy(contexts: Any) -> Callable[..., Any] | None:
+    """The policy in the result of a ``context_fn``; None unless `create_selective_checkpoint_contexts` made it."""
+    first = contexts[0] if isinstance(contexts, tuple) and len(contexts) == 2 else None
+    return first.policy_fn if type(first) is _checkpoint._CachingTorchDispatchMode else None
+
+
+def kept_by(policy: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether a policy of selective checkpointing keeps what `op` made: PyTorch recomputes what it says to offload."""
+    if op in _checkpoint.SAC_IGNORED_OPS:
+        return False
+    context = _checkpoint.SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = result  # torch 2.11 does not have it
+    answer = policy(context, op, *args, **kwargs)
+    if isinstance(answer, bool):
+        return answer
+    return answer in (_checkpoint.CheckpointPolicy.MUST_SAVE, _checkpoint.CheckpointPolicy.PREFER_SAVE)

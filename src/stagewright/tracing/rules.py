@@ -111,6 +111,13 @@ class Rules:
             self._backwards[key] = self._trace_backward(*key)
         return self._backwards[key]
 
+    def run(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Arguments, keyword arguments and the result of a call, with fake tensors."""
+        tensors = self._fakes(call, (False,) * len(call.metas))
+        args, kwargs = self._arguments(call, tensors)
+        with self.mode, torch.no_grad():
+            return args, kwargs, operator(call.op)(*args, **kwargs)
+
     # -- asking torch ---------------------------------------------------------------------------------------------
 
     def fake(self, meta: TensorMeta, needs_grad: bool = False) -> torch.Tensor:
@@ -127,9 +134,13 @@ class Rules:
         with self.mode:
             return [self.fake(meta, needs) for meta, needs in zip(call.metas, needs_grad, strict=True)]
 
-    def _apply(self, call: Call, tensors: list[torch.Tensor]) -> Any:
+    def _arguments(self, call: Call, tensors: list[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         args = decode(call.args, tensors.__getitem__, self.device)
         kwargs = {name: decode(value, tensors.__getitem__, self.device) for name, value in call.kwargs}
+        return tuple(args), kwargs
+
+    def _apply(self, call: Call, tensors: list[torch.Tensor]) -> Any:
+        args, kwargs = self._arguments(call, tensors)
         return operator(call.op)(*args, **kwargs)
 
     def _run_fake(self, call: Call, needs_grad: tuple[bool, ...]) -> tuple[Outcome | None, ...]:

@@ -39,8 +39,15 @@ _DROPPED = (
     "_attn_implementation",
     "_attn_implementation_internal",
 )
-# Keys that config classes take and store under another name.
-_ACCEPTED = ("rope_theta", "rope_scaling", "num_labels", "sliding_window_pattern", "hybrid_override_pattern")
+# Keys that config classes take and store under another name, or models take from them.
+_ACCEPTED = (
+    "rope_theta",
+    "rope_scaling",
+    "num_labels",
+    "sliding_window_pattern",
+    "hybrid_override_pattern",
+    "gradient_checkpointing",
+)
 _DROPOUT_KEY = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
 

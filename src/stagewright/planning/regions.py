@@ -1,0 +1,73 @@
+"""Stages that recompute what the model's own code checkpoints: `--recompute model`, the default of models that do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Literal
+
+from stagewright.cluster import Cluster
+from stagewright.estimation.stages import BodyCosts
+from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.regions import region_policy
+from stagewright.graph.stage import Stage
+from stagewright.planning.job import Job
+from stagewright.planning.pipeline import Pipeline, pipeline
+from stagewright.planning.plan import StagePolicy
+from stagewright.schedule import Program
+from stagewright.schedule.saving import insert_recomputation
+
+
+def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
+    """Of every stage between `cuts` the policy of the model's regions; `KEEP` where it has none of them."""
+    asked = region_policy(graph)
+    inside = [graph.nodes[node].region >= 0 for node in graph.body]
+    return [asked if any(inside[start:stop]) else KEEP for start, stop in pairwise((0, *cuts, len(inside)))]
+
+
+def as_model_says(
+    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, dp: int
+) -> Pipeline:
+    """The model cut at `cuts` under its `default_policies` and under `program`, to which recomputations are added; raises
+    as `pipeline`."""
+    asked = default_policies(body.graph, cuts)
+    line = pipeline(body, cuts, program, cluster, job, dp, asked)
+    needed = [asked[stage.index] if _again(stage) else KEEP for stage in line.stages]
+    if needed != asked:
+        line = pipeline(body, cuts, program, cluster, job, dp, needed)
+    return with_recomputation(line, program)
+
+
+def with_recomputation(line: Pipeline, program: Program) -> Pipeline:
+    """`line` under `program`, which recomputes nothing yet: what its stages recompute is added."""
+    stages = [stage.index for stage in line.stages if _again(stage)]
+    return replace(line, program=insert_recomputation(program, stages))
+
+
+def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
+    """The policy of a stage of `as_model_says` as plans have it."""
+    again = _again(stage)
+    if not again:
+        return "keep"
+    graph, asked = stage.graph, region_policy(stage.graph)
+    again_for = (node for node in stage.backward.nodes if node.part > Part.FORWARD)
+    needed = {graph.values[v].storage for node in again_for for v in node.inputs if v < len(graph.values)}
+    entering = (value for value in (*stage.rebuild.inputs, *stage.remade.inputs) if value < len(graph.values))
+    makers = (graph.values[graph.values[value].storage].node for value in entering)
+    own = {node for node in makers if stage.start <= graph.position.get(node, -1) < stage.stop}
+    return StagePolicy(
+        recompute=_names(again, asked.recompute & needed),
+        checkpoints=_names([graph.nodes[node] for node in sorted(own)], asked.checkpoints),
+    )
+
+
+def _again(stage: Stage) -> list[Node]:
+    """What a stage runs again, in the order of the model."""
+    return sorted((*stage.rebuild.nodes, *stage.remade.nodes), key=lambda node: node.id)
+
+
+def _names(nodes: Sequence[Node], made: frozenset[int]) -> tuple[str, ...]:
+    """Of those that make some of the storages `made`."""
+    return tuple(node.name for node in nodes if not made.isdisjoint(node.outputs))

@@ -1,0 +1,93 @@
+"""Plans of models whose code checkpoints: by default they recompute what it says, and name just that."""
+
+from __future__ import annotations
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.graph.carving import carve
+from stagewright.planning.estimate import estimate, graph_of, line_of
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.plan_stages import stage_cuts, stage_policies
+from stagewright.planning.regions import default_policies
+from stagewright.planning.search import plan
+from stagewright.tracing.models.reference import ModelReference, resolve
+
+CLUSTER = load_cluster("8x-h100")
+TWO = load_cluster("2x-h100")
+ONE = load_cluster("1x-h100")
+JOB = Job(global_batch=8, sequence_length=64, dtype="fp32")
+
+
+def model(checkpointed: bool = True, **keys: object) -> ModelReference:
+    return resolve("tiny-llama", {"num_hidden_layers": 4, "gradient_checkpointing": checkpointed, **keys})
+
+
+def peaks(found: Plan) -> list[int]:
+    return [rank.allocated_peak_bytes for rank in found.predictions.ranks]
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_what_a_plan_names_is_what_was_predicted(pp: int) -> None:
+    """The names lead to the same stages as the regions of the graph."""
+    found = estimate(model(), CLUSTER, JOB, pp=pp, dp=1)
+    graph = graph_of(found)
+    cuts = stage_cuts(found, graph)
+    assert carve(graph, cuts, stage_policies(found, graph)) == carve(
+        graph, cuts, default_policies(graph, cuts)
+    )
+    assert peaks(estimate(found, CLUSTER)) == peaks(found)
+    line = line_of(found, CLUSTER)
+    assert [stage.recompute_seconds for stage in found.predictions.stages] == [
+        summary.rebuild_s + summary.remade_s for summary in line.summaries
+    ]
+
+
+def test_what_the_user_says_goes_before_what_the_model_says() -> None:
+    said = {
+        how: estimate(model(), CLUSTER, JOB, pp=2, dp=1, recompute=how) for how in ("none", "model", "full")
+    }  # type: ignore[arg-type]
+    assert said["none"].memory_policy == ("keep", "keep")
+    assert said["full"].memory_policy == ("recompute", "keep")
+    default = estimate(model(), CLUSTER, JOB, pp=2, dp=1)
+    assert default.memory_policy == said["model"].memory_policy
+    assert all(isinstance(policy, StagePolicy) for policy in default.memory_policy)
+    assert max(peaks(default)) < max(peaks(said["none"]))
+    plain = estimate(model(checkpointed=False), CLUSTER, JOB, pp=2, dp=1)
+    assert plain.memory_policy == ("keep", "keep") and peaks(plain) == peaks(said["none"])
+
+
+def test_the_search_keeps_to_the_model_unless_it_is_told_otherwise() -> None:
+    fixed = {"pp": 2, "dp": 1, "microbatch": 2, "schedules": ("1f1b", "gpipe")}
+    found = plan(model(), TWO, JOB, **fixed).plans
+    assert all(isinstance(policy, StagePolicy) for one in found for policy in one.memory_policy)
+    free = plan(model(), TWO, JOB, recompute="auto", **fixed).plans
+    assert all(set(one.memory_policy) == {"keep"} for one in free)
+
+
+def test_a_model_that_checkpoints_nothing_has_nothing_to_say() -> None:
+    for ask in (plan, estimate):
+        with pytest.raises(
+            InputError, match=r"calls torch\.utils\.checkpoint nowhere: use auto, none or full"
+        ):
+            ask(model(checkpointed=False), TWO, JOB, pp=2, dp=1, recompute="model")
+
+
+def test_where_the_models_checkpoints_do_not_fit_auto_is_named() -> None:
+    (found,) = plan(model(), ONE, JOB, pp=1, dp=1, microbatch=8, schedules=("1f1b",)).plans
+    limit = int(0.9 * peaks(found)[0])
+    tight = JOB.model_copy(update={"memory_limit": limit})
+    with pytest.raises(PlanError, match="--recompute auto may make more room"):
+        plan(model(), ONE, tight, pp=1, dp=1, microbatch=8, schedules=("1f1b",))
+
+
+def test_sharded_units_and_split_backwards_recompute_what_the_model_says() -> None:
+    for keys in ({"pp": 2, "dp": 4, "zero": 3}, {"pp": 2, "dp": 1, "schedule": "zb-h1"}):
+        found = estimate(model(), CLUSTER, JOB, **keys)  # type: ignore[arg-type]
+        graph = graph_of(found)
+        cuts = stage_cuts(found, graph)
+        named = stage_policies(found, graph)
+        assert carve(graph, cuts, named) == carve(graph, cuts, default_policies(graph, cuts))
+        assert peaks(estimate(found, CLUSTER)) == peaks(found)
