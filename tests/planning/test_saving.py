@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
+import torch
 from scipy.optimize import OptimizeResult
 
 from stagewright.cluster import load_cluster
@@ -202,3 +203,28 @@ def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:
             40 - short.num_microbatches,
         )
         assert part.peak_bytes == known.peak_bytes
+
+
+def test_a_stage_that_copies_changing_buffers_can_be_fitted() -> None:
+    """Its copies are operators that no graph numbers."""
+    from torch import nn
+
+    from stagewright.tracing.trace import trace_module
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.BatchNorm1d(512) for _ in range(4)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    facts = {"microbatch_size": 4096, "sequence_length": 1, "num_tokens": 4096}
+    graph = trace_module(Normed(), {"x": torch.empty(4096, 512)}, "normed", facts)
+    normed = BodyCosts(graph, Costing(graph, CLUSTER.device))
+    program = make_program(Choice(1, 1, 4096, 1, "1f1b"))
+    job = Job(global_batch=4096, sequence_length=1, dtype="fp32")
+    kept = fullest(pipeline(normed, [], program, CLUSTER, job, 1))
+    tight = job.model_copy(update={"memory_limit": kept - 2**20})
+    found = fit(pipeline(normed, [], program, CLUSTER, tight, 1), normed, offload=False)
+    assert found is None or fullest(found.line) < kept

@@ -98,7 +98,7 @@ def chain_of(memory: StageMemory, costing: Costing) -> Chain:
         storages,
         uses,
         _boundaries(widths),
-        _results(memory, storages, index),
+        _results(memory, storages, index, len(nodes)),
     )
 
 
@@ -153,7 +153,9 @@ def _boundaries(widths: NDArray[np.float64]) -> tuple[int, ...]:
     return (0, *inside, len(widths) - 1)
 
 
-def _results(memory: StageMemory, storages: dict[int, Storage], index: dict[int, int]) -> NDArray[np.float64]:
+def _results(
+    memory: StageMemory, storages: dict[int, Storage], index: dict[int, int], count: int
+) -> NDArray[np.float64]:
     stage = memory.stage
     last: dict[int, int] = {}
     for number, node in enumerate(stage.backward.nodes):
@@ -164,7 +166,7 @@ def _results(memory: StageMemory, storages: dict[int, Storage], index: dict[int,
         if root in storages:
             done[number + 1] += storages[root].num_bytes
     alive = memory.backward.made - done.cumsum()[:-1]
-    found = np.full(len(index), -np.inf)
+    found = np.full(count, -np.inf)
     for number, node in enumerate(stage.backward.nodes):
         place = index.get(node.forward)
         if place is not None:
