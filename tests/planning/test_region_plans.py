@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
@@ -13,6 +16,8 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_cuts, stage_policies
 from stagewright.planning.regions import default_policies
 from stagewright.planning.search import plan
+from stagewright.report.graphs import graph_document, graph_summary
+from stagewright.report.saving import saving_tables
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 CLUSTER = load_cluster("8x-h100")
@@ -91,3 +96,18 @@ def test_sharded_units_and_split_backwards_recompute_what_the_model_says() -> No
         named = stage_policies(found, graph)
         assert carve(graph, cuts, named) == carve(graph, cuts, default_policies(graph, cuts))
         assert peaks(estimate(found, CLUSTER)) == peaks(found)
+
+
+def test_reports_say_how_many_regions_there_are_and_what_is_recomputed() -> None:
+    found = estimate(model(), CLUSTER, JOB, pp=2, dp=1)
+    graph = graph_of(found)
+    assert graph_document(graph, 1.0)["num_regions"] == 4
+    assert "4 regions by the model's own code" in text_of(graph_summary(graph_document(graph, 1.0)))
+    (saving,) = saving_tables(found)
+    assert "one microbatch is in flight" in text_of(saving)
+
+
+def text_of(shown: object) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(shown)
+    return console.file.getvalue()  # type: ignore[attr-defined]

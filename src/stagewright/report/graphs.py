@@ -37,6 +37,7 @@ def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
         "narrow_cuts": [_cut_document(graph, cut) for cut in narrow(cuts)],
         "prologue": [graph.nodes[node].name for node in _prologue(graph)],
         "tied_parameters": tied_parameters(graph),
+        "num_regions": len({node.region for node in graph.nodes} - {-1}),
         "inputs": {name: str(graph.values[value].meta) for name, value in graph.inputs.items()},
         "seconds": seconds,
     }
@@ -48,6 +49,7 @@ def graph_summary(document: dict[str, Any]) -> Group:
     layers = "; ".join(_layers_text(found) for found in document["layers"]) or "none found"
     tied = "; ".join(" = ".join(names) for names in document["tied_parameters"]) or "none"
     cuts = document["narrow_cuts"]
+    regions = plural(document["num_regions"], "region") if document["num_regions"] else ""
     width = cuts[0]["num_tensors"] if cuts else 0
     summary = facts(
         [
@@ -64,6 +66,7 @@ def graph_summary(document: dict[str, Any]) -> Group:
                 f"{len(document['prologue'])} operators depend on no parameter; repeated where used",
             ),
             ("tied parameters", tied),
+            *([("checkpointed", f"{regions} by the model's own code")] if regions else []),
             (
                 "cuts",
                 f"{document['num_cuts']} legal; the narrowest, {len(cuts)}, carry {plural(width, 'tensor')}",

@@ -47,6 +47,8 @@ def _reason(plan: Plan, index: int, stage: StagePrediction, count: int) -> str:
         return "all: it fits" if count > 1 else "all: only one microbatch is in flight"
     names = (*policy.recompute, *policy.offload) if isinstance(policy, StagePolicy) else ()
     what = f": {_modules(names)}" if names else ""
+    if count == 1:
+        return f"one microbatch is in flight, and needs them one after the other{what}"
     return f"{count} microbatches in flight would take {format_bytes((count - 1) * freed)} more{what}"
 
 
