@@ -95,9 +95,9 @@ def reduced_plan(
 
 
 def _without_names(plan: Plan) -> Plan:
-    """`plan` with policies that name no operators: a stage that recomputes some values recomputes all."""
+    """`plan` with policies that name no operators: a stage that recomputes some values recomputes all between its layers."""
     policies = [
-        policy if isinstance(policy, str) else "recompute" if policy.recompute else "keep"
+        policy if isinstance(policy, str) else "layers" if policy.recompute else "keep"
         for policy in plan.memory_policy
     ]
     return plan.model_copy(update={"memory_policy": tuple(policies)})

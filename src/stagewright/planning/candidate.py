@@ -16,8 +16,10 @@ from stagewright.cluster import Cluster
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.state import Precision
+from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import GRADIENTS
-from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.graph.layers import layer_inputs
+from stagewright.graph.policy import KEEP, Policy
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
@@ -60,7 +62,7 @@ class Choice:
     num_microbatches: int
     schedule: str
     recompute: bool = False
-    """Whether every stage with several microbatches in flight recomputes what it saves."""
+    """Whether every stage keeps what enters each layer alone and recomputes the rest."""
     zero: int | None = None
     """What replicas share out, 0 to 3; None leaves the sums of their gradients to the end of the batch."""
     reduce_dtype: Literal["fp32", "bf16"] | None = None
@@ -122,7 +124,7 @@ class Candidate:
     cuts: tuple[int, ...]
     memories: tuple[RankMemory, ...]
     excess_bytes: int
-    memory_policy: tuple[Literal["keep", "recompute"] | StagePolicy, ...]
+    memory_policy: tuple[Literal["keep", "layers"] | StagePolicy, ...]
 
     def for_job(self, job: Job) -> Candidate:
         """The same for a job that differs in its memory limit only."""
@@ -133,28 +135,28 @@ class Candidate:
 def make_program(choice: Choice) -> Program:
     """The computations of every rank, in order."""
     program = built(choice.schedule, choice.pp, choice.num_microbatches)
-    return insert_recomputation(program, recomputed_stages(program)) if choice.recompute else program
+    return insert_recomputation(program, range(program.num_stages)) if choice.recompute else program
 
 
-def recomputed_stages(program: Program) -> list[int]:
-    """The stages that recomputing saves memory on: those with more than one microbatch in flight.
-
-    >>> recomputed_stages(built("1f1b", 4, 8))
-    [0, 1, 2]
-    """
-    return [stage for stage, count in enumerate(in_flight(program)) if count > 1]
-
-
-def policies(program: Program) -> list[Policy]:
-    """The memory policy of every stage that `program` says: recompute everything, or keep it."""
+def policies(program: Program, graph: OperatorGraph) -> list[Policy]:
+    """The memory policy of every stage that `program` says: keep what enters each layer alone, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
-    return [RECOMPUTE_ALL if stage in recomputed else KEEP for stage in range(program.num_stages)]
+    layers = Policy(everything=True, checkpoints=layer_inputs(graph)) if recomputed else KEEP
+    return [layers if stage in recomputed else KEEP for stage in range(program.num_stages)]
 
 
-def saved_counts(program: Program) -> list[int]:
-    """The most microbatches of which each stage holds all that its backward needs."""
+def saved_counts(program: Program, body: BodyCosts) -> list[float]:
+    """The most microbatches of which each stage holds what its backward needs; of a stage that recomputes, sets as large as
+    what enters its layers is of all."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
-    return [1 if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
+    share = _share_of_layer_inputs(body) if recomputed else 1.0
+    return [count * (share if stage in recomputed else 1.0) for stage, count in enumerate(in_flight(program))]
+
+
+@lru_cache(maxsize=4)
+def _share_of_layer_inputs(body: BodyCosts) -> float:
+    kept = sum(body.graph.storage_bytes[root] for root in layer_inputs(body.graph))
+    return min(1.0, kept / max(float(body.saved_bytes[-1]), 1.0))
 
 
 @lru_cache(maxsize=8)
@@ -277,7 +279,9 @@ def _in_units(
     program = subdivided(program, [len(own) + 1 for own in inside])
     if choice.as_model:
         return _as_chosen(as_model_says(body, every, program, cluster, job, choice.dp), choice)
-    return _as_chosen(pipeline(body, every, program, cluster, job, choice.dp, policies(program)), choice)
+    return _as_chosen(
+        pipeline(body, every, program, cluster, job, choice.dp, policies(program, body.graph)), choice
+    )
 
 
 def _lack_and_seconds(line: Pipeline) -> tuple[int, float]:
@@ -318,10 +322,12 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
     return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
 
 
-def _named(choice: Choice, line: Pipeline) -> tuple[Literal["keep", "recompute"] | StagePolicy, ...]:
+def _named(choice: Choice, line: Pipeline) -> tuple[Literal["keep", "layers"] | StagePolicy, ...]:
+    """The policies of `policies`, as plans name them, or what the model says."""
     if choice.as_model:
         return tuple(named_policy(stage) for stage in line.stages)
-    return tuple("recompute" if policy.recomputes else "keep" for policy in policies(line.program))
+    recomputed = {action.stage for action in line.program if action.kind is Kind.R}
+    return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))
 
 
 def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True) -> Candidate | None:
@@ -375,7 +381,7 @@ def _whole_stages(one: Candidate, body: BodyCosts) -> Pipeline:
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
     program = make_program(tried.choice)
-    counts = saved_counts(program)
+    counts = saved_counts(program, body)
     ends = np.array([0, *tried.cuts, body.size])
     share = tried.choice.state_share(Precision.of(job.torch_name))
     known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])

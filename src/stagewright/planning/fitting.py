@@ -24,7 +24,6 @@ from stagewright.planning.candidate import (
     make_candidate,
     make_plan,
     make_program,
-    recomputed_stages,
     saved_counts,
     with_cuts,
     within_memory,
@@ -120,7 +119,7 @@ class Fitting:
             below_s: steps that save and take as long or longer are of no use.
             tight: whether to look for the cuts that take least memory where the others take too much.
         """
-        counts = _least_counts(choice)
+        counts = _least_counts(choice, body)
         if not saves and not tight and not self._partition_fits(choice, body, counts, kept=True):
             self._try_host(choice)
             return None
@@ -178,7 +177,7 @@ class Fitting:
             return None
         nearest = min(self._misses, key=lambda miss: miss.excess_bytes)
         choice, body = nearest.choice, body_of(nearest.choice)
-        if self.recompute == "auto" and recomputed_stages(make_program(choice)):
+        if self.recompute == "auto":
             choice = replace(choice, recompute=True)
         start = fastest_partition(body, choice, self.cluster)[0]
         return self.plan(choice, body, start, saves=False, below_s=math.inf, tight=True)
@@ -205,7 +204,7 @@ class Fitting:
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
         """Whether state and saved values alone fit in some partition; where these may be recomputed, the state."""
         recomputes = self.recompute == "auto" or choice.recompute or choice.as_model
-        saved = [0.0 if recomputes else float(count) for count in saved_counts(make_program(choice))]
+        saved = [0.0 if recomputes else count for count in saved_counts(make_program(choice), body)]
         return self._partition_fits(choice, body, [count * scale for count in saved])
 
     def _partition_fits(
@@ -250,11 +249,11 @@ class Fitting:
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)
 
 
-def _least_counts(choice: Choice) -> list[int]:
+def _least_counts(choice: Choice, body: BodyCosts) -> list[float]:
     """Of how many microbatches each stage holds all that is saved, at the least: of none where it keeps what the model's
     own code keeps."""
-    counts = saved_counts(make_program(choice))
-    return [0] * len(counts) if choice.as_model else counts
+    counts = saved_counts(make_program(choice), body)
+    return [0.0] * len(counts) if choice.as_model else counts
 
 
 def _least_bytes(body: BodyCosts, counts: Sequence[float], state_share: float) -> int:

@@ -161,8 +161,9 @@ class Plan(StrictModel):
     program: tuple[tuple[str, ...], ...]
     """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, OFFLOAD and
     FETCH, and where replicas share stages out GATHER, RELEASE and REDUCE."""
-    memory_policy: tuple[Literal["keep", "recompute"] | StagePolicy, ...]
-    """Per stage: keep saved values, recompute all of them before the backward, or treat some of them so."""
+    memory_policy: tuple[Literal["keep", "layers", "recompute"] | StagePolicy, ...]
+    """Per stage: keep saved values, keep what enters each layer and recompute the rest, recompute all from what enters the
+    stage, or treat some values so."""
     sharding: tuple[Literal[0, 1, 2, 3], ...] = ()
     """Per stage, what its replicas share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
     None given: 0 for all."""

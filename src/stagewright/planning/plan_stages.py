@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from stagewright.errors import PlanError, ScheduleError, nearest
 from stagewright.graph import OperatorGraph
+from stagewright.graph.layers import layer_inputs
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
@@ -54,6 +55,8 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
     def policy(text: str | StagePolicy) -> Policy:
         if isinstance(text, StagePolicy):
             return Policy(values(text.recompute), values(text.offload), checkpoints=values(text.checkpoints))
+        if text == "layers":
+            return Policy(everything=True, checkpoints=layer_inputs(graph))
         return RECOMPUTE_ALL if text == "recompute" else KEEP
 
     return [policy(text) for text in plan.memory_policy]
@@ -72,7 +75,7 @@ def stage_program(plan: Plan) -> Program:
     wanted: set[int] = set()
     offloaded: set[int] = set()
     for stage, policy in enumerate(plan.memory_policy):
-        if policy == "recompute" or (isinstance(policy, StagePolicy) and policy.recompute):
+        if policy in ("recompute", "layers") or (isinstance(policy, StagePolicy) and policy.recompute):
             wanted.add(stage)
         if isinstance(policy, StagePolicy) and policy.offload:
             offloaded.add(stage)

@@ -76,8 +76,8 @@ def plan(
         pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
         tp: ranks that share every layer; None tries all widths within a node that divide the model.
         sequence_parallel: whether those ranks split the sequence between the layers' products.
-        recompute: whether stages recompute what they save: ``none``, ``full``, ``model``, what the model's own code
-            checkpoints, or ``auto``, as much as memory asks for. By default ``model`` where that code checkpoints
+        recompute: what stages recompute: ``none``, ``full``, all but what enters each layer, ``model``, what the model's own
+            code checkpoints, or ``auto``, as much as memory asks for. By default ``model`` where that code checkpoints
             something, else ``auto``.
         offload: with ``auto``, whether stages may move what they save to the host and back.
         zero: what replicas share out, 0 to 3, gradients summed as stages finish; by default they are summed at the end of
@@ -212,7 +212,7 @@ class _Search:
                 size,
                 count,
                 schedule,
-                recompute=self.recompute == "full" and pp > 1,
+                recompute=self.recompute == "full",
                 zero=self.zero,
                 reduce_dtype=self.reduce_dtype,
                 tp=self.tp,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from stagewright.errors import InputError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.flat import GRADIENTS
+from stagewright.graph.layers import layers_of
 
 _TRIED_PARTS = 2, 4
 """Tried beside whole stages and units of a layer: so many units a stage (as many as a rank has buffers for), and a unit for
@@ -114,15 +115,4 @@ def _begins_layer(body: BodyCosts) -> NDArray[np.bool_]:
 @lru_cache(maxsize=4)
 def _layers(body: BodyCosts) -> tuple[str, ...]:
     """The layer of every operator."""
-    return tuple(_layer_of(body.graph.nodes[node].module) for node in body.graph.body)
-
-
-def _layer_of(module: str) -> str:
-    """The path of a module up to the first number in it; empty where there is none.
-
-    >>> _layer_of("model.layers.3.mlp.experts.1"), _layer_of("model.norm")
-    ('model.layers.3', '')
-    """
-    parts = module.split(".")
-    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
-    return "" if number is None else ".".join(parts[: number + 1])
+    return layers_of(body.graph)

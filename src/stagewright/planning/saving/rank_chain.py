@@ -71,7 +71,7 @@ class RankChain:
     def most_bytes(self) -> float:
         """At the peak if everything is kept."""
         return max(
-            self._others(index, [chain.needed_bytes for chain in self.chains])
+            self._others(index)
             + max(
                 (
                     float(chain.needed_before[b]) + chain.transient(a, b)
@@ -82,19 +82,24 @@ class RankChain:
             for index, chain in enumerate(self.chains)
         )
 
-    def _others(self, index: int, kept: Sequence[float]) -> float:
-        """Bytes of all sets but the one in use, whose stage is `index`."""
-        return sum(
-            (copies - (at == index)) * num_bytes
-            for at, (copies, num_bytes) in enumerate(zip(self.copies, kept, strict=True))
-        )
+    def _others(self, index: int) -> float:
+        """Bytes of all sets but the one in use, whose stage is `index`, if everything is kept."""
+        sets = [copies - (at == index) for at, copies in enumerate(self.copies)]
+        if self._holds_one_set:
+            sets = [float(at < index) for at in range(len(sets))]
+        return sum(number * chain.needed_bytes for number, chain in zip(sets, self.chains, strict=True))
 
     def choose(self, limit: float) -> Found | None:
         """The fastest way whose peak stays within `limit`; None if there is none among those looked at."""
-        if len(self.chains) == 1 and self.copies[0] <= 1:
+        if self._holds_one_set:
             return self._within(limit, limit)
         found = [self._within(limit, limit - reserve) for reserve in self._reserves]
         return min((one for one in found if one is not None), key=lambda one: one.seconds, default=None)
+
+    @property
+    def _holds_one_set(self) -> bool:
+        """Whether all that is saved at the peak is of one microbatch, so that what comes later is gone."""
+        return all(copies <= 1 for copies in self.copies)
 
     @cached_property
     def _reserves(self) -> list[float]:
@@ -119,7 +124,7 @@ class RankChain:
 
     def _within(self, limit: float, kept_limit: float) -> Found | None:
         """With at most `kept_limit` bytes kept in all sets."""
-        alone = len(self.chains) == 1
+        alone = len(self.chains) == 1 or self._holds_one_set
         share = (self.copies[0] - 1) / self.copies[0] if alone else 1.0
         reserved = share * kept_limit
         labels = _Labels(np.zeros(1), np.zeros(1), np.zeros((1, 3), np.int64))

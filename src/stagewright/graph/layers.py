@@ -1,0 +1,53 @@
+"""Layers: the numbered modules of a model, and what enters each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from stagewright.graph.graph import OperatorGraph, Part
+
+
+def layer_of(module: str) -> str:
+    """The path of a module up to the first number in it; empty where there is none.
+
+    >>> layer_of("model.layers.3.mlp.experts.1"), layer_of("model.norm")
+    ('model.layers.3', '')
+    """
+    parts = module.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
+
+
+def layers_of(graph: OperatorGraph) -> tuple[str, ...]:
+    """The layer of every operator of the body."""
+    return tuple(layer_of(graph.nodes[node].module) for node in graph.body)
+
+
+def layer_inputs(graph: OperatorGraph) -> frozenset[int]:
+    """Root values that are made in front of a place where a layer begins or ends, and used behind it by the forward.
+
+    Kept as checkpoints, they are what checkpointing every layer keeps; what the loss and the modules around the layers
+    compute is theirs to recompute too.
+    """
+    layers = layers_of(graph)
+    begins = [0, *(at for at, (one, other) in enumerate(pairwise(layers), start=1) if one != other)]
+    piece = _pieces(begins, len(layers))
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node.part is not Part.FORWARD:
+            continue
+        for value in node.inputs:
+            root = graph.values[value].storage
+            maker = graph.position.get(graph.values[root].node)
+            if maker is not None and piece[maker] < piece[graph.position[node.id]]:
+                found.add(root)
+    return frozenset(found)
+
+
+def _pieces(begins: Sequence[int], size: int) -> list[int]:
+    """For every position the number of the piece that it is in."""
+    found = [0] * size
+    for number, (start, stop) in enumerate(pairwise([*begins, size])):
+        found[start:stop] = [number] * (stop - start)
+    return found
