@@ -40,6 +40,8 @@ class Change:
         self.highest = state.live
         self.activations = rank.held_bytes(state)
         self.transient = 0
+        self.again = 0
+        self.operator = ""
 
     def act(self, event: Event) -> None:
         is_action, kind, stage, peer = event
@@ -136,7 +138,7 @@ class Change:
         free = [(at, state.size[key]) for key, at in last.items() if state.references[key] == 0]
         peak = function.peak(free)
         own = sum(size for _, size in free) - peak.released
-        self._observe(peak.above_entry, peak.made, own)
+        self._observe(peak.above_entry, peak.made, own, peak.again, peak.operator)
         script, state.script = state.script, None  # the function's own order, not that of what follows
         storages = {home: state.new(num_bytes) for home, num_bytes in function.kept.items()}
         outputs = {
@@ -214,12 +216,15 @@ class Change:
         self.state.sending[channel] = sending
         self.state.release(values.values())
 
-    def _observe(self, above: int = 0, transient: int = 0, own: int = 0) -> None:
-        """Note that `above` more bytes are alive than are listed, `own` of them saved values a function has taken."""
+    def _observe(
+        self, above: int = 0, transient: int = 0, own: int = 0, again: int = 0, operator: str = ""
+    ) -> None:
+        """Note that `above` more bytes are alive than are listed, `own` of them saved values a function has taken, while
+        `operator` of it runs; of what it has made, `again` bytes were there before."""
         if self.state.live + above > self.highest:
             self.highest = self.state.live + above
             self.activations = self.rank.held_bytes(self.state) + own
-            self.transient = transient
+            self.transient, self.again, self.operator = transient, again, operator
 
 
 def _script(

@@ -26,8 +26,11 @@ class Step:
     above: int
     """The most bytes alive on the way, above those before."""
     activations: int
-    """Saved activations at that moment less those before; `transient`: bytes of the running function."""
+    """Saved activations at that moment less those before; `transient`: bytes of the running function, of which `again` are
+    recomputed; `operator`: the one that runs."""
     transient: int
+    again: int = 0
+    operator: str = ""
     script: tuple[tuple[Key, int], ...] = ()
     """Where asked for: storages in the order in which they are made, with their bytes, and freed, with `FREED`."""
 
@@ -126,5 +129,5 @@ class InFlight:
         self._states.append(after)
         return Step(
             len(self._states) - 1, after.live - before.live, self.rank.held_bytes(after) - held,
-            change.highest - before.live, change.activations - held, change.transient, script,
+            change.highest - before.live, change.activations - held, change.transient, change.again, change.operator, script,
         )  # fmt: skip

@@ -24,11 +24,14 @@ FREED = -1
 
 @dataclass(frozen=True, eq=False)
 class Peak:
-    """The largest number of bytes above those at entry; `made` of them belong to the function itself."""
+    """The largest number of bytes above those at entry; `made` of them belong to the function itself, and `again` of
+    these to operators of the forward that it runs again. `operator` is the one that runs then."""
 
     above_entry: int
     made: int
     released: int
+    again: int = 0
+    operator: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +51,10 @@ class FunctionMemory:
     kept: dict[int, int]
     events: tuple[tuple[int, int, int], ...] = ()
     """In order: statement, storage, and the bytes it is made with, or `FREED`."""
+    again: Ints | None = None
+    """Of `made`, what operators that run a second time have made."""
+    operators: tuple[str, ...] = ()
+    """Names of the statements."""
     _peaks: dict[tuple[tuple[int, int], ...], Peak] = field(default_factory=dict)
 
     def peak(self, freed: Iterable[tuple[int, int]]) -> Peak:
@@ -66,22 +73,31 @@ class FunctionMemory:
         if not len(self.made):
             return Peak(0, 0, 0)
         at = int(np.argmax(self.made - released))
-        return Peak(int(self.made[at] - released[at]), int(self.made[at]), int(released[at]))
+        again = 0 if self.again is None else int(self.again[at])
+        name = self.operators[at] if self.operators else ""
+        return Peak(int(self.made[at] - released[at]), int(self.made[at]), int(released[at]), again, name)
 
 
-def function_memory(function: Function, resident: frozenset[int], value: Lookup) -> FunctionMemory:
+def function_memory(
+    function: Function, resident: frozenset[int], value: Lookup, again: frozenset[int] = frozenset()
+) -> FunctionMemory:
     """The memory of `function`, for which the values in `resident` are always there.
 
-    `value` describes a value by its id.
+    `value` describes a value by its id; the operators (ids) in `again` run a second time.
     """
-    return _Run(function, resident, value).memory()
+    return _Run(function, resident, value, again).memory()
 
 
 class _Run:
     """One pass over the statements of a function: which names keep which storage alive."""
 
-    def __init__(self, function: Function, resident: frozenset[int], value: Lookup) -> None:
+    def __init__(
+        self, function: Function, resident: frozenset[int], value: Lookup, again: frozenset[int]
+    ) -> None:
         self.function = function
+        self.again = again
+        self.made_again: set[int] = set()
+        self.live_again = 0
         self.resident = resident
         self.value = value
         self.returned = frozenset(function.outputs)
@@ -99,11 +115,13 @@ class _Run:
             if number in self.last_use or number in self.returned:
                 self._name(number, number)
         made: list[int] = []
+        again: list[int] = []
         for index, node in enumerate(self.function.nodes):
             for output in node.outputs:
                 if output is not None:
                     self._make(output, node, index)
             made.append(self.live)
+            again.append(self.live_again)
             for number in dict.fromkeys((*node.inputs, *node.outputs)):
                 if number is not None and self.last_use.get(number, index) == index:
                     self._drop(number, index)
@@ -113,7 +131,7 @@ class _Run:
         outputs = {number: self.home[number] for number in self.function.outputs if number in self.home}
         return FunctionMemory(
             self.function.inputs, np.array(made, np.int64), self.last, outputs, dict(self.kept),
-            tuple(self.events),
+            tuple(self.events), np.array(again, np.int64), tuple(node.name for node in self.function.nodes),
         )  # fmt: skip
 
     def _name(self, number: int, storage: int) -> None:
@@ -130,6 +148,9 @@ class _Run:
                     return
         self.kept[output] = self.value(output).meta.storage_bytes
         self.live += self.kept[output]
+        if node.id in self.again:
+            self.made_again.add(output)
+            self.live_again += self.kept[output]
         self.events.append((index, output, self.kept[output]))
         self._name(output, output)
 
@@ -142,7 +163,9 @@ class _Run:
             return
         del self.names[storage]
         if storage in self.kept:
-            self.live -= self.kept.pop(storage)
+            num_bytes = self.kept.pop(storage)
+            self.live -= num_bytes
+            self.live_again -= num_bytes if storage in self.made_again else 0
             self.events.append((index, storage, FREED))
         else:
             self.last[storage] = index

@@ -40,13 +40,14 @@ class RankMemory:
     rank: int
     peak_bytes: int
     at: str
-    """Text of the action during which the peak is reached."""
+    """Text of the action during which the peak is reached, and `operator`, the one that runs then."""
     categories: dict[str, int]
     """Adds up to `peak_bytes`."""
     after_action: tuple[int, ...] = ()
     """Bytes alive after every action of the lowered program, for checking."""
     alive: tuple[Alive, ...] = ()
     """Saved activations in front of the action of the peak; user inputs apart."""
+    operator: str = ""
 
 
 def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
@@ -79,6 +80,8 @@ class _Peak:
     """Of every microbatch, in front of the action of the peak."""
     flat: dict[str, int]
     """Of flat buffers that come and go, by category."""
+    again: int = 0
+    operator: str = ""
 
 
 class _Replay:
@@ -134,17 +137,26 @@ class _Replay:
         except ScheduleError as error:
             raise ScheduleError(f"rank {self.rank}: {action}: {error}") from None
         if self.live + step.above + self.fixed > self.peak.total:
-            self._observe(action, step.above, step.activations, step.transient)
+            self._observe(action, step.above, step.activations, step.transient, step.again, step.operator)
         self.live += step.live
         self.activations += step.held
         self.states[microbatch] = step.after
 
-    def _observe(self, at: Action | str, above: int, activations: int, transient: int) -> None:
+    def _observe(
+        self,
+        at: Action | str,
+        above: int,
+        activations: int,
+        transient: int,
+        again: int = 0,
+        operator: str = "",
+    ) -> None:
         """Note a moment with `above` more bytes than are listed, where that is more than ever before."""
         total = self.live + above + self.fixed
         if total > self.peak.total:
             states, flat = tuple(self.states), dict(self.flat.categories) if self.flat is not None else {}
-            self.peak = _Peak(total, at, self.activations + activations, transient, states, flat)
+            held = self.activations + activations
+            self.peak = _Peak(total, at, held, transient, states, flat, again, operator)
 
     def _described(self, after: tuple[int, ...]) -> RankMemory:
         peak = self.peak
@@ -154,7 +166,8 @@ class _Replay:
             **peak.flat,
             "inputs": self.inputs,
             "activations": peak.activations,
-            "transient": peak.transient,
+            "recomputed": peak.again,
+            "transient": peak.transient - peak.again,
             "boundary": peak.total - self.resident.total - listed,
         }
         alive = tuple(
@@ -162,7 +175,7 @@ class _Replay:
             for microbatch, state in enumerate(peak.states)
             for stage, num_bytes in self.flight.saved_bytes(state).items()
         )
-        return RankMemory(self.rank, peak.total, str(peak.at), categories, after, alive)
+        return RankMemory(self.rank, peak.total, str(peak.at), categories, after, alive, peak.operator)
 
 
 def _loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> int:

@@ -40,7 +40,11 @@ class StageMemory:
         return self._of(self.stage.rebuild)
 
     def _of(self, function: Function) -> FunctionMemory:
-        return function_memory(function, self.stage.resident, self.stage.value)
+        again = frozenset(node.id for node in (*self.stage.rebuild.nodes, *self.stage.remade.nodes))
+        is_again = function is not self.stage.forward
+        return function_memory(
+            function, self.stage.resident, self.stage.value, again if is_again else frozenset()
+        )
 
     @cached_property
     def saved_bytes(self) -> int:

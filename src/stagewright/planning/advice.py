@@ -17,7 +17,7 @@ from stagewright.units import format_bytes
 _REGIONS = (
     ". What is recomputed is what the model's own code checkpoints: --recompute auto may make more room"
 )
-_PER_MICROBATCH = ("activations", "transient", "boundary", "inputs")
+_PER_MICROBATCH = ("activations", "recomputed", "transient", "boundary", "inputs")
 """Categories that grow with samples and tokens; the others belong to the weights."""
 
 

@@ -63,6 +63,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
                 categories=memory.categories,
                 host_bytes=line.resident(memory.rank).host_bytes,
                 peak_at=memory.at,
+                peak_operator=memory.operator,
                 saved=_saved(memory),
             )
             for memory in memories

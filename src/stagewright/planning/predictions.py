@@ -37,6 +37,8 @@ class RankPrediction(StrictModel):
     """Optimizer state on the host."""
     peak_at: str = ""
     """Text of the action during which the peak is reached."""
+    peak_operator: str = ""
+    """Name of the operator that runs then; empty where none does."""
     saved: tuple[SavedPrediction, ...] = ()
     """Activations saved in front of that action."""
 

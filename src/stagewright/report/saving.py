@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 from rich.table import Table
 
 from stagewright.planning.candidate import in_flight
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.predictions import StagePrediction
+from stagewright.planning.predictions import RankPrediction, StagePrediction
 from stagewright.report.tables import byte_unit, figure, table
 from stagewright.units import format_bytes, format_seconds
 
@@ -19,15 +20,19 @@ _NAMED = 3
 
 
 def saving_tables(plan: Plan) -> list[Table]:
-    """One table with what every stage keeps, recomputes and offloads; none if all stages keep everything."""
+    """What every stage keeps, recomputes and offloads, and what the peak of every rank is made of; none if all stages keep
+    everything."""
     if all(policy in ("keep", StagePolicy()) for policy in plan.memory_policy):
         return []
+    return [_stages_table(plan), _peaks_table(plan)]
+
+
+def _stages_table(plan: Plan) -> Table:
     stages = plan.predictions.stages
     unit, size = byte_unit(stage.saved_bytes + stage.recomputed_bytes for stage in stages)
     counts = in_flight(stage_program(plan))
     rows = [
         (
-            index,
             _reason(plan, index, stage, counts[index]),
             figure(stage.saved_bytes - stage.offloaded_bytes, size),
             figure(stage.recomputed_bytes, size),
@@ -36,20 +41,55 @@ def saving_tables(plan: Plan) -> list[Table]:
         )
         for index, stage in enumerate(stages)
     ]
-    headings = ("stage", "what and why", "kept", "recom-\nputed", "off-\nloaded", "takes")
-    return [table(f"What is saved for the backward, per microbatch, in {unit}", headings, rows, text=2)]
+    headings = ("stages", "what and why", "kept", "recom-\nputed", "off-\nloaded", "takes")
+    title = f"What is saved for the backward, per microbatch, in {unit}"
+    return table(title, headings, _grouped(rows), text=2)
+
+
+def _grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Numbered rows; neighbours that are equal are one."""
+    found: list[tuple[str, ...]] = []
+    start = 0
+    for row, group in groupby(rows):
+        stop = start + len(list(group))
+        found.append((str(start) if stop == start + 1 else f"{start}-{stop - 1}", *row))
+        start = stop
+    return found
+
+
+def _peaks_table(plan: Plan) -> Table:
+    """The moment of every rank's peak, and what is alive then."""
+    ranks = plan.predictions.ranks
+    unit, size = byte_unit(rank.allocated_peak_bytes for rank in ranks)
+    rows = []
+    for rank in ranks:
+        parts = [rank.categories.get(name, 0) for name in ("activations", "recomputed", "transient")]
+        rest = rank.allocated_peak_bytes - sum(parts)
+        rows.append((_place(rank), *(figure(part, size) for part in (rest, *parts))))
+    headings = ("rank", "when", "state,\nbuffers", "saved", "recom-\nputed", "results")
+    return table(f"What the peak of every rank is made of, in {unit}", headings, _grouped(rows), text=2)
+
+
+def _place(rank: RankPrediction) -> str:
+    if not rank.peak_operator:
+        return rank.peak_at
+    return f"{rank.peak_at}, {rank.peak_operator.rpartition(':')[0] or rank.peak_operator}"
 
 
 def _reason(plan: Plan, index: int, stage: StagePrediction, count: int) -> str:
     policy = plan.memory_policy[index]
     freed = stage.recomputed_bytes + stage.offloaded_bytes
     if not freed:
-        return "all: it fits" if count > 1 else "all: only one microbatch is in flight"
+        return "all is kept: it fits"
+    if policy == "layers":
+        return "what enters each layer is kept"
     names = (*policy.recompute, *policy.offload) if isinstance(policy, StagePolicy) else ()
     what = f": {_modules(names)}" if names else ""
-    if count == 1:
-        return f"one microbatch is in flight, and needs them one after the other{what}"
-    return f"{count} microbatches in flight would take {format_bytes((count - 1) * freed)} more{what}"
+    return f"{format_bytes(count * freed)} more for {_microbatches(count)} in flight if all were kept{what}"
+
+
+def _microbatches(count: int) -> str:
+    return "1 microbatch" if count == 1 else f"{count} microbatches"
 
 
 def _modules(operators: Iterable[str]) -> str:
