@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.planning.saving.chain import Chain
 
@@ -174,44 +177,84 @@ class PieceNetwork:
             return tuple(
                 sorted(self._closure(wanted, frozenset(r for r in range(len(self.maker)) if self.kept[r])))
             )
-        from scipy.sparse import csr_array
-        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+        return self._network.cut(price)
 
-        source, sink, first_root = 0, 1, 2
+    @cached_property
+    def _network(self) -> _Network:
+        source, first_root = 0, 2
         first_op = first_root + len(self.maker)
         first_outside = first_op + len(self.seconds)
-        size = first_outside + len(self.outside_bytes)
-        scale = _SCALE / max(sum(self.seconds), 1e-12)
-        edges: dict[tuple[int, int], int] = {}
-
-        def worth(num_bytes: int) -> int:
-            return min(round(price * num_bytes * scale), _INFINITE // 4)
-
+        network = _Network(
+            first_op, first_outside, first_outside + len(self.outside_bytes), sum(self.seconds)
+        )
         for root, maker in enumerate(self.maker):
             if self.kept[root]:
                 continue
             if self.needed[root]:
-                edges[source, first_root + root] = _INFINITE
-            edges[first_root + root, first_op + maker] = worth(self.bytes[root])
+                network.edge(source, first_root + root)
+            network.edge(first_root + root, first_op + maker, num_bytes=self.bytes[root])
         for number, seconds in enumerate(self.seconds):
-            edges[first_op + number, sink] = round(seconds * scale)
+            network.edge(first_op + number, _SINK, seconds=seconds)
             for root in self.uses[number]:
                 if not self.kept[root]:
-                    edges[first_op + number, first_root + root] = _INFINITE
+                    network.edge(first_op + number, first_root + root)
             for root in self.takes[number]:
-                edges[first_op + number, first_outside + root] = _INFINITE
+                network.edge(first_op + number, first_outside + root)
         for root, num_bytes in enumerate(self.outside_bytes):
-            edges[first_outside + root, sink] = worth(num_bytes)
-        if not any(a == source for a, _ in edges):
+            network.edge(first_outside + root, _SINK, num_bytes=num_bytes)
+        return network
+
+
+_SINK = 1
+
+
+class _Network:
+    """Edges of a piece's flow network: of seconds, of bytes that have a price, or that cannot be cut."""
+
+    def __init__(self, first_op: int, after_ops: int, size: int, seconds: float) -> None:
+        self.first_op = first_op
+        self.after_ops = after_ops
+        self.size = size
+        self.scale = _SCALE / max(seconds, 1e-12)
+        self.ends: dict[tuple[int, int], tuple[float, float]] = {}
+
+    def edge(
+        self, start: int, stop: int, seconds: float | None = None, num_bytes: float | None = None
+    ) -> None:
+        fixed = 0.0 if seconds is None else seconds * self.scale
+        self.ends[start, stop] = (
+            (_INFINITE, 0.0) if seconds is None and num_bytes is None else (fixed, num_bytes or 0.0)
+        )
+
+    @cached_property
+    def _sorted(self) -> tuple[Any, NDArray[np.float64], NDArray[np.float64]]:
+        """The edges as a sparse matrix, and what of its entries is fixed and what has a price."""
+        from scipy.sparse import csr_array
+
+        rows, columns = np.array(list(self.ends), np.int32).T
+        numbers = np.arange(1, len(self.ends) + 1, dtype=np.int32)
+        matrix = csr_array((numbers, (rows, columns)), shape=(self.size, self.size))
+        matrix.sort_indices()
+        order = np.asarray(matrix.data, np.int64) - 1
+        weights = np.array(list(self.ends.values()))[order]
+        return matrix, weights[:, 0], weights[:, 1]
+
+    def cut(self, price: float) -> tuple[int, ...]:
+        """The operators on the source's side of the cheapest cut where a byte is worth `price` seconds."""
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+        if not any(start == 0 for start, _ in self.ends):
             return ()
-        rows, columns = np.array(list(edges), np.int32).T
-        capacity = csr_array((np.array(list(edges.values()), np.int32), (rows, columns)), shape=(size, size))
-        residual = capacity - maximum_flow(capacity, source, sink).flow
+        matrix, fixed, priced = self._sorted
+        worth = np.minimum(np.rint(price * self.scale * priced), _INFINITE // 4)
+        capacity = matrix.copy()
+        capacity.data = np.rint(np.minimum(fixed + worth, _INFINITE)).astype(np.int32)
+        residual = capacity - maximum_flow(capacity, 0, _SINK).flow
         residual.data = np.maximum(residual.data, 0)
         residual.eliminate_zeros()
-        reached = breadth_first_order(residual, source, return_predecessors=False)
-        wanted = {int(place) - first_op for place in reached if first_op <= place < first_outside}
-        return tuple(sorted(wanted))
+        reached = breadth_first_order(residual, 0, return_predecessors=False)
+        places = np.sort(np.asarray(reached, np.int64)) - self.first_op
+        return tuple(place for place in places.tolist() if 0 <= place < self.after_ops - self.first_op)
 
 
 def _is_above(left: Point, middle: Point, right: Point) -> bool:

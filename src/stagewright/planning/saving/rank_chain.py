@@ -15,7 +15,7 @@ from stagewright.planning.saving.pieces import PieceNetwork, Point
 
 Floats = NDArray[np.float64]
 
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Stretches between neighbouring boundaries that a piece may consist of; beside these, a whole stage."""
 
 _THOROUGH = 2
@@ -27,7 +27,7 @@ _MOST_LABELS = 96
 _HALVINGS = 7
 """Limits tried for the lowest peak."""
 
-_RESERVES = 6
+_RESERVES = 4
 """How much of the limit may be left for what is recomputed and for the backward's results is tried in so many steps."""
 
 
@@ -66,6 +66,7 @@ class RankChain:
     points: dict[tuple[object, ...], tuple[Point, ...]]
     """Of pieces that were looked at, by signature; may be shared by ranks."""
     _pieces: dict[tuple[int, int, int], tuple[Point, ...]] = field(default_factory=dict)
+    _known_columns: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
     @property
     def most_bytes(self) -> float:
@@ -153,18 +154,14 @@ class RankChain:
             if not len(labels.kept):
                 continue
             transient = chain.transient(chain.boundaries[start], chain.boundaries[stop])
-            for number, point in enumerate(self._points(index, start, stop)):
-                now = labels.kept + weight * point.kept_bytes
-                in_use = now / weight if alone else 0.0
-                fits = (in_use + point.work_bytes + transient <= headroom) & (now <= kept_limit)
-                rows = np.flatnonzero(fits)
-                if len(rows):
-                    kept.append(now[rows])
-                    seconds.append(labels.seconds[rows] + point.seconds)
-                    came = np.empty((len(rows), 3), np.int64)
-                    came[:, 0], came[:, 1], came[:, 2] = start, rows, number
-                    before.append(came)
-        if not kept:
+            points = self._columns(index, start, stop)
+            now = labels.kept[:, None] + weight * points[1]
+            in_use = now / weight if alone else 0.0
+            rows, numbers = np.nonzero((in_use + points[2] + transient <= headroom) & (now <= kept_limit))
+            kept.append(now[rows, numbers])
+            seconds.append(labels.seconds[rows] + points[0, numbers])
+            before.append(np.stack([np.full(len(rows), start), rows, numbers], axis=1))
+        if not any(map(len, kept)):
             return _Labels(np.zeros(0), np.zeros(0), np.zeros((0, 3), np.int64))
         return _thinned(np.concatenate(kept), np.concatenate(seconds), np.concatenate(before))
 
@@ -179,6 +176,15 @@ class RankChain:
                 self.points[signature] = network.points(stop - start <= _THOROUGH)
             self._pieces[key] = self.points[signature]
         return self._pieces[key]
+
+    def _columns(self, index: int, start: int, stop: int) -> Floats:
+        """Seconds, kept bytes and work of the points of a piece, one row each."""
+        key = index, start, stop
+        if key not in self._known_columns:
+            points = self._points(index, start, stop)
+            rows = [(point.seconds, point.kept_bytes, point.work_bytes) for point in points]
+            self._known_columns[key] = np.array(rows).T
+        return self._known_columns[key]
 
     def _traced(self, tables: list[list[_Labels]], label: int) -> Found:
         """The way that ends in `label` of the last boundary."""
