@@ -206,7 +206,7 @@ def test_stages_save_less_where_nothing_else_fits() -> None:
     (full,) = plan(model, cluster, job(), recompute="full", **fixed).plans
     peaks = [max(rank.reserved_peak_bytes for rank in one.predictions.ranks) for one in (kept, full)]
     assert peaks[1] < peaks[0] and full.predictions.step_seconds > kept.predictions.step_seconds
-    assert kept.memory_policy == ("keep", "keep") and full.memory_policy == ("recompute", "recompute")
+    assert kept.memory_policy == ("keep", "keep") and full.memory_policy == ("layers", "layers")
     (found,) = plan(model, cluster, job(memory_limit=peaks[0] - 1), **fixed).plans
     assert any("OFFLOAD" in text for text in found.program[0]), "whose transfers hide"
     (recomputed,) = plan(model, cluster, job(memory_limit=peaks[0] - 1), offload=False, **fixed).plans
