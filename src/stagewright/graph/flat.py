@@ -48,6 +48,10 @@ class Flat:
     num_elements: int
     num_copies: int = 1
 
+    def __hash__(self) -> int:
+        """Of what tells the buffers of a model apart: a batch asks by the million, and entries are long."""
+        return hash((self.stages, self.dtype, self.is_trained, self.num_elements))
+
     @property
     def summed_elements(self) -> int:
         """What one replica has of the gradients, once those it shares them out with have summed them."""

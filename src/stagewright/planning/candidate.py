@@ -248,45 +248,48 @@ def within_memory(start: Candidate, body: BodyCosts) -> Candidate:
 
 def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
     """`choice` with the given partition."""
-    return of_line(choice, cuts, with_program(body, choice, cuts, make_program(choice), cluster, job))
+    program = make_program(choice)
+    if choice.level >= GRADIENTS:
+        return _best_in_units(body, choice, cuts, program, cluster, job)
+    return of_line(choice, cuts, with_program(body, choice, cuts, program, cluster, job))
 
 
 def with_program(
     body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
-    """The given partition under the given computations, and what the replicas of `choice` share out, in the units that it
-    names; else in those that are fastest of the ones within memory, or that take least where none are."""
-    if choice.level < GRADIENTS:
-        return _in_units(body, choice, cuts, (1,) * program.num_stages, program, cluster, job)
-    ways = [
-        _in_units(body, choice, cuts, numbers, program, cluster, job)
-        for numbers in numbers_to_try(body, cuts, choice.shard_units)
-    ]
-    return ways[0] if len(ways) == 1 else min(ways, key=_lack_and_seconds)
+    """The given partition under the given computations, and what the replicas of `choice` share out."""
+    if choice.level >= GRADIENTS:
+        return _best_in_units(body, choice, cuts, program, cluster, job).line
+    return _carved(body, choice, cuts, program, cluster, job)
 
 
-def _in_units(
-    body: BodyCosts,
-    choice: Choice,
-    cuts: Sequence[int],
-    numbers: Sequence[int],
-    program: Program,
-    cluster: Cluster,
-    job: Job,
+def _carved(
+    body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
-    inside = unit_cuts(body, cuts, numbers)
-    every = sorted([*cuts, *(cut for own in inside for cut in own)])
-    program = subdivided(program, [len(own) + 1 for own in inside])
     if choice.as_model:
-        return _as_chosen(as_model_says(body, every, program, cluster, job, choice.dp), choice)
-    return _as_chosen(
-        pipeline(body, every, program, cluster, job, choice.dp, policies(program, body.graph)), choice
-    )
+        return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.dp), choice)
+    chosen = policies(program, body.graph)
+    return _as_chosen(pipeline(body, cuts, program, cluster, job, choice.dp, chosen), choice)
 
 
-def _lack_and_seconds(line: Pipeline) -> tuple[int, float]:
-    """What decides between divisions of the same stages: memory that is lacking, then time."""
-    return max(line.missing_bytes(rank_memories(line)), 0), step_seconds(line, run_timeline(line))
+def _best_in_units(
+    body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
+) -> Candidate:
+    """The given partition in the sharding units that `choice` names, or in those that are fastest within memory; in the
+    smallest, which take least, where these do not fit."""
+    found: list[Candidate] = []
+    for numbers in numbers_to_try(body, cuts, choice.shard_units):
+        inside = unit_cuts(body, cuts, numbers)
+        every = sorted([*cuts, *(cut for own in inside for cut in own)])
+        divided = subdivided(program, [len(own) + 1 for own in inside])
+        line = _carved(body, choice, every, divided, cluster, job)
+        found.append(of_line(choice, cuts, line))
+        if found[0].excess_bytes > 0:
+            return found[0]
+    fitting = [one for one in found if one.excess_bytes <= 0]
+    if len(fitting) == 1:
+        return fitting[0]
+    return min(fitting, key=lambda one: step_seconds(one.line, run_timeline(one.line)))
 
 
 def under_program(line: Pipeline, choice: Choice, cuts: Sequence[int], program: Program) -> Pipeline:

@@ -46,15 +46,16 @@ def sharded_program(program: Program, stages: Sequence[Stage], levels: Sequence[
     return insert_reductions(program, None, rest) if rest else program
 
 
-def sharded_like(program: Program, other: Program) -> Program:
-    """`other`, of one stage per rank, with the sharding actions that `program` has for the same stages."""
+def sharded_like(program: Program, num_buffers: int | None, other: Program) -> Program:
+    """`other`, without split backwards, with sharding actions for the stages that have some in `program`, and room for the
+    whole gradients of `num_buffers` stages."""
     stages = {
         kind: {action.stage for action in program if action.kind is kind}
         for kind in (Kind.GATHER, Kind.REDUCE)
     }
     if stages[Kind.GATHER]:
         other = insert_gathers(other, NUM_BUFFERS, stages[Kind.GATHER])
-    return insert_reductions(other, None, stages[Kind.REDUCE]) if stages[Kind.REDUCE] else other
+    return insert_reductions(other, num_buffers, stages[Kind.REDUCE]) if stages[Kind.REDUCE] else other
 
 
 def without_sharding(program: Program) -> Program:

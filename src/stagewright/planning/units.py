@@ -39,17 +39,17 @@ def check_shard_units(zero: int | None, shard_units: int | None) -> None:
 
 
 def numbers_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> list[tuple[int, ...]]:
-    """Numbers of units of every stage between `cuts`: those `asked` for; or whole stages, two units, and units
-    of about four layers and of one."""
+    """Numbers of units of every stage between `cuts`: those `asked` for; or units of about a layer, then of about four, two
+    units, and whole stages."""
     if asked is not None:
         return [(asked,) * (len(cuts) + 1)]
     layers = [_num_layers(body, start, stop) for start, stop in pairwise((0, *cuts, body.size))]
     few, apart = _TRIED_PARTS
     ways = [
-        tuple(1 for _ in layers),
-        tuple(min(few, count) for count in layers),
-        tuple(min(count, max(few, -(-count // apart))) for count in layers),
         tuple(layers),
+        tuple(min(count, max(few, -(-count // apart))) for count in layers),
+        tuple(min(few, count) for count in layers),
+        tuple(1 for _ in layers),
     ]
     return list(dict.fromkeys(ways))
 
