@@ -2,7 +2,8 @@
 
 MPT models of llm-foundry, as GPT-2 with the same widths: bf16, learned positions, fused attention, no dropout. What their
 runs reserved was not published; that they ran is known, so a prediction above the device's memory is too high.
-Ignores: that MPT has no biases, and that llm-foundry's loss takes its gradient in place of the logits.
+Ignores: that MPT has no biases, and that llm-foundry's fused loss makes a gradient in bf16 from bf16 logits, where three
+copies of the logits in float32 are counted here; with the former every run is predicted to fit.
 """
 
 from __future__ import annotations

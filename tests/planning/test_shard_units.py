@@ -9,13 +9,17 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
+from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.planning.candidate import Choice, make_candidate, with_cuts, within_memory
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.predict import rank_memories
 from stagewright.planning.search import plan
+from stagewright.planning.shortening import shortened
+from stagewright.schedule import insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -83,6 +87,19 @@ def test_less_memory_makes_smaller_units() -> None:
     assert len(found.line.stages) > 2
     again = within_memory(ways[0].for_job(limited), body)
     assert again.excess_bytes > 0, "a number that was asked for stays"
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_long_batch_in_units_is_replayed_in_few_microbatches(zero: int, recompute: bool) -> None:
+    body = body_costs(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
+    choice = Choice(2, 2, 1, 16, "1f1b", recompute, zero, shard_units=3)
+    line = make_candidate(body, choice, CLUSTER, job()).line
+    assert shortened(line.program).num_microbatches < 16
+    whole = insert_communication(line.program, stage_edges(line.stages))
+    for memory in rank_memories(line):
+        replayed = replay_rank(line.memories, whole, memory.rank, line.resident(memory.rank))
+        assert memory.peak_bytes == replayed.peak_bytes
 
 
 @pytest.mark.parametrize("zero", [2, 3])
