@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stagewright.estimation.liveness import FREED, function_memory
 from stagewright.execution.random import keyed
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.transport import _pack, _unpack
@@ -21,7 +22,7 @@ from stagewright.graph import OperatorGraph, Origin
 from stagewright.graph.carving import carve
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.policy import Policy
-from stagewright.graph.stage import Stage, Transfer
+from stagewright.graph.stage import Function, Stage, Transfer
 from stagewright.graph.verify_stages import verify_stages
 from stagewright.tracing.arguments import from_contents
 
@@ -116,7 +117,8 @@ class Meter(TorchDispatchMode):
 class Pipeline:
     """The stages of one cutting, run by hand; every transfer is a copy in the layout the receiver expects.
 
-    After each action the bytes alive on behalf of a microbatch are compared with what the graph says.
+    After each action the bytes alive on behalf of a microbatch are compared with what the graph says; where it
+    `is_watched`, with what is predicted after every statement.
     """
 
     def __init__(
@@ -126,14 +128,28 @@ class Pipeline:
         cuts: Sequence[int],
         num_microbatches: int,
         policies: Sequence[Policy] = (),
+        is_watched: bool = False,
+        is_compiled: bool = False,
     ) -> None:
         self.graph = graph
         self.stages = carve(graph, cuts, policies)
         verify_stages(self.stages)
         tensors = {**_named(model.named_parameters), **_named(model.named_buffers), **_constants(graph)}
         device, scale = torch.device("cpu"), 1.0 / num_microbatches
+        self.is_watched = is_watched
+        self.present: object = None
+        self.statements: list[int] = []
+        mark = self._mark if is_watched else None
         self.runners = [
-            StageRunner(stage, Weights([stage], _copies(tensors), device), device, scale, SEED)
+            StageRunner(
+                stage,
+                Weights([stage], _copies(tensors), device),
+                device,
+                scale,
+                SEED,
+                is_compiled=is_compiled,
+                mark=mark,
+            )
             for stage in self.stages
         ]
         self.meter = Meter()
@@ -158,34 +174,37 @@ class Pipeline:
                 inputs = {
                     stage.value(value).name: batch[stage.value(value).name].clone() for value in stage.inputs
                 }
-                sent = runner.forward(microbatch, arrived, inputs)
+                given = {value: inputs[stage.value(value).name] for value in stage.inputs} | arrived
+                with self._watched(stage, microbatch, stage.forward, given, stage.inputs):
+                    del given
+                    sent = runner.forward(microbatch, arrived, inputs)
             if stage.computes_loss:
                 self.losses.append(sent.pop(self.graph.loss).item())
             travelling += _sent(stage, stage.sends, sent)
             del inputs, sent
             self._check(stage, microbatch, "F", stage.held_bytes(stage.saved))
-            if stage.offloaded:
-                with self.meter.scope((stage.index, microbatch)):
-                    runner.offload(microbatch)
-                away = set(stage.offloaded)
-                kept = stage.held_bytes(value for value in stage.saved if value not in away)
-                self._check(stage, microbatch, "OFFLOAD", kept)
 
     def backward(self, microbatch: int, split: bool) -> None:
         travelling: list[Parcel] = []
         for stage, runner in reversed(list(zip(self.stages, self.runners, strict=True))):
             with self.meter.scope((stage.index, microbatch)):
                 arrived = _received(stage, travelling)
-                if stage.offloaded:
-                    runner.fetch(microbatch)
                 if stage.rebuild.nodes:
-                    runner.recompute(microbatch)
-                sent = (runner.input_grad if split else runner.backward)(microbatch, arrived)
+                    with self._watched(stage, microbatch, stage.rebuild, arrived, stage.backward.inputs):
+                        runner.recompute(microbatch)
+                function, run = (
+                    (stage.input_grad, runner.input_grad) if split else (stage.backward, runner.backward)
+                )
+                with self._watched(stage, microbatch, function, arrived, stage.relayed if split else ()):
+                    sent = run(microbatch, arrived)
             travelling += _sent(stage, stage.grad_sends, sent)
             del sent
             if split:
                 self._check(stage, microbatch, "I", stage.held_bytes(stage.relayed))
-                with self.meter.scope((stage.index, microbatch)):
+                with (
+                    self.meter.scope((stage.index, microbatch)),
+                    self._watched(stage, microbatch, stage.weight_grad, {}),
+                ):
                     runner.weight_grad(microbatch)
             self._check(stage, microbatch, "the backward", 0)
 
@@ -206,12 +225,63 @@ class Pipeline:
                     buffers[name] = runner.resident[value]
         return Outcome(self.losses, gradients, buffers, frozenset(shared))
 
+    def _mark(self) -> None:
+        if self.present is not None:
+            self.statements.append(self.meter.alive(self.present))
+
+    @contextmanager
+    def _watched(
+        self,
+        stage: Stage,
+        microbatch: int,
+        function: Function,
+        arrived: Tensors,
+        elsewhere: Iterable[int] = (),
+    ) -> Iterator[None]:
+        """Compares what is alive after every statement of `function`; of what is held or `arrived` the values `elsewhere`
+        stay after it, and so does what it is not given."""
+        given = arrived | self.runners[stage.index].held.get(microbatch, {})
+        storages = {value: tensor.untyped_storage()._cdata for value, tensor in given.items()}
+        del given, arrived
+        self.present, self.statements = (stage.index, microbatch), []
+        yield
+        self.present = None
+        if not self.is_watched:
+            return
+        staying = {value for value in storages if value in elsewhere or value not in function.inputs}
+        expected = predicted(stage, function, storages, staying)
+        assert self.statements == expected, (
+            f"stage {stage.index} has {self.statements} bytes alive after the statements of a function of "
+            f"{[node.op for node in function.nodes]}; predicted are {expected}"
+        )
+
     def _check(self, stage: Stage, microbatch: int, action: str, expected: int) -> None:
         alive = self.meter.alive((stage.index, microbatch))
         assert alive == expected, (
             f"after {action} stage {stage.index} holds {alive} bytes of microbatch {microbatch}; "
             f"the graph says {expected}"
         )
+
+
+def predicted(stage: Stage, function: Function, storages: dict[int, int], staying: set[int]) -> list[int]:
+    """Bytes alive in front of `function` and after each of its statements, on values that lie in these storages; those that
+    are `staying` outlive it."""
+    memory = function_memory(function, stage.resident, stage.value)
+    count = len(function.nodes)
+    last: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for value, storage in storages.items():
+        end = count if value in staying else memory.last[value]
+        last[storage] = max(last.get(storage, -1), end)
+        sizes[storage] = stage.held_bytes([value])
+    alive = [sum(sizes[root] for root, end in last.items() if end > place) for place in range(-1, count)]
+    made: dict[int, int] = {}
+    for statement, storage, num_bytes in memory.events:
+        change = -made[storage] if num_bytes == FREED else num_bytes
+        made[storage] = num_bytes
+        for place in range(statement + 1, count + 1):
+            alive[place] += change
+    return alive
 
 
 def assert_equal(plain: Outcome, pipelined: Outcome, tolerance: float = 1e-12) -> None:

@@ -20,7 +20,7 @@ from stagewright.planning.predict import run_timeline
 from stagewright.report.pictures.plan_memory import plan_curves
 from stagewright.schedule import Kind
 from stagewright.schedule.action import COMPUTE
-from stagewright.schedule.saving import insert_offloading
+from stagewright.schedule.saving import insert_recomputation
 
 WORDS = (
     "plan", "tiny-llama", "--set", "num_hidden_layers=2", "--global-batch", "8", "--sequence-length", "32",
@@ -45,7 +45,7 @@ def offloading(plan: Plan) -> Plan:
     """`plan`, with half of what the stages save on the host in the meantime."""
     graph = graph_of(plan)
     stages = carve(graph, stage_cuts(plan, graph))
-    program = insert_offloading(stage_program(plan), range(len(stages)))
+    program = insert_recomputation(stage_program(plan), range(len(stages)))
     policies = tuple(StagePolicy(offload=_saved_names(stage)[::2]) for stage in stages)
     return plan.model_copy(update={"program": tuple(map(_texts, program.ranks)), "memory_policy": policies})
 
@@ -86,4 +86,4 @@ def test_a_plan_that_offloads_is_drawn(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan = offloading(planned(path, "--cluster", "2x-rtx3090", "--dp", "1"))
     plan.save(path)
-    check_drawn(path, plan, Kind.OFFLOAD)
+    check_drawn(path, plan, Kind.R)

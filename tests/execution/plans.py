@@ -21,7 +21,7 @@ from stagewright.planning.plan import (
 from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.sharding import sharded_program
 from stagewright.schedule.families import build as build_schedule
-from stagewright.schedule.saving import insert_offloading, insert_recomputation
+from stagewright.schedule.saving import insert_recomputation
 from stagewright.schedule.subdivide import subdivided
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
@@ -88,9 +88,7 @@ def make_plan(
     cuts = [len(graph.body) * stage // stages for stage in range(1, stages)]
     carved = carve(graph, cuts)
     policies = [_policy(stage, policy) for stage in carved]
-    if policy == "offload":
-        program = insert_offloading(program, range(stages))
-    elif policy != "keep":
+    if policy != "keep":
         program = insert_recomputation(program, range(stages))
     levels = (sharding,) * stages if isinstance(sharding, int) else tuple(sharding or (0,) * stages)
     if sharding is not None:

@@ -34,14 +34,14 @@ def place(
     from stagewright.graph.policy import RECOMPUTE_ALL, Policy
     from stagewright.schedule.families import build as build_schedule
     from stagewright.schedule.lower import insert_communication
-    from stagewright.schedule.saving import insert_offloading, insert_recomputation
+    from stagewright.schedule.saving import insert_recomputation
 
     family, _, policy = schedule.partition("+")
     program = build_schedule(family, num_ranks, num_microbatches, num_chunks)
     cuts = even_cuts(graph, program.num_stages)
     stages = carve(graph, cuts)
     if policy == "o":
-        program = insert_offloading(program, range(len(stages)))
+        program = insert_recomputation(program, range(len(stages)))
         stages = carve(graph, cuts, [Policy(offload=frozenset(stage.saved)) for stage in stages])
     elif policy:
         program = insert_recomputation(program, range(len(stages)))

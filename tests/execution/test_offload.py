@@ -12,7 +12,7 @@ from stagewright.execution.launch import run
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.plan import StagePolicy, load_plan
 from stagewright.planning.predict import rank_memories
-from stagewright.schedule.saving import insert_offloading
+from stagewright.schedule.saving import insert_recomputation
 
 
 @pytest.mark.multiprocess
@@ -24,7 +24,7 @@ def test_an_offloading_plan_uses_the_memory_that_was_predicted(tmp_path: Path) -
         line.stages[0].graph.nodes[node].name
         for node in line.stages[0].graph.body[line.stages[0].start : line.stages[0].stop]
     )
-    program = insert_offloading(line.program, [0])
+    program = insert_recomputation(line.program, [0])
     plan = kept.model_copy(
         update={
             "memory_policy": (StagePolicy(offload=names), "keep"),

@@ -16,7 +16,6 @@ from stagewright.schedule import (
     build,
     insert_communication,
     insert_gathers,
-    insert_offloading,
     insert_recomputation,
     insert_reductions,
 )
@@ -45,8 +44,8 @@ def sharded() -> Timeline:
 
 
 def saving() -> Timeline:
-    program = insert_recomputation(insert_offloading(build("1f1b", 4, 6), [0]), [1, 2])
-    costs = StageCosts.uniform(4, 1e-3, 1.3e-3, 0.7e-3, offload_s=3e-4, fetch_s=4e-4, saved_bytes=2.0)
+    program = insert_recomputation(build("1f1b", 4, 6), [1, 2])
+    costs = StageCosts.uniform(4, 1e-3, 1.3e-3, 0.7e-3, saved_bytes=2.0)
     return simulate(insert_communication(program), costs, 1e-4)
 
 

@@ -1,5 +1,3 @@
-from time import process_time
-
 import pytest
 
 from stagewright.errors import ScheduleError
@@ -10,7 +8,6 @@ from stagewright.schedule import (
     build,
     insert_communication,
     insert_gathers,
-    insert_offloading,
     insert_recomputation,
     insert_reductions,
     verify,
@@ -79,25 +76,7 @@ def test_recomputation_goes_before_every_backward():
         verify(without)
 
 
-def test_offloaded_values_come_back_before_they_are_used():
-    program = verify(insert_communication(insert_offloading(build("1f1b", 4, 8), range(4))))
-    assert count(program, Kind.OFFLOAD) == count(program, Kind.FETCH) > 0
-    assert not any(action.kind is Kind.OFFLOAD for action in program.actions(3))
-    fetch = Action.parse("0FETCH0")
-    missing = program.with_ranks([a for a in actions if a != fetch] for actions in program.ranks)
-    with pytest.raises(ScheduleError, match="saved values of stage 0 of microbatch 0"):
-        verify(missing)
-
-
-def test_recomputed_stages_have_nothing_to_offload():
-    with pytest.raises(ScheduleError, match="choose one of the two"):
-        insert_offloading(insert_recomputation(build("1f1b", 2, 4), [0]), [0])
-
-
-def test_offloading_takes_no_longer_per_microbatch_in_a_long_batch():
-    """0.1 s for 8,192 microbatches; 5 s when the place of each FETCH was sought from the first action on."""
-    program = build("gpipe", 1, 8192)
-    began = process_time()
-    found = insert_offloading(program, [0])
-    assert process_time() - began < 2.5
-    assert count(found, Kind.FETCH) == 8192
+def test_programs_of_earlier_versions_that_offload_are_refused():
+    for text in ("0OFFLOAD0", "12FETCH3"):
+        with pytest.raises(ScheduleError, match=f"'{text}': .* no OFFLOAD and FETCH any more; plan again"):
+            Action.parse(text)

@@ -14,7 +14,6 @@ from stagewright.schedule import (
     build,
     insert_communication,
     insert_gathers,
-    insert_offloading,
     insert_recomputation,
     insert_reductions,
     subdivided,
@@ -76,14 +75,6 @@ def test_pairs_overlap_part_by_part() -> None:
     )
     found = subdivided(paired, [3, 2]).lines()[0].split()
     assert found[5:8] == ["0F1&4B0", "1F1&3B0", "2F1"]
-
-
-def test_offloaded_parts_come_back_last_first() -> None:
-    program = insert_offloading(build("gpipe", 1, 3), [0])
-    found = subdivided(program, [2])
-    verify(insert_communication(found))
-    fetched = [action.stage for action in found if action.kind is Kind.FETCH]
-    assert fetched == [1, 0] * 3
 
 
 def test_stages_of_one_rank_send_each_other_nothing() -> None:

@@ -1,11 +1,10 @@
-"""What recomputation, offloading and sharding cost and save."""
+"""What recomputation and sharding cost and save."""
 
 import numpy as np
 
 from stagewright.schedule import (
     build,
     insert_gathers,
-    insert_offloading,
     insert_recomputation,
     insert_reductions,
 )
@@ -21,19 +20,6 @@ def test_recomputation_trades_time_for_memory():
     assert plain.peak_bytes.tolist() == [40, 30, 20, 10]
     # one microbatch is whole while its backward runs, the others are checkpoints
     assert saving.peak_bytes.tolist() == [13, 12, 11, 10]
-
-
-def test_offloading_frees_memory_beside_the_computations():
-    costs = StageCosts.uniform(1, saved_bytes=10, offload_s=0.5, fetch_s=0.5)
-    plain = simulate(build("gpipe", 1, 6), costs)
-    moved = simulate(insert_offloading(build("gpipe", 1, 6), [0]), costs)
-    assert moved.makespan_s == plain.makespan_s == 18
-    assert plain.peak_bytes.tolist() == [60]
-    assert moved.peak_bytes.tolist() == [30]
-    slow = simulate(
-        insert_offloading(build("gpipe", 1, 6), [0]), StageCosts.uniform(1, offload_s=3, fetch_s=3)
-    )
-    assert slow.makespan_s > plain.makespan_s
 
 
 def test_gathers_hide_behind_the_stage_before():

@@ -8,11 +8,14 @@ import random
 
 import pytest
 import test_nasty
+import torch
 from torch import nn
 
 from in_turn import Batch, Outcome, Pipeline, assert_equal
 from nasty import NASTY
+from stagewright.execution import compiled
 from stagewright.graph import OperatorGraph
+from stagewright.graph.added import ARRIVED
 from stagewright.graph.carving import Carving, carve
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 
@@ -26,7 +29,7 @@ def prepared(name: str) -> tuple[nn.Module, OperatorGraph, list[Batch], Outcome,
 
 def check(name: str, policies: list[Policy], split: bool) -> Pipeline:
     model, graph, batches, plain, cuts = prepared(name)
-    pipeline = Pipeline(graph, copy.deepcopy(model), cuts, len(batches), policies)
+    pipeline = Pipeline(graph, copy.deepcopy(model), cuts, len(batches), policies, is_watched=True)
     try:
         outcome = pipeline.step(batches, split)
         assert_equal(plain, outcome, test_nasty.SHARED_TOLERANCE[NASTY[name].dtype])
@@ -77,6 +80,47 @@ def test_offloading_and_recomputing_equal_plain_autograd(name: str) -> None:
         mixed = [Policy(frozenset(stage.saved[::3]), frozenset(stage.saved[1::3])) for stage in stages]
         check(name, mixed, split)
     check(name, [Policy(offload=frozenset(stage.saved)) for stage in stages], split=False)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("name", NASTY)
+def test_any_policy_equals_plain_autograd(name: str, split: bool) -> None:
+    """What is kept, recomputed, offloaded and a checkpoint, and how far ahead values come back, is drawn at random."""
+    _, graph, _, _, cuts = prepared(name)
+    draw = random.Random(f"{name} {split}")
+    values = range(len(graph.values))
+    largest = max(graph.storage_bytes.values())
+    for _ in range(4):
+        policies = [
+            Policy(
+                *(frozenset(v for v in values if draw.random() < share) for share in (0.4, 0.5)),
+                everything=draw.random() < 0.3,
+                checkpoints=frozenset(v for v in values if draw.random() < 0.3),
+                fetch_ahead=draw.choice([0, largest // 3, largest, 4 * largest]),
+            )
+            for _ in range(len(cuts) + 1)
+        ]
+        check(name, policies, split)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+def test_functions_that_move_values_are_compiled_in_parts(
+    split: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler that changes nothing, so that what is added up stays the same to the last bit."""
+    calls: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda call, **_: lambda *given: calls.append(call) or call(*given))
+    monkeypatch.setattr(compiled, "is_seen_by_modes", lambda: False)
+    model, graph, batches, plain, cuts = prepared("ThreeConsumers")
+    stages = carve(graph, cuts)
+    policies = [
+        Policy(frozenset(stage.saved[::3]), frozenset(stage.saved[1::3]), fetch_ahead=10**6)
+        for stage in stages
+    ]
+    pipeline = Pipeline(graph, copy.deepcopy(model), cuts, len(batches), policies, is_compiled=True)
+    assert_equal(plain, pipeline.step(batches, split))
+    assert any(node.op == ARRIVED for stage in pipeline.stages for node in stage.backward.nodes)
+    assert len({*calls}) > 2 * len(stages)
 
 
 @pytest.mark.parametrize("policy", ["some", "all"])

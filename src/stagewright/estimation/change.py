@@ -59,10 +59,6 @@ class Change:
                 self._input_grad(memory)
             case Kind.R:
                 self._rebuild(memory)
-            case Kind.OFFLOAD:
-                self._offload(memory)
-            case Kind.FETCH:
-                self._fetch(memory)
             case Kind.W:
                 self.state.release(self._call(memory.weight_grad, self.state.held.pop(stage)).values())
             case Kind.RECV_F | Kind.RECV_B:
@@ -87,25 +83,6 @@ class Change:
         if stage.computes_loss:
             state.take([made[stage.graph.loss]])  # for the batch
         self._hand_over(Kind.SEND_F, stage.index, made)
-
-    def _offload(self, memory: StageMemory) -> None:
-        state, stage = self.state, memory.stage
-        held = state.held[stage.index]
-        moved = {value: held[value] for value in stage.offloaded if value in held}
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(moved.values()))}
-        sizes = tuple(state.size[key] for key in numbers)
-        state.away[stage.index] = {value: numbers[key] for value, key in moved.items()}, sizes
-        state.held[stage.index] = {value: key for value, key in held.items() if value not in moved}
-        state.release(moved.values())
-
-    def _fetch(self, memory: StageMemory) -> None:
-        state, stage = self.state, memory.stage
-        places, sizes = state.away.pop(stage.index)
-        keys = [state.new(size) for size in sizes]
-        back = {value: keys[place] for value, place in places.items()}
-        state.take(back.values())
-        state.held[stage.index] = state.held[stage.index] | back
-        self._observe()
 
     def _rebuild(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage

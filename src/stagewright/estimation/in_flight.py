@@ -35,9 +35,7 @@ class Step:
     """Where asked for: storages in the order in which they are made, with their bytes, and freed, with `FREED`."""
 
 
-MOVES = frozenset(
-    {Kind.OFFLOAD, Kind.FETCH, Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS}
-)
+MOVES = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS})
 
 
 class Happenings:

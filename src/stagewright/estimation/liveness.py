@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.graph import Node, Value
+from stagewright.graph.added import ARRIVED
 from stagewright.graph.stage import Function
 
 Ints = NDArray[np.int64]
@@ -140,7 +141,7 @@ class _Run:
 
     def _make(self, output: int, node: Node, index: int) -> None:
         root = self.value(output).storage
-        if root != output:
+        if root != output or node.op == ARRIVED:
             for number in node.inputs:
                 if self.value(number).storage == root:
                     if number in self.home:

@@ -14,7 +14,7 @@ from typing import Any
 
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
-from stagewright.graph.added import ACCUMULATE
+from stagewright.graph.added import ACCUMULATE, MOVES
 
 
 class Kernel(Enum):
@@ -114,7 +114,11 @@ def work(node: Node, value: Lookup) -> Work:
     if node.op == ACCUMULATE:
         gradient = value(node.inputs[0]).meta
         return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.payload_bytes * 3.0)
-    if name in _FREE or (outputs and all(output.storage != output.id for output in outputs)):
+    if (
+        node.op in MOVES
+        or name in _FREE
+        or (outputs and all(output.storage != output.id for output in outputs))
+    ):
         return Work(Kernel.VIEW, dtype)
     rule = _RULES.get(name) or _RULES.get(KERNELS.get(name, name))
     if rule is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
+from stagewright.graph.added import MOVES
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Function, Stage
 from stagewright.schedule import Kind
@@ -40,7 +41,8 @@ class StageMemory:
         return self._of(self.stage.rebuild)
 
     def _of(self, function: Function) -> FunctionMemory:
-        again = frozenset(node.id for node in (*self.stage.rebuild.nodes, *self.stage.remade.nodes))
+        nodes = (*self.stage.rebuild.nodes, *self.stage.remade.nodes)
+        again = frozenset(node.id for node in nodes if node.op not in MOVES)
         is_again = function is not self.stage.forward
         return function_memory(
             function, self.stage.resident, self.stage.value, again if is_again else frozenset()
@@ -48,9 +50,13 @@ class StageMemory:
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Bytes that F leaves for the backward of one microbatch; received values and user inputs apart."""
+        """Bytes that F leaves, on the device or the host, for the backward of one microbatch; received values and user
+        inputs apart."""
         homes = {self.forward.outputs[value] for value in self.stage.saved if value in self.forward.outputs}
-        return sum(self.forward.kept.get(home, 0) for home in homes)
+        arrived = {value for transfer in self.stage.receives for value in transfer.values}
+        arrived = {self.stage.value(value).storage for value in arrived}
+        moved = [v for v in self.stage.offloaded if self.stage.value(v).storage not in arrived]
+        return sum(self.forward.kept.get(home, 0) for home in homes) + self.stage.held_bytes(moved)
 
     @cached_property
     def messages(self) -> dict[Channel, tuple[Message, ...]]:

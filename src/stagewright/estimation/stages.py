@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.cluster import Device
+from stagewright.estimation.host_link import waiting_seconds
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import Precision
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph, Origin, Part
 from stagewright.graph.cuts import Cuts, find_cuts
 from stagewright.graph.payload import num_bytes
+from stagewright.graph.stage import Function, Stage
 
 Floats = NDArray[np.float64]
 
@@ -38,6 +40,8 @@ class StageSummary:
     saved_bytes: int
     recomputed_bytes: int
     offloaded_bytes: int
+    waits_s: float
+    """Of one F and one backward, for what goes to the host and comes back: part of their seconds."""
     sent_bytes: dict[int, int]
     """To each later stage, by one forward."""
     returned_bytes: dict[int, int]
@@ -56,19 +60,40 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
         stage.remade,
     )
     seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
+    waits = _waits(stage, costing) if stage.offloaded else (0.0,) * len(functions)
     metas = [stage.value(value).meta for value in stage.parameters]
     return StageSummary(
         stage.start,
         stage.stop,
-        *seconds,
+        *(own + late for own, late in zip(seconds, waits, strict=True)),
         parameter_bytes=sum(meta.num_elements * meta.item_bytes for meta in metas),
         num_parameters=sum(meta.num_elements for meta in metas),
         saved_bytes=memory.saved_bytes,
-        recomputed_bytes=stage.held_bytes((*stage.rebuild.outputs, *stage.remade.outputs)),
+        recomputed_bytes=stage.held_bytes(_recomputed(stage)),
         offloaded_bytes=stage.held_bytes(stage.offloaded),
+        waits_s=waits[0] + waits[3] + waits[4],
         sent_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.sends},
         returned_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.grad_sends},
     )
+
+
+def _recomputed(stage: Stage) -> list[int]:
+    """Values that R and the backward recompute."""
+    away = {stage.value(value).storage for value in stage.offloaded}
+    made = (*stage.rebuild.outputs, *stage.remade.outputs)
+    return [value for value in made if stage.value(value).storage not in away]
+
+
+def _waits(stage: Stage, costing: Costing) -> tuple[float, ...]:
+    """Of F, I, W, B, R and what the backward recomputes; what R begins to fetch may be late in the backward."""
+
+    def late(*functions: Function) -> float:
+        nodes = [node for function in functions for node in function.nodes]
+        return waiting_seconds(nodes, stage.value, costing)
+
+    rebuild = late(stage.rebuild)
+    behind = [late(stage.rebuild, function) - rebuild for function in (stage.input_grad, stage.backward)]
+    return late(stage.forward), behind[0], late(stage.weight_grad), behind[1], rebuild, 0.0
 
 
 class BodyCosts:

@@ -28,8 +28,6 @@ class Storages:
     waiting: dict[Channel, dict[int, Key]] = field(default_factory=dict)
     posted: dict[Channel, list[tuple[Message, Key]]] = field(default_factory=dict)
     sending: dict[Channel, list[Key]] = field(default_factory=dict)
-    away: dict[int, tuple[dict[int, int], tuple[int, ...]]] = field(default_factory=dict)
-    """Stage -> the storage that each value on the host lies in, and the bytes of those storages."""
     live: int = 0
     next_key: int = 0
     script: list[tuple[Key, int]] | None = None
@@ -38,7 +36,7 @@ class Storages:
         """What is inside the inner collections is never changed, only replaced."""
         return Storages(
             dict(self.size), dict(self.references), dict(self.held), dict(self.waiting), dict(self.posted),
-            dict(self.sending), dict(self.away), self.live, self.next_key, self.script,
+            dict(self.sending), self.live, self.next_key, self.script,
         )  # fmt: skip
 
     def new(self, num_bytes: int) -> Key:

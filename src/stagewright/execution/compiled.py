@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 
 from stagewright.errors import StagewrightWarning
 from stagewright.execution.allocation import cause_of
+from stagewright.graph.added import MOVES
+from stagewright.graph.parts import parted
 from stagewright.graph.stage import Function
 from stagewright.tracing.private import is_seen_by_modes
 from stagewright.tracing.runnable import Accumulate, Pure, Reseed, Runnable, pure_function
@@ -20,18 +23,71 @@ _LOOSE = 0.1
 
 
 def compiled(
-    runnable: Runnable, function: Function, resident: Iterable[int], device: torch.device, name: str
+    function: Function,
+    resident: set[int],
+    device: torch.device,
+    name: str,
+    make: Callable[[Function, str], Runnable],
 ) -> Runnable:
-    """`runnable`, compiled when it is first called.
+    """What `make` makes of `function`, compiled when it is first called: what lies between two moves to or from the host
+    each for itself.
 
     The first call runs both and compares layouts, what shares storages, and contents. Warns where the operators are run as
     they are, and says why.
     """
+    whole = make(function, name)
+    if not any(node.op in MOVES for node in function.nodes):
+        return _compiled(whole, function, resident, device, name)
+    parts: list[Runnable] = []
+    for number, part in enumerate(parted(function, resident, lambda node: node.op in MOVES)):
+        called = f"{name}_{number}"
+        runnable = make(part, called)
+        moves = part.nodes[0].op in MOVES
+        parts.append(runnable if moves else _compiled(runnable, part, resident, device, called))
+    return replace(whole, call=_Parts(whole, parts))
+
+
+def _compiled(
+    runnable: Runnable, function: Function, resident: Iterable[int], device: torch.device, name: str
+) -> Runnable:
     pure = pure_function(function, resident, device, name)
     if pure is None:
         _warn(name, "it draws random numbers")
         return runnable
     return Runnable(_Compiled(runnable, pure, name), runnable.inputs, runnable.outputs, runnable.source)
+
+
+class _Parts:
+    """Runs parts one after the other; a value goes with the last that uses it."""
+
+    def __init__(self, whole: Runnable, parts: Sequence[Runnable]) -> None:
+        self.whole = whole
+        last = {value: number for number, part in enumerate(parts) for value in part.inputs}
+        last |= dict.fromkeys(whole.outputs, len(parts))
+        self.parts = [
+            (part, [last[value] == number for value in part.inputs]) for number, part in enumerate(parts)
+        ]
+        self.given = [value in last for value in whole.inputs]
+
+    def __call__(
+        self,
+        inputs: list[torch.Tensor],
+        resident: dict[int, torch.Tensor],
+        accumulate: Accumulate,
+        reseed: Reseed,
+    ) -> list[torch.Tensor]:
+        if is_seen_by_modes():
+            return self.whole.call(inputs, resident, accumulate, reseed)
+        given = zip(self.whole.inputs, inputs, self.given, strict=True)
+        known = {value: tensor for value, tensor, is_used in given if is_used}
+        inputs.clear()
+        for part, is_last in self.parts:
+            taken = [
+                known.pop(value) if last else known[value]
+                for value, last in zip(part.inputs, is_last, strict=True)
+            ]
+            known.update(zip(part.outputs, part.call(taken, resident, accumulate, reseed), strict=True))
+        return [known[value] if value in known else resident[value] for value in self.whole.outputs]
 
 
 class _Compiled:

@@ -12,6 +12,7 @@ from stagewright.errors import PlanError
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.weights import Weights
 from stagewright.graph import OperatorGraph
+from stagewright.graph.added import MOVES
 from stagewright.graph.carving import carve
 from stagewright.graph.flat import PARAMETERS
 from stagewright.graph.stage import Function, Stage
@@ -101,11 +102,12 @@ def _forward_only(stage: Stage) -> Stage:
     if stage.computes_loss:
         wanted.add(stage.graph.loss)
     outputs = tuple(value for value in stage.forward.outputs if value in wanted)
+    nodes = tuple(node for node in stage.forward.nodes if node.op not in MOVES)
     return replace(
         stage,
         static=(),
         derived=(*stage.static, *stage.derived),
-        forward=replace(stage.forward, outputs=outputs),
+        forward=replace(stage.forward, nodes=nodes, outputs=outputs),
         input_grad=_NOTHING,
         weight_grad=_NOTHING,
         backward=_NOTHING,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import torch
 
-Tensors = dict[int, torch.Tensor]
+from stagewright.graph.added import ARRIVED, FETCH, LEFT, OFFLOAD
 
 
 @dataclass(frozen=True)
 class _View:
-    """Where a value lies in one of the storages that were moved."""
+    """Where a value lies in what was moved; `offset` counts elements."""
 
-    storage: int
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -27,82 +27,88 @@ class _View:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
-class HostStore:
-    """Moves groups of tensors off `device` and back, storage by storage, so that views stay views.
+@dataclass(eq=False)
+class HostCopy:
+    """A storage on the host: pinned memory or, on a CPU, a temporary file, which takes no memory of the process."""
 
-    From a GPU they go to pinned memory of the host on a stream of their own, and come back on it: computation goes on
-    meanwhile. On a CPU they go to a temporary file, which takes no memory of the process.
+    views: tuple[_View, ...]
+    num_bytes: int
+    contents: torch.Tensor | IO[bytes]
+    left: Any = None
+    """An event of the device, recorded when the copy to the host is made."""
+    arrived: Any = field(default=None, repr=False)
+    """And when the latest copy back is."""
+
+
+class HostCopies:
+    """Moves storages off `device` and back, so that views stay views; what the operators of stage functions do that move.
+
+    On a GPU each direction has a stream of its own. A copy begins when the device has computed what was issued before it,
+    and the device waits for it where `left` or `arrived` says so. All memory is allocated, and freed behind that wait, on
+    the stream of the computations, so that the allocator may give it out again at once: nothing is held longer than the
+    functions hold it, however far ahead of the device the host is.
+
+    Source: "CUDA semantics" of the PyTorch documentation on streams, events and pinned memory, whose blocks the allocator
+    of the host keeps until copies that do not block are made.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._away: dict[Any, tuple[dict[int, _View], list[Any]]] = {}
-        self._arriving: dict[Any, Any] = {}
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._is_cuda = device.type == "cuda"
+        self._out = torch.cuda.Stream(device) if self._is_cuda else None
+        self._in = torch.cuda.Stream(device) if self._is_cuda else None
 
-    def put(self, key: Any, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Take copies of `tensors`; the caller lets go of them."""
-        numbers: dict[int, int] = {}
-        storages: list[torch.UntypedStorage] = []
-        views: dict[int, _View] = {}
-        for value, tensor in tensors.items():
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in numbers:
-                numbers[storage.data_ptr()] = len(storages)
-                storages.append(storage)
-            views[value] = _View(
-                numbers[storage.data_ptr()],
-                tensor.dtype,
-                tuple(tensor.shape),
-                tuple(tensor.stride()),
-                int(tensor.storage_offset()),
-            )
-        self._away[key] = views, [self._out(_bytes(storage)) for storage in storages]
+    @property
+    def moves(self) -> Mapping[str, Callable[..., Any]]:
+        return {OFFLOAD: self.offload, LEFT: self.left, FETCH: self.fetch, ARRIVED: self.arrived}
 
-    def get(self, key: Any) -> Tensors:
-        """The tensors of `key`, in new storages; on a GPU their contents are there after `settle`."""
-        views, kept = self._away.pop(key)
-        storages = [self._back(one) for one in kept]
-        if self._stream is not None:
-            self._arriving[key] = self._stream.record_event()
-        return {value: view.on(storages[view.storage]) for value, view in views.items()}
-
-    def settle(self, key: Any) -> None:
-        """What runs from now on waits for the tensors of `key`."""
-        event = self._arriving.pop(key, None)
-        if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _out(self, flat: torch.Tensor) -> Any:
-        if self._stream is None:
-            file = tempfile.TemporaryFile(prefix="stagewright-offload-")  # noqa: SIM115 closed when it is read back
-            flat.numpy().tofile(file)
-            return file, flat.numel()
-        host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+    def offload(self, *tensors: torch.Tensor, offset: int, num_bytes: int) -> HostCopy:
+        """Start to copy the storage of `tensors`: `num_bytes` from `offset` bytes in front of the first on."""
+        start = int(tensors[0].storage_offset()) * tensors[0].element_size() - offset
+        views = tuple(
+            _View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
+            for t in tensors
+        )
+        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        flat.set_(tensors[0].untyped_storage(), start, (num_bytes,), (1,))
+        if self._out is None:
+            return self._written(views, flat)
+        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._out):
             host.copy_(flat, non_blocking=True)
-        flat.record_stream(self._stream)
-        return host
+        return HostCopy(views, num_bytes, host, self._out.record_event())
 
-    def _back(self, kept: Any) -> torch.UntypedStorage:
-        if self._stream is None:
-            return _read(*kept)
-        with torch.cuda.stream(self._stream):
-            flat = kept.to(self.device, non_blocking=True)
-        flat.record_stream(torch.cuda.current_stream(self.device))
-        return flat.untyped_storage()
+    def left(self, copy: HostCopy, *tensors: torch.Tensor) -> None:
+        """What runs from now on may overwrite `tensors`."""
+        if copy.left is not None:
+            torch.cuda.current_stream(self.device).wait_event(copy.left)
 
+    def fetch(self, copy: HostCopy) -> torch.Tensor:
+        """Start to copy back into a new storage, whose contents are there after `arrived`."""
+        flat = torch.empty(copy.num_bytes, dtype=torch.uint8, device=self.device)
+        if self._in is None:
+            assert not isinstance(copy.contents, torch.Tensor)
+            copy.contents.seek(0)
+            copy.contents.readinto(flat.numpy())  # type: ignore[attr-defined]
+            return flat
+        assert isinstance(copy.contents, torch.Tensor)
+        self._in.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._in):
+            flat.copy_(copy.contents, non_blocking=True)
+        copy.arrived = self._in.record_event()
+        return flat
 
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(
-        storage, 0, (storage.nbytes(),), (1,)
-    )
+    def arrived(self, copy: HostCopy, flat: torch.Tensor, *, places: Sequence[int]) -> list[torch.Tensor]:
+        """The tensors that were at `places` when they left, in the storage of `flat`; what runs from now on waits for its
+        contents."""
+        if copy.arrived is not None:
+            torch.cuda.current_stream(self.device).wait_event(copy.arrived)
+        return [copy.views[place].on(flat.untyped_storage()) for place in places]
 
-
-def _read(file: IO[bytes], num_bytes: int) -> torch.UntypedStorage:
-    flat = torch.empty(num_bytes, dtype=torch.uint8)
-    with file:
-        file.seek(0)
-        file.readinto(flat.numpy())  # type: ignore[attr-defined]
-    return flat.untyped_storage()
+    def _written(self, views: tuple[_View, ...], flat: torch.Tensor) -> HostCopy:
+        file = tempfile.TemporaryFile(prefix="stagewright-offload-")  # noqa: SIM115 open as long as the copy is there
+        flat.numpy().tofile(file)
+        made = HostCopy(views, flat.numel(), file)
+        weakref.finalize(made, file.close)
+        return made

@@ -201,10 +201,6 @@ class RankRunner:
                 self.runners[stage].weight_grad(index)
             case Kind.R:
                 self.runners[stage].recompute(index)
-            case Kind.OFFLOAD:
-                self.runners[stage].offload(index)
-            case Kind.FETCH:
-                self.runners[stage].fetch(index)
             case Kind.SEND_F:
                 self._send("forward", self._forward, (stage, _peer(action)), index)
             case Kind.SEND_B:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from stagewright.execution.compiled import compiled
-from stagewright.execution.host import HostStore
+from stagewright.execution.host import HostCopies
 from stagewright.execution.random import reseed
 from stagewright.execution.weights import Weights
 from stagewright.graph.stage import Function, Stage
@@ -67,7 +67,7 @@ class StageRunner:
         self.resident[stage.graph.seed] = cotangent
         self._held: dict[int, Tensors] = {}
         self._microbatch = 0
-        self.host = HostStore(device)
+        self._moves = HostCopies(device).moves
         self._compile()
 
     def _compile(self) -> None:
@@ -102,9 +102,12 @@ class StageRunner:
 
     def _runnable(self, function: Function, resident: set[int], name: str) -> Runnable:
         name = f"stage{self.stage.index}_{name}"
-        runnable = compile_function(function, resident, self.device, name, self._mark)
+
+        def make(part: Function, called: str) -> Runnable:
+            return compile_function(part, resident, self.device, called, self._mark, self._moves)
+
         is_heavy = self.is_compiled and function.nodes and not name.endswith(("static", "derived"))
-        return compiled(runnable, function, resident, self.device, name) if is_heavy else runnable
+        return compiled(function, resident, self.device, name, make) if is_heavy else make(function, name)
 
     def _run_resident(self, runnable: Runnable) -> None:
         with torch.no_grad():
@@ -161,25 +164,18 @@ class StageRunner:
 
     @property
     def held(self) -> Mapping[int, Tensors]:
-        """What is kept for the backward of each microbatch."""
-        return self._held
+        """What is kept on the device for the backward of each microbatch."""
+        return {
+            microbatch: {value: kept for value, kept in held.items() if isinstance(kept, torch.Tensor)}
+            for microbatch, held in self._held.items()
+        }
 
     def drop(self) -> None:
         """Forget every microbatch."""
         self._held.clear()
 
-    def offload(self, microbatch: int) -> None:
-        """OFFLOAD. Moves what the policy says of the saved values to the host."""
-        held = self._held[microbatch]
-        self.host.put(microbatch, {value: held.pop(value) for value in self.stage.offloaded if value in held})
-
-    def fetch(self, microbatch: int) -> None:
-        """FETCH. Starts to bring back what OFFLOAD moved."""
-        self._held[microbatch].update(self.host.get(microbatch))
-
     def recompute(self, microbatch: int) -> None:
-        """R. Makes again what F did not keep for the backward; what was kept for R alone goes."""
-        self.host.settle(microbatch)
+        """R. Makes again and fetches what the backward needs first; what was kept for R alone goes."""
         held = self._held[microbatch]
         given = {value: held[value] for value in self._rebuild.inputs}
         self._held[microbatch] = kept = {v: tensor for v, tensor in held.items() if v in self._for_backward}
@@ -188,7 +184,6 @@ class StageRunner:
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """I. Takes cotangents from later stages; returns cotangents for earlier ones."""
-        self.host.settle(microbatch)
         available = self._held.pop(microbatch)
         available.update(cotangents)
         cotangents.clear()
@@ -206,7 +201,6 @@ class StageRunner:
 
     def backward(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """B: I and W in one, freeing saved values as it goes."""
-        self.host.settle(microbatch)
         inputs = self._held.pop(microbatch)
         inputs.update(cotangents)
         cotangents.clear()

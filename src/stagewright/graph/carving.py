@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import dropwhile, takewhile
 
 from stagewright.errors import PlanError
-from stagewright.graph.added import copy
+from stagewright.graph.added import ARRIVED, FETCH, copy
 from stagewright.graph.cutting import Cutting, Routes
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
 from stagewright.graph.locate import Located
+from stagewright.graph.moving import Parcel, with_leaving, with_returning
 from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.stage import Function, Stage, Transfer, made_by
+from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.weaving import woven
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
@@ -42,27 +44,31 @@ class Carving:
         if policies and len(policies) != num_stages:
             raise PlanError(f"{len(policies)} memory policies for {num_stages} stages: give one for each")
         chosen = policies or [KEEP] * num_stages
-        carvers = [_StageCarver(self._cutting, index, policy) for index, policy in enumerate(chosen)]
-        stages = [carver.carve() for carver in carvers]
-        self._located = [carver.located() for carver in carvers]
-        for stage in stages:
-            self._follow_forward(stage, self._located[stage.index])
+        self._located = []
+        stages = [self._carved(index, policy) for index, policy in enumerate(chosen)]
         for stage in reversed(stages):
             self._follow_backward(stage, self._located[stage.index])
         return [_at(stage, here) for stage, here in zip(stages, self._located, strict=True)]
 
     def stage(self, index: int, policy: Policy) -> Stage:
         """One of `stages`, which have been carved before."""
-        carver = _StageCarver(self._cutting, index, policy)
-        stage, here = carver.carve(), carver.located()
-        self._follow_forward(stage, here)
+        stage, here = self._carve(index, policy)
         self._follow_backward(stage, here)
         return _at(stage, here)
 
-    def _follow_forward(self, stage: Stage, here: Located) -> None:
-        for transfer in stage.receives:
+    def _carved(self, index: int, policy: Policy) -> Stage:
+        stage, here = self._carve(index, policy)
+        self._located.append(here)
+        return stage
+
+    def _carve(self, index: int, policy: Policy) -> tuple[Stage, Located]:
+        """Stages in front of it have been carved."""
+        carver = _StageCarver(self._cutting, index, policy)
+        here = carver.located()
+        for transfer in carver.receives:
             here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
-        here.follow(stage.forward.nodes)
+        here.follow(carver.nodes.forward)
+        return carver.carve(here), here
 
     def _follow_backward(self, stage: Stage, here: Located) -> None:
         for transfer in stage.grad_receives:
@@ -111,12 +117,13 @@ class _StageCarver:
         self.mutations = tuple(pair for pair in self.graph.mutations if index in cutting.updaters[pair[0]])
         self.computes_loss = cutting.stage.get(self.graph.values[self.graph.loss].node) == index
         self.copies: dict[int, int] = {}  # changing buffer -> its copy
+        self.nodes = self._with_copies(self._nodes())
 
     def located(self) -> Located:
         return Located(self.graph, self.added, {**self.weights.instead, **self.copies})
 
-    def carve(self) -> Stage:
-        nodes = self._with_copies(self._nodes())
+    def carve(self, here: Located) -> Stage:
+        nodes = self.nodes
         changed = [value for _, value in self.mutations]
         inputs = self._sources(nodes, Origin.INPUT, changed)
         resident = {
@@ -135,16 +142,25 @@ class _StageCarver:
         recomputed = self._recomputed(nodes.forward, needed, resident)
         again = made_by(recomputed.nodes)
         saved = tuple(value for value in _distinct((*needed, *recomputed.inputs)) if value not in again)
-        relayed = _used(weight_grad, at_hand | by_input_grad)
-        waits = bool(self.grad_receives)
-        first = _first_run(woven(backward, recomputed.nodes), recomputed.nodes) if waits else []
-        at_first = {node.id for node in first}
-        later = [node for node in recomputed.nodes if node.id not in at_first]
-        backward = woven(backward, later)
-        input_grad = woven(nodes.input_grad, later, relayed)
+        parcels = self._parcels(saved, inputs, here)
+        away = {value for parcel in parcels for value in parcel.values}
+        kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
+        whole = self._returning(woven(backward, recomputed.nodes), parcels)
+        first = _first_run(whole, recomputed.nodes) if self.grad_receives else []
+        at_first, is_first = made_by(first), {id(node) for node in first}
+        begun = {parcel.storage for parcel in parcels if parcel.storage in at_first}
+        missing = [parcel for parcel in parcels if not at_first.intersection(parcel.values)]
+        later = [node for node in recomputed.nodes if id(node) not in is_first]
+        backward = [node for node in whole if id(node) not in is_first]
+        weight_grad = self._returning(weight_grad, missing, begun)
+        relayed = _used(weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad))
+        input_grad = self._returning(woven(nodes.input_grad, later, relayed), missing, begun)
         by_input_grad |= made_by(later)
-        at_hand -= made_by(later)
-        used = (*_used(backward, at_hand), *_used(input_grad, at_hand), *relayed)
+        there = {*kept} | at_first
+        used = (*_used(backward, there), *_used(input_grad, there), *relayed)
+        leaving = with_leaving(
+            nodes.forward, parcels, self.policy.fetch_ahead, lambda value: here.value(value).storage
+        )
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
         loss = [self.graph.loss] if self.computes_loss else []
         return Stage(
@@ -159,23 +175,23 @@ class _StageCarver:
             inputs=inputs,
             static=nodes.static,
             derived=nodes.derived,
-            forward=Function(nodes.forward, (*arrived, *inputs), _distinct((*sent, *saved, *loss, *changed))),
+            forward=Function(tuple(leaving), (*arrived, *inputs), _distinct((*sent, *kept, *loss, *changed))),
             input_grad=Function(
                 tuple(input_grad),
-                _distinct((*_used(input_grad, at_hand), *cotangents)),
+                _distinct((*_used(input_grad, there), *cotangents)),
                 _distinct((*grad_sent, *(value for value in relayed if value in by_input_grad))),
             ),
             weight_grad=Function(tuple(weight_grad), relayed, ()),
             backward=Function(
-                tuple(backward), _distinct((*_used(backward, at_hand), *cotangents)), tuple(grad_sent)
+                tuple(backward), _distinct((*_used(backward, there), *cotangents)), tuple(grad_sent)
             ),
             rebuild=_part(first, resident, _distinct(used)),
             receives=self.receives,
             sends=self.sends,
             grad_receives=self.grad_receives,
             grad_sends=self.grad_sends,
-            saved=saved,
-            offloaded=self._of_storages(saved, self.policy.offload),
+            saved=kept,
+            offloaded=tuple(value for value in saved if value in away),
             relayed=relayed,
             gradients=self.weights.gradients,
             mutations=self.mutations,
@@ -227,6 +243,29 @@ class _StageCarver:
                 chosen.add(node.id)
                 stack.extend(node.inputs)
         return Function(tuple(n for n in forward if n.id in chosen), tuple(sorted(inputs)), tuple(outputs))
+
+    def _parcels(self, saved: Sequence[int], inputs: Sequence[int], here: Located) -> tuple[Parcel, ...]:
+        """The storages of `saved` that the policy offloads; those of user inputs stay, because they are there anyway."""
+        groups: dict[int, list[int]] = defaultdict(list)
+        for value in self._of_storages(saved, self.policy.offload):
+            groups[here.value(value).storage].append(value)
+        return tuple(
+            self._parcel(values, root, here) for root, values in groups.items() if root not in inputs
+        )
+
+    def _parcel(self, values: Sequence[int], root: int, here: Located) -> Parcel:
+        first, num_bytes = here.value(values[0]), here.bytes_of(root)
+        like = Value(-1, TensorMeta((0,), (1,), "uint8"), -1, Origin.NODE)
+        handle = self._fresh(like)
+        storage = self._fresh(replace(like, meta=TensorMeta((num_bytes,), (1,), "uint8")))
+        here.add(self.added[handle])
+        here.add(replace(self.added[storage], storage=root))
+        return Parcel(tuple(values), handle, storage, first.meta.offset * first.meta.item_bytes, num_bytes)
+
+    def _returning(
+        self, nodes: Sequence[Node], parcels: Sequence[Parcel], begun: Collection[int] = ()
+    ) -> list[Node]:
+        return with_returning(nodes, parcels, self.policy.fetch_ahead, begun)
 
     def _storage(self, value: int) -> int:
         return (self.added[value] if value in self.added else self.graph.values[value]).storage
@@ -312,11 +351,14 @@ def _used(nodes: Iterable[Node], among: set[int]) -> tuple[int, ...]:
     return _distinct(value for node in nodes for value in node.inputs if value in among)
 
 
-def _first_run(nodes: Iterable[Node], some: Sequence[Node]) -> list[Node]:
-    """Those of `some` that come first in `nodes` with no others between them."""
-    chosen = {node.id for node in some}
-    rest = dropwhile(lambda node: node.id not in chosen, nodes)
-    return list(takewhile(lambda node: node.id in chosen, rest))
+def _first_run(nodes: Sequence[Node], again: Sequence[Node]) -> list[Node]:
+    """What can run while the rank waits: those of `again` that come first in `nodes` with no others between them, and what
+    comes back up to there."""
+    numbers = {node.id for node in again}
+    comes = [node.id in numbers or node.op in (FETCH, ARRIVED) for node in nodes]
+    start = next((index for index, node in enumerate(nodes) if node.id in numbers), 0)
+    stop = comes.index(False, start) if False in comes[start:] else len(nodes)
+    return [node for node, extra in zip(nodes[:stop], comes, strict=False) if extra]
 
 
 def _part(nodes: Sequence[Node], resident: set[int], used: Sequence[int]) -> Function:

@@ -33,6 +33,16 @@ class Located:
     def value(self, index: int) -> Value:
         return self.values[index] if index in self.values else self.graph.values[index]
 
+    def add(self, value: Value) -> None:
+        """A value made by carving; its storage is known already, or its own."""
+        self.values[value.id] = value
+        if value.storage == value.id:
+            self.storage_bytes[value.id] = value.meta.storage_bytes
+
+    def bytes_of(self, storage: int) -> int:
+        known = self.storage_bytes.get(storage)
+        return self.graph.storage_bytes[storage] if known is None else known
+
     def arrive(self, sent: Iterable[Value]) -> None:
         """Values as their sender describes them, received as `messages` says."""
         for message in messages(sent):

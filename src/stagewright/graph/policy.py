@@ -12,7 +12,8 @@ class Policy:
     * `recompute`: computed again from what is kept, each right before the backward uses it; `everything` means all that
       `checkpoints` does not name.
     * `checkpoints`: kept to recompute from, whether or not the backward itself needs them.
-    * `offload`: moved to the host after F and brought back before the backward.
+    * `offload`: moved to the host when F is done with it and brought back where the backward needs it, also to recompute
+      from. At most `fetch_ahead` bytes are back before their first use, and as many on their way to the host.
 
     A value stands for its whole storage, views included. Ids that a stage does not save are ignored, and so are
     checkpoints that nothing is recomputed from. Checkpointing every layer is `everything` with what enters each layer as
@@ -23,6 +24,7 @@ class Policy:
     offload: frozenset[int] = frozenset()
     everything: bool = False
     checkpoints: frozenset[int] = frozenset()
+    fetch_ahead: int = 0
 
     @property
     def recomputes(self) -> bool:

@@ -5,12 +5,16 @@ Nothing is traced again. A stage's functions are
 * `static`, once per run: values that depend on constants only (positions, masks, rotary tables);
 * `derived`, once per step: views and casts of parameters;
 * `forward` (F), `input_grad` (I), `weight_grad` (W), and `backward` (B: I and W interleaved), once per microbatch;
-* `rebuild` (R): what the backward recomputes first, where it waits for a cotangent: R can run while the rank waits;
+* `rebuild` (R): what the backward recomputes and fetches first, where it waits for a cotangent: R can run while the rank
+  waits;
 * `remade`: what the backward recomputes on its way, part of `input_grad` and `backward`.
 
 Both are operators of F a second time, on the same inputs and with the same random numbers, so that I and W cannot tell the
 difference. Each runs right before the first operator that needs it, from what the policy keeps, and its results go after
 their last use: of what is recomputed only what lies between two checkpoints is alive.
+
+What the policy offloads leaves inside F and comes back inside R, I, W and B (see `moving`); in between a handle without
+bytes is saved in its place. I and W each fetch what they use.
 
 A value that several stages need travels along the chain of its consumers; its cotangent travels back along the same
 chain, so that every stage adds its contributions to the relayed cotangent in the order in which autograd would. The
@@ -66,8 +70,8 @@ class Stage:
     sends: tuple[Transfer, ...]
     grad_receives: tuple[Transfer, ...]
     grad_sends: tuple[Transfer, ...]
-    saved: tuple[int, ...]  # what F leaves for R, I and W
-    offloaded: tuple[int, ...]  # those of `saved` that spend the time until the backward on the host
+    saved: tuple[int, ...]  # what F leaves for R, I and W, handles of what is offloaded included
+    offloaded: tuple[int, ...]  # what the handles stand for
     relayed: tuple[int, ...]  # what I leaves for W, kept values of F included
     gradients: tuple[tuple[int, int], ...]  # parameter -> its gradient for one microbatch
     mutations: tuple[tuple[int, int], ...]

@@ -85,17 +85,18 @@ def host_excess_bytes(line: Pipeline) -> int:
 
 
 def _parked_bytes(line: Pipeline, rank: int) -> int:
-    """The most that a rank has on its host at once of what it saves."""
+    """The most that a rank has on its host at once of what it saves, from F to the end of the backward."""
     sizes = [summary.offloaded_bytes for summary in line.summaries]
     if not any(sizes[stage.index] for stage in line.stages_of(rank)):
         return 0
     now = most = 0
     for action in line.program.actions(rank):
-        if action.kind is Kind.OFFLOAD:
-            now += sizes[action.stage]
-            most = max(most, now)
-        elif action.kind is Kind.FETCH:
-            now -= sizes[action.stage]
+        for part in action.parts:
+            if part.kind is Kind.F:
+                now += sizes[part.stage]
+                most = max(most, now)
+            elif part.kind in (Kind.B, Kind.W):
+                now -= sizes[part.stage]
     return most
 
 

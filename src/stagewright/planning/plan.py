@@ -16,7 +16,7 @@ from stagewright.errors import InputError
 from stagewright.files import write_whole
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES
 from stagewright.planning.job import Job
-from stagewright.planning.predictions import LengthPrediction, Predictions, StepCosts
+from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import split_factory
 
@@ -130,6 +130,8 @@ class StagePolicy(StrictModel):
     offload: tuple[str, ...] = ()
     checkpoints: tuple[str, ...] = ()
     """Kept to recompute from, though the backward itself may not need them."""
+    fetch_ahead: Bytes = 0
+    """The most bytes that are back from the host before their first use, and that are on their way there."""
 
 
 class Plan(StrictModel):
@@ -159,8 +161,8 @@ class Plan(StrictModel):
     """Device of every rank, in the numbering of the cluster: node after node. None given: rank r has device r."""
     schedule: str
     program: tuple[tuple[str, ...], ...]
-    """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, OFFLOAD and
-    FETCH, and where replicas share stages out GATHER, RELEASE and REDUCE."""
+    """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, and where
+    replicas share stages out GATHER, RELEASE and REDUCE."""
     memory_policy: tuple[Literal["keep", "layers", "recompute"] | StagePolicy, ...]
     """Per stage: keep saved values, keep what enters each layer and recompute the rest, recompute all from what enters the
     stage, or treat some values so."""

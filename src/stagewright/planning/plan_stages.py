@@ -54,7 +54,12 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
 
     def policy(text: str | StagePolicy) -> Policy:
         if isinstance(text, StagePolicy):
-            return Policy(values(text.recompute), values(text.offload), checkpoints=values(text.checkpoints))
+            return Policy(
+                values(text.recompute),
+                values(text.offload),
+                checkpoints=values(text.checkpoints),
+                fetch_ahead=text.fetch_ahead,
+            )
         if text == "layers":
             return Policy(everything=True, checkpoints=layer_inputs(graph))
         return RECOMPUTE_ALL if text == "recompute" else KEEP
@@ -66,28 +71,22 @@ def stage_program(plan: Plan) -> Program:
     """The actions of one batch.
 
     Raises:
-        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not recompute,
-            offload or gather the stages that the plan says.
+        ScheduleError: the program does not fit the placement, is incomplete or would deadlock, or does not have R
+            for, or gather, the stages that the plan says.
     """
     ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
     done = [(part.kind, part.stage) for actions in ranks for action in actions for part in action.parts]
-    found, moved = ({stage for one, stage in done if one is kind} for kind in (Kind.R, Kind.OFFLOAD))
-    wanted: set[int] = set()
-    offloaded: set[int] = set()
-    for stage, policy in enumerate(plan.memory_policy):
-        if policy in ("recompute", "layers") or (isinstance(policy, StagePolicy) and policy.recompute):
-            wanted.add(stage)
-        if isinstance(policy, StagePolicy) and policy.offload:
-            offloaded.add(stage)
-    if not moved <= offloaded:
-        raise ScheduleError(
-            f"the program offloads stages {sorted(moved)} and the memory policy says {sorted(offloaded)}: name what they "
-            "offload"
-        )
+    found = {stage for kind, stage in done if kind is Kind.R}
+    wanted = {
+        stage
+        for stage, policy in enumerate(plan.memory_policy)
+        if policy in ("recompute", "layers")
+        or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload))
+    }
     if wanted != found:
         raise ScheduleError(
-            f"the program recomputes stages {sorted(found)} and the memory policy says {sorted(wanted)}: both must "
-            "name the same stages"
+            f"the program has R for stages {sorted(found)} and the memory policy recomputes or offloads in stages "
+            f"{sorted(wanted)}: both must name the same stages"
         )
     _check_gathers(plan, ranks)
     return verify(Program(plan.schedule, Placement(plan.placement), plan.num_microbatches, ranks))

@@ -96,6 +96,7 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
         recomputed_bytes=summary.recomputed_bytes,
         offloaded_bytes=summary.offloaded_bytes,
         recompute_seconds=summary.rebuild_s + summary.remade_s,
+        waiting_seconds=summary.waits_s,
     )
 
 
@@ -146,10 +147,6 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
         weight_grad_seconds=tuple(summary.weight_grad_s for summary in line.summaries),
         backward_seconds=_column(backward_posts + [summary.backward_s for summary in line.summaries]),
         recompute_seconds=_unless_zero(summary.rebuild_s for summary in line.summaries),
-        offload_seconds=_unless_zero(
-            summary.offloaded_bytes / line.device_of(rank).host_link_bandwidth
-            for summary, rank in zip(line.summaries, placed, strict=True)
-        ),
         gather_seconds=_unless_zero(
             line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages
         ),

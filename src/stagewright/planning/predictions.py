@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stagewright.cluster.strict import StrictModel
 from stagewright.limits import MOST_PREDICTED, MOST_TOKENS
@@ -60,6 +60,8 @@ class StagePrediction(StrictModel):
     offloaded_bytes: Bytes = 0
     """Those of `saved_bytes` that wait on the host."""
     recompute_seconds: Seconds = 0.0
+    waiting_seconds: Seconds = 0.0
+    """Of F and the backward, part of their seconds: for what goes to the host and comes back, where the link is late."""
 
 
 class TransferCosts(StrictModel):
@@ -87,8 +89,6 @@ class StepCosts(StrictModel):
     backward_seconds: tuple[Seconds, ...]
     """Of both gradients at once."""
     recompute_seconds: tuple[Seconds, ...] = ()
-    offload_seconds: tuple[Seconds, ...] = ()
-    """There, and as long back."""
     gather_seconds: tuple[Seconds, ...] = ()
     reduce_seconds: tuple[Seconds, ...] = ()
     update_seconds: tuple[Seconds, ...] = ()
@@ -102,6 +102,14 @@ class StepCosts(StrictModel):
     """Then, of all ranks: the norm of the gradient."""
     optimizer_seconds: tuple[Seconds, ...] = ()
     """Then, per pipeline rank: the optimizer, and the updated parameters of other replicas."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_offloading(cls, document: Any) -> Any:
+        """Earlier versions say what OFFLOAD and FETCH take; their programs are refused where they have any."""
+        if isinstance(document, dict):
+            return {key: value for key, value in document.items() if key != "offload_seconds"}
+        return document
 
 
 class Predictions(StrictModel):

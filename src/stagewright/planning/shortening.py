@@ -8,12 +8,10 @@ from functools import lru_cache, partial, reduce
 
 from stagewright.planning.sharding import NUM_BUFFERS, SHARDING_KINDS, sharded_like
 from stagewright.schedule import Kind, Program, build, subdivided
-from stagewright.schedule.saving import insert_offloading, insert_recomputation
+from stagewright.schedule.saving import insert_recomputation
 
 _PERIODIC = frozenset({"1f1b", "pipedream"})
 """Families in which, once every rank alternates between F and B, each microbatch repeats the state of the one before."""
-
-_SAVING_KINDS = frozenset({Kind.R, Kind.OFFLOAD, Kind.FETCH})
 
 Pass = Callable[[Program], Program]
 
@@ -44,9 +42,9 @@ def shortened(program: Program) -> Program:
 
 
 def _orders_of_passes(program: Program) -> list[tuple[Pass, ...]]:
-    """Ways in which recomputation, offloading and sharding may have been put into `program`."""
+    """Ways in which recomputation and sharding may have been put into `program`."""
     kinds = {action.kind for action in program}
-    saving: tuple[Pass, ...] = (partial(_saving_like, program),) if kinds & _SAVING_KINDS else ()
+    saving: tuple[Pass, ...] = (partial(_saving_like, program),) if Kind.R in kinds else ()
     if not kinds & SHARDING_KINDS:
         return [saving]
     shardings: list[Pass] = [partial(sharded_like, program, buffers) for buffers in (NUM_BUFFERS, None)]
@@ -59,9 +57,5 @@ def _after(passes: Iterable[Pass], program: Program) -> Program:
 
 
 def _saving_like(program: Program, other: Program) -> Program:
-    """`other` with the recomputation and offloading that `program` has for the same stages."""
-    stages = {
-        kind: {action.stage for action in program if action.kind is kind} for kind in (Kind.R, Kind.OFFLOAD)
-    }
-    moved = insert_offloading(other, stages[Kind.OFFLOAD]) if stages[Kind.OFFLOAD] else other
-    return insert_recomputation(moved, stages[Kind.R]) if stages[Kind.R] else moved
+    """`other` with R for the same stages as `program`."""
+    return insert_recomputation(other, {action.stage for action in program if action.kind is Kind.R})

@@ -20,8 +20,6 @@ def simulated(program: Program, costs: StepCosts) -> Timeline:
         costs.weight_grad_seconds,
         backward_s=costs.backward_seconds,
         recompute_s=_or_zero(costs.recompute_seconds),
-        offload_s=_or_zero(costs.offload_seconds),
-        fetch_s=_or_zero(costs.offload_seconds),
         gather_s=_or_zero(costs.gather_seconds),
         reduce_s=_or_zero(costs.reduce_seconds),
         step_s=_or_zero(costs.update_seconds),

@@ -16,7 +16,7 @@ class Kind(StrEnum):
     B = "B"  # full backward: input gradient and weight gradient in one piece
     I = "I"  # input gradient  # noqa: E741
     W = "W"  # weight gradient
-    R = "R"  # recompute the forward's saved values
+    R = "R"  # recompute, and fetch from the host, what the backward needs first
     SEND_F = "SEND_F"  # forward value to a consumer stage on another rank
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"  # gradient back to a producer stage on another rank
@@ -24,8 +24,6 @@ class Kind(StrEnum):
     GATHER = "GATHER"  # sharded weights of a stage made whole
     RELEASE = "RELEASE"  # whole weights of a stage dropped
     REDUCE = "REDUCE"  # gradients of a stage summed over data-parallel replicas
-    OFFLOAD = "OFFLOAD"  # saved values to host memory
-    FETCH = "FETCH"  # saved values back from host memory
     STEP = "STEP"  # optimizer step of a stage
 
     __hash__ = str.__hash__  # that of enumerations runs Python code; actions are hashed by the million
@@ -44,6 +42,8 @@ PER_STAGE = frozenset({Kind.GATHER, Kind.RELEASE, Kind.REDUCE, Kind.STEP})
 _NEIGHBOUR = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
 _KINDS = "|".join(sorted(Kind, key=len, reverse=True))
 _PATTERN = re.compile(rf"([0-9]{{1,9}})({_KINDS})([0-9]{{1,9}})?(?:([<>])([0-9]{{1,9}}))?")
+_MOVED = re.compile(r"[0-9]+(OFFLOAD|FETCH)[0-9]+")
+"""Actions of earlier versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,11 @@ class Action:
         if ampersand:
             return pair(cls.parse(first), cls.parse(second))
         match = _PATTERN.fullmatch(text.strip())
+        if _MOVED.fullmatch(text.strip()):
+            raise ScheduleError(
+                f"'{text}': values go to the host inside F and come back inside the backward and R, so programs have no "
+                "OFFLOAD and FETCH any more; plan again"
+            )
         if not match:
             raise ScheduleError(
                 f"'{text}' is not an action: write stage, kind and microbatch, e.g. 2F0 or 0SEND_F3>2"

@@ -71,7 +71,7 @@ class Program:
         return replace(self, ranks=tuple(map(tuple, ranks)))
 
     def compute_only(self) -> Program:
-        """The program without transfers, sharding, offloading and steps."""
+        """The program without transfers, sharding and steps."""
         return self.with_ranks(
             (action for action in actions if action.kind in COMPUTE) for actions in self.ranks
         )

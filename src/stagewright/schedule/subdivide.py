@@ -7,13 +7,10 @@ from dataclasses import replace
 from itertools import accumulate, pairwise, zip_longest
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import Action, Kind, pair
+from stagewright.schedule.action import COMPUTE, Action, Kind, pair
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 
-_FORWARD = frozenset({Kind.F, Kind.OFFLOAD})
-"""Kinds whose parts follow each other as the model runs them; those of all others go from the last to the first."""
-_DIVIDED = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.R, Kind.OFFLOAD, Kind.FETCH})
 _BACKWARD = frozenset({Kind.I, Kind.B})
 
 
@@ -89,10 +86,10 @@ def _pieces(action: Action, recomputing: Action | None, parts: Sequence[range]) 
 
 def _parts(action: Action, parts: Sequence[range]) -> list[Action]:
     """What an action of a stage is, part by part, in the order in which they run."""
-    if action.kind not in _DIVIDED:
+    if action.kind not in COMPUTE:
         raise ScheduleError(
             f"{action}: the stages of a program are divided before transfers, sharding and optimizer steps are put in; "
-            "give the program of computations, recomputation and offloading"
+            "give the program of computations and recomputation"
         )
     own = parts[action.stage]
-    return [replace(action, stage=part) for part in (own if action.kind in _FORWARD else reversed(own))]
+    return [replace(action, stage=part) for part in (own if action.kind is Kind.F else reversed(own))]

@@ -39,7 +39,6 @@ class What(StrEnum):
     GRADIENT_POSTED = "posted receive of the gradient"
     CHECKPOINT = "stage input kept for recomputation"
     ACTIVATIONS = "saved values"
-    OFFLOADED = "saved values on the host"
     HELD = "values held for the weight gradient"
     WEIGHTS = "gathered weights"
     ACCUMULATED = "accumulated gradients"
@@ -145,10 +144,6 @@ class Rules:
             case Kind.SEND_F | Kind.SEND_B:
                 posted = (Token(_POSTED[kind], stage, microbatch, peer),) if self.sends_block else ()
                 return (Token(_OUT[kind], stage, microbatch, peer), *posted)
-            case Kind.OFFLOAD:
-                return (Token(self._saved(stage), stage, microbatch),)
-            case Kind.FETCH:
-                return (Token(What.OFFLOADED, stage, microbatch),)
             case Kind.RELEASE:
                 return (Token(What.WEIGHTS, stage),)
             case Kind.REDUCE:
@@ -170,8 +165,6 @@ class Rules:
             case Kind.F:
                 values = (self._made(Kind.F, stage, c, microbatch) for c in self.consumers[stage])
                 return (*values, Token(self._saved(stage), stage, microbatch))
-            case Kind.FETCH:
-                return (Token(self._saved(stage), stage, microbatch),)
             case Kind.R:
                 return (Token(What.ACTIVATIONS, stage, microbatch),)
             case Kind.I | Kind.B:
@@ -187,8 +180,6 @@ class Rules:
             case Kind.RECV_F | Kind.RECV_B:
                 assert peer is not None
                 return (Token(_POSTED[kind], peer, microbatch, stage),)
-            case Kind.OFFLOAD:
-                return (Token(What.OFFLOADED, stage, microbatch),)
             case Kind.GATHER:
                 return (Token(What.WEIGHTS, stage),)
             case Kind.REDUCE:
@@ -203,7 +194,7 @@ class Rules:
         return _flat(self._drops(part) for part in action.parts)
 
     def _drops(self, action: Action) -> tuple[Token, ...]:
-        dropped = self._saved(action.stage) if action.kind is Kind.OFFLOAD else _DROPS.get(action.kind)
+        dropped = _DROPS.get(action.kind)
         if dropped is None:
             return ()
         return (
@@ -270,7 +261,6 @@ _DROPS = {
     Kind.B: What.ACTIVATIONS,
     Kind.W: What.HELD,
     Kind.R: What.CHECKPOINT,
-    Kind.FETCH: What.OFFLOADED,
     Kind.RELEASE: What.WEIGHTS,
     Kind.REDUCE: What.ACCUMULATED,
 }

@@ -36,8 +36,7 @@ class StageCosts:
     optimizer) are always there.
 
     Missing arrays default to zero, except `backward_s` (input plus weight gradient), `recompute_s` (forward),
-    `held_bytes` and `offloaded_bytes` (`saved_bytes`), and `backward_transient_bytes` (the larger of its
-    halves).
+    `held_bytes` (`saved_bytes`), and `backward_transient_bytes` (the larger of its halves).
 
     Ignores: buffers of sends and receives; fragmentation.
     """
@@ -49,14 +48,11 @@ class StageCosts:
     recompute_s: Floats
     gather_s: Floats
     reduce_s: Floats
-    offload_s: Floats
-    fetch_s: Floats
     step_s: Floats
     overlap_saved_s: Floats
     saved_bytes: Floats
     held_bytes: Floats
     checkpoint_bytes: Floats
-    offloaded_bytes: Floats
     gathered_bytes: Floats
     forward_transient_bytes: Floats
     input_grad_transient_bytes: Floats
@@ -109,9 +105,7 @@ class StageCosts:
     @cached_property
     def bytes_at_start(self) -> Floats:
         """Bytes that appear when an action starts and outlive it, [row, stage]."""
-        table = self._table(
-            {Kind.F: "saved_bytes", Kind.FETCH: "offloaded_bytes", Kind.GATHER: "gathered_bytes"}
-        )
+        table = self._table({Kind.F: "saved_bytes", Kind.GATHER: "gathered_bytes"})
         table[CHECKPOINTED_FORWARD] = self.checkpoint_bytes
         table[KIND_ROWS[Kind.R]] = self.saved_bytes - self.checkpoint_bytes
         return table
@@ -119,14 +113,7 @@ class StageCosts:
     @cached_property
     def bytes_at_end(self) -> Floats:
         """Bytes that go when an action ends, [row, stage]."""
-        table = self._table(
-            {
-                Kind.B: "saved_bytes",
-                Kind.W: "held_bytes",
-                Kind.OFFLOAD: "offloaded_bytes",
-                Kind.RELEASE: "gathered_bytes",
-            }
-        )
+        table = self._table({Kind.B: "saved_bytes", Kind.W: "held_bytes", Kind.RELEASE: "gathered_bytes"})
         table[KIND_ROWS[Kind.I]] = self.saved_bytes - self.held_bytes
         return table
 
@@ -168,8 +155,6 @@ _SECONDS = {
     Kind.R: "recompute_s",
     Kind.GATHER: "gather_s",
     Kind.REDUCE: "reduce_s",
-    Kind.OFFLOAD: "offload_s",
-    Kind.FETCH: "fetch_s",
     Kind.STEP: "step_s",
 }
 _TRANSIENT = {
@@ -201,7 +186,6 @@ def _with_defaults(given: dict[str, Floats], names: Sequence[str], num_stages: i
         "backward_s": arrays["input_grad_s"] + arrays["weight_grad_s"],
         "recompute_s": arrays["forward_s"],
         "held_bytes": arrays["saved_bytes"],
-        "offloaded_bytes": arrays["saved_bytes"],
         "backward_transient_bytes": np.maximum(
             arrays["input_grad_transient_bytes"], arrays["weight_grad_transient_bytes"]
         ),

@@ -34,7 +34,7 @@ def simulate(
     One computation at a time per rank, in program order, as soon as what it needs is there. Transfers
     between ranks run beside computations, one at a time per link, in the order of their sends: from the
     moment the value exists in a compute-only program, from the moment both sides are posted in a lowered
-    one. Weight gathers and gradient reductions, and each direction of offloading, have a stream of their
+    one. Weight gathers and gradient reductions have a stream of their
     own on every rank.
 
     Links belong to a pair of ranks or to a sender, as `contention` says, or are `shared` by the ranks of a

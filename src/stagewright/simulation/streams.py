@@ -9,8 +9,8 @@ from stagewright.schedule.action import Kind
 POST = -1
 """Actions that only post a transfer take no time on their rank."""
 
-COMPUTE_STREAM, COLLECTIVE_STREAM, OFFLOAD_STREAM, FETCH_STREAM = range(4)
-NUM_STREAMS = 4
+COMPUTE_STREAM, COLLECTIVE_STREAM = range(2)
+NUM_STREAMS = 2
 
 STREAM_OF: dict[Kind, int] = {
     Kind.F: COMPUTE_STREAM,
@@ -21,8 +21,6 @@ STREAM_OF: dict[Kind, int] = {
     Kind.STEP: COMPUTE_STREAM,
     Kind.GATHER: COLLECTIVE_STREAM,
     Kind.REDUCE: COLLECTIVE_STREAM,
-    Kind.OFFLOAD: OFFLOAD_STREAM,
-    Kind.FETCH: FETCH_STREAM,
     Kind.SEND_F: POST,
     Kind.RECV_F: POST,
     Kind.SEND_B: POST,

@@ -6,14 +6,14 @@ in order. Resident values (parameters, buffers, static and derived values) are l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from stagewright.graph import Node, Ref, Symbol
-from stagewright.graph.added import ACCUMULATE
+from stagewright.graph.added import ACCUMULATE, ARRIVED, MOVES
 from stagewright.graph.stage import Function
 from stagewright.tracing.arguments import operator, symbol
 
@@ -38,13 +38,15 @@ def compile_function(
     device: torch.device,
     name: str = "run",
     mark: Callable[[], None] | None = None,
+    moves: Mapping[str, Callable[..., Any]] | None = None,
 ) -> Runnable:
     """Python code for `function`; values in `resident` are looked up instead of passed.
 
-    `mark` is called in front of the first operator and after each.
+    `mark` is called in front of the first operator and after each. `moves` do what operators of `MOVES` say.
     """
     resident = frozenset(resident)
     names: dict[str, Any] = {} if mark is None else {"mark": mark}
+    names |= {_called(op): move for op, move in (moves or {}).items()}
     lines = [f"def {name}(inputs, resident, accumulate, reseed):"]
     last = _last_uses(function)
     if function.inputs:
@@ -125,14 +127,20 @@ def _last_uses(function: Function) -> dict[int, int]:
 def _statement(node: Node, names: dict[str, Any], device: torch.device) -> str:
     if node.op == ACCUMULATE:
         return f"accumulate({dict(node.kwargs)['parameter']}, v{node.inputs[0]})"
-    function = "f_" + node.op.replace(".", "_")
-    names[function] = operator(node.op)
+    function = _called(node.op)
+    if node.op not in MOVES:
+        names[function] = operator(node.op)
     arguments = [_text(argument, names, device) for argument in node.args]
     arguments += [f"{key}={_text(value, names, device)}" for key, value in node.kwargs]
     targets = [f"v{value}" if value is not None else "_" for value in node.outputs]
-    left = targets[0] if len(targets) == 1 else ", ".join(targets)
+    left = "".join(f"{target}, " for target in targets) if node.op == ARRIVED else ", ".join(targets)
     seeded = f"reseed({node.draw}); " if node.draw >= 0 else ""
-    return f"{seeded}{left} = {function}({', '.join(arguments)})"
+    call = f"{function}({', '.join(arguments)})"
+    return f"{seeded}{left} = {call}" if targets else call
+
+
+def _called(op: str) -> str:
+    return "f_" + op.replace(".", "_")
 
 
 def _text(argument: Any, names: dict[str, Any], device: torch.device) -> str:

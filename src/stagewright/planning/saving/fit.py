@@ -21,13 +21,14 @@ from stagewright.planning.saving.problem import (
     Problem,
     Unit,
     chain_seconds,
+    fetch_ahead,
     policies,
     stage_units,
 )
 from stagewright.planning.saving.rank_chain import Found, RankChain
 from stagewright.planning.shortening import shortened
 from stagewright.schedule import Program
-from stagewright.schedule.saving import insert_offloading, insert_recomputation
+from stagewright.schedule.saving import insert_recomputation
 
 _ROUNDS = 12
 """Choices tried for a rank; each is replayed."""
@@ -62,7 +63,8 @@ class Fitted:
             return "keep"
         nodes = self.line.stages[stage].graph.nodes
         names = tuple(nodes[operator].name for at, operator in sorted(self.choice.checkpoints) if at == stage)
-        return StagePolicy(recompute=recompute, offload=offload, checkpoints=names)
+        ahead = fetch_ahead(self.units, self.choice, stage)
+        return StagePolicy(recompute=recompute, offload=offload, checkpoints=names, fetch_ahead=ahead)
 
 
 Chooser = Callable[[Problem], Choice | None]
@@ -141,8 +143,9 @@ def with_choice(
 
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
     """`program` with the actions that a choice needs."""
-    moved = insert_offloading(program, {units[index].stage for index in choice.offloaded})
-    return insert_recomputation(moved, {units[index].stage for index in choice.recomputed})
+    return insert_recomputation(
+        program, {units[index].stage for index in choice.recomputed | choice.offloaded}
+    )
 
 
 def _joined(choices: Iterable[Choice]) -> Choice:
@@ -202,8 +205,7 @@ def _among_units(
     device = line.device_of(kept.rank)
     link = 1 / device.host_link_bandwidth if offload and device.kind != "cpu" else float("inf")
     free = min(line.summaries[stage].forward_s for stage in stages)
-    parked = {stage: max(0.0, count - 2.0) for stage, count in copies.items()}
-    problem = Problem(tuple(own), seconds, 0.0, copies, parked, link, free / len(stages))
+    problem = Problem(tuple(own), seconds, 0.0, copies, copies, link, free / len(stages))
 
     def proposal(found: Choice | None) -> Proposal | None:
         if found is None:

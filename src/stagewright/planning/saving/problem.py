@@ -42,7 +42,7 @@ class Problem:
     * `seconds`: of every operator of a chain;
     * `needed`: bytes that must be saved;
     * `copies`: per stage, sets of saved values alive at the peak: how often the bytes of a recomputed unit count;
-    * `parked_copies`: the same for an offloaded unit, of which the set in use and one on its way back are alive;
+    * `parked_copies`: the same for an offloaded unit;
     * `link_s_per_byte`: time to move a byte to the host, infinite for no offloading;
     * `free_s`: link time per microbatch that costs nothing.
 
@@ -128,9 +128,20 @@ def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> 
         made = stages[stage].graph.nodes[operator].outputs
         chosen[stage][2].update(value for value in made if value is not None)
     return [
-        Policy(frozenset(recompute), frozenset(offload), checkpoints=frozenset(checkpoints))
-        for recompute, offload, checkpoints in chosen
+        Policy(
+            frozenset(recompute),
+            frozenset(offload),
+            checkpoints=frozenset(checkpoints),
+            fetch_ahead=fetch_ahead(units, choice, stage),
+        )
+        for stage, (recompute, offload, checkpoints) in enumerate(chosen)
     ]
+
+
+def fetch_ahead(units: Sequence[Unit], choice: Choice, stage: int) -> int:
+    """So that the largest offloaded value is back while another one is used."""
+    sizes = [units[index].num_bytes for index in choice.offloaded if units[index].stage == stage]
+    return 2 * max(sizes, default=0)
 
 
 def stage_units(stage: Stage) -> list[Unit]:

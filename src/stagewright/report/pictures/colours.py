@@ -19,8 +19,6 @@ NAMES: dict[Kind, str] = {
     Kind.GATHER: "gather weights",
     Kind.RELEASE: "release weights",
     Kind.REDUCE: "reduce gradients",
-    Kind.OFFLOAD: "offload",
-    Kind.FETCH: "fetch",
     Kind.STEP: "optimizer step",
 }
 
@@ -37,8 +35,6 @@ FILLS: dict[Kind, str] = {
     Kind.GATHER: "#7b8494",
     Kind.RELEASE: "#7b8494",
     Kind.REDUCE: "#d0573f",
-    Kind.OFFLOAD: "#8a6d4a",
-    Kind.FETCH: "#b08a55",
     Kind.STEP: "#5b6472",
 }
 """Of the first stage of a rank; `shade` lightens those of its further stages."""

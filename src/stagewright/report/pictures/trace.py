@@ -18,9 +18,9 @@ from stagewright.text import printable
 
 Event = dict[str, Any]
 
-_TRACKS = ("compute", "collectives", "offload", "fetch")
-_COMPUTE, _COLLECTIVES, _OFFLOAD, _FETCH = range(len(_TRACKS))
-_TRACK_OF = {Kind.GATHER: _COLLECTIVES, Kind.REDUCE: _COLLECTIVES, Kind.OFFLOAD: _OFFLOAD, Kind.FETCH: _FETCH}
+_TRACKS = ("compute", "collectives")
+_COMPUTE, _COLLECTIVES = range(len(_TRACKS))
+_TRACK_OF = {Kind.GATHER: _COLLECTIVES, Kind.REDUCE: _COLLECTIVES}
 _NANO = 1e-9
 
 
