@@ -53,7 +53,9 @@ def test_every_schedule_equals_plain() -> None:
 def test_recomputation_equals_plain(model: str) -> None:
     """Stages that recompute everything ("+R"), or some of what they save ("+r"), or offload it ("+o") learn the same."""
     check_schedules(
-        model, 2, [("1f1b+R", None), ("zb-h1+r", None), ("interleaved-zb+R", 2), ("gpipe+o", None)]
+        model,
+        2,
+        [("1f1b+R", None), ("zb-h1+r", None), ("interleaved-zb+R", 2), ("gpipe+o", None), ("zb-h1+o", None)],
     )
 
 
