@@ -4,9 +4,9 @@
 
 A small Llama (8 layers, hidden 512, sequence 512) on two local ranks of one thread, 1F1B with 8 microbatches. Four plans,
 held by the same processes, take their steps in turn: everything kept; what enters each layer kept (`--recompute full`) with
-the same cuts; and what the planner recomputes where the memory limit is so many parts of what keeping everything takes. Added
-time is that over the plan which keeps everything, in parts of its step, the median over rounds; predicted with the rates of
-this machine as it is probed now. Bar: within 10 % of what is predicted. Peaks are those of two steps of `run`.
+the same cuts; and what the planner recomputes where the memory limit is so many parts of what keeping everything takes.
+Added time is that over the plan which keeps everything, in parts of its step, the median over rounds; predicted with the
+rates of this machine as it is probed now. Bar: within 10 % of what is predicted. Peaks are those of two steps of `run`.
 """
 
 from __future__ import annotations
