@@ -54,7 +54,9 @@ class Change:
                 self._forward(memory)
             case Kind.B:
                 given = self.state.held.pop(stage) | self._collect(Kind.SEND_B, stage)
-                self._hand_over(Kind.SEND_B, stage, self._call(memory.backward, given))
+                made = self._call(memory.backward, given)
+                self._keep_loss(memory, made)
+                self._hand_over(Kind.SEND_B, stage, made)
             case Kind.I:
                 self._input_grad(memory)
             case Kind.R:
@@ -80,9 +82,13 @@ class Change:
         held = {value: made[value] for value in stage.saved if value in made}
         state.held[stage.index] = held
         state.take(held.values())
-        if stage.computes_loss:
-            state.take([made[stage.graph.loss]])  # for the batch
+        self._keep_loss(memory, made)
         self._hand_over(Kind.SEND_F, stage.index, made)
+
+    def _keep_loss(self, memory: StageMemory, made: Mapping[int, Key]) -> None:
+        """The loss, if it is among what was made, stays for the batch."""
+        if memory.stage.computes_loss and memory.stage.graph.loss in made:
+            self.state.take([made[memory.stage.graph.loss]])
 
     def _rebuild(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage
@@ -104,6 +110,7 @@ class Change:
         fresh = {value: made[value] for value in stage.relayed if value in made and value not in kept}
         state.take(fresh.values())
         state.held[stage.index] = kept | fresh
+        self._keep_loss(memory, made)
         self._hand_over(Kind.SEND_B, stage.index, made)
 
     def _call(self, function: FunctionMemory, given: dict[int, Key]) -> dict[int, Key]:

@@ -100,8 +100,8 @@ class BodyCosts:
     """Costs of ranges of the body: `seconds`, `state_bytes` and `saved_bytes` have an entry per position
     and one more, and the cost of the range ``[i, j)`` is ``array[j] - array[i]``.
 
-    * `seconds`: forward, input gradient and weight gradient of one microbatch; `forward_seconds` and
-      `weight_grad_seconds` of these;
+    * `seconds`: forward, input gradient and weight gradient of one microbatch; `forward_seconds` (of F: without a late
+      loss) and `weight_grad_seconds` of these;
     * `state_bytes`: parameters, gradients and optimizer state;
     * `saved_bytes`: what F leaves for the backward of one microbatch;
     * `boundary_bytes[i]`: what crosses a cut at `i` in one forward and one backward.
@@ -144,6 +144,8 @@ class BodyCosts:
 
     def _seconds_of(self, part: Part) -> Floats:
         is_part = np.fromiter((node.part is part for node in self.graph.nodes), np.bool_)
+        if part is Part.FORWARD:
+            is_part &= self._places < self.graph.late
         return _prefix(self._places, np.where(is_part, self._bound, 0.0), self.size)
 
     @cached_property
@@ -165,12 +167,12 @@ class BodyCosts:
         graph, sizes = self.graph, self.graph.storage_bytes
         saved: dict[int, int] = {}
         for node in graph.nodes:
-            if node.part not in (Part.INPUT_GRAD, Part.WEIGHT_GRAD):
+            if node.part < Part.INPUT_GRAD and graph.position.get(node.id, -1) < graph.late:
                 continue
             for value in node.inputs:
                 root = graph.values[value].storage
                 place = graph.position.get(graph.values[root].node)
-                if place is not None:
+                if place is not None and place < graph.late:
                     saved[root] = place
         bytes_of = np.array([sizes[root] for root in saved], np.float64)
         return _prefix(np.array(list(saved.values()), np.int64), bytes_of, self.size)

@@ -15,7 +15,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.added import MOVES
 from stagewright.graph.carving import carve
 from stagewright.graph.flat import PARAMETERS
-from stagewright.graph.stage import Function, Stage
+from stagewright.graph.stage import Function, Stage, made_by
 from stagewright.schedule.action import Kind
 from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.program import Program
@@ -94,20 +94,23 @@ def _same_places(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence[i
 
 
 def _forward_only(stage: Stage) -> Stage:
-    """`stage` without its backward: F leaves what other stages need and the loss, every other value is freed.
+    """`stage` without its backward: F makes and leaves what other stages need and the loss, every other value is freed.
 
     Buffers that evaluation only reads may change between evaluations, so nothing is computed once and for all.
     """
     wanted = {value for transfer in stage.sends for value in transfer.values}
     if stage.computes_loss:
         wanted.add(stage.graph.loss)
-    outputs = tuple(value for value in stage.forward.outputs if value in wanted)
-    nodes = tuple(node for node in stage.forward.nodes if node.op not in MOVES)
+    own = (*stage.forward.nodes, *stage.late)
+    nodes = sorted((node for node in own if node.op not in MOVES), key=lambda node: node.id)
+    made = {*stage.forward.inputs, *made_by(nodes), *stage.resident}
+    outputs = tuple(sorted(wanted & made))
     return replace(
         stage,
         static=(),
         derived=(*stage.static, *stage.derived),
-        forward=replace(stage.forward, nodes=nodes, outputs=outputs),
+        forward=replace(stage.forward, nodes=tuple(nodes), outputs=outputs),
+        late=(),
         input_grad=_NOTHING,
         weight_grad=_NOTHING,
         backward=_NOTHING,

@@ -192,11 +192,9 @@ class RankRunner:
             case Kind.F:
                 self._run_forward(stage, index, microbatches[index], result)
             case Kind.B:
-                cotangents = self._collect("backward", self._backward, stage, index)
-                self._hand_over("backward", stage, index, self.runners[stage].backward(index, cotangents))
+                self._run_backward(self.runners[stage].backward, stage, index, result)
             case Kind.I:
-                cotangents = self._collect("backward", self._backward, stage, index)
-                self._hand_over("backward", stage, index, self.runners[stage].input_grad(index, cotangents))
+                self._run_backward(self.runners[stage].input_grad, stage, index, result)
             case Kind.W:
                 self.runners[stage].weight_grad(index)
             case Kind.R:
@@ -218,9 +216,26 @@ class RankRunner:
         runner = self.runners[stage]
         arrived = self._collect("forward", self._forward, stage, microbatch)
         made = runner.forward(microbatch, arrived, inputs)
-        if runner.stage.computes_loss:
-            result.losses[microbatch] = made.pop(runner.stage.graph.loss)
+        self._take_loss(stage, microbatch, made, result)
         self._hand_over("forward", stage, microbatch, made)
+
+    def _run_backward(
+        self,
+        function: Callable[[int, Tensors], Tensors],
+        stage: int,
+        microbatch: int,
+        result: BatchResult,
+    ) -> None:
+        cotangents = self._collect("backward", self._backward, stage, microbatch)
+        made = function(microbatch, cotangents)
+        self._take_loss(stage, microbatch, made, result)
+        self._hand_over("backward", stage, microbatch, made)
+
+    def _take_loss(self, stage: int, microbatch: int, made: Tensors, result: BatchResult) -> None:
+        """Note the loss if it is among what F, or with a late loss B or I, has made."""
+        loss = self.runners[stage].stage.graph.loss
+        if loss in made:
+            result.losses[microbatch] = made.pop(loss)
 
     def _collect(self, kind: str, channels: _Channels, stage: int, microbatch: int) -> Tensors:
         """What other stages made for `stage`: received from other ranks, or handed over on this one."""

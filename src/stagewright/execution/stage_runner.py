@@ -149,7 +149,8 @@ class StageRunner:
                 self.resident.pop(value, None)
 
     def forward(self, microbatch: int, arrived: Tensors, inputs: Mapping[str, torch.Tensor]) -> Tensors:
-        """F. Takes what arrived from other stages and the user inputs; returns what other stages need and the loss."""
+        """F. Takes what arrived from other stages and the user inputs; returns what other stages need and the loss (which
+        I and B return where it is late)."""
         stage = self.stage
         for value in stage.inputs:
             arrived[value] = inputs[stage.value(value).name]
@@ -158,7 +159,7 @@ class StageRunner:
             self.resident[buffer].copy_(outputs[value])
         self._held[microbatch] = {value: outputs[value] for value in stage.saved}
         sent = {value: outputs[value] for transfer in stage.sends for value in transfer.values}
-        if stage.computes_loss:
+        if stage.graph.loss in outputs:
             sent[stage.graph.loss] = outputs[stage.graph.loss]
         return sent
 
@@ -183,7 +184,7 @@ class StageRunner:
         kept.update(self._call(self._rebuild, microbatch, given))
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
-        """I. Takes cotangents from later stages; returns cotangents for earlier ones."""
+        """I. Takes cotangents from later stages; returns cotangents for earlier ones, and a late loss."""
         available = self._held.pop(microbatch)
         available.update(cotangents)
         cotangents.clear()
@@ -193,14 +194,17 @@ class StageRunner:
         outputs = self._call(self._input_grad, microbatch, given)
         kept.update((value, outputs[value]) for value in self.stage.relayed if value in outputs)
         self._held[microbatch] = kept
-        return {value: outputs[value] for transfer in self.stage.grad_sends for value in transfer.values}
+        sent = {value: outputs[value] for transfer in self.stage.grad_sends for value in transfer.values}
+        if self.stage.graph.loss in outputs:
+            sent[self.stage.graph.loss] = outputs[self.stage.graph.loss]
+        return sent
 
     def weight_grad(self, microbatch: int) -> None:
         """W. Adds the weight gradients of one microbatch to the gradient buffers."""
         self._call(self._weight_grad, microbatch, self._held.pop(microbatch))
 
     def backward(self, microbatch: int, cotangents: Tensors) -> Tensors:
-        """B: I and W in one, freeing saved values as it goes."""
+        """B: I and W in one, freeing saved values as it goes; a late loss is among what it returns."""
         inputs = self._held.pop(microbatch)
         inputs.update(cotangents)
         cotangents.clear()

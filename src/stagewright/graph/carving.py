@@ -87,6 +87,7 @@ class _Nodes:
     static: tuple[Node, ...]
     derived: tuple[Node, ...]
     forward: tuple[Node, ...]
+    late: tuple[Node, ...]
     input_grad: tuple[Node, ...]
     weight_grad: tuple[Node, ...]
     finishing: tuple[Node, ...]
@@ -96,6 +97,7 @@ class _Nodes:
             *self.static,
             *self.derived,
             *self.forward,
+            *self.late,
             *self.input_grad,
             *self.weight_grad,
             *self.finishing,
@@ -137,15 +139,19 @@ class _StageCarver:
         weight_grad = with_finishing(nodes.weight_grad, nodes.finishing)
         both = sorted((*nodes.input_grad, *nodes.weight_grad), key=lambda node: node.id)
         backward = with_finishing(both, nodes.finishing)
-        by_input_grad = {*cotangents, *made_by(nodes.input_grad)}
-        needed = _used(backward, at_hand)
+        by_input_grad = {*cotangents, *made_by(nodes.input_grad), *made_by(nodes.late)}
+        needed = _used((*backward, *nodes.late), at_hand)
         recomputed = self._recomputed(nodes.forward, needed, resident)
         again = made_by(recomputed.nodes)
         saved = tuple(value for value in _distinct((*needed, *recomputed.inputs)) if value not in again)
         parcels = self._parcels(saved, inputs, here)
         away = {value for parcel in parcels for value in parcel.values}
         kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
-        whole = self._returning(woven(backward, recomputed.nodes), parcels)
+        loss = [self.graph.loss] if self.computes_loss else []
+        late_loss = loss if self.graph.loss in made_by(nodes.late) else []
+        loss = [] if late_loss else loss
+        extra = _in_order(recomputed.nodes, nodes.late)
+        whole = self._returning(woven(backward, extra, late_loss), parcels)
         first = _first_run(whole, recomputed.nodes) if self.grad_receives else []
         at_first, is_first = made_by(first), {id(node) for node in first}
         begun = {parcel.storage for parcel in parcels if parcel.storage in at_first}
@@ -154,7 +160,9 @@ class _StageCarver:
         backward = [node for node in whole if id(node) not in is_first]
         weight_grad = self._returning(weight_grad, missing, begun)
         relayed = _used(weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad))
-        input_grad = self._returning(woven(nodes.input_grad, later, relayed), missing, begun)
+        extra = _in_order(later, nodes.late)
+        input_grad = woven(nodes.input_grad, extra, (*relayed, *late_loss))
+        input_grad = self._returning(input_grad, missing, begun)
         by_input_grad |= made_by(later)
         there = {*kept} | at_first
         used = (*_used(backward, there), *_used(input_grad, there), *relayed)
@@ -162,7 +170,6 @@ class _StageCarver:
             nodes.forward, parcels, self.policy.fetch_ahead, lambda value: here.value(value).storage
         )
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
-        loss = [self.graph.loss] if self.computes_loss else []
         return Stage(
             index=self.index,
             start=self.cutting.bounds[self.index],
@@ -179,11 +186,11 @@ class _StageCarver:
             input_grad=Function(
                 tuple(input_grad),
                 _distinct((*_used(input_grad, there), *cotangents)),
-                _distinct((*grad_sent, *(value for value in relayed if value in by_input_grad))),
+                _distinct((*grad_sent, *(v for v in relayed if v in by_input_grad), *late_loss)),
             ),
             weight_grad=Function(tuple(weight_grad), relayed, ()),
             backward=Function(
-                tuple(backward), _distinct((*_used(backward, there), *cotangents)), tuple(grad_sent)
+                tuple(backward), _distinct((*_used(backward, there), *cotangents)), (*grad_sent, *late_loss)
             ),
             rebuild=_part(first, resident, _distinct(used)),
             receives=self.receives,
@@ -197,6 +204,7 @@ class _StageCarver:
             mutations=self.mutations,
             computes_loss=self.computes_loss,
             remade=_part(later, resident, recomputed.outputs),
+            late=nodes.late,
         )
 
     # -- nodes ------------------------------------------------------------------------------------------------------
@@ -210,15 +218,30 @@ class _StageCarver:
         gradient_nodes = _prune(gradient_nodes, after, _values(self.grad_sends))
         prologue = self._closure((*body, *gradient_nodes, *after), Part.PROLOGUE, changed)
         forward = tuple(sorted((*prologue, *body), key=lambda node: node.id))
-        every = (*forward, *gradient_nodes, *after)
+        forward, late = self._divided(forward, changed)
+        every = (*forward, *late, *gradient_nodes, *after)
         return _Nodes(
             static=self._closure(every, Part.STATIC, changed),
             derived=self._closure(every, Part.DERIVED, changed),
             forward=forward,
+            late=late,
             input_grad=tuple(gradient_nodes),
             weight_grad=self.weights.own,
             finishing=self.weights.finishing,
         )
+
+    def _divided(
+        self, forward: tuple[Node, ...], changed: Sequence[int]
+    ) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+        """The nodes that F runs, and those that run with the backward, with what of the prologue these alone need."""
+        position, start = self.graph.position, self.graph.late
+        body = [node for node in forward if node.part is Part.FORWARD]
+        early = [node for node in body if position[node.id] < start]
+        if len(early) == len(body):
+            return forward, ()
+        first = {node.id for node in (*early, *self._closure(early, Part.PROLOGUE, changed))}
+        late = tuple(node for node in forward if node.id not in first)
+        return tuple(node for node in forward if node.id in first), late
 
     def _recomputed(self, forward: Sequence[Node], needed: Sequence[int], resident: set[int]) -> Function:
         """The nodes of F that make the values of `needed` the policy does not keep; its inputs must be saved."""
@@ -278,6 +301,7 @@ class _StageCarver:
     def _with_copies(self, nodes: _Nodes) -> _Nodes:
         """F first copies every changing buffer whose value, or a view of it, must outlast F: the next F changes it."""
         after = (
+            *nodes.late,
             *nodes.input_grad,
             *nodes.weight_grad,
             *(nodes.forward if self.policy.recomputes else ()),
@@ -296,6 +320,7 @@ class _StageCarver:
         return replace(
             nodes,
             forward=(*copies, *renew(nodes.forward)),
+            late=renew(nodes.late),
             input_grad=renew(nodes.input_grad),
             weight_grad=renew(nodes.weight_grad),
         )
@@ -324,10 +349,11 @@ class _StageCarver:
             )
         )
 
-    def _fresh(self, like: Value) -> int:
-        """A new value, numbered apart from the graph's; stages number theirs each for themselves."""
+    def _fresh(self, like: Value, storage: int | None = None) -> int:
+        """A new value, numbered apart from the graph's, in a storage of its own or in `storage`; stages number theirs each
+        for themselves."""
         index = len(self.graph.values) + len(self.added)
-        self.added[index] = replace(like, id=index, storage=index)
+        self.added[index] = replace(like, id=index, storage=index if storage is None else storage)
         return index
 
     def _transfers(self, routes: Routes, outgoing: bool) -> tuple[Transfer, ...]:
@@ -349,6 +375,10 @@ def _distinct(values: Iterable[int]) -> tuple[int, ...]:
 
 def _used(nodes: Iterable[Node], among: set[int]) -> tuple[int, ...]:
     return _distinct(value for node in nodes for value in node.inputs if value in among)
+
+
+def _in_order(*groups: Iterable[Node]) -> list[Node]:
+    return sorted((node for group in groups for node in group), key=lambda node: node.id)
 
 
 def _first_run(nodes: Sequence[Node], again: Sequence[Node]) -> list[Node]:

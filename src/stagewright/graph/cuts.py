@@ -17,7 +17,7 @@ Counts = NDArray[np.int64]
 class Cuts:
     """One entry per position of the body and one more; the first and the last are no cuts.
 
-    `legal`: no buffer that changes with every microbatch has users on both sides.
+    `legal`: no buffer that changes with every microbatch has users on both sides, and a loss in pieces stays whole.
     `num_values`, `value_bytes`: tensors that travel forward across the position, and their bytes.
     `cotangent_bytes`: bytes that travel back across it.
 
@@ -91,7 +91,10 @@ def _journeys(graph: OperatorGraph) -> Iterator[tuple[Part, int, int, int]]:
 
 
 def _inseparable(graph: OperatorGraph) -> Iterator[tuple[int, int]]:
-    """First and last position of the operators that share a buffer which changes with every microbatch."""
+    """First and last position of the operators that share a buffer which changes with every microbatch, and of those that
+    run with the backward."""
+    if graph.late < len(graph.body):
+        yield graph.late, len(graph.body) - 1
     for buffer, made in graph.mutations:
         maker = graph.position.get(graph.values[made].node)
         if maker is None:

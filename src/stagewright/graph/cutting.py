@@ -16,7 +16,7 @@ class Cutting:
     """`bounds` are positions in the body: stage i holds ``body[bounds[i]:bounds[i + 1]]``.
 
     Raises:
-        PlanError: `bounds` do not increase, or a cut separates the users of a buffer that changes.
+        PlanError: `bounds` do not increase, or a cut separates the users of a buffer that changes or a loss in pieces.
     """
 
     def __init__(self, graph: OperatorGraph, cuts: Sequence[int]) -> None:
@@ -132,4 +132,8 @@ def _checked_bounds(graph: OperatorGraph, cuts: Sequence[int]) -> list[int]:
                 f"cuts must increase strictly between 1 and {len(graph.body) - 1} (the model has {len(graph.body)} "
                 f"forward operators), got {list(cuts)}"
             )
+    if bounds[-2] > graph.late:
+        raise PlanError(
+            f"a cut at {bounds[-2]} separates the pieces of the loss, which begin at {graph.late}: move the cut there or before"
+        )
     return bounds

@@ -160,6 +160,15 @@ class OperatorGraph:
         return {node: index for index, node in enumerate(self.body)}
 
     @cached_property
+    def late(self) -> int:
+        """Position in the body of the first operator that runs with the backward; ``len(body)`` where all run with F.
+
+        A loss in pieces over tokens is such a tail: nothing but the reported loss needs it before the backward does, and a
+        piece whose gradients follow at once need not be kept.
+        """
+        return self.facts.get("late", len(self.body))
+
+    @cached_property
     def consumers(self) -> dict[int, tuple[int, ...]]:
         """Value id -> ids of the nodes that use it, in order."""
         found: dict[int, list[int]] = {}

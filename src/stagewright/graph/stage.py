@@ -7,9 +7,11 @@ Nothing is traced again. A stage's functions are
 * `forward` (F), `input_grad` (I), `weight_grad` (W), and `backward` (B: I and W interleaved), once per microbatch;
 * `rebuild` (R): what the backward recomputes and fetches first, where it waits for a cotangent: R can run while the rank
   waits;
-* `remade`: what the backward recomputes on its way, part of `input_grad` and `backward`.
+* `remade`: what the backward recomputes on its way, part of `input_grad` and `backward`;
+* `late`: operators of the model's forward that run with the backward, part of `input_grad` and `backward`: the pieces of a
+  loss in pieces, each right before its gradients. F leaves what they need, and the loss is what I or B returns.
 
-Both are operators of F a second time, on the same inputs and with the same random numbers, so that I and W cannot tell the
+`rebuild` and `remade` are operators of F a second time, on the same inputs and with the same random numbers, so that I and W cannot tell the
 difference. Each runs right before the first operator that needs it, from what the policy keeps, and its results go after
 their last use: of what is recomputed only what lies between two checkpoints is alive.
 
@@ -78,9 +80,15 @@ class Stage:
     computes_loss: bool
     local_bytes: dict[int, int] = field(default_factory=dict)  # storages the graph does not know -> bytes
     remade: Function = Function((), (), ())  # what B and I recompute on their way
+    late: tuple[Node, ...] = ()  # of the model's forward, in running order, what B and I run
 
     def value(self, index: int) -> Value:
         return self.extra[index] if index in self.extra else self.graph.values[index]
+
+    @property
+    def loss_is_late(self) -> bool:
+        """Whether B or I returns the loss, and not F."""
+        return self.computes_loss and self.graph.loss in made_by(self.late)
 
     @property
     def resident(self) -> frozenset[int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stagewright.graph.added import accumulate, addition, zeros
 from stagewright.graph.cutting import Cutting
-from stagewright.graph.graph import Node, Origin, Part, Symbol, Value
+from stagewright.graph.graph import Node, Origin, Part, Symbol
 
 
 @dataclass(frozen=True)
@@ -21,27 +21,31 @@ class WeightGrads:
     instead: dict[int, int]  # GRADIENT value -> the sum of this stage's contributions to it
 
 
-def weight_grads(cutting: Cutting, index: int, fresh: Callable[[Value], int]) -> WeightGrads:
-    """The weight gradients of stage `index`; ``fresh(like)`` names a new value.
+def weight_grads(cutting: Cutting, index: int, fresh: Callable[..., int]) -> WeightGrads:
+    """The weight gradients of stage `index`; ``fresh(like, storage)`` names a new value, in a storage of its own or a given
+    one.
 
     Contributions are added in autograd's order. Gradients of derived values (views and casts of parameters) are turned
-    into those of the parameters once per stage, whatever the number of uses.
+    into those of the parameters once per stage, whatever the number of uses. Only the pieces of a loss in pieces are not
+    added to each other but each to the gradient's buffer, so that one of them is alive at a time: as many tensors of the
+    size of the head as there are pieces would take more than the pieces save.
     """
     return _Finisher(cutting, index, fresh).finish()
 
 
 class _Finisher:
-    def __init__(self, cutting: Cutting, index: int, fresh: Callable[[Value], int]) -> None:
+    def __init__(self, cutting: Cutting, index: int, fresh: Callable[..., int]) -> None:
         self.cutting = cutting
         self.graph = cutting.graph
         self.index = index
         self.fresh = fresh
         self.finishing: list[Node] = []
+        self.alone: dict[int, int] = {}  # values made for single pieces of the loss -> their storages
 
     def finish(self) -> WeightGrads:
         own = [node for node in self.cutting.nodes_of[self.index] if node.part is Part.WEIGHT_GRAD]
         floating = self._active_floating()
-        chains = self._chains((*own, *floating))
+        chains, apart = self._without_pieces(self._chains((*own, *floating)), floating)
         sums: dict[int, int] = {}
         for gradient in chains:
             self._settle(gradient, chains, sums)
@@ -57,6 +61,8 @@ class _Finisher:
                 if self.graph.values[value].origin is Origin.GRADIENT and value not in sums:
                     sums[value] = self._nothing(value)
             self.finishing.append(node.renamed(sums))
+        for gradient, value in apart:
+            self._finish_alone(gradient, value, floating)
         return WeightGrads(tuple(own), tuple(self.finishing), tuple(gradients), sums)
 
     # -- which backward nodes of derived values -----------------------------------------------------------------------
@@ -87,6 +93,69 @@ class _Finisher:
         return any(
             self._is_local(node, item, reached) for node, item in self.graph.contributions.get(value, ())
         )
+
+    # -- pieces of a loss --------------------------------------------------------------------------------------------
+
+    def _without_pieces(
+        self, chains: dict[int, list[int]], floating: Sequence[Node]
+    ) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
+        """The chains without what pieces of the loss contribute to a gradient, and that as (gradient, value); where nothing
+        else contributes the first piece stays."""
+        late = self._made_late(chains, floating)
+        kept: dict[int, list[int]] = {}
+        apart: list[tuple[int, int]] = []
+        for gradient, chain in chains.items():
+            pieces = [value for value in chain if value in late]
+            if len(pieces) == len(chain):
+                pieces = pieces[1:]
+            kept[gradient] = [value for value in chain if value not in pieces]
+            apart += [(gradient, value) for value in pieces]
+        return kept, apart
+
+    def _made_late(self, chains: dict[int, list[int]], floating: Sequence[Node]) -> set[int]:
+        """Values that only the pieces of a loss contribute to."""
+        position, start = self.graph.position, self.graph.late
+        if start == len(self.graph.body):
+            return set()
+        own = (node for node in self.cutting.nodes_of[self.index] if position[node.forward] >= start)
+        late = {output for node in own for output in node.outputs if output is not None}
+        for node in floating:
+            given = {value for value in node.inputs if value in chains}
+            if late.intersection(node.inputs) or any(late.issuperset(chains[value]) for value in given):
+                late.update(output for output in node.outputs if output is not None)
+        return late
+
+    def _finish_alone(self, gradient: int, value: int, floating: Sequence[Node]) -> None:
+        """Add to the buffers of parameters what a `value` contributes to `gradient`, as if it were the only one: backwards
+        of derived values are linear."""
+        for source, owner in self.graph.gradients.items():
+            if owner == gradient and self.graph.values[source].origin is Origin.PARAMETER:
+                self.finishing.append(accumulate(source, value))
+        names = {gradient: value}
+        for node in floating:
+            if names.keys().isdisjoint(node.inputs):
+                continue
+            again = node.renamed(names)
+            names |= {
+                output: self._fresh_like(output, names) for output in node.outputs if output is not None
+            }
+            outputs = tuple(None if output is None else names[output] for output in node.outputs)
+            self.finishing.append(replace(again, id=-1, outputs=outputs))
+        for target, found in self.graph.contributions.items():
+            for _, contribution in found:
+                if contribution in names and target != gradient:
+                    self._finish_alone(target, names[contribution], floating)
+
+    def _fresh_like(self, output: int, names: Mapping[int, int]) -> int:
+        """A new value in the place of `output`, where `names` are used for others: a view of what that would be a view of."""
+        like = self.graph.values[output]
+        storage = None
+        if like.storage != output:
+            base = names.get(like.storage, like.storage)
+            storage = self.alone[base] if base in self.alone else self.graph.values[base].storage
+        made = self.fresh(like, storage)
+        self.alone[made] = made if storage is None else storage
+        return made
 
     # -- sums ---------------------------------------------------------------------------------------------------------
 

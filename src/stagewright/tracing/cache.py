@@ -40,6 +40,7 @@ def trace(
     training: bool = True,
     tp: int = 1,
     splits_sequence: bool = False,
+    loss_pieces: int = 1,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -56,6 +57,7 @@ def trace(
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
         splits_sequence: whether those ranks also split the sequence between the layers' products.
+        loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
 
     Raises:
         InputError: the reference cannot be resolved or built, or not split over `tp` ranks.
@@ -74,6 +76,7 @@ def trace(
         "training": training,
         "tp": tp,
         "splits_sequence": splits_sequence and tp > 1,
+        **({"loss_pieces": loss_pieces} if loss_pieces > 1 else {}),
     }
     path = _entry(facts) if use_cache else None
     if path is not None and (graph := _load(path)) is not None:

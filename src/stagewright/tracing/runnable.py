@@ -99,17 +99,21 @@ def pure_function(
     read = tuple(sorted(used & resident - set(function.inputs)))
     given = ", ".join(f"v{value}" for value in (*function.inputs, *read))
     lines = [f"def {name}({given}):"]
-    gradients: list[tuple[int, int]] = []
+    gradients: dict[int, str] = {}
     for node in function.nodes:
-        if node.op == ACCUMULATE:
-            gradients.append((dict(node.kwargs)["parameter"], node.inputs[0]))
-        else:
+        if node.op != ACCUMULATE:
             lines.append("    " + _statement(node, names, device))
-    made = [*function.outputs, *(value for _, value in gradients)]
-    lines.append(f"    return ({''.join(f'v{value}, ' for value in made)})")
+            continue
+        parameter, gradient = dict(node.kwargs)["parameter"], f"v{node.inputs[0]}"
+        if parameter in gradients:  # of several pieces of the loss
+            lines.append(f"    g{parameter} = {gradients[parameter]} + {gradient}")
+            gradient = f"g{parameter}"
+        gradients[parameter] = gradient
+    made = [*(f"v{value}" for value in function.outputs), *gradients.values()]
+    lines.append(f"    return ({''.join(f'{name}, ' for name in made)})")
     scope = dict(names)
     exec(compile("\n".join(lines), f"<stagewright {name}>", "exec"), scope)
-    return Pure(scope[name], read, tuple(parameter for parameter, _ in gradients))
+    return Pure(scope[name], read, tuple(gradients))
 
 
 def _made(node: Node) -> tuple[int, ...]:

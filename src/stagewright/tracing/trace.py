@@ -15,7 +15,9 @@ from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.autocast import autocast_of
 from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.joint import build_joint
+from stagewright.tracing.late import with_late_loss
 from stagewright.tracing.models.build import build
+from stagewright.tracing.models.pieces import evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
 from stagewright.tracing.quiet import quiet_capture
@@ -45,6 +47,8 @@ def trace_reference(
         if facts.get("splits_sequence"):
             even("the sequence length", sequence_length, facts["tp"])
         facts["tensor_parallel"] = parallelise(built.module, facts["tp"], facts.get("splits_sequence", False))
+    if facts.get("loss_pieces", 1) > 1:
+        evaluate_in_pieces(built.module, facts["loss_pieces"], microbatch_size * sequence_length)
     return trace_module(built.module, built.inputs, reference.name, facts, report)
 
 
@@ -86,7 +90,7 @@ def trace_module(
     ):
         captured = capture(twin, fake_inputs, mode, report)
     report("differentiating operator by operator")
-    graph = build_joint(name, captured, Rules(mode, device), facts)
+    graph = with_late_loss(build_joint(name, captured, Rules(mode, device), facts))
     verify_graph(graph)
     verify_parallel(graph)
     return graph

@@ -16,62 +16,79 @@ from torch.nn import functional
 
 from stagewright.errors import InputError
 
-CrossEntropy = Callable[[Tensor, Tensor], Tensor]
+CrossEntropy = Callable[..., Tensor]
+LossOf = Callable[[nn.Module, Callable[[], Any], Tensor, CrossEntropy], tuple[Tensor, Any]]
+"""From a model, a call of it, its labels and the cross entropy to the mean loss and what the model returned."""
 
 IGNORED = -100
 """Label of a position that takes no part in the loss."""
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean negative log-likelihood of `labels` (...) under `logits` (..., classes), in at least float32."""
+def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    """Negative log-likelihood of `labels` (...) under `logits` (..., classes), in at least float32."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    return functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED)
+    return functional.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
 
 
-class CausalLanguageModel(nn.Module):
+def loss_at_once(
+    net: nn.Module, call: Callable[[], Any], labels: Tensor, cross_entropy: CrossEntropy
+) -> tuple[Tensor, Any]:
+    """The mean loss of all tokens, and what the model returned."""
+    output = call()
+    return cross_entropy(output.logits, labels), output
+
+
+class LanguageModel(nn.Module):
+    """A transformers model whose loss is a mean over tokens.
+
+    `cross_entropy` and `loss_of` may be replaced: by one over logits split by classes, by one in pieces over tokens.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.cross_entropy: CrossEntropy = cross_entropy
+        self.loss_of: LossOf = loss_at_once
+
+    def loss(self, labels: Tensor, **inputs: Any) -> Tensor:
+        """The mean loss of what the model predicts for `inputs`, with the loss that balances its experts."""
+
+        def call() -> Any:
+            with _tracing():
+                return self.net(**inputs)
+
+        return _with_auxiliary_loss(*self.loss_of(self.net, call, labels, self.cross_entropy), self.net)
+
+
+class CausalLanguageModel(LanguageModel):
     """Predicts each next token of `input_ids` (batch, sequence)."""
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.cross_entropy: CrossEntropy = cross_entropy
-
     def forward(self, input_ids: Tensor) -> Tensor:
-        with _tracing():
-            output = self.net(input_ids=input_ids, use_cache=False)
         # Shifting labels instead of logits spares a copy of the largest tensor of the model.
         labels = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
-        return _with_auxiliary_loss(self.cross_entropy(output.logits, labels), output, self.net)
+        return self.loss(labels, input_ids=input_ids, use_cache=False)
 
 
-class MaskedLanguageModel(nn.Module):
+class MaskedLanguageModel(LanguageModel):
     """Predicts `labels` (batch, sequence) from `input_ids`; -100 marks positions that are not asked for."""
 
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-        self.cross_entropy: CrossEntropy = cross_entropy
-
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        with _tracing():
-            output = self.net(input_ids=input_ids)
-        return self.cross_entropy(output.logits, labels)
+        return self.loss(labels, input_ids=input_ids)
 
 
-class SequenceToSequence(nn.Module):
+class SequenceToSequence(LanguageModel):
     """Encodes `input_ids` (batch, source) and predicts `labels` (batch, target) from those before each."""
 
     def __init__(self, net: nn.Module, start_token: int) -> None:
-        super().__init__()
-        self.net = net
+        super().__init__(net)
         self.start_token = start_token
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         decoder_input_ids = functional.pad(labels[:, :-1], (1, 0), value=self.start_token)
-        with _tracing():
-            output = self.net(input_ids=input_ids, decoder_input_ids=decoder_input_ids, use_cache=False)
-        return _with_auxiliary_loss(cross_entropy(output.logits, labels), output, self.net)
+        return self.loss(labels, input_ids=input_ids, decoder_input_ids=decoder_input_ids, use_cache=False)
 
 
 class ImageClassifier(nn.Module):

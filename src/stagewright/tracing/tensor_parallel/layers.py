@@ -111,7 +111,7 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class VocabularyCrossEntropy(nn.Module):
-    """Mean negative log-likelihood of labels under logits of which each rank holds those of some classes.
+    """Negative log-likelihood of labels under logits of which each rank holds those of some classes.
 
     Nothing of the size of the logits is sent: each rank's log of the sum of exponentials, and the logit of the label.
 
@@ -124,7 +124,7 @@ class VocabularyCrossEntropy(nn.Module):
         super().__init__()
         self.num_classes, self.size, self.ignored = num_classes, size, ignored
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         logits, labels = logits.flatten(0, -2), labels.flatten()
@@ -139,7 +139,7 @@ class VocabularyCrossEntropy(nn.Module):
         chosen = all_reduce(torch.where(is_here, own, own.new_zeros(())), GROUP, self.size)
         counts = labels != self.ignored
         losses = torch.where(counts, log_sum_exp(per_rank.t()) - chosen, chosen.new_zeros(()))
-        return losses.sum() / counts.sum()
+        return losses.sum() / counts.sum() if reduction == "mean" else losses.sum()
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
