@@ -178,8 +178,7 @@ class Pipeline:
                 with self._watched(stage, microbatch, stage.forward, given, stage.inputs):
                     del given
                     sent = runner.forward(microbatch, arrived, inputs)
-            if stage.computes_loss:
-                self.losses.append(sent.pop(self.graph.loss).item())
+            self._take_loss(sent)
             travelling += _sent(stage, stage.sends, sent)
             del inputs, sent
             self._check(stage, microbatch, "F", stage.held_bytes(stage.saved))
@@ -197,6 +196,7 @@ class Pipeline:
                 )
                 with self._watched(stage, microbatch, function, arrived, stage.relayed if split else ()):
                     sent = run(microbatch, arrived)
+            self._take_loss(sent)
             travelling += _sent(stage, stage.grad_sends, sent)
             del sent
             if split:
@@ -207,6 +207,10 @@ class Pipeline:
                 ):
                     runner.weight_grad(microbatch)
             self._check(stage, microbatch, "the backward", 0)
+
+    def _take_loss(self, sent: Tensors) -> None:
+        if self.graph.loss in sent:
+            self.losses.append(sent.pop(self.graph.loss).item())
 
     def outcome(self) -> Outcome:
         gradients: dict[str, Tensor] = {}

@@ -16,6 +16,7 @@ from stagewright.cli.planning import (
     GlobalBatch,
     JobFile,
     JobSequenceLength,
+    LossPieces,
     MemoryLimit,
     PipelineWidth,
     PlannedCluster,
@@ -30,6 +31,7 @@ from stagewright.cli.planning import (
     checked_shard_units,
     cluster_of,
     is_plan,
+    parse_pieces,
     read_job,
     warn,
 )
@@ -75,6 +77,7 @@ def estimate(
     reduce_dtype: ReduceDtype = None,
     shard_size: ShardSize = None,
     shard_units: ShardUnits = "auto",
+    loss_pieces: LossPieces = "1",
     stack: Annotated[
         str,
         typer.Option(
@@ -161,7 +164,8 @@ def estimate(
                 microbatch=microbatch or 1,
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
                 reduce_dtype=checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
-                shard_units=checked_shard_units(shard_units), stack=stack, report=progress,
+                shard_units=checked_shard_units(shard_units), loss_pieces=parse_pieces(loss_pieces), stack=stack,
+                report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report.breakdown import breakdown_document, breakdown_table
@@ -232,7 +236,7 @@ def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None
     refuse(context, ["with_model"], "a model that is named is built anyway", "estimate a plan")
     if stack in MEGATRON_STACKS:
         refuse(
-            context, ["zero", "reduce_dtype", "shard_size", "shard_units", "by", "compiled"],
+            context, ["zero", "reduce_dtype", "shard_size", "shard_units", "loss_pieces", "by", "compiled"],
             f"--stack {stack} knows Megatron's own options only, and predicts memory without time",
             "take another --stack", {"zero": "give --shard-optimizer for the distributed optimizer"},
         )  # fmt: skip

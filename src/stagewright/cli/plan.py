@@ -20,6 +20,7 @@ from stagewright.cli.planning import (
     JobFile,
     JobSequenceLength,
     JobSequenceLengths,
+    LossPieces,
     MemoryLimit,
     PipelineWidth,
     ReduceDtype,
@@ -30,6 +31,7 @@ from stagewright.cli.planning import (
     checked_reduce_dtype,
     checked_shard_units,
     parse_lengths,
+    parse_pieces,
     read_job,
     warn,
 )
@@ -136,6 +138,7 @@ def plan(
     reduce_dtype: ReduceDtype = None,
     shard_size: ShardSize = None,
     shard_units: ShardUnits = "auto",
+    loss_pieces: LossPieces = "auto",
     settings: Settings = None,
     output: Output = None,
     top: Annotated[
@@ -230,7 +233,8 @@ def plan(
                 recompute=cast("fitting.Recompute | None", recompute), offload=offload,
                 zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
                 shard_size=shard_size, shard_units=checked_shard_units(shard_units),
-                host_optimizer=cast("search.HostOptimizer", host_optimizer), interruptible=True,
+                host_optimizer=cast("search.HostOptimizer", host_optimizer), loss_pieces=parse_pieces(loss_pieces),
+                interruptible=True,
             )  # fmt: skip
     warn([*target.cautions, *found.warnings])
     _tell(found, output, top, as_json)

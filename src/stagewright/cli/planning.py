@@ -84,6 +84,15 @@ ShardUnits = Annotated[
         help="Pieces in which replicas gather and reduce a stage, with --zero 2 and 3; auto: the fastest in memory.",
     ),
 ]
+LossPieces = Annotated[
+    str,
+    typer.Option(
+        "--loss-pieces",
+        metavar="N|auto",
+        help="Slices of a microbatch's tokens for which head and loss are evaluated one after the other; auto: several "
+        "where logits are large, or with `plan` where memory is short.",
+    ),
+]
 
 
 def checked_shard_units(text: str) -> int | None:
@@ -92,6 +101,18 @@ def checked_shard_units(text: str) -> int | None:
     if text != "auto" and not number:
         raise InputError(f"--shard-units {text}: give auto, or how many pieces a stage is gathered in, as 8")
     return number
+
+
+def parse_pieces(text: str) -> int | Literal["auto"]:
+    """
+    >>> parse_pieces("4"), parse_pieces("auto")
+    (4, 'auto')
+    """
+    if text == "auto":
+        return "auto"
+    if not (pieces := parse_count(text)):
+        raise InputError(f"--loss-pieces {text}: give a number of slices, or auto")
+    return pieces
 
 
 def checked_reduce_dtype(text: str | None) -> Literal["fp32", "bf16"] | None:

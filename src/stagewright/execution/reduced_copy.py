@@ -11,6 +11,7 @@ from stagewright.graph.carving import carve
 from stagewright.graph.cutting import Cutting
 from stagewright.graph.flat import PARAMETERS
 from stagewright.planning.job import Job
+from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.plan import ModelSection, Plan, shared_layers
 from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
 from stagewright.planning.sharding import sharded_program, without_sharding
@@ -81,7 +82,8 @@ def reduced_plan(
         seed=plan.job.seed,
         num_steps=1,
     )
-    shared = shared_layers(plan.tp, plan.sequence_parallel)
+    pieces = min(plan.loss_pieces, microbatch_size * job.sequence_length)
+    shared = shared_layers(plan.tp, plan.sequence_parallel) | in_pieces(pieces)
     graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind), **shared)
     if reference == original and plan.job.autocast is None:  # whose operators have other names
         names = plan.cuts
@@ -90,7 +92,7 @@ def reduced_plan(
         names = cut_names(graph, scaled_cuts(_fractions(plan, original, report), graph))
         plan = _resharded(_without_names(plan), names, graph)
     changes = {"model": ModelSection.of(reference), "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
-        "reduce_dtype": None, "shard_size": None, "shorter_lengths": (), "devices": ()}  # fmt: skip
+        "loss_pieces": pieces, "reduce_dtype": None, "shard_size": None, "shorter_lengths": (), "devices": ()}  # fmt: skip
     return Plan.model_validate(plan.model_copy(update=changes).model_dump()), graph
 
 

@@ -134,6 +134,6 @@ def _checked_bounds(graph: OperatorGraph, cuts: Sequence[int]) -> list[int]:
             )
     if bounds[-2] > graph.late:
         raise PlanError(
-            f"a cut at {bounds[-2]} separates the pieces of the loss, which begin at {graph.late}: move the cut there or before"
+            f"a cut at {bounds[-2]} separates the pieces of the loss, which begin at {graph.late}: move it there or before"
         )
     return bounds

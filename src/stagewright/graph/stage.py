@@ -11,9 +11,9 @@ Nothing is traced again. A stage's functions are
 * `late`: operators of the model's forward that run with the backward, part of `input_grad` and `backward`: the pieces of a
   loss in pieces, each right before its gradients. F leaves what they need, and the loss is what I or B returns.
 
-`rebuild` and `remade` are operators of F a second time, on the same inputs and with the same random numbers, so that I and W cannot tell the
-difference. Each runs right before the first operator that needs it, from what the policy keeps, and its results go after
-their last use: of what is recomputed only what lies between two checkpoints is alive.
+`rebuild` and `remade` are operators of F a second time, on the same inputs and with the same random numbers, so that I and
+W cannot tell the difference. Each runs right before the first operator that needs it, from what the policy keeps, and its
+results go after their last use: of what is recomputed only what lies between two checkpoints is alive.
 
 What the policy offloads leaves inside F and comes back inside R, I, W and B (see `moving`); in between a handle without
 bytes is saved in its place. I and W each fetch what they use.

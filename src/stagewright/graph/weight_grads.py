@@ -147,7 +147,7 @@ class _Finisher:
                     self._finish_alone(target, names[contribution], floating)
 
     def _fresh_like(self, output: int, names: Mapping[int, int]) -> int:
-        """A new value in the place of `output`, where `names` are used for others: a view of what that would be a view of."""
+        """A new value in the place of `output`, where `names` stand for others: a view of what it would view."""
         like = self.graph.values[output]
         storage = None
         if like.storage != output:

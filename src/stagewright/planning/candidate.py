@@ -79,6 +79,8 @@ class Choice:
     """Pieces in which replicas gather and reduce a stage, where they share out gradients; None is what is fastest."""
     as_model: bool = False
     """Whether stages recompute what the model's own code checkpoints."""
+    loss_pieces: int = 1
+    """Slices of tokens for which head and loss are evaluated one after the other."""
 
     @property
     def shard_size(self) -> int | None:
@@ -108,6 +110,7 @@ class Choice:
         how += ", optimizer on the host" if self.host_optimizer else ""
         how += f" within {self.shard_size}" if self.shard_size else ""
         how += f" in {self.shard_units} units a stage" if self.shard_units else ""
+        how += f", loss in {self.loss_pieces} pieces" if self.loss_pieces > 1 else ""
         shared = f" x tp {self.tp}" if self.tp > 1 else ""
         return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
@@ -411,6 +414,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         dp=choice.dp,
         tp=choice.tp,
         sequence_parallel=choice.sequence_parallel,
+        loss_pieces=choice.loss_pieces,
         pp=choice.pp,
         num_stages=program.num_stages,
         microbatch_size=choice.microbatch_size,

@@ -64,6 +64,8 @@ def difference(known: Plan, other: Plan) -> str:
     saving = [stage for stage, policy in enumerate(other.memory_policy) if policy != "keep"]
     if saving and other.memory_policy != known.memory_policy:
         ways.append(f"stages {', '.join(map(str, saving))} recompute or offload")
+    if other.loss_pieces != known.loss_pieces:
+        ways.append(f"--loss-pieces {other.loss_pieces}")
     if other.cuts != known.cuts:
         ways.append("other cuts")
     slower = other.mean_step_seconds / known.mean_step_seconds - 1

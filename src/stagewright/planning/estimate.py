@@ -15,6 +15,7 @@ from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.fitting import recompute_of
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
+from stagewright.planning.loss_pieces import LossPieces, in_pieces, logits_bytes, pieces_by_share
 from stagewright.planning.pipeline import Pipeline, body_costs
 from stagewright.planning.plan import ClusterSection, Plan, shared_layers
 from stagewright.planning.planned_line import planned_line
@@ -48,6 +49,7 @@ def estimate(
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
     shard_size: int | None = None,
     shard_units: int | None = None,
+    loss_pieces: LossPieces = 1,
     stack: str = OWN_STACK,
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
@@ -60,7 +62,8 @@ def estimate(
     what stages recompute of what they save: ``none`` or ``full`` of it, or what the ``model``'s own code checkpoints, as by
     default where it does; `zero` is what replicas share out (0 to 3), at most `shard_size` of them among
     each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in `shard_units` pieces (by
-    default what is fastest). `stack` names whose execution is predicted, by default
+    default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with ``auto`` in several where
+    logits are large. `stack` names whose execution is predicted, by default
     Stagewright's own.
 
     The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
@@ -90,7 +93,9 @@ def estimate(
         most_sharing=shard_size,
         shard_units=shard_units,
     )
-    traced = job.traced(cluster.device.kind) | shared_layers(tp, sequence_parallel)
+    choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
+    layers = shared_layers(tp, sequence_parallel) | in_pieces(choice.loss_pieces)
+    traced = job.traced(cluster.device.kind) | layers
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     asked = recompute_of(recompute, body.graph)
     choice = replace(choice, recompute=asked == "full", as_model=asked == "model")
@@ -173,6 +178,11 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
             f"{plan.pp} x dp {plan.dp}: give --pp 1, --dp 1 and a --microbatch of the global batch, or leave out "
             "--stack"
         )
+    if plan.loss_pieces > 1:
+        raise InputError(
+            f"stack '{stack}' evaluates the loss at once, not in {plan.loss_pieces} pieces: give --loss-pieces 1, or leave "
+            "out --stack"
+        )
     shorter = tuple(
         one.model_copy(
             update={
@@ -208,6 +218,14 @@ def _trace(
     reference: ModelReference, size: int, traced: dict[str, Any], report: Report, trace: Trace
 ) -> OperatorGraph:
     return trace(reference, size, report=report, **traced)
+
+
+def _pieces(reference: ModelReference, job: Job, choice: Choice, cluster: Cluster, asked: LossPieces) -> int:
+    if asked != "auto":
+        return asked
+    num_tokens = choice.microbatch_size * job.sequence_length
+    logits = logits_bytes(reference, num_tokens, choice.tp)
+    return pieces_by_share(logits, num_tokens, job.usable_bytes(cluster.device, cluster))
 
 
 def _choice(

@@ -70,7 +70,7 @@ def finalists(plans: Iterable[Plan], count: int = 2) -> list[Plan]:
     shapes: dict[tuple[object, ...], Plan] = {}
     for plan in known:
         if plan.pp > 1 and plan.predictions.lower_bound_seconds < known[0].predictions.step_seconds:
-            key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size
+            key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
             shapes.setdefault(key, plan)
     return sorted(shapes.values(), key=lambda plan: plan.predictions.lower_bound_seconds)[:count]
 
@@ -139,7 +139,7 @@ def choice_of(plan: Plan, zero: int | None, shard_units: int | None = None, as_m
     return Choice(
         plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, JOINT, False, zero,
         plan.reduce_dtype, plan.tp, plan.sequence_parallel, plan.shard_size, bool(plan.host_optimizer),
-        shard_units, as_model,
+        shard_units, as_model, plan.loss_pieces,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from stagewright.planning.ranking import ranked
 from stagewright.planning.search import SCHEDULES, over_lengths, plan
 from stagewright.tracing.models.reference import ModelReference
 
-_KEPT = ("microbatch", "recompute", "offload", "report", "trace", "interruptible")
+_KEPT = ("microbatch", "recompute", "offload", "loss_pieces", "report", "trace", "interruptible")
 """Options that mean the same where hosts take part."""
 
 

@@ -91,7 +91,7 @@ class _Judge:
     def __init__(self, cluster: Cluster, graphs: Graphs) -> None:
         self.cluster = cluster
         self.graphs = graphs
-        self.bodies: dict[tuple[int, int, bool, int], BodyCosts] = {}
+        self.bodies: dict[tuple[int, int, bool, int, int], BodyCosts] = {}
 
     def judged(self, plan: Plan) -> Plan:
         shorter = tuple(
@@ -107,7 +107,7 @@ class _Judge:
 
     def _body(self, asked: Plan, plan: Plan) -> BodyCosts:
         length = asked.job.sequence_length
-        key = asked.microbatch_size, asked.tp, asked.sequence_parallel, length
+        key = asked.microbatch_size, asked.tp, asked.sequence_parallel, asked.loss_pieces, length
         if key not in self.bodies:
             graph = self.graphs(asked)
             check_same_operators(self.graphs(plan), graph, length)

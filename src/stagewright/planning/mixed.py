@@ -19,6 +19,7 @@ from stagewright.planning.fitting import Recompute, recompute_of
 from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
 from stagewright.planning.host_optimizer import saving_with_hosts
 from stagewright.planning.job import Job
+from stagewright.planning.loss_pieces import LossPieces, in_pieces
 from stagewright.planning.partition import Floats, Ints
 from stagewright.planning.pipeline import bodies_of, body_costs
 from stagewright.planning.plan import ClusterSection, Plan
@@ -82,6 +83,7 @@ def plan_mixed(
     microbatch: int | None = None,
     recompute: Recompute | None = None,
     offload: bool = True,
+    loss_pieces: LossPieces = "auto",
     report: Report = lambda stage: None,
     trace: Callable[..., OperatorGraph] = cached_trace,
     interruptible: bool = False,
@@ -91,7 +93,8 @@ def plan_mixed(
 
     Devices of a kind are next to each other in the pipeline, the fast ones first or last. Every rank has the memory of its
     own device; where that is not enough, cuts move and ranks recompute and offload as on equal devices. Ignores: layers
-    shared by ranks; what replicas could share out. Ctrl-C ends the search if it is `interruptible` and there is a plan.
+    shared by ranks; what replicas could share out; pieces of the loss that are not asked for. Ctrl-C ends
+    the search if it is `interruptible` and there is a plan.
 
     Raises:
         InputError: widths or a device that cannot be used.
@@ -106,11 +109,13 @@ def plan_mixed(
     with UntilCtrlC(interruptible, plans) as searching:
         for size in microbatch_sizes(widths, job, microbatch):
             report(f"tracing microbatches of {size}")
-            graph = trace(reference, size, report=report, **job.traced(cluster.kind))
+            pieces = 1 if loss_pieces == "auto" else loss_pieces
+            traced = job.traced(cluster.kind) | in_pieces(pieces)
+            graph = trace(reference, size, report=report, **traced)
             task = replace(task, recompute=recompute_of(recompute, graph))
             body = body_costs(graph, cluster, job)
             without_rule |= body.costing.without_rule
-            for choice in _choices(task, size, widths, schedules):
+            for choice in _choices(task, size, widths, schedules, pieces):
                 report(str(choice))
                 for made in _made(task, body, choice):
                     if isinstance(made, Plan):
@@ -152,7 +157,7 @@ class _Task:
 
 
 def _choices(
-    task: _Task, size: int, widths: Sequence[tuple[int, int]], schedules: Sequence[str]
+    task: _Task, size: int, widths: Sequence[tuple[int, int]], schedules: Sequence[str], pieces: int
 ) -> list[Choice]:
     return [
         Choice(
@@ -163,6 +168,7 @@ def _choices(
             schedule,
             recompute=task.recompute == "full",
             as_model=task.recompute == "model",
+            loss_pieces=pieces,
         )
         for num_replicas, num_stages, count in whole_shares(widths, task.job, size)
         for schedule in schedules

@@ -14,8 +14,9 @@ from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import CHECKSUM, read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.files import write_whole
-from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES
+from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS
 from stagewright.planning.job import Job
+from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import split_factory
@@ -148,6 +149,9 @@ class Plan(StrictModel):
     """Ranks that share every layer of a stage."""
     sequence_parallel: bool = False
     """Whether they split the sequence between the layers' products."""
+    loss_pieces: int = Field(default=1, ge=1, le=MOST_TOKENS)
+    """Slices of the tokens of a microbatch for which head and loss are evaluated one after the other, with the backward; 1:
+    at once, with the forward."""
     pp: int = Field(ge=1, le=MOST_DEVICES)
     num_stages: int = Field(ge=1, le=MOST_STAGES)
     microbatch_size: int = Field(ge=1, le=MOST_SAMPLES)
@@ -308,7 +312,8 @@ class Plan(StrictModel):
 
     def traced(self) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
-        return self.job.traced(self.cluster.kind) | shared_layers(self.tp, self.sequence_parallel)
+        layers = shared_layers(self.tp, self.sequence_parallel)
+        return self.job.traced(self.cluster.kind) | layers | in_pieces(self.loss_pieces)
 
     def save(self, path: str | Path) -> None:
         """Write the plan to `path`; readers see the old file or the whole new one. Raises `InputError` if that fails."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from stagewright.cluster import Cluster
-from stagewright.errors import InputError
+from stagewright.errors import InputError, TraceError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.arranging import cluster_for, on_devices_of
@@ -23,6 +23,15 @@ from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_war
 from stagewright.planning.host_optimizer import HostOptimizer, checked
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import best_over_lengths
+from stagewright.planning.loss_pieces import (
+    PIECE_TOKENS,
+    LossPieces,
+    in_pieces,
+    logits_bytes,
+    pieces_by_share,
+    pieces_of_tokens,
+    short_of_memory,
+)
 from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
 from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan, shared_layers
@@ -65,6 +74,7 @@ def plan(
     shard_size: int | None = None,
     shard_units: int | None = None,
     host_optimizer: HostOptimizer = "auto",
+    loss_pieces: LossPieces = "auto",
     trace: Trace = cached_trace,
     interruptible: bool = False,
 ) -> Found:
@@ -87,6 +97,8 @@ def plan(
         shard_units: pieces in which replicas gather and reduce a stage, with `zero` 2 and 3; default what is fastest.
         host_optimizer: whether the optimizer's state, and the step on it, are on the host's processors: ``never``,
             ``always``, or ``auto``, on ranks that lack memory, where that is faster than what else makes room.
+        loss_pieces: slices of a microbatch's tokens for which head and loss are evaluated one after the other; ``auto``:
+            several where the logits are a large part of a device, or where memory is short on the rank that makes them.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
         interruptible: whether Ctrl-C ends the search with the plans found so far, once there is one; a warning says so.
 
@@ -102,7 +114,8 @@ def plan(
         check_mixed(cluster, tp=tp, zero=zero, reduce_dtype=reduce_dtype, shard_size=shard_size)
         found = plan_mixed(
             reference, cluster, job, schedules=simple_schedules(cluster, schedules), pp=pp, dp=dp, microbatch=microbatch,
-            recompute=recompute, offload=offload, report=report, trace=trace, interruptible=interruptible,
+            recompute=recompute, offload=offload, loss_pieces=loss_pieces, report=report, trace=trace,
+            interruptible=interruptible,
         )  # fmt: skip
         return over_lengths(found, cluster, report, trace)
     check_shard_size(zero, shard_size)
@@ -110,11 +123,13 @@ def plan(
     families = [name for name in schedules if name != JOINT] or ["1f1b"]
     search = _Search(
         reference, cluster, job, report, families, trace, recompute, offload, zero, reduce_dtype, shard_size,
-        shard_units, host_optimizer,
+        shard_units, host_optimizer, loss_pieces,
     )  # fmt: skip
     with UntilCtrlC(interruptible, search.plans) as searching:
         search.gather_all(tensor_widths_of(cluster, tp), sequence_parallel, microbatch, (pp, dp, tp))
         search.work_out()
+        search.work_out_in_pieces()
+        search.work_out_last_resort()
         if JOINT in schedules and search.recompute != "full":
             search.search_jointly()
     return over_lengths(searching.told(search.result()), cluster, report, trace)
@@ -183,13 +198,20 @@ class _Search:
     shard_size: int | None
     shard_units: int | None
     host_optimizer: HostOptimizer
+    loss_pieces: LossPieces
     tp: int = 1
     sequence_parallel: bool = False
+    splits_sequence: bool = False
+    """Whether ranks that share layers also split the sequence, where there are any."""
     memory: Fitting = field(init=False)
     plans: list[Plan] = field(default_factory=list)
     waiting: _Queue = field(default_factory=_Queue)
     latest: tuple[int, BodyCosts] | None = None
-    bodies: dict[tuple[int, int], BodyCosts] = field(default_factory=dict)
+    bodies: dict[tuple[int, int, int], BodyCosts] = field(default_factory=dict)
+    piece_tokens: int = 0
+    """Of the pieces that the loss is evaluated in from now on; 0: as `pieces_by_share` says."""
+    has_pieces: bool = True
+    """Whether the loss of the model can be evaluated in pieces at all, as far as is known."""
     without_rule: set[str] = field(default_factory=set)
     is_settled: bool = False
 
@@ -234,6 +256,7 @@ class _Search:
         asked: tuple[int | None, int | None, int | None],
     ) -> None:
         """Trace what is needed and queue every configuration; `asked` are the fixed pp, dp and tp."""
+        self.splits_sequence = sequence_parallel
         pp, dp, tp = asked
         for shared in tensor_widths:
             self.share_layers(shared, sequence_parallel and shared > 1)
@@ -256,6 +279,7 @@ class _Search:
         if not choices:
             return False
         body = self._body(size, self.tp)
+        choices = [replace(choice, loss_pieces=_pieces_of(body)) for choice in choices]
         choices = self.memory.may_fit(choices, body, 1.0)
         for choice in choices:
             self._wait(choice, body)
@@ -288,6 +312,24 @@ class _Search:
                 self.plans += [] if found is None else [on_devices_of(found, self.cluster, one.cluster)]
                 while self.memory.on_host:
                     self._wait(self.memory.on_host.pop(0), one.body)
+
+    def work_out_in_pieces(self) -> None:
+        """What is short of the memory that logits take, once more with the loss in pieces."""
+        for tokens in PIECE_TOKENS if self.loss_pieces == "auto" else ():
+            if self.piece_tokens and self.plans:
+                break
+            limit = self.job.usable_bytes(self.cluster.device)
+            shapes = short_of_memory(self.plans, self.memory.excluded, self._logits_bytes, limit)
+            self.piece_tokens = tokens
+            for shape in shapes:
+                size, tp = shape.microbatch_size, shape.tp
+                if (size, tp, self._pieces(size, tp)) not in self.bodies:
+                    self.share_layers(tp, self.splits_sequence and tp > 1)
+                    self.gather(size, self.choices(size, shape.widths))
+            self.work_out()
+
+    def work_out_last_resort(self) -> None:
+        """Where nothing has fitted."""
         if not self.plans:
             self.report("making room")
             last = self.memory.last_resort(self._body_of)
@@ -301,8 +343,8 @@ class _Search:
         """
         stop = threading.Event()
         for found in joint_plans(
-            tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp], self.cluster, self.job,
-            self.reference, zero=self.zero, as_model=self.recompute == "model", shard_units=self.shard_units,
+            tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp, plan.loss_pieces], self.cluster,
+            self.job, self.reference, zero=self.zero, as_model=self.recompute == "model", shard_units=self.shard_units,
             saves=self.recompute == "auto", offload=self.offload,
             host_optimizer=self.memory.host_optimizer, report=self.report, stop=stop,
         ):  # fmt: skip
@@ -327,18 +369,45 @@ class _Search:
         self.is_settled = True
 
     def _body_of(self, choice: Choice) -> BodyCosts:
-        return self._body(choice.microbatch_size, choice.tp)
+        known = self.bodies.get((choice.microbatch_size, choice.tp, choice.loss_pieces))
+        return self._body(choice.microbatch_size, choice.tp) if known is None else known
 
     def _body(self, size: int, tp: int) -> BodyCosts:
-        if (size, tp) not in self.bodies:
-            self.bodies[size, tp] = self._trace(size, tp)
-        return self.bodies[size, tp]
+        """The costs of the model with the loss in as many pieces as `_pieces` says, traced once."""
+        known = self.bodies.get((size, tp, self._pieces(size, tp)))
+        return self._trace(size, tp) if known is None else known
 
     def _trace(self, size: int, tp: int) -> BodyCosts:
-        self.report(f"tracing microbatches of {size}" + (f" for tp {tp}" if tp > 1 else ""))
-        traced = self.job.traced(self.cluster.device.kind) | shared_layers(tp, self.sequence_parallel)
-        graph = self.trace(self.reference, size, report=self.report, **traced)
-        return body_costs(graph, self.cluster, self.job)
+        """The costs of the model in as many pieces as `_pieces` says, or at once where it is found to have none."""
+        pieces = self._pieces(size, tp)
+        how = f" for tp {tp}" * (tp > 1) + f" with the loss in {pieces} pieces" * (pieces > 1)
+        self.report(f"tracing microbatches of {size}{how}")
+        layers = shared_layers(tp, self.sequence_parallel) | in_pieces(pieces)
+        traced = self.job.traced(self.cluster.device.kind) | layers
+        try:
+            graph = self.trace(self.reference, size, report=self.report, **traced)
+        except (InputError, TraceError):
+            if pieces == 1 or self.loss_pieces != "auto":
+                raise
+            self.has_pieces = False
+            return self._trace(size, tp)
+        body = self.bodies[size, tp, pieces] = body_costs(graph, self.cluster, self.job)
+        return body
+
+    def _pieces(self, size: int, tp: int) -> int:
+        """In how many pieces the loss of a microbatch is evaluated from now on."""
+        if self.loss_pieces != "auto":
+            return self.loss_pieces
+        num_tokens, logits = size * self.job.sequence_length, self._logits_bytes(size, tp)
+        if not self.has_pieces or not logits:
+            return 1
+        by_share = pieces_by_share(logits, num_tokens, self.job.usable_bytes(self.cluster.device))
+        return (
+            max(by_share, pieces_of_tokens(self.piece_tokens, num_tokens)) if self.piece_tokens else by_share
+        )
+
+    def _logits_bytes(self, size: int, tp: int) -> int:
+        return logits_bytes(self.reference, size * self.job.sequence_length, tp)
 
     def result(self) -> Found:
         if not self.plans:
@@ -346,3 +415,8 @@ class _Search:
         beyond = self.job.beyond(self.cluster.device)
         warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
         return Found(ranked(self.plans), self.memory.excluded, warnings)
+
+
+def _pieces_of(body: BodyCosts) -> int:
+    """In how many pieces a traced model evaluates its loss."""
+    return body.graph.facts.get("loss_pieces", 1)

@@ -23,10 +23,11 @@ _LEAST_SHARE = 0.02
 
 
 def described_schedule(plan: Plan) -> str:
-    """The schedule, and whether stages make room by recomputing or offloading (R), or ranks by an optimizer on the
-    host (H)."""
+    """The schedule, and whether stages make room by recomputing or offloading (R), the last by a loss in pieces (L), or
+    ranks by an optimizer on the host (H)."""
     recomputes = any(policy not in ("keep", StagePolicy()) for policy in plan.memory_policy)
-    return plan.schedule + " +R" * recomputes + " +H" * bool(plan.host_optimizer)
+    ways = " +R" * recomputes + " +L" * (plan.loss_pieces > 1) + " +H" * bool(plan.host_optimizer)
+    return plan.schedule + ways
 
 
 def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
@@ -37,6 +38,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         **_figures(plan),
         "lower_bound_seconds": plan.predictions.lower_bound_seconds,
         "host_optimizer": list(plan.host_optimizer),
+        "loss_pieces": plan.loss_pieces,
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
         "allocated_peak_bytes": max(rank.allocated_peak_bytes for rank in ranks),
         "reserved_peak_bytes": max(rank.reserved_peak_bytes for rank in ranks),

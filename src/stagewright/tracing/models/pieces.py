@@ -7,6 +7,7 @@ model does to its logits is done by its own code, and only the logits of one sli
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +29,8 @@ def evaluate_in_pieces(model: nn.Module, num_pieces: int, num_tokens: int) -> No
     """
     if not isinstance(model, LanguageModel):
         raise InputError(
-            f"loss_pieces = {num_pieces}: only the loss of a language model of transformers is known to be a mean over tokens, "
-            f"and this is a {_kind(model)}: use --loss-pieces 1"
+            f"loss_pieces = {num_pieces}: only the loss of a language model of transformers is known to be a mean over "
+            f"tokens, and this is a {_kind(model)}: use --loss-pieces 1"
         )
     if num_pieces > num_tokens:
         raise InputError(
@@ -40,19 +41,24 @@ def evaluate_in_pieces(model: nn.Module, num_pieces: int, num_tokens: int) -> No
             f"loss_pieces = {num_pieces}: {type(model.net).__name__} has no base model apart from its head, so its loss "
             "cannot be evaluated in pieces: use --loss-pieces 1"
         )
-    model.pieces = Slices(-(-num_tokens // num_pieces))
+    model.pieces = Slices(num_pieces)
     model.loss_of = model.pieces.loss_of
 
 
 class Slices(nn.Module):
-    """Hidden states (batch, sequence, features) as slices (1, `size`, features) of all tokens; the last may be shorter."""
+    """Hidden states (batch, sequence, features) as slices (1, tokens, features), as nearly equal as whole tokens can be."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, num_pieces: int) -> None:
         super().__init__()
-        self.size = size
+        self.num_pieces = num_pieces
 
     def forward(self, hidden: Tensor) -> list[Tensor]:
-        return [part.unsqueeze(0) for part in hidden.flatten(0, 1).split(self.size)]
+        return [part.unsqueeze(0) for part in self._split(hidden.flatten(0, 1))]
+
+    def _split(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        count = tokens.shape[0]
+        ends = [count * (index + 1) // self.num_pieces for index in range(self.num_pieces)]
+        return tokens.split([end - start for start, end in itertools.pairwise([0, *ends])])
 
     def loss_of(
         self, net: nn.Module, call: Callable[[], Any], labels: Tensor, cross_entropy: CrossEntropy
@@ -66,7 +72,7 @@ class Slices(nn.Module):
         returned: list[Any] = []
         given: list[Tensor] = []
         total, first = None, None
-        for index, wanted in enumerate(labels.flatten().split(self.size)):
+        for index, wanted in enumerate(self._split(labels.flatten())):
             with self._in_place_of(base, returned, given, index):
                 output = call()
             if not given or output.logits.shape[:2] != given[index].shape[:2]:
