@@ -37,6 +37,7 @@ from stagewright.planning.job import Job
 from stagewright.schedule import Kind, Program, build, insert_communication
 from stagewright.tracing.arguments import DTYPES, from_contents
 from stagewright.tracing.models.build import build as build_model
+from stagewright.tracing.models.pieces import evaluate_in_pieces
 from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.trace import trace_module
 
@@ -266,6 +267,44 @@ def test_bytes_of_ranks_with_several_stages_are_exact(schedule: str, ranks: int)
 
 def test_bytes_with_master_weights_are_exact() -> None:
     check("tiny-llama", build("1f1b", 2, 3), "bfloat16", torch.float32)
+
+
+@cache
+def traced_in_pieces(num_pieces: int, dtype: str = "float32") -> tuple[Any, Any]:
+    """A small Llama whose logits are the largest tensors of its last stage."""
+    built = build_model(resolve("tiny-llama", {"vocab_size": 8192}), 2, 256, dtype, seed=0)
+    if num_pieces > 1:
+        evaluate_in_pieces(built.module, num_pieces, 512)
+    return built, trace_module(built.module, built.inputs, "tiny-llama")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "split"), [("1f1b", 2, False), ("1f1b", 2, True), ("gpipe", 1, True)]
+)
+def test_bytes_of_a_loss_in_pieces_are_exact(schedule: str, ranks: int, split: bool, dtype: str) -> None:
+    built, graph = traced_in_pieces(4, dtype)
+    cuts = [graph.late // 2][: ranks - 1]
+    gradient = torch.float32 if dtype == "bfloat16" else None
+    compare(built, graph, cuts, build(schedule, ranks, 3, split_backward=split), gradient)
+
+
+def test_a_rank_with_the_loss_alone_is_exact() -> None:
+    built, graph = traced_in_pieces(4)
+    compare(built, graph, [graph.late], build("1f1b", 2, 3), None)
+
+
+def test_pieces_save_what_all_logits_but_those_of_a_piece_take() -> None:
+    """At the peak are the logarithms of probabilities, their cotangents and those of the logits: of all tokens or of a
+    piece, which adds what has come of the cotangents of hidden states."""
+    program = build("1f1b", 2, 4)
+    (_, whole), (_, parts) = traced_in_pieces(1), traced_in_pieces(4)
+    cut = whole.position[next(n.id for n in whole if n.module == "net.model.norm" and n.id in whole.position)]
+    before, after = (predicted(graph, [cut], program)[1] for graph in (whole, parts))
+    logits, hidden = 4 * 512 * 8192, 4 * 512 * 256
+    assert before.at[:2] == after.at[:2] == "1B"
+    saved = before.peak_bytes - after.peak_bytes
+    assert 3 * (logits - logits // 4) - hidden <= saved <= 3 * (logits - logits // 4)
 
 
 class Discards(torch.nn.Module):
