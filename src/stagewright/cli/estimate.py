@@ -171,13 +171,13 @@ def estimate(
     from stagewright.report.breakdown import breakdown_document, breakdown_table
     from stagewright.report.lengths import lengths_tables
     from stagewright.report.plans import estimate_document, estimate_heading, memory_table, stage_table
-    from stagewright.report.saving import saving_tables
+    from stagewright.report.saving import loss_lines, saving_tables
 
     if as_json:
         print_document(estimate_document(found) | ({"breakdown": breakdown_document(shares)} if by else {}))
     else:
         show(
-            estimate_heading(found), *lengths_tables(found), stage_table(found), *saving_tables(found),
+            estimate_heading(found), *lengths_tables(found), stage_table(found), *saving_tables(found), *loss_lines(found),
             memory_table(found),
         )  # fmt: skip
         show(*((breakdown_table(shares, by),) if by else ()))

@@ -252,13 +252,14 @@ def _tell(found: Found, output: Path | None, top: int | None, as_json: bool) -> 
         return
     from stagewright.report.lengths import lengths_tables
     from stagewright.report.plans import found_heading, left_out, plans_table
-    from stagewright.report.saving import saving_tables
+    from stagewright.report.saving import loss_lines, saving_tables
 
     show(
         found_heading(found),
         plans_table(shown),
         *lengths_tables(shown[0]),
         *saving_tables(shown[0]),
+        *loss_lines(shown[0]),
         left_out(found),
     )
     if output is not None:

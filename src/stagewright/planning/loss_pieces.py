@@ -22,7 +22,7 @@ LossPieces = int | Literal["auto"]
 
 PIECE_TOKENS = (2048, 512)
 """Of the pieces that are tried where memory is short: the smaller ones if nothing fits with the larger."""
-_LARGE_SHARE = 1 / 8
+_LARGE_SHARE = 1 / 4
 """Logits in float32 that take more of a device than this are in pieces from the beginning: they are there three times."""
 _PIECE_SHARE = 1 / 16
 """What the logits of one piece may take then."""
@@ -57,8 +57,8 @@ def pieces_by_share(num_bytes: int, num_tokens: int, usable_bytes: int) -> int:
     """Pieces that bring logits of `num_bytes` down to a small share of a device; 1 where they are one already.
 
     >>> gib = 2**30
-    >>> pieces_by_share(16 * gib, 32768, 75 * gib), pieces_by_share(4 * gib, 8192, 75 * gib)
-    (4, 1)
+    >>> pieces_by_share(32 * gib, 65536, 75 * gib), pieces_by_share(4 * gib, 8192, 75 * gib)
+    (8, 1)
     """
     if num_bytes <= _LARGE_SHARE * usable_bytes:
         return 1

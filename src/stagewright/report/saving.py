@@ -9,10 +9,12 @@ from itertools import groupby
 from rich.table import Table
 
 from stagewright.planning.candidate import in_flight
+from stagewright.planning.loss_pieces import logits_bytes
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import RankPrediction, StagePrediction
 from stagewright.report.tables import byte_unit, figure, table
+from stagewright.tracing.models.reference import resolve
 from stagewright.units import format_bytes, format_seconds
 
 _NAMED = 3
@@ -74,6 +76,18 @@ def _place(rank: RankPrediction) -> str:
     if not rank.peak_operator:
         return rank.peak_at
     return f"{rank.peak_at}, {rank.peak_operator.rpartition(':')[0] or rank.peak_operator}"
+
+
+def loss_lines(plan: Plan) -> list[str]:
+    """In how many pieces the loss is evaluated, and what that spares the last stage; nothing where it is evaluated whole."""
+    if plan.loss_pieces == 1:
+        return []
+    tokens = plan.microbatch_size * plan.job.sequence_length
+    whole = logits_bytes(resolve(plan.model.text, plan.model.overrides), tokens, plan.tp)
+    return [
+        f"The loss is evaluated in {plan.loss_pieces} pieces (+L), with the backward: logits of {format_bytes(whole)} a "
+        f"microbatch, in float32, are there {format_bytes(whole // plan.loss_pieces)} at a time."
+    ]
 
 
 def _reason(plan: Plan, index: int, stage: StagePrediction, count: int) -> str:
