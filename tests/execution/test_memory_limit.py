@@ -18,16 +18,16 @@ MODEL = resolve("tiny-llama", {"num_hidden_layers": 4})
 
 
 def slow_host_link() -> Cluster:
-    """Two devices that can hide only a part of what they might offload."""
+    """Two devices, slower than their hosts, that can hide only a part of what they might offload."""
     cluster = load_cluster("2x-h100")
     (node,) = cluster.nodes
-    device = node.device.model_copy(update={"host_link_bandwidth": 1e9})
+    device = node.device.model_copy(update={"memory_bandwidth": 1e9, "host_link_bandwidth": 2e8})
     return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
 
 
 def planned(cluster: Cluster, limit: int | None) -> Plan:
     job = Job(global_batch=16, sequence_length=48, dtype="fp32", num_steps=2, memory_limit=limit)
-    return plan(MODEL, cluster, job, pp=2, microbatch=2, schedules=["gpipe"]).plans[0]
+    return plan(MODEL, cluster, job, pp=2, microbatch=2, schedules=["gpipe"], host_optimizer="never").plans[0]
 
 
 @pytest.mark.multiprocess
@@ -42,7 +42,7 @@ def test_a_job_trains_under_a_limit_that_its_plain_plan_exceeds(tmp_path: Path) 
     found = planned(cluster, limit)
     assert found.cuts == plain.cuts
     ways = [policy for policy in found.memory_policy if isinstance(policy, StagePolicy)]
-    assert any(way.recompute and way.offload for way in ways), "both, in one stage"
+    assert any(way.offload for way in ways), "in less time than recomputing takes"
     wanted, got = trained(plain, tmp_path / "plain"), trained(found, tmp_path / "found")
     predicted = [rank.allocated_peak_bytes for rank in found.predictions.ranks]
     assert [rank.allocated_peak_bytes for rank in got.ranks] == predicted

@@ -16,9 +16,18 @@ from stagewright.schedule.saving import insert_recomputation
 
 
 @pytest.mark.multiprocess
-def test_an_offloading_plan_uses_the_memory_that_was_predicted(tmp_path: Path) -> None:
-    kept = make_plan(tmp_path / "kept.json", schedule="gpipe", num_steps=2, num_microbatches=6)
-    cluster = load_cluster("2x-h100")
+@pytest.mark.parametrize("pp", [1, 2])
+def test_an_offloading_plan_uses_the_memory_that_was_predicted(pp: int, tmp_path: Path) -> None:
+    """On a lone rank with one microbatch in flight, too."""
+    kept = make_plan(
+        tmp_path / "kept.json",
+        schedule="gpipe",
+        pp=pp,
+        num_steps=2,
+        num_microbatches=6 if pp > 1 else 1,
+        sequence_length=128,
+    )
+    cluster = load_cluster(f"{pp}x-h100")
     line = line_of(kept, cluster)
     names = tuple(
         line.stages[0].graph.nodes[node].name
@@ -27,7 +36,7 @@ def test_an_offloading_plan_uses_the_memory_that_was_predicted(tmp_path: Path) -
     program = insert_recomputation(line.program, [0])
     plan = kept.model_copy(
         update={
-            "memory_policy": (StagePolicy(offload=names), "keep"),
+            "memory_policy": (StagePolicy(offload=names, fetch_ahead=2**16), *kept.memory_policy[1:]),
             "program": tuple(tuple(map(str, actions)) for actions in program.ranks),
         }
     )

@@ -105,7 +105,7 @@ def _least_mixed(terms: Terms, sizes: Floats, costs: Floats, needed: float, free
     The time is convex in the bytes offloaded: what hides in `free_s` is offloaded first, and more as long as the link takes
     less time for it than recomputing does. Bytes offloaded leave fewer to recompute. Ignores: that values are whole.
     """
-    copies, parked = terms.copies, terms.copies - 2
+    copies = parked = terms.copies
     most = float(sizes.sum()) * copies - needed
     if most < -1e-12 * needed:
         return math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
@@ -59,12 +60,17 @@ class Fitted:
             tuple(self.units[index].operator for index in sorted(indices) if self.units[index].stage == stage)
             for indices in (self.choice.recomputed, self.choice.offloaded)
         )
-        if not recompute and not offload:
-            return "keep"
         nodes = self.line.stages[stage].graph.nodes
-        names = tuple(nodes[operator].name for at, operator in sorted(self.choice.checkpoints) if at == stage)
-        ahead = fetch_ahead(self.units, self.choice, stage)
-        return StagePolicy(recompute=recompute, offload=offload, checkpoints=names, fetch_ahead=ahead)
+        checkpoints, moved = (
+            tuple(nodes[operator].name for at, operator in sorted(pairs) if at == stage)
+            for pairs in (self.choice.checkpoints, self.choice.moved)
+        )
+        if not recompute and not offload and not moved:
+            return "keep"
+        ahead = fetch_ahead(self.units, self.choice, self.line.stages[stage])
+        return StagePolicy(
+            recompute=recompute, offload=(*offload, *moved), checkpoints=checkpoints, fetch_ahead=ahead
+        )
 
 
 Chooser = Callable[[Problem], Choice | None]
@@ -97,12 +103,12 @@ def fit(
     def by_units(memory: RankMemory) -> Propose | None:
         return _among_units(line, body, memory, units, offload, chooser or choose)
 
-    def by_chain(memory: RankMemory) -> Propose | None:
-        return _along_chains(line, body, memory, units, points)
+    def by_chain(memory: RankMemory, moves: bool = False) -> Propose | None:
+        return _along_chains(line, body, memory, units, points, moves)
 
     ways = [searches(by_units)] if chooser is not None else [searches(by_chain)]
     if chooser is None and offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
-        ways.append(searches(by_units))
+        ways.append(searches(partial(by_chain, moves=True)))
     best = [min(found, key=lambda one: one.seconds) for found in zip(*ways, strict=True)]
     if any(search.best is None for search in best):
         return None
@@ -143,9 +149,8 @@ def with_choice(
 
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
     """`program` with the actions that a choice needs."""
-    return insert_recomputation(
-        program, {units[index].stage for index in choice.recomputed | choice.offloaded}
-    )
+    stages = {units[index].stage for index in choice.recomputed | choice.offloaded}
+    return insert_recomputation(program, stages | {stage for stage, _ in choice.moved})
 
 
 def _joined(choices: Iterable[Choice]) -> Choice:
@@ -154,6 +159,7 @@ def _joined(choices: Iterable[Choice]) -> Choice:
         frozenset[int]().union(*(choice.recomputed for choice in found)),
         frozenset[int]().union(*(choice.offloaded for choice in found)),
         frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in found)),
+        frozenset[tuple[int, int]]().union(*(choice.moved for choice in found)),
     )
 
 
@@ -166,7 +172,19 @@ def _replay(variants: Variants, units: Sequence[Unit], searches: Sequence[_RankS
     left_out = whole.num_microbatches - program.num_microbatches
     for search in searches:
         resident = tried.resident(search.rank)
-        search.learn(replay_rank(tried.memories, program, search.rank, resident, left_out))
+        memory = replay_rank(tried.memories, program, search.rank, resident, left_out)
+        search.learn(memory, _added_seconds(variants.line, tried, search.rank))
+
+
+def _added_seconds(kept: Pipeline, tried: Pipeline, rank: int) -> float:
+    """What a microbatch of `tried` takes longer on a rank than one of `kept`."""
+    stages = kept.program.placement.stages_of(rank)
+
+    def taken(line: Pipeline) -> float:
+        found = [line.summaries[stage] for stage in stages]
+        return sum(one.forward_s + one.rebuild_s + one.backward_s for one in found)
+
+    return taken(tried) - taken(kept)
 
 
 @dataclass(frozen=True)
@@ -226,20 +244,23 @@ def _along_chains(
     kept: RankMemory,
     units: Sequence[Unit],
     points: dict[tuple[object, ...], tuple[Point, ...]],
+    moves: bool,
 ) -> Propose | None:
-    """By what is recomputed piece by piece along the forward of a rank's stages."""
+    """By what is recomputed piece by piece along the forward of a rank's stages, and offloaded where it `moves` values."""
     stages = line.program.placement.stages_of(kept.rank)
     costs = bodies_of(body, line.cluster, line.pp, line.dp * line.tp)[kept.rank]
     copies = _copies(line, kept)
     chains = [chain_of(line.memories[stage], costs.costing) for stage in stages]
-    rank = RankChain(chains, [copies[stage] for stage in stages], points)
+    device = line.device_of(kept.rank)
+    link = 1 / device.host_link_bandwidth if moves and device.kind != "cpu" else math.inf
+    rank = RankChain(chains, [copies[stage] for stage in stages], points, link)
     index = {(unit.stage, unit.node): number for number, unit in enumerate(units)}
 
     def proposal(found: Found | None) -> Proposal | None:
         if found is None:
             return None
         recomputed = frozenset(index[key] for key in found.ran if key in index)
-        return Proposal(Choice(recomputed, checkpoints=found.checkpoints), found.seconds)
+        return Proposal(Choice(recomputed, checkpoints=found.checkpoints, moved=found.moved), found.seconds)
 
     return Propose(
         lambda needed: proposal(rank.choose(rank.most_bytes - needed)), lambda: proposal(rank.least())
@@ -294,12 +315,12 @@ class _RankSearch:
             self._move_on(self.tried[found.choice])
         return False
 
-    def learn(self, memory: RankMemory) -> None:
-        """Takes in what the latest choice takes when replayed."""
+    def learn(self, memory: RankMemory, seconds: float) -> None:
+        """Takes in what the latest choice takes when replayed, and the seconds it adds to a microbatch."""
         excess = memory.peak_bytes - self.limit
         self.tried[self.latest.choice] = excess
-        if excess <= 0 and self.latest.seconds < self.seconds:
-            self.best, self.seconds = _Proved(self.latest.choice, memory), self.latest.seconds
+        if excess <= 0 and seconds < self.seconds:
+            self.best, self.seconds = _Proved(self.latest.choice, memory), seconds
         self._move_on(excess)
 
     def _is_close(self) -> bool:

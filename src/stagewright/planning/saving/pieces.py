@@ -10,6 +10,7 @@ prices as in Everett's multipliers, Operations Research 11, 1963.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,16 +32,20 @@ _MOST_FLIPPED = 40
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One way to recompute a piece: `ran` are its operators, counted from its first.
+    """One way to recompute and offload a piece: `ran` are its operators that run again, counted from its first.
 
     `seconds` are added to every microbatch; `kept_bytes` stay from F to the backward, `work_bytes` are there at once while
-    the backward is at the piece, because they are recomputed.
+    the backward is at the piece, because they are recomputed or back from the host. `moved` are the operators whose kept
+    storages, of `moved_bytes`, are on the host in between: counted as `ran` is, or by the numbers of storages from in front
+    of the piece, -1 for the first.
     """
 
     seconds: float
     kept_bytes: float
     work_bytes: float
     ran: tuple[int, ...]
+    moved: tuple[int, ...] = ()
+    moved_bytes: float = 0.0
 
 
 class PieceNetwork:
@@ -64,6 +69,8 @@ class PieceNetwork:
                 self.needed.append(storage.needed)
                 self.kept.append(storage.needed and storage.last >= stop and not is_last)
         outside: dict[int, int] = {}
+        self.outside = outside
+        """Storages from in front of the piece, by root, numbered."""
         self.outside_bytes: list[int] = []
         self.uses: list[tuple[int, ...]] = []
         """Of every operator: storages made in the piece."""
@@ -101,8 +108,9 @@ class PieceNetwork:
             hull.append(point)
         return tuple(hull)
 
-    def points(self, thorough: bool) -> tuple[Point, ...]:
-        """From all kept to everything recomputed, none slower and larger than another."""
+    def points(self, thorough: bool, link_s_per_byte: float = math.inf) -> tuple[Point, ...]:
+        """From all kept to everything recomputed, none slower and larger than another; over a link to the host of so many
+        seconds per byte kept values may also be moved."""
         corners = self._hull(_MOST_HULL if thorough else _MOST_HULL // 2)
         found = {point.ran: point for point in corners}
         if thorough and len(self.seconds) <= _MOST_FLIPPED:
@@ -110,7 +118,10 @@ class PieceNetwork:
                 for ran in self._flipped(frozenset(point.ran)):
                     if ran not in found:
                         found[ran] = self._point(ran)
-        return _undominated(found.values())
+        kept = _undominated(found.values())
+        if link_s_per_byte == math.inf:
+            return kept
+        return _undominated([*kept, *(moved for one in kept for moved in self._moved(one, link_s_per_byte))])
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
@@ -137,6 +148,30 @@ class PieceNetwork:
                 kept += self.bytes[root]
         kept += sum(self.outside_bytes[root] for root in outside)
         return Point(sum(self.seconds[number] for number in ran), float(kept), float(work), ran)
+
+    def _moved(self, point: Point, link_s_per_byte: float) -> Iterable[Point]:
+        """`point` with as much of what it keeps on the host as the link moves while the forward is at the piece, the largest
+        first, and with all of it."""
+        again = set(point.ran)
+        taken = {root for number in point.ran for root in self.uses[number]}
+        sizes: dict[int, int] = {}
+        for root, maker in enumerate(self.maker):
+            if maker not in again and (self.needed[root] or root in taken):
+                sizes[maker] = sizes.get(maker, 0) + self.bytes[root]
+        for root in {root for number in point.ran for root in self.takes[number]}:
+            sizes[-1 - root] = self.outside_bytes[root]
+        free = sum(self.seconds)
+        hidden: list[int] = []
+        for one in sorted(sizes, key=lambda one: (-sizes[one], one)):
+            if (sum(map(sizes.__getitem__, hidden)) + sizes[one]) * link_s_per_byte <= free:
+                hidden.append(one)
+        for moved in dict.fromkeys((tuple(sorted(hidden)), tuple(sorted(sizes)))):
+            num_bytes = float(sum(map(sizes.__getitem__, moved)))
+            late = max(0.0, num_bytes * link_s_per_byte - free)
+            yield Point(
+                point.seconds + late, point.kept_bytes - num_bytes, point.work_bytes + num_bytes, point.ran,
+                moved, num_bytes,
+            )  # fmt: skip
 
     def _flipped(self, ran: frozenset[int]) -> Iterable[tuple[int, ...]]:
         """`ran` with what one storage more or less being kept makes of it."""

@@ -16,6 +16,10 @@ from stagewright.graph import Node, Part
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage
 
+_AHEAD = 4
+"""Of the largest offloaded value: with two, a decoder's values wait for the link at the end of each block although it has
+time on average; with eight nothing more is gained."""
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -73,12 +77,13 @@ class Problem:
 
 @dataclass(frozen=True)
 class Choice:
-    """Indices of the units of a problem that are recomputed and offloaded, and what else is kept to recompute from: pairs
-    of a stage and an operator (id) of its forward."""
+    """Indices of the units of a problem that are recomputed and offloaded, and pairs of a stage and an operator (id) of its
+    forward: what else is kept to recompute from, and what is on the host in between, whether units or not."""
 
     recomputed: frozenset[int] = field(default_factory=frozenset)
     offloaded: frozenset[int] = field(default_factory=frozenset)
     checkpoints: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+    moved: frozenset[tuple[int, int]] = field(default_factory=frozenset)
 
     def saved_bytes(self, problem: Problem) -> float:
         return sum(map(problem.saves, self.recomputed)) + sum(map(problem.parks, self.offloaded))
@@ -127,21 +132,28 @@ def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> 
     for stage, operator in choice.checkpoints:
         made = stages[stage].graph.nodes[operator].outputs
         chosen[stage][2].update(value for value in made if value is not None)
+    for stage, operator in choice.moved:
+        made = stages[stage].graph.nodes[operator].outputs
+        chosen[stage][1].update(value for value in made if value is not None)
     return [
         Policy(
             frozenset(recompute),
             frozenset(offload),
             checkpoints=frozenset(checkpoints),
-            fetch_ahead=fetch_ahead(units, choice, stage),
+            fetch_ahead=fetch_ahead(units, choice, stages[stage]),
         )
         for stage, (recompute, offload, checkpoints) in enumerate(chosen)
     ]
 
 
-def fetch_ahead(units: Sequence[Unit], choice: Choice, stage: int) -> int:
-    """So that the largest offloaded value is back while another one is used."""
-    sizes = [units[index].num_bytes for index in choice.offloaded if units[index].stage == stage]
-    return 2 * max(sizes, default=0)
+def fetch_ahead(units: Sequence[Unit], choice: Choice, stage: Stage) -> int:
+    """A few values, so that the link goes on where several are used, or done with, at once."""
+    sizes = [units[index].num_bytes for index in choice.offloaded if units[index].stage == stage.index]
+    for at, operator in choice.moved:
+        if at == stage.index:
+            made = [value for value in stage.graph.nodes[operator].outputs if value is not None]
+            sizes += [stage.value(value).meta.storage_bytes for value in made]
+    return _AHEAD * max(sizes, default=0)
 
 
 def stage_units(stage: Stage) -> list[Unit]:

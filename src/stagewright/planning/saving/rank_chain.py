@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +25,10 @@ _THOROUGH = 2
 _MOST_LABELS = 96
 """Ways kept at every boundary."""
 
+_DEARER = 0.02
+"""Of the time of the link: what moving a byte costs where the link has time for it, so that nothing is moved without need,
+and what is made last, and used first, only where nothing else is."""
+
 _HALVINGS = 7
 """Limits tried for the lowest peak."""
 
@@ -33,11 +38,12 @@ _RESERVES = 4
 
 @dataclass(frozen=True)
 class Found:
-    """What runs again and what is kept for that alone, as pairs of a stage and an operator (id), and the seconds this adds
-    to a microbatch."""
+    """What runs again, what is kept for that alone and what is on the host in between, as pairs of a stage and an operator
+    (id), and the seconds this adds to a microbatch."""
 
     ran: frozenset[tuple[int, int]]
     checkpoints: frozenset[tuple[int, int]]
+    moved: frozenset[tuple[int, int]]
     seconds: float
 
 
@@ -58,13 +64,18 @@ class RankChain:
     While the backward of a stage is at a piece, the set in use has what is kept in front of the piece and in it, every other
     set all that is kept, and beside them there is what is recomputed of the piece and the backward's own results.
 
-    Ignores: results of the recomputed operators that no backward needs; values that several pieces keep count for each.
+    Where there is a link to the host (`link_s_per_byte` is finite), a piece may have what it keeps there; the link is busy
+    for it while the forward, and later the backward, are at the piece, and what exceeds the time of the forward is added.
+
+    Ignores: results of the recomputed operators that no backward needs; values that several pieces keep count for each;
+    what is back from the host ahead of its piece; time of the link that other pieces leave.
     """
 
     chains: Sequence[Chain]
     copies: Sequence[float]
     points: dict[tuple[object, ...], tuple[Point, ...]]
-    """Of pieces that were looked at, by signature; may be shared by ranks."""
+    """Of pieces that were looked at, by signature and link; may be shared by ranks."""
+    link_s_per_byte: float = math.inf
     _pieces: dict[tuple[int, int, int], tuple[Point, ...]] = field(default_factory=dict)
     _known_columns: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
 
@@ -171,9 +182,9 @@ class RankChain:
             chain = self.chains[index]
             ends = chain.boundaries
             network = PieceNetwork(chain, ends[start], ends[stop], stop == len(ends) - 1)
-            signature = network.signature
+            signature = network.signature, self.link_s_per_byte
             if signature not in self.points:
-                self.points[signature] = network.points(stop - start <= _THOROUGH)
+                self.points[signature] = network.points(stop - start <= _THOROUGH, self.link_s_per_byte)
             self._pieces[key] = self.points[signature]
         return self._pieces[key]
 
@@ -182,21 +193,31 @@ class RankChain:
         key = index, start, stop
         if key not in self._known_columns:
             points = self._points(index, start, stop)
-            rows = [(point.seconds, point.kept_bytes, point.work_bytes) for point in points]
+            dear = _DEARER * (1 + stop / len(self.chains[index].boundaries))
+            moving = [
+                dear * point.moved_bytes * self.link_s_per_byte if point.moved else 0.0 for point in points
+            ]
+            rows = [
+                (point.seconds + extra, point.kept_bytes, point.work_bytes)
+                for point, extra in zip(points, moving, strict=True)
+            ]
             self._known_columns[key] = np.array(rows).T
         return self._known_columns[key]
 
     def _traced(self, tables: list[list[_Labels]], label: int) -> Found:
         """The way that ends in `label` of the last boundary."""
         again: list[set[int]] = [set() for _ in self.chains]
+        moved = set[tuple[int, int]]()
         seconds = float(tables[-1][-1].seconds[label])
         for index in range(len(self.chains) - 1, -1, -1):
             chain, at = self.chains[index], len(self.chains[index].boundaries) - 1
             while at > 0:
                 start, previous, number = tables[index][at].before[label].tolist()
                 first = chain.boundaries[start]
-                again[index].update(
-                    first + operator for operator in self._points(index, start, at)[number].ran
+                point = self._points(index, start, at)[number]
+                again[index].update(first + operator for operator in point.ran)
+                moved.update(
+                    (chain.stage, chain.nodes[one].id) for one in self._moved(index, start, at, point)
                 )
                 at, label = start, previous
         ran, checkpoints = set[tuple[int, int]](), set[tuple[int, int]]()
@@ -205,7 +226,17 @@ class RankChain:
             kept = {one.maker for one in taken if one.maker not in numbers and not one.needed}
             ran |= {(chain.stage, chain.nodes[number].id) for number in numbers}
             checkpoints |= {(chain.stage, chain.nodes[number].id) for number in kept}
-        return Found(frozenset(ran), frozenset(checkpoints), seconds)
+        return Found(frozenset(ran), frozenset(checkpoints), frozenset(moved - ran), seconds)
+
+    def _moved(self, index: int, start: int, stop: int, point: Point) -> list[int]:
+        """Numbers of the operators whose storages a point has on the host."""
+        if not point.moved:
+            return []
+        chain = self.chains[index]
+        first = chain.boundaries[start]
+        network = PieceNetwork(chain, first, chain.boundaries[stop], stop == len(chain.boundaries) - 1)
+        roots = list(network.outside)
+        return [first + one if one >= 0 else chain.storages[roots[-1 - one]].maker for one in point.moved]
 
 
 def _thinned(kept: Floats, seconds: Floats, before: NDArray[np.int64]) -> _Labels:
