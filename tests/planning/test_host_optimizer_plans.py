@@ -128,11 +128,19 @@ def test_the_joint_search_leaves_what_has_room_on_the_devices(host_optimizer: Ho
 
 
 def test_a_host_without_room_is_sent_no_saved_values() -> None:
+    """The devices are slow, so that recomputing in a small model takes longer than moving."""
     options: dict[str, Any] = {"num_samples": 64, "host_optimizer": "never"}
-    plain = planned(with_host(), **options)
+
+    def slow(**figures: Any) -> Cluster:
+        cluster = with_host(**figures)
+        (node,) = cluster.nodes
+        device = node.device.model_copy(update={"memory_bandwidth": 1e9, "host_link_bandwidth": 1e9})
+        return cluster.model_copy(update={"nodes": (node.model_copy(update={"device": device}),)})
+
+    plain = planned(slow(), **options)
     most = max(rank.categories["activations"] for rank in plain.predictions.ranks)
     limit = fullest(plain) - most * 3 // 10
-    moved, small = (planned(with_host(**size), limit, **options) for size in ({}, {"memory_bytes": 2**20}))
+    moved, small = (planned(slow(**size), limit, **options) for size in ({}, {"memory_bytes": 2**20}))
     assert offloaded(moved) and not offloaded(small)
     assert fullest(small) <= limit and set(small.memory_policy) != {"keep"}
 
