@@ -133,19 +133,21 @@ def peak_bytes(joint: Joint, parts: Partitioned) -> int:
     arguments = dict(zip(named, joint.arguments, strict=False))
     gradients = [torch.zeros_like(tensor) for tensor in joint.arguments]
     num_outputs = joint.options["num_fwd_outputs"]
-    with torch.no_grad(), StorageMeter(elsewhere=[*joint.arguments, *gradients]) as meter:
+    cotangent = torch.ones(())
+    with torch.no_grad(), StorageMeter(elsewhere=[*joint.arguments, *gradients, cotangent]) as meter:
         results = _run(parts.forward.graph, dict(arguments), {})
         outputs = _outputs(parts.forward.graph)
-        loss = results[_only_scalar(outputs[:num_outputs]).name]
+        loss = results[_only_scalar(outputs[:num_outputs]).name]  # alive to the end of the batch
         saved = {node.name: results[node.name] for node in outputs[num_outputs:] if node is not None}
         results.clear()
         given = {
-            name: saved.pop(name) if name in saved else arguments.get(name, torch.ones_like(loss))
+            name: saved.pop(name) if name in saved else arguments.get(name, cotangent)
             for name in _placeholders(parts.backward.graph)
         }
         saved.clear()
         into = _gradient_buffers(_outputs(parts.backward.graph), gradients)
         _run(parts.backward.graph, given, into)
+        del loss
     return meter.peak_bytes
 
 

@@ -1,8 +1,8 @@
 """A model as one stage on one device: what saving within a limit makes of it, what that costs, and the peak as it is run.
 
-Peaks leave out what lasts from step to step (parameters, gradients, optimizer state) and the user's inputs, and have in them
-what is computed from constants alone once per run (masks, rotary tables), so that they compare with those of systems
-that compute it in every forward.
+Peaks leave out what lasts from step to step (parameters, gradients, optimizer state), the user's inputs and the loss's
+cotangent, and have in them what is computed from constants alone once per run (masks, rotary tables), so that they compare
+with those of systems that compute it in every forward.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class OneStage:
                 runner.recompute(0)
             runner.backward(0, {})
             del loss
-        return meter.peak_bytes
+        return meter.peak_bytes - _cotangent_bytes(stage)
 
 
 def _lasting_bytes(line: Pipeline, memory: RankMemory) -> int:
@@ -177,5 +177,10 @@ def _lasting_bytes(line: Pipeline, memory: RankMemory) -> int:
     constants = sum(
         stage.graph.storage_bytes[stage.value(value).storage] for value in (*stage.buffers, *stage.constants)
     )
-    made = resident.categories["constants"] - constants
+    made = resident.categories["constants"] - constants - _cotangent_bytes(stage)
     return resident.total - made + memory.categories["inputs"]
+
+
+def _cotangent_bytes(stage: Stage) -> int:
+    """Of the loss's cotangent, which lasts."""
+    return stage.value(stage.graph.seed).meta.storage_bytes
