@@ -329,7 +329,7 @@ def published_cases(name: str, setting: Setting) -> Iterator[Beside]:
 
 # -- 3: the optimum -------------------------------------------------------------------------------------------------------
 
-_FEW_RESULTS = 11
+_FEW_RESULTS = 10
 _LIMITS_PER_STAGE = 5
 
 
@@ -543,17 +543,21 @@ def main() -> None:
     asked = Asked(chosen, chosen | others, BUDGETS, arguments.instances)
     if arguments.quick:
         asked = Asked(QUICK, QUICK, (0.5,), 5, compiles=False)
+    parts = f" --parts {' '.join(map(str, arguments.parts))}" if len(arguments.parts) < 3 else ""
+    options = (" --quick" if arguments.quick else "") + parts
     lines = [
         f"# What is kept for a backward, {date.today()}",
         "",
         *(__doc__ or "").split("Run:")[0].strip().splitlines(),
         "",
-        f"`python benchmarks/saving_in_backward.py{' --quick' if arguments.quick else ''}` on {platform.machine()}, Python "
+        f"`python benchmarks/saving_in_backward.py{options}` on {platform.machine()}, Python "
         f"{platform.python_version()}, torch {torch.__version__}, scipy {scipy.__version__}.",
         "",
-        *report(arguments.parts, asked),
     ]
-    write(lines, arguments.output)
+    try:
+        lines += report(arguments.parts, asked)
+    finally:  # what is there after half an hour is not lost
+        write(lines, arguments.output)
 
 
 if __name__ == "__main__":

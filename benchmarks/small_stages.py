@@ -27,8 +27,11 @@ class RandomNetwork(nn.Module):
         self.steps: list[tuple[str, tuple[int, ...], int]] = []
         self.layers = nn.ModuleDict()
         for number in range(1, num_operators + 1):
-            source = draw.choice(unused[-2:] if unused and draw.random() < 0.75 else range(number))
-            equal = [other for other in range(number) if other != source and widths[other] == widths[source]]
+            known = (
+                range(1, number) if number > 1 else range(1)
+            )  # behind the first layer all depends on parameters
+            source = draw.choice(unused[-2:] if unused and draw.random() < 0.75 else known)
+            equal = [other for other in known if other != source and widths[other] == widths[source]]
             kind = draw.choice(
                 ["linear", "linear", "gelu", "tanh", "norm", "softmax", "relu", "add", "mul", "mul"]
             )
