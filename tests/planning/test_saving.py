@@ -1,18 +1,13 @@
-"""What ranks recompute and offload: within the limit when replayed, near the optimum, named so that it can be run."""
+"""What ranks recompute and offload: within the limit when replayed, named so that it can be run."""
 
 from __future__ import annotations
 
-import os
-import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import pytest
 import torch
-from scipy.optimize import OptimizeResult
 
 from stagewright.cluster import load_cluster
-from stagewright.errors import PlanError
 from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
@@ -21,11 +16,7 @@ from stagewright.planning.candidate import Choice, make_program
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Pipeline, pipeline, reserved_bytes
 from stagewright.planning.predict import rank_memories
-from stagewright.planning.saving import best as best_choice
-from stagewright.planning.saving.exact import _muted, choose_exactly
 from stagewright.planning.saving.fit import fit
-from stagewright.planning.saving.greedy import choose
-from stagewright.planning.saving.problem import Problem, Unit, chain_seconds, stage_units
 from stagewright.planning.shortening import shortened
 from stagewright.schedule import insert_communication
 from stagewright.schedule.saving import insert_recomputation
@@ -111,102 +102,6 @@ def test_nothing_is_given_up_where_everything_fits() -> None:
 
 def test_a_limit_below_what_lasts_cannot_be_met() -> None:
     assert fit(line_of("1f1b", 20 * 2**20), body()) is None
-
-
-def problem(share: float, link_s_per_byte: float = float("inf")) -> Problem:
-    line = line_of("1f1b")
-    units = tuple(stage_units(line.stages[0]))
-    seconds = chain_seconds(line.stages[0], units, body().costing)
-    whole = sum(unit.num_bytes for unit in units if unit.recomputable) * 3.0
-    free = 0.2 * sum(unit.num_bytes for unit in units) * link_s_per_byte if link_s_per_byte < 1 else 0.0
-    return Problem(units, seconds, share * whole, {0: 3.0}, {0: 2.0}, link_s_per_byte, free)
-
-
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("link", [float("inf"), 1e-9])
-def test_the_greedy_choice_is_near_the_best(share: float, link: float) -> None:
-    asked = problem(share, link)
-    near, best = choose(asked), choose_exactly(asked)
-    assert near is not None and best is not None
-    assert near.saved_bytes(asked) >= asked.needed <= best.saved_bytes(asked) * (1 + 1e-9)
-    assert best.seconds(asked) * (1 - 1e-6) <= near.seconds(asked) <= 1.1 * best.seconds(asked)
-
-
-def many_small_or_one_large() -> Problem:
-    """The small units are all cheaper per byte than the large one, and together dearer: 20 s against 16."""
-    sizes, seconds = [131, 131, 65, 35, 33, 33, 33, 33, 262], [2.0, 2.0, 2.0, 2.0, 4.0, 2.0, 4.0, 2.0, 12.0]
-    units = tuple(Unit(0, f"net:{n}", (n,), size, frozenset({n})) for n, size in enumerate(sizes))
-    return Problem(units, dict(enumerate(seconds)), 465.0, {0: 1.0})
-
-
-def test_one_large_unit_takes_the_place_of_many() -> None:
-    found = choose(many_small_or_one_large())
-    assert found is not None and found.seconds(many_small_or_one_large()) == 16.0
-
-
-def test_an_exact_choice_is_given_up_after_a_number_of_nodes_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = []
-
-    def unsolved(*_: object, options: dict[str, object], **__: object) -> OptimizeResult:
-        asked.append(options)
-        return OptimizeResult(status=statuses.pop(0), x=None, mip_node_count=3, message="over the limit")
-
-    monkeypatch.setattr("scipy.optimize.milp", unsolved)
-    statuses = [1]
-    with pytest.raises(PlanError, match="over the limit"):
-        choose_exactly(problem(0.5), max_nodes=8)
-    assert [options["node_limit"] for options in asked] == [8] and "time_limit" not in asked[0]
-    statuses, asked[:] = [4, 4], []
-    with pytest.raises(PlanError):
-        choose_exactly(problem(0.5), max_nodes=8)
-    assert [options["node_limit"] for options in asked] == [8, 5]  # the second try has what the first left
-
-
-def test_what_a_solver_prints_stays_off_standard_output_from_any_thread(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    def noisy(number: int) -> None:
-        with _muted():
-            os.write(1, b"noise")
-            time.sleep(0.001)
-            os.write(1, b"noise")
-
-    with ThreadPoolExecutor(4) as workers:
-        list(workers.map(noisy, range(40)))
-    os.write(1, b"heard")
-    assert capfd.readouterr().out == "heard"
-
-
-def test_an_exact_choice_needs_no_standard_output() -> None:
-    kept = os.dup(1)
-    os.close(1)
-    try:
-        found = choose_exactly(problem(0.5))
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-    assert found == choose_exactly(problem(0.5))
-
-
-def test_small_ranks_are_chosen_for_exactly_and_large_or_slow_ones_greedily(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked, asked_exactly = problem(0.5), []
-
-    def give_up(problem: Problem, *, max_nodes: int) -> None:
-        asked_exactly.append(problem)
-        raise PlanError("not solved within the limit")
-
-    monkeypatch.setattr(best_choice, "choose_exactly", give_up)
-    assert best_choice.choose(asked) == choose(asked) and asked_exactly == [asked]
-    monkeypatch.setattr(best_choice, "MOST_UNITS", len(asked.units) - 1)
-    assert best_choice.choose(asked) == choose(asked) and asked_exactly == [asked]
-
-
-def test_both_say_when_nothing_saves_enough() -> None:
-    assert choose(problem(1.01)) is None and choose_exactly(problem(1.01)) is None
 
 
 def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:

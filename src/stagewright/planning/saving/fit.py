@@ -14,7 +14,6 @@ from stagewright.planning.pipeline import Pipeline, Variants, allocatable_bytes,
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.predict import lowered, rank_memories
 from stagewright.planning.saving.anchors import anchors
-from stagewright.planning.saving.best import choose
 from stagewright.planning.saving.chain import chain_of
 from stagewright.planning.saving.pieces import Point
 from stagewright.planning.saving.problem import (
@@ -56,21 +55,17 @@ class Fitted:
         return tuple(self._of_stage(stage) for stage in range(len(self.line.stages)))
 
     def _of_stage(self, stage: int) -> Literal["keep"] | StagePolicy:
-        recompute, offload = (
-            tuple(self.units[index].operator for index in sorted(indices) if self.units[index].stage == stage)
-            for indices in (self.choice.recomputed, self.choice.offloaded)
-        )
+        indices = sorted(index for index in self.choice.recomputed if self.units[index].stage == stage)
+        recompute = tuple(self.units[index].operator for index in indices)
         nodes = self.line.stages[stage].graph.nodes
         checkpoints, moved = (
             tuple(nodes[operator].name for at, operator in sorted(pairs) if at == stage)
             for pairs in (self.choice.checkpoints, self.choice.moved)
         )
-        if not recompute and not offload and not moved:
+        if not recompute and not moved:
             return "keep"
-        ahead = fetch_ahead(self.units, self.choice, self.line.stages[stage])
-        return StagePolicy(
-            recompute=recompute, offload=(*offload, *moved), checkpoints=checkpoints, fetch_ahead=ahead
-        )
+        ahead = fetch_ahead(self.choice, self.line.stages[stage])
+        return StagePolicy(recompute=recompute, offload=moved, checkpoints=checkpoints, fetch_ahead=ahead)
 
 
 Chooser = Callable[[Problem], Choice | None]
@@ -101,12 +96,13 @@ def fit(
         return found
 
     def by_units(memory: RankMemory) -> Propose | None:
-        return _among_units(line, body, memory, units, offload, chooser or choose)
+        assert chooser is not None
+        return _among_units(line, body, memory, units, chooser)
 
     def by_chain(memory: RankMemory, moves: bool = False) -> Propose | None:
         return _along_chains(line, body, memory, units, points, moves)
 
-    ways = [searches(by_units)] if chooser is not None else [searches(by_chain)]
+    ways = [searches(by_chain if chooser is None else by_units)]
     if chooser is None and offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
         ways.append(searches(partial(by_chain, moves=True)))
     best = [min(found, key=lambda one: one.seconds) for found in zip(*ways, strict=True)]
@@ -149,7 +145,7 @@ def with_choice(
 
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
     """`program` with the actions that a choice needs."""
-    stages = {units[index].stage for index in choice.recomputed | choice.offloaded}
+    stages = {units[index].stage for index in choice.recomputed}
     return insert_recomputation(program, stages | {stage for stage, _ in choice.moved})
 
 
@@ -157,7 +153,6 @@ def _joined(choices: Iterable[Choice]) -> Choice:
     found = list(choices)
     return Choice(
         frozenset[int]().union(*(choice.recomputed for choice in found)),
-        frozenset[int]().union(*(choice.offloaded for choice in found)),
         frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in found)),
         frozenset[tuple[int, int]]().union(*(choice.moved for choice in found)),
     )
@@ -208,7 +203,6 @@ def _among_units(
     body: BodyCosts,
     kept: RankMemory,
     units: Sequence[Unit],
-    offload: bool,
     chooser: Chooser,
 ) -> Propose | None:
     """By a choice among the saved values of a rank."""
@@ -220,17 +214,13 @@ def _among_units(
     for number, stage in stages.items():
         seconds |= chain_seconds(stage, [unit for unit in own if unit.stage == number], costs.costing)
     copies = _copies(line, kept)
-    device = line.device_of(kept.rank)
-    link = 1 / device.host_link_bandwidth if offload and device.kind != "cpu" else float("inf")
-    free = min(line.summaries[stage].forward_s for stage in stages)
-    problem = Problem(tuple(own), seconds, 0.0, copies, copies, link, free / len(stages))
+    problem = Problem(tuple(own), seconds, 0.0, copies)
 
     def proposal(found: Choice | None) -> Proposal | None:
         if found is None:
             return None
         recomputed = frozenset(numbers[index] for index in found.recomputed)
-        offloaded = frozenset(numbers[index] for index in found.offloaded)
-        return Proposal(Choice(recomputed, offloaded), found.seconds(problem))
+        return Proposal(Choice(recomputed), found.seconds(problem))
 
     everything = Choice(frozenset(index for index, unit in enumerate(own) if unit.chain))
     return Propose(

@@ -45,10 +45,7 @@ class Problem:
 
     * `seconds`: of every operator of a chain;
     * `needed`: bytes that must be saved;
-    * `copies`: per stage, sets of saved values alive at the peak: how often the bytes of a recomputed unit count;
-    * `parked_copies`: the same for an offloaded unit;
-    * `link_s_per_byte`: time to move a byte to the host, infinite for no offloading;
-    * `free_s`: link time per microbatch that costs nothing.
+    * `copies`: per stage, sets of saved values alive at the peak: how often the bytes of a recomputed unit count.
 
     Ignores: recomputed values that are alive while they are used, what recomputing keeps in addition (values received for
     the forward only), and the peak's moving elsewhere. The replay that follows every choice counts them all.
@@ -58,39 +55,27 @@ class Problem:
     seconds: Mapping[int, float]
     needed: float
     copies: Mapping[int, float]
-    parked_copies: Mapping[int, float] = field(default_factory=dict)
-    link_s_per_byte: float = float("inf")
-    free_s: float = 0.0
 
     def saves(self, unit: int) -> float:
         """Bytes that recomputing a unit saves."""
         return self.units[unit].num_bytes * self.copies.get(self.units[unit].stage, 0.0)
 
-    def parks(self, unit: int) -> float:
-        """Bytes that offloading a unit saves."""
-        return self.units[unit].num_bytes * self.parked_copies.get(self.units[unit].stage, 0.0)
-
-    @property
-    def may_offload(self) -> bool:
-        return self.link_s_per_byte != float("inf")
-
 
 @dataclass(frozen=True)
 class Choice:
-    """Indices of the units of a problem that are recomputed and offloaded, and pairs of a stage and an operator (id) of its
-    forward: what else is kept to recompute from, and what is on the host in between, whether units or not."""
+    """Indices of the units of a problem that are recomputed, and pairs of a stage and an operator (id) of its forward: what
+    else is kept to recompute from, and what is on the host in between, units or not."""
 
     recomputed: frozenset[int] = field(default_factory=frozenset)
-    offloaded: frozenset[int] = field(default_factory=frozenset)
     checkpoints: frozenset[tuple[int, int]] = field(default_factory=frozenset)
     moved: frozenset[tuple[int, int]] = field(default_factory=frozenset)
 
     def saved_bytes(self, problem: Problem) -> float:
-        return sum(map(problem.saves, self.recomputed)) + sum(map(problem.parks, self.offloaded))
+        return sum(map(problem.saves, self.recomputed))
 
     def seconds(self, problem: Problem) -> float:
         """Time this choice adds to every microbatch."""
-        return recompute_seconds(problem, self.recomputed) + offload_seconds(problem, self.offloaded)
+        return recompute_seconds(problem, self.recomputed)
 
 
 def recompute_seconds(problem: Problem, units: Iterable[int]) -> float:
@@ -99,36 +84,11 @@ def recompute_seconds(problem: Problem, units: Iterable[int]) -> float:
     return sum(problem.seconds[node] for node in nodes)
 
 
-def offload_seconds(problem: Problem, units: Iterable[int]) -> float:
-    """Time by which moving `units` to the host and back is longer than what is free."""
-    moved = sum(problem.units[unit].num_bytes for unit in units)
-    return max(0.0, moved * problem.link_s_per_byte - problem.free_s) if moved else 0.0
-
-
-def groups(problem: Problem) -> list[tuple[tuple[int, ...], float]]:
-    """Operators by the units whose chains they are in, and their seconds together."""
-    return groups_of(problem.units, problem.seconds)
-
-
-def groups_of(units: Sequence[Unit], seconds: Mapping[int, float]) -> list[tuple[tuple[int, ...], float]]:
-    """As `groups`: indices of `units`, and seconds."""
-    users: dict[int, list[int]] = {}
-    for index, unit in enumerate(units):
-        for node in unit.chain:
-            users.setdefault(node, []).append(index)
-    found: dict[tuple[int, ...], float] = {}
-    for node, indices in users.items():
-        key = tuple(indices)
-        found[key] = found.get(key, 0.0) + seconds[node]
-    return list(found.items())
-
-
 def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> list[Policy]:
     """The policy of every stage under a choice among `units`."""
     chosen: list[tuple[set[int], set[int], set[int]]] = [(set(), set(), set()) for _ in stages]
-    for which, indices in enumerate((choice.recomputed, choice.offloaded)):
-        for index in indices:
-            chosen[units[index].stage][which].update(units[index].values)
+    for index in choice.recomputed:
+        chosen[units[index].stage][0].update(units[index].values)
     for stage, operator in choice.checkpoints:
         made = stages[stage].graph.nodes[operator].outputs
         chosen[stage][2].update(value for value in made if value is not None)
@@ -140,15 +100,15 @@ def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> 
             frozenset(recompute),
             frozenset(offload),
             checkpoints=frozenset(checkpoints),
-            fetch_ahead=fetch_ahead(units, choice, stages[stage]),
+            fetch_ahead=fetch_ahead(choice, stages[stage]),
         )
         for stage, (recompute, offload, checkpoints) in enumerate(chosen)
     ]
 
 
-def fetch_ahead(units: Sequence[Unit], choice: Choice, stage: Stage) -> int:
+def fetch_ahead(choice: Choice, stage: Stage) -> int:
     """A few values, so that the link goes on where several are used, or done with, at once."""
-    sizes = [units[index].num_bytes for index in choice.offloaded if units[index].stage == stage.index]
+    sizes: list[int] = []
     for at, operator in choice.moved:
         if at == stage.index:
             made = [value for value in stage.graph.nodes[operator].outputs if value is not None]
