@@ -19,7 +19,7 @@ from stagewright.estimation.state import Precision
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.layers import layer_inputs
-from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
@@ -82,6 +82,10 @@ class Choice:
     loss_pieces: int = 1
     """Slices of tokens for which head and loss are evaluated one after the other."""
 
+    whole_stages: bool = False
+    """Whether stages that recompute keep only what enters them, and that where several microbatches are in flight:
+    torchgpipe's way."""
+
     @property
     def shard_size(self) -> int | None:
         """Replicas that share out among each other: the most that divide all of them; None if that is all.
@@ -127,7 +131,7 @@ class Candidate:
     cuts: tuple[int, ...]
     memories: tuple[RankMemory, ...]
     excess_bytes: int
-    memory_policy: tuple[Literal["keep", "layers"] | StagePolicy, ...]
+    memory_policy: tuple[Literal["keep", "layers", "recompute"] | StagePolicy, ...]
 
     def for_job(self, job: Job) -> Candidate:
         """The same for a job that differs in its memory limit only."""
@@ -138,22 +142,32 @@ class Candidate:
 def make_program(choice: Choice) -> Program:
     """The computations of every rank, in order."""
     program = built(choice.schedule, choice.pp, choice.num_microbatches)
-    return insert_recomputation(program, range(program.num_stages)) if choice.recompute else program
+    if not choice.recompute:
+        return program
+    counts = in_flight(program)
+    least = 1 if choice.whole_stages else 0
+    return insert_recomputation(program, [stage for stage, count in enumerate(counts) if count > least])
 
 
-def policies(program: Program, graph: OperatorGraph) -> list[Policy]:
-    """The memory policy of every stage that `program` says: keep what enters each layer alone, or keep everything."""
+def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Policy]:
+    """The memory policy of every stage that `program` says: recompute as `choice` does, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
-    layers = Policy(everything=True, checkpoints=layer_inputs(graph)) if recomputed else KEEP
-    return [layers if stage in recomputed else KEEP for stage in range(program.num_stages)]
+    again = KEEP
+    if recomputed:
+        inputs = layer_inputs(graph)
+        again = RECOMPUTE_ALL if choice.whole_stages else Policy(everything=True, checkpoints=inputs)
+    return [again if stage in recomputed else KEEP for stage in range(program.num_stages)]
 
 
-def saved_counts(program: Program, body: BodyCosts) -> list[float]:
+def saved_counts(choice: Choice, program: Program, body: BodyCosts) -> list[float]:
     """The most microbatches of which each stage holds what its backward needs; of a stage that recomputes, sets as large as
-    what enters its layers is of all."""
+    what enters its layers is of all, or one where all of it is recomputed at once."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
     share = _share_of_layer_inputs(body) if recomputed else 1.0
-    return [count * (share if stage in recomputed else 1.0) for stage, count in enumerate(in_flight(program))]
+    return [
+        count if stage not in recomputed else 1.0 if choice.whole_stages else count * share
+        for stage, count in enumerate(in_flight(program))
+    ]
 
 
 @lru_cache(maxsize=4)
@@ -271,7 +285,7 @@ def _carved(
 ) -> Pipeline:
     if choice.as_model:
         return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.dp), choice)
-    chosen = policies(program, body.graph)
+    chosen = policies(choice, program, body.graph)
     return _as_chosen(pipeline(body, cuts, program, cluster, job, choice.dp, chosen), choice)
 
 
@@ -328,12 +342,15 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
     return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
 
 
-def _named(choice: Choice, line: Pipeline) -> tuple[Literal["keep", "layers"] | StagePolicy, ...]:
+def _named(
+    choice: Choice, line: Pipeline
+) -> tuple[Literal["keep", "layers", "recompute"] | StagePolicy, ...]:
     """The policies of `policies`, as plans name them, or what the model says."""
     if choice.as_model:
         return tuple(named_policy(stage) for stage in line.stages)
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
-    return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))
+    again = "recompute" if choice.whole_stages else "layers"
+    return tuple(again if stage in recomputed else "keep" for stage in range(line.program.num_stages))
 
 
 def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True) -> Candidate | None:
@@ -387,7 +404,7 @@ def _whole_stages(one: Candidate, body: BodyCosts) -> Pipeline:
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
     program = make_program(tried.choice)
-    counts = saved_counts(program, body)
+    counts = saved_counts(tried.choice, program, body)
     ends = np.array([0, *tried.cuts, body.size])
     share = tried.choice.state_share(Precision.of(job.torch_name))
     known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])

@@ -48,7 +48,8 @@ class Strategy:
         Raises:
             PlanError: the model cannot be cut into so many stages.
         """
-        own = replace(choice, schedule=self.schedule, recompute=self.recompute and choice.pp > 1)
+        again = self.recompute and choice.pp > 1
+        own = replace(choice, schedule=self.schedule, recompute=again, whole_stages=again)
         return self.make(body, own, cluster, job)
 
 
