@@ -134,7 +134,7 @@ def test_a_shortened_program_that_saves_has_the_same_peaks() -> None:
 
 
 def test_a_stage_that_copies_changing_buffers_can_be_fitted() -> None:
-    """Its copies are operators that no graph numbers."""
+    """Its copies are operators that no graph numbers; they stay, and what is computed from them can be recomputed."""
     from torch import nn
 
     from stagewright.tracing.trace import trace_module
@@ -155,4 +155,4 @@ def test_a_stage_that_copies_changing_buffers_can_be_fitted() -> None:
     kept = fullest(pipeline(normed, [], program, CLUSTER, job, 1))
     tight = job.model_copy(update={"memory_limit": kept - 2**20})
     found = fit(pipeline(normed, [], program, CLUSTER, tight, 1), normed, offload=False)
-    assert found is None or fullest(found.line) < kept
+    assert found is not None and fullest(found.line) <= kept - 2**20

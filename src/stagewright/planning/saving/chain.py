@@ -20,6 +20,9 @@ _WINDOWS = (12, 24, 48, 96, 192)
 
 _MOST_BOUNDARIES = 300
 
+_SMALL = 1 / 64
+"""Of the largest storage."""
+
 
 @dataclass(frozen=True, slots=True)
 class Storage:
@@ -37,7 +40,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class Chain:
-    """The operators of a stage's forward in order, of one microbatch; what depends on inputs alone is left out.
+    """The operators of a stage's forward in order, of one microbatch; what depends on inputs alone is left out, and so are
+    copies of buffers that change, which are kept.
 
     * `nodes`, `seconds`: of every operator;
     * `storages`: by root value, those that operators of the chain make;
@@ -87,7 +91,7 @@ class Chain:
 def chain_of(memory: StageMemory, costing: Costing) -> Chain:
     """The chain of a stage that was carved to keep everything."""
     stage = memory.stage
-    nodes = tuple(node for node in stage.forward.nodes if node.part is Part.FORWARD)
+    nodes = tuple(node for node in stage.forward.nodes if node.part is Part.FORWARD and node.id >= 0)
     index = {node.id: number for number, node in enumerate(nodes)}
     storages, uses = _storages(stage, nodes)
     widths = _widths(len(nodes), storages)
@@ -130,10 +134,12 @@ def _seconds(stage: Stage, nodes: Sequence[Node], costing: Costing) -> tuple[flo
 
 
 def _widths(count: int, storages: dict[int, Storage]) -> NDArray[np.float64]:
-    """Bytes alive in front of every operator that it or a later one uses."""
+    """Bytes alive in front of every operator that it or a later one uses, small storages left out: statistics that are at
+    hand from the beginning would make every later place a little narrower."""
     changes = np.zeros(count + 2)
+    least = _SMALL * max((storage.num_bytes for storage in storages.values()), default=0)
     for storage in storages.values():
-        if storage.last > storage.maker:
+        if storage.last > storage.maker and storage.num_bytes > least:
             changes[storage.maker + 1] += storage.num_bytes
             changes[storage.last + 1] -= storage.num_bytes
     return changes.cumsum()[: count + 1]
