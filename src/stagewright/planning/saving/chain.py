@@ -146,13 +146,13 @@ def _widths(count: int, storages: dict[int, Storage]) -> NDArray[np.float64]:
 
 
 def _boundaries(widths: NDArray[np.float64]) -> tuple[int, ...]:
-    """Of neighbouring places as narrow as each other the first."""
+    """Of places as narrow as each other with nothing wider between them the first."""
     inside: list[int] = []
     for window in _WINDOWS:
         places = narrow_places(widths, window).tolist()
         inside = []
         for place in places:
-            if not inside or place - inside[-1] > window or widths[place] != widths[inside[-1]]:
+            if not inside or widths[inside[-1] : place].max() > widths[place]:
                 inside.append(place)
         if len(inside) <= _MOST_BOUNDARIES:
             break
