@@ -15,8 +15,11 @@ from stagewright.graph import Node, Part
 from stagewright.graph.stage import Stage
 from stagewright.planning.saving.anchors import narrow_places
 
-_WINDOWS = (12, 24, 48, 96, 192)
+_WINDOWS = (4, 12, 24, 48, 96, 192)
 """Operators to either side among which a boundary must be narrowest; wider windows until there are few enough."""
+
+_SHORT = 400
+"""Longer chains are looked at without the first window."""
 
 _MOST_BOUNDARIES = 300
 
@@ -148,7 +151,7 @@ def _widths(count: int, storages: dict[int, Storage]) -> NDArray[np.float64]:
 def _boundaries(widths: NDArray[np.float64]) -> tuple[int, ...]:
     """Of places as narrow as each other with nothing wider between them the first."""
     inside: list[int] = []
-    for window in _WINDOWS:
+    for window in _WINDOWS if len(widths) <= _SHORT else _WINDOWS[1:]:
         places = narrow_places(widths, window).tolist()
         inside = []
         for place in places:
