@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -21,6 +22,7 @@ from stagewright.planning.candidate import (
     Candidate,
     Choice,
     fastest_partition,
+    in_flight,
     make_candidate,
     make_plan,
     make_program,
@@ -100,6 +102,18 @@ class Fitting:
             ways = [choice, *self._with_host(choice)]
             found += [way for way in ways if self._may_fit(way, body, scale)][:1]
         return found
+
+    def holds_one(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> bool:
+        """Whether some choice has room for the state and all that one microbatch saves, `scale` times that of `body`."""
+        limit = float(self.job.usable_bytes(self.cluster.device))
+        precision = Precision.of(self.job.torch_name)
+        for choice in choices:
+            counts = [min(count, 1) * scale for count in in_flight(make_program(choice))]
+            budget = MemoryBudget([limit] * len(counts), counts, choice.state_share(precision))
+            with suppress(PlanError):
+                if has_partition(body, len(counts), budget):
+                    return True
+        return False
 
     def plan(
         self,

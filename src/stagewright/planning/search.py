@@ -276,6 +276,12 @@ class _Search:
         if self.latest is not None:
             known, body = self.latest
             choices = self.memory.may_fit(choices, body, size / known)
+            if not self.memory.holds_one(choices, body, size / known):
+                for choice in choices:
+                    self.memory.exclude(
+                        choice, "recomputes more than smaller microbatches, which may fit too"
+                    )
+                return False
         if not choices:
             return False
         body = self._body(size, self.tp)
