@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
@@ -38,6 +37,10 @@ _CLOSE = 0.01
 
 _WITHIN = 0.1
 """The next need is at least this part of what lies between the known ones away from either."""
+
+
+_WORTH_MOVING = 0.01
+"""Ranks that recompute for less than this part of their time are not looked at for what might wait on the host."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +107,24 @@ def fit(
 
     ways = [searches(by_chain if chooser is None else by_units)]
     if chooser is None and offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
-        ways.append(searches(partial(by_chain, moves=True)))
+        slow = {
+            search.rank
+            for search in ways[0]
+            if search.seconds > _WORTH_MOVING * _busy_seconds(line, search.rank)
+        }
+        ways.append(searches(lambda memory: by_chain(memory, moves=True) if memory.rank in slow else None))
     best = [min(found, key=lambda one: one.seconds) for found in zip(*ways, strict=True)]
     if any(search.best is None for search in best):
         return None
     proved = [search.best for search in best if search.best is not None]
     found = _joined(one.choice for one in proved)
     return Fitted(with_choice(variants, units, found), tuple(one.memory for one in proved), units, found)
+
+
+def _busy_seconds(line: Pipeline, rank: int) -> float:
+    """Of one microbatch on a rank that keeps everything."""
+    own = (line.summaries[stage] for stage in line.program.placement.stages_of(rank))
+    return sum(summary.forward_s + summary.backward_s for summary in own)
 
 
 def _search(variants: Variants, units: Sequence[Unit], searches: Sequence[_RankSearch]) -> None:
