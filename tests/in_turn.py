@@ -189,7 +189,8 @@ class Pipeline:
             with self.meter.scope((stage.index, microbatch)):
                 arrived = _received(stage, travelling)
                 if stage.rebuild.nodes:
-                    with self._watched(stage, microbatch, stage.rebuild, arrived, stage.backward.inputs):
+                    later = {*stage.after_rebuild, *arrived}
+                    with self._watched(stage, microbatch, stage.rebuild, arrived, later):
                         runner.recompute(microbatch)
                 function, run = (
                     (stage.input_grad, runner.input_grad) if split else (stage.backward, runner.backward)
@@ -242,8 +243,8 @@ class Pipeline:
         arrived: Tensors,
         elsewhere: Iterable[int] = (),
     ) -> Iterator[None]:
-        """Compares what is alive after every statement of `function`; of what is held or `arrived` the values `elsewhere`
-        stay after it, and so does what it is not given."""
+        """Compares what is alive after every statement of `function`; of what is held or `arrived` only the values `elsewhere`
+        stay after it, and what it is not given goes in front of it."""
         given = arrived | self.runners[stage.index].held.get(microbatch, {})
         storages = {value: tensor.untyped_storage()._cdata for value, tensor in given.items()}
         del given, arrived
@@ -252,7 +253,7 @@ class Pipeline:
         self.present = None
         if not self.is_watched:
             return
-        staying = {value for value in storages if value in elsewhere or value not in function.inputs}
+        staying = {value for value in storages if value in elsewhere}
         expected = predicted(stage, function, storages, staying)
         assert self.statements == expected, (
             f"stage {stage.index} has {self.statements} bytes alive after the statements of a function of "
@@ -275,7 +276,7 @@ def predicted(stage: Stage, function: Function, storages: dict[int, int], stayin
     last: dict[int, int] = {}
     sizes: dict[int, int] = {}
     for value, storage in storages.items():
-        end = count if value in staying else memory.last[value]
+        end = count if value in staying else memory.last.get(value, -1)
         last[storage] = max(last.get(storage, -1), end)
         sizes[storage] = stage.held_bytes([value])
     alive = [sum(sizes[root] for root, end in last.items() if end > place) for place in range(-1, count)]

@@ -14,10 +14,11 @@ from torch import nn
 from in_turn import Batch, Outcome, Pipeline, assert_equal
 from nasty import NASTY
 from stagewright.execution import compiled
-from stagewright.graph import OperatorGraph
+from stagewright.graph import Node, OperatorGraph
 from stagewright.graph.added import ARRIVED
 from stagewright.graph.carving import Carving, carve
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.graph.stage import Stage
 
 
 @functools.cache
@@ -181,3 +182,57 @@ def test_a_stage_carved_alone_is_that_of_a_whole_carving(name: str) -> None:
         for policies in asked:
             alone = [carving.stage(index, policy) for index, policy in enumerate(policies)]
             assert alone == carve(graph, cuts, policies)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("name", NASTY)
+def test_any_schedule_of_reruns_equals_plain_autograd(name: str, split: bool) -> None:
+    """Operators of the forward run again in front of any of the backward, several times and without need."""
+    _, graph, _, _, cuts = prepared(name)
+    draw = random.Random(f"{name} {split}")
+    stages = carve(graph, cuts)
+    for share in (0.05, 0.2, 0.5):
+        check(name, [Policy(reruns=drawn_reruns(stage, draw, share)) for stage in stages], split)
+    moved = [frozenset(value for value in stage.saved if draw.random() < 0.4) for stage in stages]
+    policies = [
+        Policy(offload=one, fetch_ahead=10**5, reruns=drawn_reruns(stage, draw, 0.2))
+        for stage, one in zip(stages, moved, strict=True)
+    ]
+    check(name, policies, split)
+
+
+def drawn_reruns(stage: Stage, draw: random.Random, share: float) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    nodes = [node.id for node in stage.forward.nodes if node.id >= 0]
+    groups = dict.fromkeys(node.forward for node in stage.backward.nodes if node.forward >= 0)
+    return tuple((one, tuple(node for node in nodes if draw.random() < share)) for one in groups)
+
+
+def test_what_is_made_again_later_is_kept_until_then() -> None:
+    """A value that the backward uses twice is there for the first use, goes, and is made again for the second."""
+    _, graph, *_ = prepared("ThreeConsumers")
+    (plain,) = carve(graph, [])
+    node, root, last = used_by_two(plain)
+    (stage,) = carve(graph, [], [Policy(reruns=((last, (node.id,)),))])
+    assert root in {stage.value(value).storage for value in stage.saved}
+    (again,) = stage.remade.nodes
+    assert again.id == node.id and root not in again.outputs
+    place = stage.backward.nodes.index(again)
+    before, after = stage.backward.nodes[:place], stage.backward.nodes[place + 1 :]
+    assert any(stage.value(value).storage == root for one in before for value in one.inputs)
+    assert after[0].forward == last
+    assert not any(stage.value(value).storage == root for one in after for value in one.inputs)
+
+
+def used_by_two(stage: Stage) -> tuple[Node, int, int]:
+    """An operator of F, what it makes, and the last of several operators whose backwards use that."""
+    for node in stage.forward.nodes:
+        for root in node.outputs:
+            users = [
+                one.forward
+                for one in stage.backward.nodes
+                for value in one.inputs
+                if one.forward >= 0 and stage.value(value).storage == root
+            ]
+            if root is not None and len({*users}) > 1:
+                return node, root, users[-1]
+    raise AssertionError("no value is used twice")

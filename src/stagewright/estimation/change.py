@@ -93,7 +93,7 @@ class Change:
     def _rebuild(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage
         held = state.held.pop(stage.index)
-        kept = {value: key for value, key in held.items() if value in stage.backward.inputs}
+        kept = {value: key for value, key in held.items() if value in stage.after_rebuild}
         given = {value: held[value] for value in stage.rebuild.inputs}
         state.take((*kept.values(), *given.values()))
         state.release(held.values())

@@ -98,7 +98,7 @@ class StageRunner:
         self._weight_grad = self._runnable(stage.weight_grad, resident, "weight_grad")
         self._backward = self._runnable(stage.backward, resident, "backward")
         self._rebuild = self._runnable(stage.rebuild, resident, "rebuild")
-        self._for_backward = {*stage.backward.inputs}
+        self._for_backward = stage.after_rebuild
 
     def _runnable(self, function: Function, resident: set[int], name: str) -> Runnable:
         name = f"stage{self.stage.index}_{name}"

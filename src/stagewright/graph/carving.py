@@ -13,6 +13,7 @@ from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
 from stagewright.graph.locate import Located
 from stagewright.graph.moving import Parcel, with_leaving, with_returning
 from stagewright.graph.policy import KEEP, Policy
+from stagewright.graph.rerunning import Rerun, rerunning
 from stagewright.graph.stage import Function, Stage, Transfer, made_by
 from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.weaving import woven
@@ -141,22 +142,30 @@ class _StageCarver:
         backward = with_finishing(both, nodes.finishing)
         by_input_grad = {*cotangents, *made_by(nodes.input_grad), *made_by(nodes.late)}
         needed = _used((*backward, *nodes.late), at_hand)
-        recomputed = self._recomputed(nodes.forward, needed, resident)
-        again = made_by(recomputed.nodes)
-        saved = tuple(value for value in _distinct((*needed, *recomputed.inputs)) if value not in again)
-        parcels = self._parcels(saved, inputs, here)
-        away = {value for parcel in parcels for value in parcel.values}
-        kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
         loss = [self.graph.loss] if self.computes_loss else []
         late_loss = loss if self.graph.loss in made_by(nodes.late) else []
         loss = [] if late_loss else loss
+        rerun = self._rerun(woven(backward, nodes.late, late_loss), here) if self.policy.reruns else None
+        if rerun is None:
+            recomputed = self._recomputed(nodes.forward, *self._wanted(nodes.forward, needed), resident)
+            again = made_by(recomputed.nodes)
+            saved = tuple(value for value in _distinct((*needed, *recomputed.inputs)) if value not in again)
+        else:
+            saved = tuple(value for value in rerun.taken if value in at_hand)
+            recomputed = self._recomputed(nodes.forward, needed, {*saved}, resident)
+            recomputed = replace(recomputed, nodes=tuple(self._beside(node, {*saved}, here) for node in recomputed.nodes))
+        parcels = self._parcels(saved, inputs, here)
+        away = {value for parcel in parcels for value in parcel.values}
+        kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
         extra = _in_order(recomputed.nodes, nodes.late)
-        whole = self._returning(woven(backward, extra, late_loss), parcels)
-        first = _first_run(whole, recomputed.nodes) if self.grad_receives else []
+        whole = self._returning(rerun.nodes if rerun else woven(backward, extra, late_loss), parcels)
+        every = rerun.again if rerun else recomputed.nodes
+        first = _first_run(whole, every, recomputed.nodes) if self.grad_receives else []
         at_first, is_first = made_by(first), {id(node) for node in first}
         begun = {parcel.storage for parcel in parcels if parcel.storage in at_first}
         missing = [parcel for parcel in parcels if not at_first.intersection(parcel.values)]
         later = [node for node in recomputed.nodes if id(node) not in is_first]
+        remade = [node for node in rerun.again if id(node) not in is_first] if rerun else later
         backward = [node for node in whole if id(node) not in is_first]
         weight_grad = self._returning(weight_grad, missing, begun)
         relayed = _used(weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad))
@@ -203,7 +212,7 @@ class _StageCarver:
             gradients=self.weights.gradients,
             mutations=self.mutations,
             computes_loss=self.computes_loss,
-            remade=_part(later, resident, recomputed.outputs),
+            remade=_part(remade, resident, recomputed.outputs),
             late=nodes.late,
         )
 
@@ -243,15 +252,43 @@ class _StageCarver:
         late = tuple(node for node in forward if node.id not in first)
         return tuple(node for node in forward if node.id in first), late
 
-    def _recomputed(self, forward: Sequence[Node], needed: Sequence[int], resident: set[int]) -> Function:
-        """The nodes of F that make the values of `needed` the policy does not keep; its inputs must be saved."""
-        makers = {output: node for node in forward for output in node.outputs if output is not None}
+    def _rerun(self, backward: Sequence[Node], here: Located) -> Rerun:
+        def storage(value: int) -> int:
+            return here.value(value).storage
+
+        return rerunning(
+            backward, self.nodes.forward, self.policy.reruns, storage,
+            lambda value, root: self._another(value, root, here),
+            returned=(*_values(self.grad_sends), *(gradient for _, gradient in self.weights.gradients), self.graph.loss),
+        )  # fmt: skip
+
+    def _another(self, value: int, storage: int | None, here: Located) -> int:
+        """A value like one of the graph, in a storage of its own unless one is given."""
+        made = self._fresh(here.value(value), storage)
+        here.add(self.added[made])
+        return made
+
+    def _beside(self, node: Node, kept: Collection[int], here: Located) -> Node:
+        """`node`, with other names for what it makes that is `kept` from elsewhere."""
+        names = {value: self._another(value, None, here) for value in node.outputs if value in kept}
+        return replace(node, outputs=tuple(names.get(value, value) for value in node.outputs)) if names else node
+
+    def _wanted(self, forward: Sequence[Node], needed: Sequence[int]) -> tuple[list[int], set[int]]:
+        """The values of `needed` that the policy does not keep, and those it keeps."""
+        makers = made_by(forward)
         fixed = set(self.copies.values())  # of buffers that have changed since
         wanted = needed if self.policy.everything else self._of_storages(needed, self.policy.recompute)
         checkpoints = set(self._of_storages(makers, self.policy.checkpoints))
         made_here = [value for value in wanted if self._storage(value) in makers and value not in checkpoints]
         outputs = [value for value in made_here if self._storage(value) not in fixed]
-        kept = (set(needed) - set(outputs)) | checkpoints | fixed
+        return outputs, (set(needed) - set(outputs)) | checkpoints | fixed
+
+    def _recomputed(
+        self, forward: Sequence[Node], wanted: Sequence[int], kept: set[int], resident: set[int]
+    ) -> Function:
+        """The nodes of F that make the values `wanted` from those `kept`; its inputs must be saved."""
+        makers = {output: node for node in forward for output in node.outputs if output is not None}
+        outputs = [value for value in wanted if value in makers and value not in kept]
         chosen: set[int] = set()
         inputs: dict[int, None] = {}
         stack = list(outputs)
@@ -381,12 +418,12 @@ def _in_order(*groups: Iterable[Node]) -> list[Node]:
     return sorted((node for group in groups for node in group), key=lambda node: node.id)
 
 
-def _first_run(nodes: Sequence[Node], again: Sequence[Node]) -> list[Node]:
-    """What can run while the rank waits: those of `again` that come first in `nodes` with no others between them, and what
-    comes back up to there."""
-    numbers = {node.id for node in again}
-    comes = [node.id in numbers or node.op in (FETCH, ARRIVED) for node in nodes]
-    start = next((index for index, node in enumerate(nodes) if node.id in numbers), 0)
+def _first_run(nodes: Sequence[Node], again: Sequence[Node], once: Sequence[Node]) -> list[Node]:
+    """What can run while the rank waits: those of `again` that come first in `nodes` with no others between them, up to one
+    that is not also among `once`, and what comes back up to there."""
+    of_all, own = {id(node) for node in again}, {id(node) for node in once}
+    comes = [id(node) in own or node.op in (FETCH, ARRIVED) for node in nodes]
+    start = next((index for index, node in enumerate(nodes) if id(node) in of_all), 0)
     stop = comes.index(False, start) if False in comes[start:] else len(nodes)
     return [node for node, extra in zip(nodes[:stop], comes, strict=False) if extra]
 

@@ -12,6 +12,10 @@ class Policy:
     * `recompute`: computed again from what is kept, each right before the backward uses it; `everything` means all that
       `checkpoints` does not name.
     * `checkpoints`: kept to recompute from, whether or not the backward itself needs them.
+    * `reruns`: pairs of an operator (id) and others: in the backward of the first the others run again, each right before it
+      is used there and as often as it is named. With these, what is kept follows: what is used before it is made again.
+      `recompute`, `everything` and `checkpoints` are not looked at then. I and W of a split backward recompute the rest
+      once each.
     * `offload`: moved to the host when F is done with it and brought back where the backward needs it, also to recompute
       from. At most `fetch_ahead` bytes are back before their first use, and as many on their way to the host.
 
@@ -25,10 +29,11 @@ class Policy:
     everything: bool = False
     checkpoints: frozenset[int] = frozenset()
     fetch_ahead: int = 0
+    reruns: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @property
     def recomputes(self) -> bool:
-        return self.everything or bool(self.recompute)
+        return self.everything or bool(self.recompute) or bool(self.reruns)
 
 
 KEEP = Policy()

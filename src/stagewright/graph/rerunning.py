@@ -1,0 +1,154 @@
+"""A backward in front of whose operators those of the forward run again as a schedule says, each as often as it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from stagewright.graph.graph import Node
+from stagewright.graph.stage import made_by
+
+Number = Callable[[int, int | None], int]
+"""A new value like one of the forward, in a storage of its own (None) or in one that is known."""
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """The nodes of a backward, those of them that run `again`, and what it takes that it has not made again, parameters and
+    cotangents included."""
+
+    nodes: list[Node]
+    again: list[Node]
+    taken: dict[int, None]
+
+
+def rerunning(
+    backward: Sequence[Node],
+    forward: Sequence[Node],
+    reruns: Iterable[tuple[int, tuple[int, ...]]],
+    storage: Callable[[int], int],
+    number: Number,
+    returned: Iterable[int] = (),
+) -> Rerun:
+    """`backward` with operators of `forward` that run again: those that `reruns` names with an operator (ids) run in its
+    backward, each right before the first there that needs it, or at the end of it.
+
+    What runs again is used from then on, instead of what F or an earlier run has made; views follow what they are of. A
+    value of F that is not used before it is made again need not be kept, and is made again under its own id. What lies in a
+    storage of one of the values `returned` does not run again. `storage` tells the root of a value.
+    """
+    fixed = {storage(value) for value in returned}
+    known = {node.id for node in forward if not any(value in fixed for value in node.outputs)}
+    wanted = {one: known.intersection(others) for one, others in reruns}
+    counted = iter(range(-1, -1 - 10**9, -1))
+    looked = _Backward(forward, wanted, storage, lambda value, root: next(counted), None)
+    looked.run(backward)
+    kept = frozenset(map(storage, looked.taken))
+    found = _Backward(forward, wanted, storage, number, kept)
+    found.run(backward)
+    return Rerun(found.nodes, found.again, found.taken)
+
+
+@dataclass
+class _Backward:
+    """`keeps` are the storages from elsewhere that are used; None where that is to be found out."""
+
+    forward: Sequence[Node]
+    reruns: Mapping[int, set[int]]
+    storage: Callable[[int], int]
+    number: Number
+    keeps: frozenset[int] | None
+    nodes: list[Node] = field(default_factory=list)
+    again: list[Node] = field(default_factory=list)
+    taken: dict[int, None] = field(default_factory=dict)
+    _latest: dict[int, int] = field(default_factory=dict)
+    """Value of the forward -> the one that stands for it by now, and its storage."""
+    _roots: dict[int, int] = field(default_factory=dict)
+    _pending: set[int] = field(default_factory=set)
+    _times: dict[int, int] = field(default_factory=dict)
+    """How often a value has been made again."""
+    _made_from: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Of every operator that has run again: `_times` of what it took."""
+
+    def run(self, backward: Sequence[Node]) -> None:
+        self._makers = {value: node for node in self.forward for value in node.outputs if value is not None}
+        known = {node.id for node in self.forward}
+        current, done = -1, set[int]()
+        for node in backward:
+            if node.forward in known and node.forward != current:
+                self._finish()
+                current = node.forward
+                if current not in done:
+                    done.add(current)
+                    self._pending = {*self.reruns.get(current, ())}
+            self._make(node.inputs)
+            self.nodes.append(self._followed(self._renamed(node)))
+        self._finish()
+
+    def _followed(self, node: Node) -> Node:
+        """`node` of the backward, with other ids for views of what has another id by now."""
+        outputs = list(node.outputs)
+        for place, value in enumerate(outputs):
+            root = None if value is None else self._roots.get(self.storage(value))
+            if value is not None and root is not None:
+                outputs[place] = self._latest[value] = self.number(value, root)
+        return node if tuple(outputs) == node.outputs else replace(node, outputs=tuple(outputs))
+
+    def _finish(self) -> None:
+        """Makes what is made ahead of its use."""
+        if self._pending:
+            left = [node for node in self.forward if node.id in self._pending]
+            self._make([value for node in left for value in node.outputs if value is not None])
+            self._pending = set()
+
+    def _make(self, values: Iterable[int]) -> None:
+        """Runs what is to run again before `values` can be used."""
+        found: dict[int, Node] = {}
+        stack = list(values)
+        while stack:
+            node = self._makers.get(stack.pop())
+            if node is not None and node.id not in found and (node.id in self._pending or self._is_view(node)):
+                found[node.id] = node
+                stack.extend(node.inputs)
+        for node in sorted(found.values(), key=lambda node: node.id):
+            if node.id in self._pending or self._taken(node) != self._made_from.get(node.id, (0,) * len(node.inputs)):
+                self._run_again(node)
+
+    def _is_view(self, node: Node) -> bool:
+        return all(value is None or self.storage(value) != value for value in node.outputs)
+
+    def _taken(self, node: Node) -> tuple[int, ...]:
+        return tuple(self._times.get(value, 0) for value in node.inputs)
+
+    def _run_again(self, node: Node) -> None:
+        self._pending.discard(node.id)
+        renamed = self._renamed(node)
+        is_first = node.id not in self._made_from
+        self._made_from[node.id] = self._taken(node)
+        outputs = tuple(None if value is None else self._named(value, is_first) for value in node.outputs)
+        if outputs != node.outputs:
+            renamed = replace(renamed, outputs=outputs)
+        for value, made in zip(node.outputs, outputs, strict=True):
+            if value is not None and made is not None:
+                self._latest[value] = made
+                self._times[value] = self._times.get(value, 0) + 1
+        self.nodes.append(renamed)
+        self.again.append(renamed)
+
+    def _named(self, value: int, is_first: bool) -> int:
+        """The id of `value` now that it is made again: its own where that is still free."""
+        root = self.storage(value)
+        now = value if root == value else self._roots.get(root, root)
+        is_free = self.keeps is not None and root not in self.keeps and now == root
+        if is_first and is_free:
+            return value
+        made = self.number(value, None if root == value else now)
+        if root == value:
+            self._roots[root] = made
+        return made
+
+    def _renamed(self, node: Node) -> Node:
+        for value in node.inputs:
+            if value not in self._latest:
+                self.taken[value] = None
+        return node.renamed({value: made for value, made in self._latest.items() if value != made})
