@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+Reruns = tuple[tuple[int, tuple[int, ...]], ...]
+"""Pairs of an operator (id) and those that run again in its backward."""
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -29,7 +32,7 @@ class Policy:
     everything: bool = False
     checkpoints: frozenset[int] = frozenset()
     fetch_ahead: int = 0
-    reruns: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    reruns: Reruns = ()
 
     @property
     def recomputes(self) -> bool:

@@ -133,6 +133,9 @@ class StagePolicy(StrictModel):
     """Kept to recompute from, though the backward itself may not need them."""
     fetch_ahead: Bytes = 0
     """The most bytes that are back from the host before their first use, and that are on their way there."""
+    reruns: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Where recomputing once does not do: pairs of an operator and those that run again in its backward, each as often as
+    it is named. `recompute` names the same operators, and `checkpoints` none."""
 
 
 class Plan(StrictModel):

@@ -41,16 +41,19 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
     Raises:
         PlanError: a policy names an operator that the graph does not have.
     """
-    made = {graph.nodes[node].name: graph.nodes[node].outputs for node in graph.body}
+    numbers = {graph.nodes[node].name: node for node in graph.body}
+
+    def number(name: str) -> int:
+        if name not in numbers:
+            raise PlanError(
+                f"a memory policy of the plan names operator '{name}', which the traced model "
+                f"'{graph.name}' does not have{nearest(name, numbers)}: plan again for this model"
+            )
+        return numbers[name]
 
     def values(names: tuple[str, ...]) -> frozenset[int]:
-        for name in names:
-            if name not in made:
-                raise PlanError(
-                    f"a memory policy of the plan names operator '{name}', which the traced model "
-                    f"'{graph.name}' does not have{nearest(name, made)}: plan again for this model"
-                )
-        return frozenset(value for name in names for value in made[name] if value is not None)
+        made = (graph.nodes[number(name)].outputs for name in names)
+        return frozenset(value for outputs in made for value in outputs if value is not None)
 
     def policy(text: str | StagePolicy) -> Policy:
         if isinstance(text, StagePolicy):
@@ -59,6 +62,7 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
                 values(text.offload),
                 checkpoints=values(text.checkpoints),
                 fetch_ahead=text.fetch_ahead,
+                reruns=tuple((number(one), tuple(map(number, again))) for one, again in text.reruns),
             )
         if text == "layers":
             return Policy(everything=True, checkpoints=layer_inputs(graph))
@@ -81,7 +85,7 @@ def stage_program(plan: Plan) -> Program:
         stage
         for stage, policy in enumerate(plan.memory_policy)
         if policy in ("recompute", "layers")
-        or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload))
+        or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload or policy.reruns))
     }
     if wanted != found:
         raise ScheduleError(

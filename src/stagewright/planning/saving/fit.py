@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
+from stagewright.graph.policy import Reruns
 from stagewright.planning.pipeline import Pipeline, Variants, allocatable_bytes, bodies_of
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.predict import lowered, rank_memories
@@ -25,8 +29,9 @@ from stagewright.planning.saving.problem import (
     stage_units,
 )
 from stagewright.planning.saving.rank_chain import Found, RankChain
+from stagewright.planning.saving.reruns import Annealed, RerunSearch, RerunStage
 from stagewright.planning.shortening import shortened
-from stagewright.schedule import Program
+from stagewright.schedule import Kind, Program
 from stagewright.schedule.saving import insert_recomputation
 
 _ROUNDS = 12
@@ -38,9 +43,12 @@ _CLOSE = 0.01
 _WITHIN = 0.1
 """The next need is at least this part of what lies between the known ones away from either."""
 
+_WORTH = 0.01
+"""Ranks that recompute for less than this part of their time are not looked at for what might wait on the host, or run again
+at other times."""
 
-_WORTH_MOVING = 0.01
-"""Ranks that recompute for less than this part of their time are not looked at for what might wait on the host."""
+_MOST_THOROUGH = 40_000
+"""Operators times phases of stages for which annealing is tried."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,18 @@ class Fitted:
             tuple(nodes[operator].name for at, operator in sorted(pairs) if at == stage)
             for pairs in (self.choice.checkpoints, self.choice.moved)
         )
-        if not recompute and not moved:
+        if not recompute and not moved and stage not in dict(self.choice.reruns):
             return "keep"
         ahead = fetch_ahead(self.choice, self.line.stages[stage])
-        return StagePolicy(recompute=recompute, offload=moved, checkpoints=checkpoints, fetch_ahead=ahead)
+        reruns = tuple(
+            (nodes[one].name, tuple(nodes[other].name for other in again))
+            for one, again in dict(self.choice.reruns).get(stage, ())
+        )
+        if reruns:
+            recompute = tuple(dict.fromkeys(name for _, again in reruns for name in again))
+        return StagePolicy(
+            recompute=recompute, offload=moved, checkpoints=checkpoints, fetch_ahead=ahead, reruns=reruns
+        )
 
 
 Chooser = Callable[[Problem], Choice | None]
@@ -81,12 +97,13 @@ def fit(
     *,
     offload: bool = True,
     chooser: Chooser | None = None,
+    thorough: bool = False,
 ) -> Fitted | None:
     """`line`, which keeps everything, with as much recomputed and offloaded as its limit asks for; None if no choice
     found stays within the limit when replayed.
 
     `chooser` chooses among the values that are saved alone, as other planners do; by default what is recomputed may begin
-    at any value of the forward.
+    at any value of the forward, and on small stages, or if it is `thorough`, operators may run again several times.
     """
     memories = rank_memories(line)
     units = line_units(line, body)
@@ -98,27 +115,36 @@ def fit(
         _search(variants, units, found)
         return found
 
-    def by_units(memory: RankMemory) -> Propose | None:
-        assert chooser is not None
-        return _among_units(line, body, memory, units, chooser)
-
     def by_chain(memory: RankMemory, moves: bool = False) -> Propose | None:
         return _along_chains(line, body, memory, units, points, moves)
 
-    ways = [searches(by_chain if chooser is None else by_units)]
-    if chooser is None and offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
-        slow = {
-            search.rank
-            for search in ways[0]
-            if search.seconds > _WORTH_MOVING * _busy_seconds(line, search.rank)
-        }
-        ways.append(searches(lambda memory: by_chain(memory, moves=True) if memory.rank in slow else None))
-    best = [min(found, key=lambda one: one.seconds) for found in zip(*ways, strict=True)]
-    if any(search.best is None for search in best):
+    if chooser is not None:
+        found = searches(lambda memory: _among_units(line, body, memory, units, chooser))
+    else:
+        found = searches(by_chain)
+        slow = _slow(line, found)
+        if offload and any(line.device_of(one).kind != "cpu" for one in slow):
+            found = _faster(found, searches(lambda memory: by_chain(memory, True) if memory.rank in slow else None))
+        slow = _slow(line, found)
+        if slow:
+            known = {search.rank: search.best.choice for search in found if search.best is not None}
+            by_reruns = _Annealing(variants, body, units, known, thorough)
+            found = _faster(found, searches(lambda memory: by_reruns(memory) if memory.rank in slow else None))
+    proved = [search.best for search in found if search.best is not None]
+    if len(proved) < len(found):
         return None
-    proved = [search.best for search in best if search.best is not None]
-    found = _joined(one.choice for one in proved)
-    return Fitted(with_choice(variants, units, found), tuple(one.memory for one in proved), units, found)
+    choice = _joined(one.choice for one in proved)
+    return Fitted(with_choice(variants, units, choice), tuple(one.memory for one in proved), units, choice)
+
+
+def _slow(line: Pipeline, searches: Iterable[_RankSearch]) -> set[int]:
+    """Ranks that recompute for long, or do not fit."""
+    return {one.rank for one in searches if one.seconds > _WORTH * _busy_seconds(line, one.rank)}
+
+
+def _faster(searches: Iterable[_RankSearch], others: Iterable[_RankSearch]) -> list[_RankSearch]:
+    """Rank by rank."""
+    return [min(pair, key=lambda one: one.seconds) for pair in zip(searches, others, strict=True)]
 
 
 def _busy_seconds(line: Pipeline, rank: int) -> float:
@@ -160,7 +186,8 @@ def with_choice(
 def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
     """`program` with the actions that a choice needs."""
     stages = {units[index].stage for index in choice.recomputed}
-    return insert_recomputation(program, stages | {stage for stage, _ in choice.moved})
+    others = {stage for stage, _ in (*choice.moved, *choice.reruns)}
+    return insert_recomputation(program, stages | others)
 
 
 def _joined(choices: Iterable[Choice]) -> Choice:
@@ -169,6 +196,7 @@ def _joined(choices: Iterable[Choice]) -> Choice:
         frozenset[int]().union(*(choice.recomputed for choice in found)),
         frozenset[tuple[int, int]]().union(*(choice.checkpoints for choice in found)),
         frozenset[tuple[int, int]]().union(*(choice.moved for choice in found)),
+        frozenset[tuple[int, Reruns]]().union(*(choice.reruns for choice in found)),
     )
 
 
@@ -269,6 +297,51 @@ def _along_chains(
     return Propose(
         lambda needed: proposal(rank.choose(rank.most_bytes - needed)), lambda: proposal(rank.least())
     )
+
+
+@dataclass(frozen=True)
+class _Annealing:
+    """By what is there in front of every operator of the backward of a rank's only stage, looked for around the choices
+    that are `known` by rank; of stages that are not small only if it is `thorough`."""
+
+    variants: Variants
+    body: BodyCosts
+    units: Sequence[Unit]
+    known: Mapping[int, Choice]
+    thorough: bool
+
+    def __call__(self, kept: RankMemory) -> Propose | None:
+        line = self.variants.line
+        stages = line.program.placement.stages_of(kept.rank)
+        if len(stages) > 1 or any(
+            part.kind is Kind.I for action in line.program.ranks[kept.rank] for part in action.parts
+        ):
+            return None
+        (number,) = stages
+        costs = bodies_of(self.body, line.cluster, line.pp, line.dp * line.tp)[kept.rank]
+        stage = RerunStage(line.memories[number], costs.costing, _copies(line, kept)[number])
+        if stage.size > _MOST_THOROUGH:
+            return None
+        search = RerunSearch(stage, self._around(stage, kept.rank))
+        if not (search.is_small or (self.thorough and search.known)):
+            return None
+
+        def proposal(found: Annealed | None) -> Proposal | None:
+            if found is None:
+                return None
+            reruns = stage.reruns(found.there)
+            again = {one for _, group in reruns for one in group}
+            units = (index for index, unit in enumerate(self.units) if unit.stage == number and unit.node in again)
+            return Proposal(Choice(frozenset(units), reruns=frozenset({(number, reruns)})), found.seconds)
+
+        most = search.most_bytes
+        return Propose(lambda needed: proposal(search.within(most - needed)), lambda: None)
+
+    def _around(self, stage: RerunStage, rank: int) -> list[NDArray[np.bool_]]:
+        choice = self.known.get(rank)
+        if choice is None or choice.moved:
+            return []
+        return [stage.under(with_choice(self.variants, self.units, choice).stages[stage.stage.index])]
 
 
 def _copies(line: Pipeline, kept: RankMemory) -> dict[int, float]:

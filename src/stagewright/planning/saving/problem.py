@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
-from stagewright.graph.policy import Policy
+from stagewright.graph.policy import Policy, Reruns
 from stagewright.graph.stage import Stage
 
 _AHEAD = 4
@@ -64,11 +64,13 @@ class Problem:
 @dataclass(frozen=True)
 class Choice:
     """Indices of the units of a problem that are recomputed, and pairs of a stage and an operator (id) of its forward: what
-    else is kept to recompute from, and what is on the host in between, units or not."""
+    else is kept to recompute from, and what is on the host in between, units or not. `reruns` says for some stages when
+    operators run again, as their policies do."""
 
     recomputed: frozenset[int] = field(default_factory=frozenset)
     checkpoints: frozenset[tuple[int, int]] = field(default_factory=frozenset)
     moved: frozenset[tuple[int, int]] = field(default_factory=frozenset)
+    reruns: frozenset[tuple[int, Reruns]] = field(default_factory=frozenset)
 
     def saved_bytes(self, problem: Problem) -> float:
         return sum(map(problem.saves, self.recomputed))
@@ -95,12 +97,14 @@ def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> 
     for stage, operator in choice.moved:
         made = stages[stage].graph.nodes[operator].outputs
         chosen[stage][1].update(value for value in made if value is not None)
+    reruns = dict(choice.reruns)
     return [
         Policy(
             frozenset(recompute),
             frozenset(offload),
             checkpoints=frozenset(checkpoints),
             fetch_ahead=fetch_ahead(choice, stages[stage]),
+            reruns=reruns.get(stage, ()),
         )
         for stage, (recompute, offload, checkpoints) in enumerate(chosen)
     ]

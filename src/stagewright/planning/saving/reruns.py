@@ -1,0 +1,273 @@
+"""What a stage keeps and when operators of its forward run again, several times if need be, by annealing.
+
+The operators of the backward that use values of the forward are phases. What is there in front of each phase decides all
+else: what a phase, or the next one, needs and is not there runs again in front of it, from what is there. So a value may be
+kept for its first uses, go, and be made again for others.
+
+Source: the phases are those of Jain et al. 2020, "Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization"
+(arXiv 1910.02653), whose integer program takes seconds for tens of operators and more for hundreds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stagewright.estimation.liveness import FREED
+from stagewright.estimation.stage_memory import StageMemory
+from stagewright.estimation.time import Costing
+from stagewright.graph import Node, Part
+from stagewright.graph.policy import Reruns
+from stagewright.graph.stage import Stage
+from stagewright.planning.saving import rerun_kernels as kernels
+from stagewright.planning.saving.rerun_kernels import Arrays
+
+Bools = NDArray[np.bool_]
+
+_STARTS = ((0.3, 20.0), (0.1, 5.0), (0.3, 5.0), (0.1, 20.0))
+"""From where nothing is recomputed: temperatures, and what bytes above the limit weigh."""
+_COLD = 1e-4
+
+_STEPS, _MORE_STEPS = 60_000, 200_000
+_SMALL = 2_000
+"""Operators times phases up to which the search begins where nothing is recomputed, and takes fewer steps."""
+
+_WARM = ((0.003, 5.0), (0.0005, 20.0))
+"""From a choice that is known."""
+_WARM_COLD = 1e-6
+
+
+@dataclass(frozen=True)
+class RerunStage:
+    """A stage that was carved to keep everything, as phases; `copies` sets of what it saves are alive at the peak.
+
+    Ignores: what comes from other stages or is computed from inputs alone and is kept for recomputing only.
+    """
+
+    memory: StageMemory
+    costing: Costing
+    copies: float
+
+    @property
+    def stage(self) -> Stage:
+        return self.memory.stage
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """Operators that can run again: those of the body that make a storage."""
+        return tuple(
+            node
+            for node in self.stage.forward.nodes
+            if node.part is Part.FORWARD and node.id >= 0 and any(v is not None and self._root(v) == v for v in node.outputs)
+        )
+
+    @cached_property
+    def storages(self) -> dict[int, int]:
+        """Root -> its number."""
+        roots = [v for node in self.nodes for v in node.outputs if v is not None and self._root(v) == v]
+        loss = {self._root(self.stage.graph.loss)} if self.stage.computes_loss else set[int]()
+        return {root: number for number, root in enumerate(root for root in roots if root not in loss)}
+
+    @cached_property
+    def groups(self) -> tuple[int, ...]:
+        """Of every phase: the operator of the forward in whose backward it is."""
+        return tuple(group for _, group in self._phases)
+
+    @cached_property
+    def arrays(self) -> Arrays:
+        """For the kernels."""
+        stage, number = self.stage, self.storages
+        makes = [[number[v] for v in node.outputs if v in number] for node in self.nodes]
+        reads = [self._numbers(node.inputs) for node in self.nodes]
+        uses = [self._numbers(stage.backward.nodes[place].inputs) for place, _ in self._phases]
+        maker = np.full(len(number), -1, np.int64)
+        for operator, made in enumerate(makes):
+            maker[made] = operator
+        before, during, after = self._own_bytes()
+        held, made = self._forward()
+        return Arrays(
+            np.array([stage.value(root).meta.storage_bytes for root in number], np.float64),
+            maker,
+            _last_of_use(len(number), makes, reads, uses),
+            np.array(self._seconds()),
+            *_flat(reads),
+            *_flat(makes),
+            *_flat(uses),
+            held,
+            made,
+            before,
+            during,
+            after,
+            self.copies - 1,
+        )
+
+    @property
+    def size(self) -> int:
+        """Operators times phases."""
+        return len(self.nodes) * len(self.groups)
+
+    @cached_property
+    def all_kept(self) -> Bools:
+        """What is there in front of every phase if nothing is recomputed."""
+        there = np.zeros((len(self.groups) + 1, len(self.storages)), np.bool_)
+        for phase, (place, _) in enumerate(self._phases):
+            for storage in self._numbers(self.stage.backward.nodes[place].inputs):
+                there[: phase + 1, storage] = True
+        return there
+
+    def under(self, stage: Stage) -> Bools:
+        """What is there in front of every phase of `stage`, this one under a policy that recomputes each value once."""
+        there = np.zeros_like(self.all_kept)
+        phases = {self.stage.backward.nodes[place].id: phase for phase, (place, _) in enumerate(self._phases)}
+        made: dict[int, int] = {}
+        phase = 0
+        for node in (*stage.rebuild.nodes, *stage.backward.nodes):
+            for storage in self._numbers(node.inputs):
+                there[made.get(storage, -1) + 1 : phase + 1, storage] = True
+            if node.part is Part.FORWARD:
+                made |= dict.fromkeys(self._numbers(v for v in node.outputs if v is not None), phase)
+            phase = phases.get(node.id, phase - 1) + 1
+        return there
+
+    def reruns(self, there: Bools) -> Reruns:
+        """When operators run again, as policies have it."""
+        found: dict[int, dict[int, None]] = {}
+        for phase, operators in enumerate(kernels.reruns_of(there, self.arrays)):
+            for operator in np.flatnonzero(operators).tolist():
+                found.setdefault(self.groups[phase], {})[self.nodes[operator].id] = None
+        return tuple((group, tuple(sorted(again))) for group, again in found.items())
+
+    # -- inner ------------------------------------------------------------------------------------------------------
+
+    def _root(self, value: int) -> int:
+        return self.stage.value(value).storage
+
+    def _numbers(self, values: Iterable[int]) -> list[int]:
+        roots = dict.fromkeys(map(self._root, values))
+        return [self.storages[root] for root in roots if root in self.storages]
+
+    @cached_property
+    def _phases(self) -> list[tuple[int, int]]:
+        """Places in the backward of operators that use a storage, each with the operator of the forward it belongs to."""
+        known = {node.id for node in self.stage.forward.nodes}
+        found: list[tuple[int, int]] = []
+        group = -1
+        for place, node in enumerate(self.stage.backward.nodes):
+            group = node.forward if node.forward in known else group
+            if self._numbers(node.inputs):
+                found.append((place, group))
+        return found
+
+    def _seconds(self) -> list[float]:
+        costs = [self.costing.of(node, self.stage.value) for node in self.nodes]
+        by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)
+        return [cost.device_s if by_device else cost.host_s for cost in costs]
+
+    def _own_bytes(self) -> tuple[kernels.Floats, ...]:
+        """Of the backward's own results: in front of every phase, with its operator, and at most from then to the next."""
+        in_front, during = _live(self.memory.backward.events, len(self.stage.backward.nodes))
+        places = [place for place, _ in self._phases]
+        ends = [*places[1:], len(during)]
+        after = [max([0, *during[place + 1 : end]]) for place, end in zip(places, ends, strict=True)]
+        columns = [in_front[place] for place in places], [during[place] for place in places], after
+        return tuple(np.array(column, np.float64) for column in columns)
+
+    def _forward(self) -> tuple[kernels.Floats, Bools]:
+        """What is alive at every operator of the forward whatever is kept, and what only if it is."""
+        nodes, number = self.stage.forward.nodes, self.storages
+        born: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for place, node in enumerate(nodes):
+            for storage in self._numbers([*node.inputs, *(v for v in node.outputs if v is not None)]):
+                born.setdefault(storage, place)
+                last[storage] = place
+        sent = (value for transfer in self.stage.sends for value in transfer.values)
+        last |= dict.fromkeys(self._numbers(sent), len(nodes))
+        alive = np.zeros((len(nodes), len(number)), np.bool_)
+        made = np.zeros_like(alive)
+        for storage, place in born.items():
+            alive[place : last[storage] + 1, storage] = True
+            made[last[storage] + 1 :, storage] = True
+        sizes = np.array([self.stage.value(root).meta.storage_bytes for root in number], np.float64)
+        return alive @ sizes, made
+
+
+def _last_of_use(
+    count: int, makes: Sequence[list[int]], reads: Sequence[list[int]], uses: Sequence[list[int]]
+) -> kernels.Ints:
+    """The last phase that each storage can be of use in, directly or to make others again."""
+    last = np.full(count, -1, np.int64)
+    for phase, used in enumerate(uses):
+        last[used] = phase
+    for made, read in zip(reversed(makes), reversed(reads), strict=True):
+        for storage in read:
+            last[storage] = max(last[storage], *last[made]) if made else last[storage]
+    return last
+
+
+def _flat(lists: Sequence[list[int]]) -> tuple[kernels.Ints, kernels.Ints]:
+    starts = np.cumsum([0, *map(len, lists)])
+    return np.array([number for one in lists for number in one], np.int64), starts.astype(np.int64)
+
+
+def _live(events: Iterable[tuple[int, int, int]], count: int) -> tuple[list[int], list[int]]:
+    """Bytes that a function has made and not freed, in front of each of its statements and at most while it runs."""
+    change, most = [0] * (count + 1), [0] * count
+    sizes: dict[int, int] = {}
+    live = 0
+    for index, storage, num_bytes in events:
+        before = live
+        live += -sizes.pop(storage) if num_bytes == FREED else num_bytes
+        if num_bytes != FREED:
+            sizes[storage] = num_bytes
+        change[index + 1] += live - before
+        most[index] = max(most[index], live)
+    in_front = np.cumsum(change)[:-1].tolist()
+    return in_front, [max(one, other) for one, other in zip(in_front, most, strict=True)]
+
+
+@dataclass(frozen=True)
+class Annealed:
+    """What is there in front of every phase, and the seconds that recomputing the rest adds to a microbatch."""
+
+    seconds: float
+    there: Bools
+
+
+class RerunSearch:
+    """The fastest ways to stay within limits on a stage, found one after another."""
+
+    def __init__(self, stage: RerunStage, known: Iterable[Bools] = ()) -> None:
+        self.stage = stage
+        self.known = list(known)
+        """Where to look around."""
+
+    @property
+    def is_small(self) -> bool:
+        return self.stage.size <= _SMALL
+
+    @property
+    def most_bytes(self) -> float:
+        """At the peak if everything is kept."""
+        return float(kernels.peak_of(self.stage.all_kept, self.stage.arrays))
+
+    def within(self, limit: float) -> Annealed | None:
+        """The fastest found whose peak stays within `limit`."""
+        if limit <= 0:
+            return None
+        best: Annealed | None = None
+        starts = [(self.stage.all_kept, hot, _COLD, weight) for hot, weight in _STARTS if self.is_small]
+        starts += [(there, hot, _WARM_COLD, weight) for there in self.known for hot, weight in _WARM]
+        steps = _STEPS if self.is_small else _MORE_STEPS
+        for seed, (there, hot, cold, weight) in enumerate(starts):
+            seconds, found = kernels.anneal(
+                there.copy(), self.stage.arrays, float(limit), steps, seed, hot, cold, weight
+            )
+            if seconds < (math.inf if best is None else best.seconds):
+                best = Annealed(float(seconds), found)
+        return best
