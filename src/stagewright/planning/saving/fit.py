@@ -37,6 +37,9 @@ from stagewright.schedule.saving import insert_recomputation
 _ROUNDS = 12
 """Choices tried for a rank; each is replayed."""
 
+_ANNEALINGS = 4
+"""Choices found by annealing tried for a rank, each of which takes longer to find."""
+
 _CLOSE = 0.01
 """Choices for needs that differ by less than this are as good as each other."""
 
@@ -110,9 +113,9 @@ def fit(
     variants = Variants(line, body)
     points: dict[tuple[object, ...], tuple[Point, ...]] = {}
 
-    def searches(make: Callable[[RankMemory], Propose | None]) -> list[_RankSearch]:
+    def searches(make: Callable[[RankMemory], Propose | None], rounds: int = _ROUNDS) -> list[_RankSearch]:
         found = [_RankSearch(line, memory, make) for memory in memories]
-        _search(variants, units, found)
+        _search(variants, units, found, rounds)
         return found
 
     def by_chain(memory: RankMemory, moves: bool = False) -> Propose | None:
@@ -128,8 +131,10 @@ def fit(
         slow = _slow(line, found)
         if slow:
             known = {search.rank: search.best.choice for search in found if search.best is not None}
-            by_reruns = _Annealing(variants, body, units, known, thorough)
-            found = _faster(found, searches(lambda memory: by_reruns(memory) if memory.rank in slow else None))
+            below = {search.rank: search.seconds for search in found}
+            by_reruns = _Annealing(variants, body, units, known, below, thorough)
+            others = searches(lambda memory: by_reruns(memory) if memory.rank in slow else None, _ANNEALINGS)
+            found = _faster(found, others)
     proved = [search.best for search in found if search.best is not None]
     if len(proved) < len(found):
         return None
@@ -153,9 +158,11 @@ def _busy_seconds(line: Pipeline, rank: int) -> float:
     return sum(summary.forward_s + summary.backward_s for summary in own)
 
 
-def _search(variants: Variants, units: Sequence[Unit], searches: Sequence[_RankSearch]) -> None:
+def _search(
+    variants: Variants, units: Sequence[Unit], searches: Sequence[_RankSearch], rounds: int
+) -> None:
     active = [search for search in searches if search.excess > 0]
-    for _ in range(_ROUNDS):
+    for _ in range(rounds):
         active = [search for search in active if search.propose()]
         if not active:
             break
@@ -302,12 +309,13 @@ def _along_chains(
 @dataclass(frozen=True)
 class _Annealing:
     """By what is there in front of every operator of the backward of a rank's only stage, looked for around the choices
-    that are `known` by rank; of stages that are not small only if it is `thorough`."""
+    that are `known` by rank, which add `below_s` to a microbatch; of stages that are not small only if it is `thorough`."""
 
     variants: Variants
     body: BodyCosts
     units: Sequence[Unit]
     known: Mapping[int, Choice]
+    below_s: Mapping[int, float]
     thorough: bool
 
     def __call__(self, kept: RankMemory) -> Propose | None:
@@ -322,7 +330,7 @@ class _Annealing:
         stage = RerunStage(line.memories[number], costs.costing, _copies(line, kept)[number])
         if stage.size > _MOST_THOROUGH:
             return None
-        search = RerunSearch(stage, self._around(stage, kept.rank))
+        search = RerunSearch(stage, self._around(stage, kept.rank), self.below_s.get(kept.rank, math.inf))
         if not (search.is_small or (self.thorough and search.known)):
             return None
 

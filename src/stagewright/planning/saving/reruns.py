@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -127,10 +128,11 @@ class RerunStage:
         made: dict[int, int] = {}
         phase = 0
         for node in (*stage.rebuild.nodes, *stage.backward.nodes):
-            for storage in self._numbers(node.inputs):
+            for storage in self._numbers(node.inputs, stage):
                 there[made.get(storage, -1) + 1 : phase + 1, storage] = True
             if node.part is Part.FORWARD:
-                made |= dict.fromkeys(self._numbers(v for v in node.outputs if v is not None), phase)
+                outputs = [value for value in node.outputs if value is not None]
+                made |= dict.fromkeys(self._numbers(outputs, stage), phase)
             phase = phases.get(node.id, phase - 1) + 1
         return there
 
@@ -147,8 +149,9 @@ class RerunStage:
     def _root(self, value: int) -> int:
         return self.stage.value(value).storage
 
-    def _numbers(self, values: Iterable[int]) -> list[int]:
-        roots = dict.fromkeys(map(self._root, values))
+    def _numbers(self, values: Iterable[int], stage: Stage | None = None) -> list[int]:
+        """Of the storages of values of `stage`, which is this one under a policy."""
+        roots = dict.fromkeys((stage or self.stage).value(value).storage for value in values)
         return [self.storages[root] for root in roots if root in self.storages]
 
     @cached_property
@@ -242,10 +245,12 @@ class Annealed:
 class RerunSearch:
     """The fastest ways to stay within limits on a stage, found one after another."""
 
-    def __init__(self, stage: RerunStage, known: Iterable[Bools] = ()) -> None:
+    def __init__(self, stage: RerunStage, known: Iterable[Bools] = (), below_s: float = math.inf) -> None:
         self.stage = stage
         self.known = list(known)
         """Where to look around."""
+        self.below_s = below_s
+        """Ways that take longer are of no use."""
 
     @property
     def is_small(self) -> bool:
@@ -257,17 +262,18 @@ class RerunSearch:
         return float(kernels.peak_of(self.stage.all_kept, self.stage.arrays))
 
     def within(self, limit: float) -> Annealed | None:
-        """The fastest found whose peak stays within `limit`."""
+        """The fastest found whose peak stays within `limit`; None if it takes too long."""
         if limit <= 0:
             return None
-        best: Annealed | None = None
         starts = [(self.stage.all_kept, hot, _COLD, weight) for hot, weight in _STARTS if self.is_small]
         starts += [(there, hot, _WARM_COLD, weight) for there in self.known for hot, weight in _WARM]
         steps = _STEPS if self.is_small else _MORE_STEPS
-        for seed, (there, hot, cold, weight) in enumerate(starts):
-            seconds, found = kernels.anneal(
-                there.copy(), self.stage.arrays, float(limit), steps, seed, hot, cold, weight
-            )
-            if seconds < (math.inf if best is None else best.seconds):
-                best = Annealed(float(seconds), found)
-        return best
+        arrays = self.stage.arrays
+
+        def annealed(seed: int) -> Annealed:
+            there, hot, cold, weight = starts[seed]
+            return Annealed(*kernels.anneal(there.copy(), arrays, float(limit), steps, seed, hot, cold, weight))
+
+        with ThreadPoolExecutor() as pool:
+            best = min(pool.map(annealed, range(len(starts))), key=lambda one: one.seconds)
+        return best if best.seconds < self.below_s else None
