@@ -120,9 +120,10 @@ class OneStage:
         return Saved(line, rank_memories(line)[0])
 
     def within(self, peak_bytes: int) -> Saved | None:
-        """What `fit` chooses for a peak of so many bytes; None if it finds nothing."""
+        """What `fit` chooses for a peak of so many bytes, thorough as it is for the best plan of a search; None if it finds
+        nothing."""
         line = self._line_within(peak_bytes)
-        found = fit(line, self.body, offload=False)
+        found = fit(line, self.body, offload=False, thorough=True)
         return None if found is None else Saved(found.line, found.memories[0])
 
     def _line_within(self, peak_bytes: int) -> Pipeline:

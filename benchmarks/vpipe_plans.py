@@ -21,8 +21,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Variants, costing
 from stagewright.planning.predict import rank_memories, run_timeline
 from stagewright.planning.saving import problem
-from stagewright.planning.saving.fit import with_choice
-from stagewright.planning.saving.problem import stage_units
+from stagewright.planning.saving.problem import stage_units, with_choice
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

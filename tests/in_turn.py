@@ -243,8 +243,8 @@ class Pipeline:
         arrived: Tensors,
         elsewhere: Iterable[int] = (),
     ) -> Iterator[None]:
-        """Compares what is alive after every statement of `function`; of what is held or `arrived` only the values `elsewhere`
-        stay after it, and what it is not given goes in front of it."""
+        """Compares what is alive after every statement of `function`. Of what is held or `arrived` only the values
+        `elsewhere` stay after it, and what it is not given goes in front of it."""
         given = arrived | self.runners[stage.index].held.get(microbatch, {})
         storages = {value: tensor.untyped_storage()._cdata for value, tensor in given.items()}
         del given, arrived

@@ -153,7 +153,9 @@ class _StageCarver:
         else:
             saved = tuple(value for value in rerun.taken if value in at_hand)
             recomputed = self._recomputed(nodes.forward, needed, {*saved}, resident)
-            recomputed = replace(recomputed, nodes=tuple(self._beside(node, {*saved}, here) for node in recomputed.nodes))
+            recomputed = replace(
+                recomputed, nodes=tuple(self._beside(node, {*saved}, here) for node in recomputed.nodes)
+            )
         parcels = self._parcels(saved, inputs, here)
         away = {value for parcel in parcels for value in parcel.values}
         kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
@@ -270,8 +272,16 @@ class _StageCarver:
 
     def _beside(self, node: Node, kept: Collection[int], here: Located) -> Node:
         """`node`, with other names for what it makes that is `kept` from elsewhere."""
-        names = {value: self._another(value, None, here) for value in node.outputs if value in kept}
-        return replace(node, outputs=tuple(names.get(value, value) for value in node.outputs)) if names else node
+        made = (value for value in node.outputs if value is not None and value in kept)
+        names = {value: self._another(value, None, here) for value in made}
+        return (
+            replace(
+                node,
+                outputs=tuple(value if value is None else names.get(value, value) for value in node.outputs),
+            )
+            if names
+            else node
+        )
 
     def _wanted(self, forward: Sequence[Node], needed: Sequence[int]) -> tuple[list[int], set[int]]:
         """The values of `needed` that the policy does not keep, and those it keeps."""

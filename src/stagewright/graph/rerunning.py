@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from stagewright.graph.graph import Node
-from stagewright.graph.stage import made_by
 
 Number = Callable[[int, int | None], int]
 """A new value like one of the forward, in a storage of its own (None) or in one that is known."""
@@ -107,11 +106,17 @@ class _Backward:
         stack = list(values)
         while stack:
             node = self._makers.get(stack.pop())
-            if node is not None and node.id not in found and (node.id in self._pending or self._is_view(node)):
+            if (
+                node is not None
+                and node.id not in found
+                and (node.id in self._pending or self._is_view(node))
+            ):
                 found[node.id] = node
                 stack.extend(node.inputs)
         for node in sorted(found.values(), key=lambda node: node.id):
-            if node.id in self._pending or self._taken(node) != self._made_from.get(node.id, (0,) * len(node.inputs)):
+            if node.id in self._pending or self._taken(node) != self._made_from.get(
+                node.id, (0,) * len(node.inputs)
+            ):
                 self._run_again(node)
 
     def _is_view(self, node: Node) -> bool:

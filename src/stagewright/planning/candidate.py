@@ -353,10 +353,12 @@ def _named(
     return tuple(again if stage in recomputed else "keep" for stage in range(line.program.num_stages))
 
 
-def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True) -> Candidate | None:
+def saving_candidate(
+    plain: Candidate, body: BodyCosts, *, offload: bool = True, thorough: bool = False
+) -> Candidate | None:
     """`plain`, which keeps everything and lacks memory, with some of it recomputed or offloaded; None if that does not
-    make it fit."""
-    fitted = fit(plain.line, body, offload=offload)
+    make it fit. Where it is `thorough`, operators may run again several times."""
+    fitted = fit(plain.line, body, offload=offload, thorough=thorough)
     if fitted is None:
         return None
     return replace(
@@ -369,7 +371,12 @@ def saving_candidate(plain: Candidate, body: BodyCosts, *, offload: bool = True)
 
 
 def least_saving(
-    kept: Sequence[Candidate], body: BodyCosts, *, offload: bool = True, below_s: float = math.inf
+    kept: Sequence[Candidate],
+    body: BodyCosts,
+    *,
+    offload: bool = True,
+    below_s: float = math.inf,
+    thorough: bool = False,
 ) -> Candidate | None:
     """The partition that is fastest with what it must recompute and offload, which the partitions `kept`, where nothing
     is, may be; None if nothing found fits, or nothing promises a batch of less than `below_s`."""
@@ -385,7 +392,7 @@ def least_saving(
             state_share=share, offload=offload, shrink=shrink, below_s=below_s,
         )[:_MOST_FITTED]:  # fmt: skip
             plain = known.get(cuts) or with_cuts(body, first.choice, cuts, line.cluster, line.job)
-            found = saving_candidate(plain, body, offload=offload)
+            found = saving_candidate(plain, body, offload=offload, thorough=thorough)
             if found is not None:
                 return found
     return None

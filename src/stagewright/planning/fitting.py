@@ -83,6 +83,8 @@ class Fitting:
     recompute: Recompute | None
     offload: bool
     host_optimizer: HostOptimizer
+    thorough: bool = False
+    """Whether to look longer for what runs again, which takes seconds a rank."""
     excluded: list[Excluded] = field(default_factory=list)
     on_host: list[Choice] = field(default_factory=list)
     _tried_on_host: set[Choice] = field(default_factory=set)
@@ -257,7 +259,12 @@ class Fitting:
         if not saves:
             return kept
         saving = saving_with_hosts(
-            [fastest, kept], body, self.host_optimizer, offload=self.offload, below_s=below_s
+            [fastest, kept],
+            body,
+            self.host_optimizer,
+            offload=self.offload,
+            below_s=below_s,
+            thorough=self.thorough,
         )
         fitting = [one for one in (kept, saving) if one is not None and one.excess_bytes <= 0]
         return min(fitting, key=lambda one: run_timeline(one.line).makespan_s, default=kept)

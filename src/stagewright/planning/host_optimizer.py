@@ -107,14 +107,15 @@ def saving_with_hosts(
     *,
     offload: bool,
     below_s: float = math.inf,
+    thorough: bool = False,
 ) -> Candidate | None:
     """As `least_saving`, without offloading where hosts have no room for that."""
-    found = least_saving(kept, body, offload=offload, below_s=below_s)
+    found = least_saving(kept, body, offload=offload, below_s=below_s, thorough=thorough)
     if found is None or not any(summary.offloaded_bytes for summary in found.line.summaries):
         return found
     if any(host_excess_bytes(one.line) <= 0 for one in ways_on_hosts(found, host_optimizer)):
         return found
-    return least_saving(kept, body, offload=False, below_s=below_s)
+    return least_saving(kept, body, offload=False, below_s=below_s, thorough=thorough)
 
 
 def misses_host(choice: Choice, missing: int, host_optimizer: HostOptimizer) -> PlanError:

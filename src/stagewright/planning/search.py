@@ -54,6 +54,9 @@ _HOPELESS = 1.5
 _ENOUGH = 10
 """Nor is one that is slower than so many that were found."""
 
+_REFINED = 250
+"""Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
+
 
 def plan(
     model: str | ModelReference,
@@ -130,6 +133,7 @@ def plan(
         search.work_out()
         search.work_out_in_pieces()
         search.work_out_last_resort()
+        search.refine()
         if JOINT in schedules and search.recompute != "full":
             search.search_jointly()
     return over_lengths(searching.told(search.result()), cluster, report, trace)
@@ -205,6 +209,8 @@ class _Search:
     """Whether ranks that share layers also split the sequence, where there are any."""
     memory: Fitting = field(init=False)
     plans: list[Plan] = field(default_factory=list)
+    worked_out: dict[int, _Waiting] = field(default_factory=dict)
+    """What plans, by identity, were made of."""
     waiting: _Queue = field(default_factory=_Queue)
     latest: tuple[int, BodyCosts] | None = None
     bodies: dict[tuple[int, int, int], BodyCosts] = field(default_factory=dict)
@@ -315,7 +321,8 @@ class _Search:
                 saves = self.recompute == "auto" and bound < best
                 fitting = replace(self.memory, cluster=one.cluster)  # with the same lists of what is none
                 found = fitting.plan(one.choice, one.body, one.cuts, saves, best)
-                self.plans += [] if found is None else [on_devices_of(found, self.cluster, one.cluster)]
+                if found is not None:
+                    self._add(on_devices_of(found, self.cluster, one.cluster), one)
                 while self.memory.on_host:
                     self._wait(self.memory.on_host.pop(0), one.body)
 
@@ -340,6 +347,23 @@ class _Search:
             self.report("making room")
             last = self.memory.last_resort(self._body_of)
             self.plans += [] if last is None else [last]
+
+    def refine(self) -> None:
+        """Looks longer for what the best plan recomputes, where it does."""
+        best = min(self.plans, key=lambda one: one.predictions.step_seconds, default=None)
+        one = self.worked_out.get(id(best))
+        if best is None or one is None or one.cuts is None or not _may_be_refined(best):
+            return
+        self.report("looking for what is best recomputed")
+        fitting = replace(self.memory, cluster=one.cluster, thorough=True)
+        found = fitting.plan(one.choice, one.body, one.cuts, saves=True, below_s=math.inf)
+        if found is not None and found.predictions.step_seconds < best.predictions.step_seconds:
+            self.plans.remove(best)
+            self._add(on_devices_of(found, self.cluster, one.cluster), one)
+
+    def _add(self, plan: Plan, made_of: _Waiting) -> None:
+        self.plans.append(plan)
+        self.worked_out[id(plan)] = made_of
 
     def search_jointly(self) -> None:
         """Adds plans of the joint search that are faster than the best of the families.
@@ -421,6 +445,13 @@ class _Search:
         beyond = self.job.beyond(self.cluster.device)
         warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
         return Found(ranked(self.plans), self.memory.excluded, warnings)
+
+
+def _may_be_refined(plan: Plan) -> bool:
+    """Whether a stage that recomputes is small enough to look longer."""
+    return any(
+        stage.recompute_seconds and stage.stop - stage.start <= _REFINED for stage in plan.predictions.stages
+    )
 
 
 def _pieces_of(body: BodyCosts) -> int:

@@ -21,8 +21,7 @@ from stagewright.planning.cutting.ranges import Ints
 from stagewright.planning.pipeline import Variants, allocatable_bytes
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.predict import rank_memories
-from stagewright.planning.saving.fit import with_choice
-from stagewright.planning.saving.problem import Choice, Unit, stage_units
+from stagewright.planning.saving.problem import Choice, Unit, stage_units, with_choice
 
 
 def suffix_cuts(plain: Candidate, body: BodyCosts) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
 from stagewright.graph.stage import Stage
 from stagewright.planning.saving.anchors import narrow_places
+from stagewright.planning.saving.problem import operator_seconds
 
 _WINDOWS = (4, 12, 24, 48, 96, 192)
 """Operators to either side among which a boundary must be narrowest; wider windows until there are few enough."""
@@ -22,6 +23,7 @@ _SHORT = 400
 """Longer chains are looked at without the first window."""
 
 _MOST_BOUNDARIES = 300
+"""Of a chain: what lies between them is looked at for every stretch."""
 
 _SMALL = 1 / 64
 """Of the largest storage."""
@@ -49,7 +51,6 @@ class Chain:
     * `nodes`, `seconds`: of every operator;
     * `storages`: by root value, those that operators of the chain make;
     * `uses`: the roots of `storages` that every operator takes;
-    * `arrived`: per operator, roots it takes that came from other stages;
     * `boundaries`: operators in front of which little is alive, the first and one past the last among them;
     * `results`: per operator, the most bytes that the backward's own results take while it is at that operator, less the
       saved values that it is done with by then.
@@ -101,7 +102,7 @@ def chain_of(memory: StageMemory, costing: Costing) -> Chain:
     return Chain(
         stage.index,
         nodes,
-        _seconds(stage, nodes, costing),
+        tuple(operator_seconds(stage, nodes, costing)),
         storages,
         uses,
         _boundaries(widths),
@@ -127,13 +128,6 @@ def _storages(stage: Stage, nodes: Sequence[Node]) -> tuple[dict[int, Storage], 
         for root, made in maker.items()
     }
     return storages, tuple(uses)
-
-
-def _seconds(stage: Stage, nodes: Sequence[Node], costing: Costing) -> tuple[float, ...]:
-    """Of the device, or of the host where that is busier with the whole forward."""
-    costs = [costing.of(node, stage.value) for node in nodes]
-    by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)
-    return tuple(cost.device_s if by_device else cost.host_s for cost in costs)
 
 
 def _widths(count: int, storages: dict[int, Storage]) -> NDArray[np.float64]:

@@ -1,9 +1,8 @@
-"""The values that the stages of a rank save, and what it costs and saves not to keep each of them.
+"""The values that the stages of a rank save, choices of what becomes of them, and the pipelines these make.
 
-A backward makes what it needs again right before it uses it, each value once (`Stage.remade`). So an operator that
-several recomputed values need runs once, and a recomputed value is at hand for those computed from it: what a value costs
-is the chain of operators back to the next values that the backward needs anyway, each of which is either kept or
-recomputed for its own sake. The time of a choice is that of the union of its chains.
+Planners that choose among the values saved anyway look at units: what one costs is the chain of operators back to the next
+values that the backward needs, each of which is either kept or recomputed for its own sake, and the time of a choice that
+of the union of its chains.
 """
 
 from __future__ import annotations
@@ -15,6 +14,9 @@ from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
 from stagewright.graph.policy import Policy, Reruns
 from stagewright.graph.stage import Stage
+from stagewright.planning.pipeline import Pipeline, Variants
+from stagewright.schedule import Program
+from stagewright.schedule.saving import insert_recomputation
 
 _AHEAD = 4
 """Of the largest offloaded value: with two, a decoder's values wait for the link at the end of each block although it has
@@ -110,6 +112,23 @@ def policies(units: Sequence[Unit], choice: Choice, stages: Sequence[Stage]) -> 
     ]
 
 
+def with_choice(
+    variants: Variants, units: Sequence[Unit], choice: Choice, program: Program | None = None
+) -> Pipeline:
+    """A partition with the policies of a choice and the program that carries them out; `program` keeps everything, and is
+    that of the partition unless given."""
+    kept = program or variants.line.program
+    found = policies(units, choice, variants.line.stages)
+    return variants.under(saving_program(kept, units, choice), found)
+
+
+def saving_program(program: Program, units: Sequence[Unit], choice: Choice) -> Program:
+    """`program` with the actions that a choice needs."""
+    stages = {units[index].stage for index in choice.recomputed}
+    others = {stage for stage, _ in (*choice.moved, *choice.reruns)}
+    return insert_recomputation(program, stages | others)
+
+
 def fetch_ahead(choice: Choice, stage: Stage) -> int:
     """A few values, so that the link goes on where several are used, or done with, at once."""
     sizes: list[int] = []
@@ -129,13 +148,18 @@ def stage_units(stage: Stage) -> list[Unit]:
 
 
 def chain_seconds(stage: Stage, units: Iterable[Unit], costing: Costing) -> dict[int, float]:
-    """Seconds of every operator in the chains of `units` of `stage`; of the device, or of the host where that is busier
-    with the whole forward."""
-    nodes = {node.id: node for node in stage.forward.nodes}
-    costs = {number: costing.of(node, stage.value) for number, node in nodes.items()}
-    by_device = sum(c.device_s for c in costs.values()) >= sum(c.host_s for c in costs.values())
+    """Seconds of every operator in the chains of `units` of `stage`."""
     wanted = frozenset[int]().union(*(unit.chain for unit in units))
-    return {number: costs[number].device_s if by_device else costs[number].host_s for number in wanted}
+    nodes = [node for node in stage.forward.nodes if node.id in wanted]
+    return dict(zip((node.id for node in nodes), operator_seconds(stage, nodes, costing), strict=True))
+
+
+def operator_seconds(stage: Stage, nodes: Iterable[Node], costing: Costing) -> list[float]:
+    """Of operators of a stage's forward; of the device, or of the host where that is busier with the whole forward."""
+    costs = [costing.of(node, stage.value) for node in stage.forward.nodes]
+    by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)
+    own = (costing.of(node, stage.value) for node in nodes)
+    return [cost.device_s if by_device else cost.host_s for cost in own]
 
 
 class _Units:

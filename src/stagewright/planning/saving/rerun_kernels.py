@@ -28,7 +28,7 @@ _NEVER = 1e6
 class Arrays(NamedTuple):
     """Storages, operators and phases, by number; lists of lists are flat, with where each begins.
 
-    `maker[v]`: operator that makes storage v, -1 if none can; `last[v]`: the last phase that it can be of use in, -1 if none.
+    `maker[v]`: operator that makes storage v, -1 if none; `last[v]`: the last phase that it can be of use in, -1 if none.
     `held[i]` are the bytes alive at operator i of the forward whatever is kept, and `made[i, v]` says that v was made before
     and is alive there only if it is kept. `before`, `during` and `after` are the bytes of the backward's own in front of the
     phase's operator, with it, and at most from then to the next phase; `others` are sets of what is kept beside the one in

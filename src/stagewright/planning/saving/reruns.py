@@ -26,6 +26,7 @@ from stagewright.graph import Node, Part
 from stagewright.graph.policy import Reruns
 from stagewright.graph.stage import Stage
 from stagewright.planning.saving import rerun_kernels as kernels
+from stagewright.planning.saving.problem import operator_seconds
 from stagewright.planning.saving.rerun_kernels import Arrays
 
 Bools = NDArray[np.bool_]
@@ -64,7 +65,9 @@ class RerunStage:
         return tuple(
             node
             for node in self.stage.forward.nodes
-            if node.part is Part.FORWARD and node.id >= 0 and any(v is not None and self._root(v) == v for v in node.outputs)
+            if node.part is Part.FORWARD
+            and node.id >= 0
+            and any(v is not None and self._root(v) == v for v in node.outputs)
         )
 
     @cached_property
@@ -95,7 +98,7 @@ class RerunStage:
             np.array([stage.value(root).meta.storage_bytes for root in number], np.float64),
             maker,
             _last_of_use(len(number), makes, reads, uses),
-            np.array(self._seconds()),
+            np.array(operator_seconds(stage, self.nodes, self.costing)),
             *_flat(reads),
             *_flat(makes),
             *_flat(uses),
@@ -111,6 +114,10 @@ class RerunStage:
     def size(self) -> int:
         """Operators times phases."""
         return len(self.nodes) * len(self.groups)
+
+    @property
+    def is_small(self) -> bool:
+        return self.size <= _SMALL
 
     @cached_property
     def all_kept(self) -> Bools:
@@ -165,11 +172,6 @@ class RerunStage:
             if self._numbers(node.inputs):
                 found.append((place, group))
         return found
-
-    def _seconds(self) -> list[float]:
-        costs = [self.costing.of(node, self.stage.value) for node in self.nodes]
-        by_device = sum(cost.device_s for cost in costs) >= sum(cost.host_s for cost in costs)
-        return [cost.device_s if by_device else cost.host_s for cost in costs]
 
     def _own_bytes(self) -> tuple[kernels.Floats, ...]:
         """Of the backward's own results: in front of every phase, with its operator, and at most from then to the next."""
@@ -253,10 +255,6 @@ class RerunSearch:
         """Ways that take longer are of no use."""
 
     @property
-    def is_small(self) -> bool:
-        return self.stage.size <= _SMALL
-
-    @property
     def most_bytes(self) -> float:
         """At the peak if everything is kept."""
         return float(kernels.peak_of(self.stage.all_kept, self.stage.arrays))
@@ -265,14 +263,16 @@ class RerunSearch:
         """The fastest found whose peak stays within `limit`; None if it takes too long."""
         if limit <= 0:
             return None
-        starts = [(self.stage.all_kept, hot, _COLD, weight) for hot, weight in _STARTS if self.is_small]
+        starts = [(self.stage.all_kept, hot, _COLD, weight) for hot, weight in _STARTS if self.stage.is_small]
         starts += [(there, hot, _WARM_COLD, weight) for there in self.known for hot, weight in _WARM]
-        steps = _STEPS if self.is_small else _MORE_STEPS
+        steps = _STEPS if self.stage.is_small else _MORE_STEPS
         arrays = self.stage.arrays
 
         def annealed(seed: int) -> Annealed:
             there, hot, cold, weight = starts[seed]
-            return Annealed(*kernels.anneal(there.copy(), arrays, float(limit), steps, seed, hot, cold, weight))
+            return Annealed(
+                *kernels.anneal(there.copy(), arrays, float(limit), steps, seed, hot, cold, weight)
+            )
 
         with ThreadPoolExecutor() as pool:
             best = min(pool.map(annealed, range(len(starts))), key=lambda one: one.seconds)
