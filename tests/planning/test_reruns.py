@@ -62,7 +62,7 @@ def test_a_choice_is_what_its_plan_says(load) -> None:
     ours = load("one_stage")
     whole = ours.OneStage(load("small_stages").small_stage(6))
     line = whole._line_within(round(0.6 * whole.kept.peak_bytes))
-    found = fit(line, whole.body, offload=False)
+    found = fit(line, whole.body, offload=False, thorough=True)
     assert found is not None and found.choice.reruns
     (policy,) = found.memory_policy
     assert isinstance(policy, StagePolicy) and policy.reruns

@@ -179,9 +179,18 @@ class Fitting:
         self.exclude(choice, reason, least.excess_bytes)
         return None
 
+    def refined(self, choice: Choice, body: BodyCosts, start: Sequence[int]) -> Plan | None:
+        """The plan of `choice` after a longer look at what is recomputed; if there is none, nothing is noted."""
+        again = replace(
+            self, thorough=True, excluded=[], on_host=[], _misses=[], _host_misses=[], _roughly_missed=[],
+            _too_many_stages=[],
+        )  # fmt: skip
+        return again.plan(choice, body, start, saves=True, below_s=math.inf)
+
     def last_resort(self, body_of: Callable[[Choice], BodyCosts]) -> Plan | None:
-        """Where nothing has fitted: the plan of the configuration that misses memory by least, with everything recomputed if
-        that may be and with the cuts that take least memory; None if that is too much still.
+        """Where nothing has fitted: the plan of the configuration that misses memory by least, after a longer look at what
+        may be recomputed, or with all of it recomputed and with the cuts that take least memory; None if that is too much
+        still.
 
         Args:
             body_of: the costs of a choice, one that was never worked out too.
@@ -194,6 +203,9 @@ class Fitting:
         nearest = min(self._misses, key=lambda miss: miss.excess_bytes)
         choice, body = nearest.choice, body_of(nearest.choice)
         if self.recompute == "auto":
+            found = self.refined(choice, body, fastest_partition(body, choice, self.cluster)[0])
+            if found is not None:
+                return found
             choice = replace(choice, recompute=True)
         start = fastest_partition(body, choice, self.cluster)[0]
         return self.plan(choice, body, start, saves=False, below_s=math.inf, tight=True)

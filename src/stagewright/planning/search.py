@@ -355,8 +355,8 @@ class _Search:
         if best is None or one is None or one.cuts is None or not _may_be_refined(best):
             return
         self.report("looking for what is best recomputed")
-        fitting = replace(self.memory, cluster=one.cluster, thorough=True)
-        found = fitting.plan(one.choice, one.body, one.cuts, saves=True, below_s=math.inf)
+        fitting = replace(self.memory, cluster=one.cluster)
+        found = fitting.refined(one.choice, one.body, one.cuts)
         if found is not None and found.predictions.step_seconds < best.predictions.step_seconds:
             self.plans.remove(best)
             self._add(on_devices_of(found, self.cluster, one.cluster), one)

@@ -76,7 +76,8 @@ def fit(
     found stays within the limit when replayed.
 
     `chooser` chooses among the values that are saved alone, as other planners do; by default what is recomputed may begin
-    at any value of the forward, and on small stages, or if it is `thorough`, operators may run again several times.
+    at any value of the forward, and if it is `thorough`, operators of stages that are not too large may run again several
+    times.
     """
     memories = rank_memories(line)
     units = tuple(unit for stage in line.stages for unit in stage_units(stage))
@@ -112,13 +113,14 @@ def fit(
         found = searches(proposals.by_chain)
         if offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
             found = anew(found, lambda memory, _: proposals.by_chain(memory, moves=True))
-        found = anew(
-            found,
-            lambda memory, one: proposals.by_annealing(
-                memory, None if one.best is None else one.best.choice, one.seconds, thorough
-            ),
-            _ANNEALINGS,
-        )
+        if thorough:
+            found = anew(
+                found,
+                lambda memory, one: proposals.by_annealing(
+                    memory, None if one.best is None else one.best.choice, one.seconds
+                ),
+                _ANNEALINGS,
+            )
     proved = [search.best for search in found if search.best is not None]
     if len(proved) < len(found):
         return None

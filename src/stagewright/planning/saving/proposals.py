@@ -18,7 +18,7 @@ from stagewright.planning.saving.rank_chain import Found, RankChain
 from stagewright.planning.saving.reruns import Annealed, RerunSearch, RerunStage
 from stagewright.schedule import Kind
 
-_MOST_THOROUGH = 16_000
+_MOST_ANNEALED = 16_000
 """Operators times phases up to which annealing is tried: in larger stages of equal layers it gains nothing."""
 
 Chooser = Callable[[Problem], Choice | None]
@@ -97,19 +97,17 @@ class Proposals:
             lambda needed: proposal(rank.choose(rank.most_bytes - needed)), lambda: proposal(rank.least())
         )
 
-    def by_annealing(
-        self, kept: RankMemory, known: Choice | None, below_s: float, thorough: bool
-    ) -> Propose | None:
+    def by_annealing(self, kept: RankMemory, known: Choice | None, below_s: float) -> Propose | None:
         """By what is there in front of every operator of the backward, around a choice that is `known` and adds `below_s` to
-        a microbatch; None for a rank of several stages or whose backwards are split, and for a stage that is not small,
-        unless it is `thorough` and not too large."""
+        a microbatch; None for a rank of several stages or whose backwards are split, for a stage that is too large, and for
+        one that is not small if no choice is known."""
         stages = [*self._stages(kept)]
         program = self.line.program.ranks[kept.rank]
         if len(stages) > 1 or any(part.kind is Kind.I for action in program for part in action.parts):
             return None
         (number,) = stages
         stage = RerunStage(self.line.memories[number], self._costing(kept), _copies(kept, stages)[number])
-        if not stage.is_small and (not thorough or known is None or stage.size > _MOST_THOROUGH):
+        if not stage.is_small and (known is None or stage.size > _MOST_ANNEALED):
             return None
         around = known is not None and not known.moved
         starts = [stage.under(self._with(known).stages[number])] if known and around else []

@@ -17,8 +17,10 @@ _WHOLE = 0.3
 """Share of moves that change a storage for the whole backward."""
 _THERE = 0.45
 """Share of moves that have it there."""
+_INSTEAD = 0.2
+"""Share of moves that do the opposite to another storage."""
 _BY_SIZE = 0.5
-"""Share of moves that look for a large storage."""
+"""Share of draws that look for a large storage."""
 _WITHIN = 1e-9
 """Of the limit: excess that is none."""
 _NEVER = 1e6
@@ -132,6 +134,14 @@ def _excess(peaks, forward, kept, arrays, limit):
 
 
 @numba.njit(cache=True, nogil=True)
+def _drawn(by_size):
+    """A storage, rather a large one; `by_size` are sums of their sizes."""
+    if np.random.random() < _BY_SIZE:
+        return min(np.searchsorted(by_size, np.random.random() * by_size[-1]), len(by_size) - 1)
+    return np.random.randint(len(by_size))
+
+
+@numba.njit(cache=True, nogil=True)
 def anneal(there, arrays, limit, steps, seed, hot, cold, weight):
     """The least seconds found within `limit` bytes, infinite if none, and what is there then.
 
@@ -153,28 +163,31 @@ def anneal(there, arrays, limit, steps, seed, hot, cold, weight):
     excess = _excess(peaks, forward, there[0], arrays, limit)
     best, least = there.copy(), seconds if excess <= _WITHIN else np.inf
     by_size = arrays.sizes.cumsum()
-    before = np.zeros(num_phases, np.bool_)
+    before = np.zeros((2, num_phases), np.bool_)
+    chosen = np.zeros(2, np.int64)
     for step in range(steps):
-        if np.random.random() < _BY_SIZE:
-            v = np.searchsorted(by_size, np.random.random() * by_size[-1])
-        else:
-            v = np.random.randint(num_storages)
-        v = min(v, num_storages - 1)
-        if arrays.last[v] < 0:
+        chosen[0] = _drawn(by_size)
+        if arrays.last[chosen[0]] < 0:
             continue
-        start, stop = 0, arrays.last[v] + 1
+        start, stop = 0, arrays.last[chosen[0]] + 1
         if np.random.random() >= _WHOLE:
             start = np.random.randint(stop)
             stop = min(stop, start + 1 + int(num_phases * np.random.random() ** 3))
         value = np.random.random() < _THERE
-        first, final = -1, -1
-        for t in range(start, stop):
-            before[t] = there[t, v]
-            if there[t, v] != value:
-                first = t if first < 0 else first
-                final = t
-            there[t, v] = value
-        if first < 0:
+        count = 1
+        if np.random.random() < _INSTEAD:
+            chosen[1] = _drawn(by_size)
+            count = 1 if chosen[1] == chosen[0] else 2
+        first, final = num_phases, -1
+        for k in range(count):
+            v = chosen[k]
+            for t in range(start, min(stop, arrays.last[v] + 1)):
+                before[k, t] = there[t, v]
+                if there[t, v] != value:
+                    first, final = min(first, t), max(final, t)
+                there[t, v] = value
+            value = not value
+        if final < 0:
             continue
         from_phase = max(0, first - 1)
         new_seconds, new_forward = seconds, forward
@@ -198,8 +211,10 @@ def anneal(there, arrays, limit, steps, seed, hot, cold, weight):
         else:
             for t in range(from_phase, final + 1):
                 peaks[t] = new_peaks[t]
-            for t in range(start, stop):
-                there[t, v] = before[t]
+            for k in range(count):
+                v = chosen[k]
+                for t in range(start, min(stop, arrays.last[v] + 1)):
+                    there[t, v] = before[k, t]
     return least, best
 
 

@@ -31,11 +31,15 @@ from stagewright.planning.saving.rerun_kernels import Arrays
 
 Bools = NDArray[np.bool_]
 
-_STARTS = ((0.3, 20.0), (0.1, 5.0), (0.3, 5.0), (0.1, 20.0))
+_STARTS = (
+    (0.3, 20.0), (0.1, 50.0), (0.1, 20.0), (0.03, 50.0), (0.03, 20.0), (0.03, 5.0), (0.01, 50.0), (0.01, 20.0),
+)  # fmt: skip
 """From where nothing is recomputed: temperatures, and what bytes above the limit weigh."""
 _COLD = 1e-4
 
 _STEPS, _MORE_STEPS = 60_000, 200_000
+_LONGER = 4
+"""Times as many steps where nothing was found."""
 _SMALL = 2_000
 """Operators times phases up to which the search begins where nothing is recomputed, and takes fewer steps."""
 
@@ -263,17 +267,24 @@ class RerunSearch:
         """The fastest found whose peak stays within `limit`; None if it takes too long."""
         if limit <= 0:
             return None
-        starts = [(self.stage.all_kept, hot, _COLD, weight) for hot, weight in _STARTS if self.stage.is_small]
-        starts += [(there, hot, _WARM_COLD, weight) for there in self.known for hot, weight in _WARM]
-        steps = _STEPS if self.stage.is_small else _MORE_STEPS
+        if not self.stage.is_small:
+            best = self._annealed(limit, [], _MORE_STEPS)
+        else:
+            best = self._annealed(limit, _STARTS, _STEPS)
+            if best.seconds == math.inf:
+                best = self._annealed(limit, _STARTS, _LONGER * _STEPS)
+        return best if best.seconds < self.below_s else None
+
+    def _annealed(self, limit: float, starts: Iterable[tuple[float, float]], steps: int) -> Annealed:
+        """From where nothing is recomputed, and from what is known."""
+        tries = [(self.stage.all_kept, hot, _COLD, weight) for hot, weight in starts]
+        tries += [(there, hot, _WARM_COLD, weight) for there in self.known for hot, weight in _WARM]
         arrays = self.stage.arrays
 
         def annealed(seed: int) -> Annealed:
-            there, hot, cold, weight = starts[seed]
-            return Annealed(
-                *kernels.anneal(there.copy(), arrays, float(limit), steps, seed, hot, cold, weight)
-            )
+            there, hot, cold, weight = tries[seed]
+            found = kernels.anneal(there.copy(), arrays, float(limit), steps, seed, hot, cold, weight)
+            return Annealed(*found)
 
         with ThreadPoolExecutor() as pool:
-            best = min(pool.map(annealed, range(len(starts))), key=lambda one: one.seconds)
-        return best if best.seconds < self.below_s else None
+            return min(pool.map(annealed, range(len(tries))), key=lambda one: one.seconds)
