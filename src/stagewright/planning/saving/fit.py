@@ -23,9 +23,10 @@ _ROUNDS = 12
 _ANNEALINGS = 4
 """Choices found by annealing tried for a rank, each of which takes longer to find."""
 
-_WORTH = 0.01
-"""Ranks that recompute for less than this part of their time are not looked at for what might wait on the host, or run again
-at other times."""
+_WORTH_MOVING = 0.01
+"""Ranks that recompute for less than this part of their time are not looked at for what might wait on the host."""
+_WORTH_ANNEALING = 0.001
+"""Nor those that do for less than this for what might run again at other times."""
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,12 @@ def fit(
     def anew(
         found: list[RankSearch],
         make: Callable[[RankMemory, RankSearch], Propose | None],
+        worth: float,
         rounds: int = _ROUNDS,
     ) -> list[RankSearch]:
-        """Rank by rank the faster of what was found and of another way, which is tried where ranks recompute for long."""
-        slow = {one.rank: one for one in found if one.seconds > _WORTH * _busy_seconds(line, one.rank)}
+        """Rank by rank the faster of what was found and of another way, which is tried on ranks that recompute for longer
+        than the part `worth` of their time."""
+        slow = {one.rank: one for one in found if one.seconds > worth * _busy_seconds(line, one.rank)}
         if not slow:
             return found
         others = searches(
@@ -112,13 +115,14 @@ def fit(
     else:
         found = searches(proposals.by_chain)
         if offload and any(line.device_of(memory.rank).kind != "cpu" for memory in memories):
-            found = anew(found, lambda memory, _: proposals.by_chain(memory, moves=True))
+            found = anew(found, lambda memory, _: proposals.by_chain(memory, moves=True), _WORTH_MOVING)
         if thorough:
             found = anew(
                 found,
                 lambda memory, one: proposals.by_annealing(
                     memory, None if one.best is None else one.best.choice, one.seconds
                 ),
+                _WORTH_ANNEALING,
                 _ANNEALINGS,
             )
     proved = [search.best for search in found if search.best is not None]
