@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +13,9 @@ from stagewright.graph.cutting import Cutting, Routes
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
 from stagewright.graph.locate import Located
 from stagewright.graph.moving import Parcel, with_leaving, with_returning
+from stagewright.graph.parts import part
 from stagewright.graph.policy import KEEP, Policy
-from stagewright.graph.rerunning import Rerun, rerunning
+from stagewright.graph.rerunning import rerunning
 from stagewright.graph.stage import Function, Stage, Transfer, made_by
 from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.weaving import woven
@@ -105,6 +107,17 @@ class _Nodes:
         )
 
 
+@dataclass(frozen=True)
+class _Again:
+    """What F leaves; the whole `backward` with `nodes` of the forward that run again in it; and what I and W, each for
+    itself, run again `once`."""
+
+    saved: tuple[int, ...]
+    backward: list[Node]
+    nodes: tuple[Node, ...]
+    once: Function
+
+
 class _StageCarver:
     def __init__(self, cutting: Cutting, index: int, policy: Policy) -> None:
         self.cutting = cutting
@@ -145,29 +158,18 @@ class _StageCarver:
         loss = [self.graph.loss] if self.computes_loss else []
         late_loss = loss if self.graph.loss in made_by(nodes.late) else []
         loss = [] if late_loss else loss
-        rerun = self._rerun(woven(backward, nodes.late, late_loss), here) if self.policy.reruns else None
-        if rerun is None:
-            recomputed = self._recomputed(nodes.forward, *self._wanted(nodes.forward, needed), resident)
-            again = made_by(recomputed.nodes)
-            saved = tuple(value for value in _distinct((*needed, *recomputed.inputs)) if value not in again)
-        else:
-            saved = tuple(value for value in rerun.taken if value in at_hand)
-            recomputed = self._recomputed(nodes.forward, needed, {*saved}, resident)
-            recomputed = replace(
-                recomputed, nodes=tuple(self._beside(node, {*saved}, here) for node in recomputed.nodes)
-            )
+        again = self._again(backward, needed, late_loss, at_hand, resident, here)
+        saved = again.saved
         parcels = self._parcels(saved, inputs, here)
         away = {value for parcel in parcels for value in parcel.values}
         kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
-        extra = _in_order(recomputed.nodes, nodes.late)
-        whole = self._returning(rerun.nodes if rerun else woven(backward, extra, late_loss), parcels)
-        every = rerun.again if rerun else recomputed.nodes
-        first = _first_run(whole, every, recomputed.nodes) if self.grad_receives else []
+        whole = self._returning(again.backward, parcels)
+        first = _first_run(whole, again.nodes, again.once.nodes) if self.grad_receives else []
         at_first, is_first = made_by(first), {id(node) for node in first}
         begun = {parcel.storage for parcel in parcels if parcel.storage in at_first}
         missing = [parcel for parcel in parcels if not at_first.intersection(parcel.values)]
-        later = [node for node in recomputed.nodes if id(node) not in is_first]
-        remade = [node for node in rerun.again if id(node) not in is_first] if rerun else later
+        later = [node for node in again.once.nodes if id(node) not in is_first]
+        remade = [node for node in again.nodes if id(node) not in is_first]
         backward = [node for node in whole if id(node) not in is_first]
         weight_grad = self._returning(weight_grad, missing, begun)
         relayed = _used(weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad))
@@ -203,7 +205,7 @@ class _StageCarver:
             backward=Function(
                 tuple(backward), _distinct((*_used(backward, there), *cotangents)), (*grad_sent, *late_loss)
             ),
-            rebuild=_part(first, resident, _distinct(used)),
+            rebuild=part(first, resident, _distinct(used)),
             receives=self.receives,
             sends=self.sends,
             grad_receives=self.grad_receives,
@@ -214,7 +216,7 @@ class _StageCarver:
             gradients=self.weights.gradients,
             mutations=self.mutations,
             computes_loss=self.computes_loss,
-            remade=_part(remade, resident, recomputed.outputs),
+            remade=part(remade, resident, again.once.outputs),
             late=nodes.late,
         )
 
@@ -254,15 +256,33 @@ class _StageCarver:
         late = tuple(node for node in forward if node.id not in first)
         return tuple(node for node in forward if node.id in first), late
 
-    def _rerun(self, backward: Sequence[Node], here: Located) -> Rerun:
-        def storage(value: int) -> int:
-            return here.value(value).storage
-
-        return rerunning(
-            backward, self.nodes.forward, self.policy.reruns, storage,
-            lambda value, root: self._another(value, root, here),
-            returned=(*_values(self.grad_sends), *(gradient for _, gradient in self.weights.gradients), self.graph.loss),
+    def _again(
+        self,
+        backward: Sequence[Node],
+        needed: Sequence[int],
+        late_loss: Sequence[int],
+        at_hand: set[int],
+        resident: set[int],
+        here: Located,
+    ) -> _Again:
+        """What runs again for `backward`, whose values `needed` are `at_hand` if all are kept."""
+        forward, late = self.nodes.forward, self.nodes.late
+        if not self.policy.reruns:
+            once = self._recomputed(forward, *self._wanted(forward, needed), resident)
+            made = made_by(once.nodes)
+            saved = tuple(value for value in _distinct((*needed, *once.inputs)) if value not in made)
+            return _Again(saved, woven(backward, _in_order(once.nodes, late), late_loss), once.nodes, once)
+        returned = _values(self.grad_sends), (value for _, value in self.weights.gradients), [self.graph.loss]
+        found = rerunning(
+            woven(backward, late, late_loss), forward, self.policy.reruns,
+            storage=lambda value: here.value(value).storage,
+            number=lambda value, root: self._another(value, root, here),
+            returned=itertools.chain(*returned),
         )  # fmt: skip
+        kept = {*found.taken} & at_hand
+        once = self._recomputed(forward, needed, kept, resident)
+        once = replace(once, nodes=tuple(self._beside(node, kept, here) for node in once.nodes))
+        return _Again(tuple(v for v in found.taken if v in kept), found.nodes, tuple(found.again), once)
 
     def _another(self, value: int, storage: int | None, here: Located) -> int:
         """A value like one of the graph, in a storage of its own unless one is given."""
@@ -436,13 +456,6 @@ def _first_run(nodes: Sequence[Node], again: Sequence[Node], once: Sequence[Node
     start = next((index for index, node in enumerate(nodes) if id(node) in of_all), 0)
     stop = comes.index(False, start) if False in comes[start:] else len(nodes)
     return [node for node, extra in zip(nodes[:stop], comes, strict=False) if extra]
-
-
-def _part(nodes: Sequence[Node], resident: set[int], used: Sequence[int]) -> Function:
-    """`nodes` as a function; `used` are values that others use."""
-    made = made_by(nodes)
-    inputs = _distinct(value for node in nodes for value in node.inputs if value not in made | resident)
-    return Function(tuple(nodes), inputs, tuple(value for value in used if value in made))
 
 
 def _prune(gradient_nodes: list[Node], weight: Iterable[Node], sent: list[int]) -> list[Node]:

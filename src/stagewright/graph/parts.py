@@ -1,12 +1,21 @@
-"""A function in parts that run one after the other."""
+"""Nodes as functions: what they take that is not there, and what others use of what they make."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 
 from stagewright.graph.graph import Node
 from stagewright.graph.stage import Function, made_by
+
+
+def part(nodes: Sequence[Node], resident: Collection[int], used: Iterable[int]) -> Function:
+    """`nodes` as a function beside values that are `resident`; `used` are values that others use, in order."""
+    made = made_by(nodes)
+    inputs = dict.fromkeys(
+        value for node in nodes for value in node.inputs if value not in made and value not in resident
+    )
+    return Function(tuple(nodes), tuple(inputs), tuple(value for value in used if value in made))
 
 
 def parted(function: Function, resident: Iterable[int], kind: Callable[[Node], bool]) -> list[Function]:
@@ -16,8 +25,6 @@ def parted(function: Function, resident: Iterable[int], kind: Callable[[Node], b
     later = {*function.outputs}
     parts: list[Function] = []
     for nodes in reversed(runs):
-        made = made_by(nodes)
-        inputs = dict.fromkeys(v for node in nodes for v in node.inputs if v not in made and v not in there)
-        parts.append(Function(nodes, tuple(inputs), tuple(sorted(made & later))))
-        later |= inputs.keys()
+        parts.append(part(nodes, there, sorted(later)))
+        later |= {*parts[-1].inputs}
     return parts[::-1]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from stagewright.graph.graph import Node
 
@@ -39,18 +41,22 @@ def rerunning(
     fixed = {storage(value) for value in returned}
     known = {node.id for node in forward if not any(value in fixed for value in node.outputs)}
     wanted = {one: known.intersection(others) for one, others in reruns}
-    counted = iter(range(-1, -1 - 10**9, -1))
-    looked = _Backward(forward, wanted, storage, lambda value, root: next(counted), None)
-    looked.run(backward)
-    kept = frozenset(map(storage, looked.taken))
-    found = _Backward(forward, wanted, storage, number, kept)
+    placeholders = itertools.count(-1, -1)
+    looked = _Backward(forward, wanted, storage, lambda value, root: next(placeholders), None)
+    looked.run(backward)  # once to find out what is kept, which says whose ids are free
+    found = _Backward(forward, wanted, storage, number, frozenset(map(storage, looked.taken)))
     found.run(backward)
     return Rerun(found.nodes, found.again, found.taken)
 
 
 @dataclass
 class _Backward:
-    """`keeps` are the storages from elsewhere that are used; None where that is to be found out."""
+    """`keeps` are the storages from elsewhere that are used; None where that is to be found out.
+
+    While it runs: `_latest` has the value that stands for one of the graph by now, `_roots` the same for storages;
+    `_pending` are operators to run in the backward of the present one; `_times` says how often a value has been made again,
+    and `_made_from`, of every operator that has run again, how often what it took had been.
+    """
 
     forward: Sequence[Node]
     reruns: Mapping[int, set[int]]
@@ -61,16 +67,16 @@ class _Backward:
     again: list[Node] = field(default_factory=list)
     taken: dict[int, None] = field(default_factory=dict)
     _latest: dict[int, int] = field(default_factory=dict)
-    """Value of the forward -> the one that stands for it by now, and its storage."""
     _roots: dict[int, int] = field(default_factory=dict)
     _pending: set[int] = field(default_factory=set)
     _times: dict[int, int] = field(default_factory=dict)
-    """How often a value has been made again."""
     _made_from: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    """Of every operator that has run again: `_times` of what it took."""
+
+    @cached_property
+    def _makers(self) -> dict[int, Node]:
+        return {value: node for node in self.forward for value in node.outputs if value is not None}
 
     def run(self, backward: Sequence[Node]) -> None:
-        self._makers = {value: node for node in self.forward for value in node.outputs if value is not None}
         known = {node.id for node in self.forward}
         current, done = -1, set[int]()
         for node in backward:
@@ -106,21 +112,20 @@ class _Backward:
         stack = list(values)
         while stack:
             node = self._makers.get(stack.pop())
-            if (
-                node is not None
-                and node.id not in found
-                and (node.id in self._pending or self._is_view(node))
-            ):
+            if node is None or node.id in found:
+                continue
+            if node.id in self._pending or self._is_view(node):
                 found[node.id] = node
                 stack.extend(node.inputs)
         for node in sorted(found.values(), key=lambda node: node.id):
-            if node.id in self._pending or self._taken(node) != self._made_from.get(
-                node.id, (0,) * len(node.inputs)
-            ):
+            if node.id in self._pending or self._is_outdated(node):
                 self._run_again(node)
 
     def _is_view(self, node: Node) -> bool:
         return all(value is None or self.storage(value) != value for value in node.outputs)
+
+    def _is_outdated(self, node: Node) -> bool:
+        return self._taken(node) != self._made_from.get(node.id, (0,) * len(node.inputs))
 
     def _taken(self, node: Node) -> tuple[int, ...]:
         return tuple(self._times.get(value, 0) for value in node.inputs)
@@ -153,7 +158,11 @@ class _Backward:
         return made
 
     def _renamed(self, node: Node) -> Node:
+        names: dict[int, int] = {}
         for value in node.inputs:
-            if value not in self._latest:
+            made = self._latest.get(value)
+            if made is None:
                 self.taken[value] = None
-        return node.renamed({value: made for value, made in self._latest.items() if value != made})
+            elif made != value:
+                names[value] = made
+        return node.renamed(names)
