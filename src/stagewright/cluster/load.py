@@ -65,10 +65,12 @@ def _document(name_or_path: str | Path) -> dict[str, Any]:
         return catalog_cluster(text)
     if path.suffix == ".toml" or "/" in text:
         raise InputError(f"no cluster file '{text}': check the path, or name a catalog entry such as 8x-h100")
-    known = [*_EXAMPLES, *(f"8x-{device}" for device in device_names()), *device_names()]
+    devices = device_names()
+    meant = f"8x-{text}" if text in devices else text
+    known = [*_EXAMPLES, *(f"8x-{device}" for device in devices)]
     raise InputError(
-        f"no cluster '{text}'{nearest(text, known)}: give a TOML file or COUNTx-DEVICE, e.g. 8x-h100, "
-        f"with a device of {', '.join(device_names())}"
+        f"no cluster '{text}'{nearest(meant, known)}: give a TOML file or COUNTx-DEVICE, e.g. 8x-h100, "
+        f"with a device of {', '.join(devices)}"
     )
 
 
