@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
@@ -20,6 +21,9 @@ from stagewright.schedule import Kind
 
 _MOST_ANNEALED = 16_000
 """Operators times phases up to which annealing is tried: in larger stages of equal layers it gains nothing."""
+
+_POINTS: WeakKeyDictionary[BodyCosts, dict[tuple[object, ...], tuple[Point, ...]]] = WeakKeyDictionary()
+"""Of the pieces of a model that were looked at, which are the same wherever it is cut."""
 
 Chooser = Callable[[Problem], Choice | None]
 """Makes a choice among units that saves enough, or says that there is none."""
@@ -48,7 +52,6 @@ class Proposals:
     variants: Variants
     body: BodyCosts
     units: Sequence[Unit]
-    _points: dict[tuple[object, ...], tuple[Point, ...]] = field(default_factory=dict)
 
     @property
     def line(self) -> Pipeline:
@@ -81,9 +84,10 @@ class Proposals:
         stages, costing = self._stages(kept), self._costing(kept)
         copies = _copies(kept, stages)
         chains = [chain_of(self.line.memories[stage], costing) for stage in stages]
+        points = _POINTS.setdefault(self.body, {})
         device = self.line.device_of(kept.rank)
         link = 1 / device.host_link_bandwidth if moves and device.kind != "cpu" else math.inf
-        rank = RankChain(chains, [copies[stage] for stage in stages], self._points, link)
+        rank = RankChain(chains, [copies[stage] for stage in stages], points, link)
         index = {(unit.stage, unit.node): number for number, unit in enumerate(self.units)}
 
         def proposal(found: Found | None) -> Proposal | None:

@@ -74,7 +74,7 @@ class RankChain:
     chains: Sequence[Chain]
     copies: Sequence[float]
     points: dict[tuple[object, ...], tuple[Point, ...]]
-    """Of pieces that were looked at, by signature and link; may be shared by ranks."""
+    """Of pieces that were looked at, by signature, link and thoroughness; may be shared by ranks."""
     link_s_per_byte: float = math.inf
     _pieces: dict[tuple[int, int, int], tuple[Point, ...]] = field(default_factory=dict)
     _known_columns: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
@@ -182,9 +182,10 @@ class RankChain:
             chain = self.chains[index]
             ends = chain.boundaries
             network = PieceNetwork(chain, ends[start], ends[stop], stop == len(ends) - 1)
-            signature = network.signature, self.link_s_per_byte
+            is_thorough = stop - start <= _THOROUGH
+            signature = network.signature, self.link_s_per_byte, is_thorough
             if signature not in self.points:
-                self.points[signature] = network.points(stop - start <= _THOROUGH, self.link_s_per_byte)
+                self.points[signature] = network.points(is_thorough, self.link_s_per_byte)
             self._pieces[key] = self.points[signature]
         return self._pieces[key]
 
@@ -241,7 +242,7 @@ class RankChain:
 
 def _thinned(kept: Floats, seconds: Floats, before: NDArray[np.int64]) -> _Labels:
     """Labels that no other beats in both; of too many those that differ most in bytes."""
-    order = np.lexsort((seconds, kept))
+    order = np.argsort(kept + seconds / (2 * seconds.max() + 1e-30))  # bytes are whole: by bytes, then by seconds
     kept, seconds, before = kept[order], seconds[order], before[order]
     least = np.minimum.accumulate(seconds)
     better = np.ones(len(seconds), np.bool_)
