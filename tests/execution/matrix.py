@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 WIDTHS = [(1, 2), (2, 1), (2, 2), (2, 2), (2, 2), (4, 1), (4, 2)]
 """Pipeline and data-parallel widths, as often as they are drawn."""
-POLICIES = ["keep", "keep", "recompute", "some", "offload"]
+POLICIES = ["keep", "keep", "recompute", "some", "reruns", "offload"]
 
 
 def matrix() -> list[Cell]:

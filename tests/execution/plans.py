@@ -65,7 +65,8 @@ def make_plan(
 
     `sharding` is one level for all stages, or one for each; None leaves the sums of replicas to the end of the batch. Each
     stage of the schedule is divided into `num_units`.
-    `policy` is ``keep``, ``recompute``, ``some`` (recomputes half of what is saved) or ``offload``.
+    `policy` is ``keep``, ``recompute``, ``some`` (recomputes half of what is saved), ``reruns`` (runs operators again in the
+    backwards of others, whatever that is good for) or ``offload``.
     """
     overrides = {"num_hidden_layers": 4} if overrides is None else dict(overrides)
     job = Job(
@@ -133,4 +134,8 @@ def _policy(stage: Stage, policy: str) -> str | StagePolicy:
         return policy
     made = (stage.graph.values[value].node for value in stage.saved)
     names = tuple(sorted({stage.graph.nodes[node].name for node in made if node in stage.graph.position}))
+    if policy == "reruns":
+        body = [node.name for node in stage.forward.nodes if node.id in stage.graph.position]
+        reruns = tuple((name, tuple(body[at % 7 : at : 7])) for at, name in enumerate(body) if at % 3 == 0)
+        return StagePolicy(recompute=tuple(body), reruns=reruns)
     return StagePolicy(recompute=names[::2]) if policy == "some" else StagePolicy(offload=names)

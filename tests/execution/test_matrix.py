@@ -27,7 +27,7 @@ def test_the_matrix_has_something_of_everything() -> None:
     assert len(cells) >= 120 and len(set(cells)) == len(cells)
     assert {cell.schedule for cell in cells} == set(FAMILIES) - ASYNCHRONOUS
     assert {cell.model for cell in cells} == set(MODELS)
-    assert {cell.policy for cell in cells} == {"keep", "recompute", "some", "offload"}
+    assert {cell.policy for cell in cells} == {"keep", "recompute", "some", "reruns", "offload"}
     assert {(cell.pp, cell.dp) for cell in cells} >= {(1, 2), (2, 1), (2, 2), (4, 1)}
     assert {cell.sharding for cell in cells if cell.dp > 1} == {0, 1, 2, 3}
 
