@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -13,19 +10,6 @@ from stagewright.graph.policy import Policy
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.saving.reruns import RerunSearch, RerunStage
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """Modules of the folder of benchmarks, by name."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-    def loaded(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return loaded
 
 
 @pytest.mark.parametrize("seed", [6, 8, 9])

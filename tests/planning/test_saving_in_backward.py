@@ -2,25 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from pathlib import Path
-from types import ModuleType
-
-import pytest
-
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):
-    """Modules of the folder of benchmarks, by name."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-    def loaded(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return loaded
 
 
 def test_the_benchmark_compares_with_all_peers(load, monkeypatch, capsys) -> None:
