@@ -37,7 +37,7 @@ _STARTS = (
 """From where nothing is recomputed: temperatures, and what bytes above the limit weigh."""
 _COLD = 1e-4
 
-_STEPS, _MORE_STEPS = 60_000, 120_000
+_STEPS, _MORE_STEPS = 60_000, 200_000
 _LONGER = 4
 """Times as many steps where nothing was found."""
 _SMALL = 2_000
