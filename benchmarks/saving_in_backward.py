@@ -10,7 +10,7 @@
    (their product, mask, softmax and dropout) alone, both carried out by our executor; our choice gets their peak.
 3. Checkmate's integer program on small stages, with limits at random between the least possible and what keeping all takes:
    the time that our choice adds over the least. Bar: 3 % on average. On stages of few operators also the best of all sets of
-   results kept, each replayed: what our way of recomputing, each value once, can reach.
+   results kept, each replayed: what recomputing every value once at most can reach.
 
 Sources: Chen 2022 and 2025 (see `min_cut.py`); Korthikanti et al. 2022, "Reducing Activation Recomputation in Large
 Transformer Models" (arXiv 2205.05198); Jain et al. 2020 (see `checkmate.py`).
