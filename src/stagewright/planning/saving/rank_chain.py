@@ -242,7 +242,8 @@ class RankChain:
 
 def _thinned(kept: Floats, seconds: Floats, before: NDArray[np.int64]) -> _Labels:
     """Labels that no other beats in both; of too many those that differ most in bytes."""
-    order = np.argsort(kept + seconds / (2 * seconds.max() + 1e-30))  # bytes are whole: by bytes, then by seconds
+    # Bytes are whole numbers: this is by bytes, and of equal bytes by seconds, in one pass.
+    order = np.argsort(kept + seconds / (2 * seconds.max() + 1e-30))
     kept, seconds, before = kept[order], seconds[order], before[order]
     least = np.minimum.accumulate(seconds)
     better = np.ones(len(seconds), np.bool_)
