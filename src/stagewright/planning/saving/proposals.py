@@ -104,17 +104,17 @@ class Proposals:
     def by_annealing(self, kept: RankMemory, known: Choice | None, below_s: float) -> Propose | None:
         """By what is there in front of every operator of the backward, around a choice that is `known` and adds `below_s` to
         a microbatch; None for a rank of several stages or whose backwards are split, for a stage that is too large, and for
-        one that is not small if no choice is known."""
+        one that is not small if no choice is known, or one with values on the host."""
         stages = [*self._stages(kept)]
         program = self.line.program.ranks[kept.rank]
         if len(stages) > 1 or any(part.kind is Kind.I for action in program for part in action.parts):
             return None
         (number,) = stages
         stage = RerunStage(self.line.memories[number], self._costing(kept), _copies(kept, stages)[number])
-        if not stage.is_small and (known is None or stage.size > _MOST_ANNEALED):
+        around = None if known is None or known.moved else known
+        if not stage.is_small and (around is None or stage.size > _MOST_ANNEALED):
             return None
-        around = known is not None and not known.moved
-        starts = [stage.under(self._with(known).stages[number])] if known and around else []
+        starts = [] if around is None else [stage.under(self._with(around).stages[number])]
         search = RerunSearch(stage, starts, below_s)
         most = search.most_bytes
 
