@@ -137,5 +137,6 @@ def _policy(stage: Stage, policy: str) -> str | StagePolicy:
     if policy == "reruns":
         body = [node.name for node in stage.forward.nodes if node.id in stage.graph.position]
         reruns = tuple((name, tuple(body[at % 7 : at : 7])) for at, name in enumerate(body) if at % 3 == 0)
-        return StagePolicy(recompute=tuple(body), reruns=reruns)
+        again = {name for _, names in reruns for name in names}
+        return StagePolicy(recompute=tuple(sorted(again)), reruns=reruns)
     return StagePolicy(recompute=names[::2]) if policy == "some" else StagePolicy(offload=names)

@@ -56,3 +56,19 @@ def test_a_choice_is_what_its_plan_says(load) -> None:
     saved = whole.under(Policy(reruns=reruns))
     assert saved.peak_bytes == ours.Saved(found.line, found.memories[0]).peak_bytes
     assert saved.added_seconds == ours.Saved(found.line, found.memories[0]).added_seconds
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        ({"reruns": [["a:1", ["b:1"]]]}, "'b:1' is in one only"),
+        ({"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1", "c:1"]}, "'c:1' is in one only"),
+        (
+            {"reruns": [["a:1", ["b:1"]]], "recompute": ["b:1"], "checkpoints": ["c:1"]},
+            "leave out checkpoints",
+        ),
+    ],
+)
+def test_policies_that_contradict_themselves_are_refused(policy: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        StagePolicy.model_validate(policy)

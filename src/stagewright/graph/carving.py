@@ -274,7 +274,7 @@ class _StageCarver:
             return _Again(saved, woven(backward, _in_order(once.nodes, late), late_loss), once.nodes, once)
         returned = _values(self.grad_sends), (value for _, value in self.weights.gradients), [self.graph.loss]
         found = rerunning(
-            woven(backward, late, late_loss), forward, self.policy.reruns,
+            woven(backward, late, late_loss), forward, self.policy.reruns, self.graph.position,
             storage=lambda value: here.value(value).storage,
             number=lambda value, root: self._another(value, root, here),
             returned=itertools.chain(*returned),
@@ -292,16 +292,11 @@ class _StageCarver:
 
     def _beside(self, node: Node, kept: Collection[int], here: Located) -> Node:
         """`node`, with other names for what it makes that is `kept` from elsewhere."""
-        made = (value for value in node.outputs if value is not None and value in kept)
-        names = {value: self._another(value, None, here) for value in made}
-        return (
-            replace(
-                node,
-                outputs=tuple(value if value is None else names.get(value, value) for value in node.outputs),
-            )
-            if names
-            else node
+        outputs = tuple(
+            self._another(value, None, here) if value is not None and value in kept else value
+            for value in node.outputs
         )
+        return node if outputs == node.outputs else replace(node, outputs=outputs)
 
     def _wanted(self, forward: Sequence[Node], needed: Sequence[int]) -> tuple[list[int], set[int]]:
         """The values of `needed` that the policy does not keep, and those it keeps."""

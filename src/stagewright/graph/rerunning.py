@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stagewright.graph.graph import Node
+from stagewright.graph.policy import Reruns
 
 Number = Callable[[int, int | None], int]
 """A new value like one of the forward, in a storage of its own (None) or in one that is known."""
@@ -26,13 +27,15 @@ class Rerun:
 def rerunning(
     backward: Sequence[Node],
     forward: Sequence[Node],
-    reruns: Iterable[tuple[int, tuple[int, ...]]],
+    reruns: Reruns,
+    body: Container[int],
     storage: Callable[[int], int],
     number: Number,
     returned: Iterable[int] = (),
 ) -> Rerun:
     """`backward` with operators of `forward` that run again: those that `reruns` names with an operator (ids) run in its
-    backward, each right before the first there that needs it, or at the end of it.
+    backward, each right before the first there that needs it, or at the end of it. `body` are the operators that have a
+    backward; what belongs to none of them is part of that around it.
 
     What runs again is used from then on, instead of what F or an earlier run has made; views follow what they are of. A
     value of F that is not used before it is made again need not be kept, and is made again under its own id. What lies in a
@@ -42,9 +45,9 @@ def rerunning(
     known = {node.id for node in forward if not any(value in fixed for value in node.outputs)}
     wanted = {one: known.intersection(others) for one, others in reruns}
     placeholders = itertools.count(-1, -1)
-    looked = _Backward(forward, wanted, storage, lambda value, root: next(placeholders), None)
+    looked = _Backward(forward, wanted, body, storage, lambda value, root: next(placeholders), None)
     looked.run(backward)  # once to find out what is kept, which says whose ids are free
-    found = _Backward(forward, wanted, storage, number, frozenset(map(storage, looked.taken)))
+    found = _Backward(forward, wanted, body, storage, number, frozenset(map(storage, looked.taken)))
     found.run(backward)
     return Rerun(found.nodes, found.again, found.taken)
 
@@ -60,6 +63,7 @@ class _Backward:
 
     forward: Sequence[Node]
     reruns: Mapping[int, set[int]]
+    body: Container[int]
     storage: Callable[[int], int]
     number: Number
     keeps: frozenset[int] | None
@@ -77,10 +81,9 @@ class _Backward:
         return {value: node for node in self.forward for value in node.outputs if value is not None}
 
     def run(self, backward: Sequence[Node]) -> None:
-        known = {node.id for node in self.forward}
         current, done = -1, set[int]()
         for node in backward:
-            if node.forward in known and node.forward != current:
+            if node.forward in self.body and node.forward != current:
                 self._finish()
                 current = node.forward
                 if current not in done:

@@ -137,6 +137,19 @@ class StagePolicy(StrictModel):
     """Where recomputing once does not do: pairs of an operator and those that run again in its backward, each as often as
     it is named. `recompute` names the same operators, and `checkpoints` none."""
 
+    @model_validator(mode="after")
+    def _reruns_agree(self) -> StagePolicy:
+        differ = {name for _, names in self.reruns for name in names} ^ {*self.recompute}
+        if self.reruns and differ:
+            raise ValueError(
+                f"recompute and reruns must name the same operators, and '{min(differ)}' is in one only"
+            )
+        if self.reruns and self.checkpoints:
+            raise ValueError(
+                "with reruns, what is used before it is made again is kept: leave out checkpoints"
+            )
+        return self
+
 
 class Plan(StrictModel):
     """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``."""

@@ -85,7 +85,7 @@ def stage_program(plan: Plan) -> Program:
         stage
         for stage, policy in enumerate(plan.memory_policy)
         if policy in ("recompute", "layers")
-        or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload or policy.reruns))
+        or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload))
     }
     if wanted != found:
         raise ScheduleError(

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
-from stagewright.graph import Node, Part
+from stagewright.graph import Node
 from stagewright.graph.stage import Stage
 from stagewright.planning.saving.anchors import narrow_places
-from stagewright.planning.saving.problem import operator_seconds
+from stagewright.planning.saving.problem import operator_seconds, operators_of
 
 _WINDOWS = (4, 12, 24, 48, 96, 192)
 """Operators to either side among which a boundary must be narrowest; wider windows until there are few enough."""
@@ -95,7 +95,7 @@ class Chain:
 def chain_of(memory: StageMemory, costing: Costing) -> Chain:
     """The chain of a stage that was carved to keep everything."""
     stage = memory.stage
-    nodes = tuple(node for node in stage.forward.nodes if node.part is Part.FORWARD and node.id >= 0)
+    nodes = operators_of(stage)
     index = {node.id: number for number, node in enumerate(nodes)}
     storages, uses = _storages(stage, nodes)
     widths = _widths(len(nodes), storages)

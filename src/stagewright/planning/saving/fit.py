@@ -51,15 +51,15 @@ class Fitted:
             tuple(nodes[operator].name for at, operator in sorted(pairs) if at == stage)
             for pairs in (self.choice.checkpoints, self.choice.moved)
         )
-        if not recompute and not moved and stage not in dict(self.choice.reruns):
-            return "keep"
-        ahead = fetch_ahead(self.choice, self.line.stages[stage])
         reruns = tuple(
             (nodes[one].name, tuple(nodes[other].name for other in again))
             for one, again in dict(self.choice.reruns).get(stage, ())
         )
         if reruns:
             recompute = tuple(dict.fromkeys(name for _, again in reruns for name in again))
+        if not recompute and not moved:
+            return "keep"
+        ahead = fetch_ahead(self.choice, self.line.stages[stage])
         return StagePolicy(
             recompute=recompute, offload=moved, checkpoints=checkpoints, fetch_ahead=ahead, reruns=reruns
         )

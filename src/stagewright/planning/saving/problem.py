@@ -154,6 +154,11 @@ def chain_seconds(stage: Stage, units: Iterable[Unit], costing: Costing) -> dict
     return dict(zip((node.id for node in nodes), operator_seconds(stage, nodes, costing), strict=True))
 
 
+def operators_of(stage: Stage) -> tuple[Node, ...]:
+    """Of the model's body, in the forward of a stage: without what depends on inputs alone, and copies of buffers."""
+    return tuple(node for node in stage.forward.nodes if node.part is Part.FORWARD and node.id >= 0)
+
+
 def operator_seconds(stage: Stage, nodes: Iterable[Node], costing: Costing) -> list[float]:
     """Of operators of a stage's forward; of the device, or of the host where that is busier with the whole forward."""
     costs = [costing.of(node, stage.value) for node in stage.forward.nodes]

@@ -121,12 +121,7 @@ class Proposals:
         def proposal(found: Annealed | None) -> Proposal | None:
             if found is None:
                 return None
-            reruns = stage.reruns(found.there)
-            again = {one for _, group in reruns for one in group}
-            units = (
-                index for index, unit in enumerate(self.units) if unit.stage == number and unit.node in again
-            )
-            return Proposal(Choice(frozenset(units), reruns=frozenset({(number, reruns)})), found.seconds)
+            return Proposal(Choice(reruns=frozenset({(number, stage.reruns(found.there))})), found.seconds)
 
         return Propose(lambda needed: proposal(search.within(most - needed)), lambda: None)
 

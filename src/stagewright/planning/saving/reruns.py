@@ -26,7 +26,7 @@ from stagewright.graph import Node, Part
 from stagewright.graph.policy import Reruns
 from stagewright.graph.stage import Stage
 from stagewright.planning.saving import rerun_kernels as kernels
-from stagewright.planning.saving.problem import operator_seconds
+from stagewright.planning.saving.problem import operator_seconds, operators_of
 from stagewright.planning.saving.rerun_kernels import Arrays
 
 Bools = NDArray[np.bool_]
@@ -68,10 +68,8 @@ class RerunStage:
         """Operators that can run again: those of the body that make a storage."""
         return tuple(
             node
-            for node in self.stage.forward.nodes
-            if node.part is Part.FORWARD
-            and node.id >= 0
-            and any(v is not None and self._root(v) == v for v in node.outputs)
+            for node in operators_of(self.stage)
+            if any(v is not None and self._root(v) == v for v in node.outputs)
         )
 
     @cached_property
@@ -168,23 +166,25 @@ class RerunStage:
     @cached_property
     def _phases(self) -> list[tuple[int, int]]:
         """Places in the backward of operators that use a storage, each with the operator of the forward it belongs to."""
-        known = {node.id for node in self.stage.forward.nodes}
+        body, nodes = self.stage.graph.position, self.stage.backward.nodes
         found: list[tuple[int, int]] = []
-        group = -1
-        for place, node in enumerate(self.stage.backward.nodes):
-            group = node.forward if node.forward in known else group
+        group = next((node.forward for node in nodes if node.forward in body), -1)
+        for place, node in enumerate(nodes):
+            group = node.forward if node.forward in body else group
             if self._numbers(node.inputs):
                 found.append((place, group))
         return found
 
     def _own_bytes(self) -> tuple[kernels.Floats, ...]:
         """Of the backward's own results: in front of every phase, with its operator, and at most from then to the next."""
-        in_front, during = _live(self.memory.backward.events, len(self.stage.backward.nodes))
+        during = self.memory.backward.made.astype(np.float64)
+        in_front = during.copy()
+        for place, _, num_bytes in self.memory.backward.events:
+            in_front[place] -= num_bytes if num_bytes != FREED else 0
         places = [place for place, _ in self._phases]
         ends = [*places[1:], len(during)]
-        after = [max([0, *during[place + 1 : end]]) for place, end in zip(places, ends, strict=True)]
-        columns = [in_front[place] for place in places], [during[place] for place in places], after
-        return tuple(np.array(column, np.float64) for column in columns)
+        after = [during[place + 1 : end].max(initial=0.0) for place, end in zip(places, ends, strict=True)]
+        return in_front[places], during[places], np.array(after)
 
     def _forward(self) -> tuple[kernels.Floats, Bools]:
         """What is alive at every operator of the forward whatever is kept, and what only if it is."""
@@ -222,22 +222,6 @@ def _last_of_use(
 def _flat(lists: Sequence[list[int]]) -> tuple[kernels.Ints, kernels.Ints]:
     starts = np.cumsum([0, *map(len, lists)])
     return np.array([number for one in lists for number in one], np.int64), starts.astype(np.int64)
-
-
-def _live(events: Iterable[tuple[int, int, int]], count: int) -> tuple[list[int], list[int]]:
-    """Bytes that a function has made and not freed, in front of each of its statements and at most while it runs."""
-    change, most = [0] * (count + 1), [0] * count
-    sizes: dict[int, int] = {}
-    live = 0
-    for index, storage, num_bytes in events:
-        before = live
-        live += -sizes.pop(storage) if num_bytes == FREED else num_bytes
-        if num_bytes != FREED:
-            sizes[storage] = num_bytes
-        change[index + 1] += live - before
-        most[index] = max(most[index], live)
-    in_front = np.cumsum(change)[:-1].tolist()
-    return in_front, [max(one, other) for one, other in zip(in_front, most, strict=True)]
 
 
 @dataclass(frozen=True)
