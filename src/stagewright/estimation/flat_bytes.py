@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from stagewright.estimation.sharded import Moves, moves
-from stagewright.estimation.state import Precision, ResidentBytes
+from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.flat import GRADIENTS, Flat
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule.action import Action
@@ -59,11 +59,11 @@ class FlatBytes:
             live[GATHERED] += _parameter_bytes(flat)
             yield 0
         for flat in change.opens:
-            live[WHOLE] += _gradient_bytes(flat)
+            live[WHOLE] += self._gradient_bytes(flat)
             yield 0
         for flat in change.reduces:
             live[SUMMED] += self._summed_bytes(flat)
-            closed = _gradient_bytes(flat) if flat.level >= GRADIENTS else 0
+            closed = self._gradient_bytes(flat) if flat.level >= GRADIENTS else 0
             live[WHOLE] -= closed
             yield closed if self._is_cast(flat) else 0
         for stage in change.uses:
@@ -75,7 +75,7 @@ class FlatBytes:
     def _settle(self, flat: Flat) -> Iterator[int]:
         if flat.level >= GRADIENTS and flat not in self._has_shard:
             self._has_shard.add(flat)
-            self.categories[SHARDS] += _gradient_bytes(flat) // flat.num_shards
+            self.categories[SHARDS] += self._gradient_bytes(flat) // flat.num_shards
             yield 0
         self.categories[SUMMED] -= self._summed_bytes(flat)
 
@@ -90,18 +90,17 @@ class FlatBytes:
         return sum(derived.kept.values()) if derived is not None else 0
 
     def _is_cast(self, flat: Flat) -> bool:
-        return self.resident.wire not in (None, Precision.of(flat.dtype).gradient)
+        return self.resident.wire not in (None, self.resident.runtime.precision(flat.dtype).gradient)
+
+    def _gradient_bytes(self, flat: Flat) -> int:
+        return flat.num_elements * ITEM_BYTES[self.resident.runtime.precision(flat.dtype).gradient]
 
     def _summed_bytes(self, flat: Flat) -> int:
         """Bytes that a sum on its way takes beyond the gradients that are kept anyway."""
         if self.resident.wire is not None and self._is_cast(flat):
             return flat.num_elements * ITEM_BYTES[self.resident.wire]
-        return _gradient_bytes(flat) if flat.level >= GRADIENTS else 0
+        return self._gradient_bytes(flat) if flat.level >= GRADIENTS else 0
 
 
 def _parameter_bytes(flat: Flat) -> int:
     return flat.num_elements * ITEM_BYTES[flat.dtype]
-
-
-def _gradient_bytes(flat: Flat) -> int:
-    return flat.num_elements * ITEM_BYTES[Precision.of(flat.dtype).gradient]

@@ -15,6 +15,7 @@ from typing import Any
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
 from stagewright.graph.added import ACCUMULATE, MOVES
+from stagewright.graph.fusion import is_kernel
 
 
 class Kernel(Enum):
@@ -114,6 +115,8 @@ def work(node: Node, value: Lookup) -> Work:
     if node.op == ACCUMULATE:
         gradient = value(node.inputs[0]).meta
         return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.payload_bytes * 3.0)
+    if is_kernel(node.op):
+        return _fused(node, value, dtype)
     if (
         node.op in MOVES
         or name in _FREE
@@ -134,6 +137,24 @@ def work(node: Node, value: Lookup) -> Work:
         num_functions=elements if name in _FUNCTIONS else 0.0,
         num_random=elements if name in _RANDOM else 0.0,
     )
+
+
+def _fused(node: Node, value: Lookup, dtype: str) -> Work:
+    """A fused kernel: every tensor once, or the bytes that its rule states."""
+    stated = dict(node.kwargs)
+    moved = stated.get("bytes_moved")
+    kernel = Kernel.NORM if stated["kind"] == "norm" else Kernel.MEMORY
+    return Work(kernel, dtype, bytes_moved=_once(node, value) if moved is None else moved)
+
+
+def _once(node: Node, value: Lookup) -> float:
+    """As `_moved`, with several views of a storage read once."""
+    read: dict[int, int] = {}
+    for number in node.inputs:
+        found = value(number)
+        read[found.storage] = max(read.get(found.storage, 0), found.meta.payload_bytes)
+    made = (value(output).meta.payload_bytes for output in node.outputs if output is not None)
+    return float(sum(read.values()) + sum(made))
 
 
 def short_name(op: str) -> str:

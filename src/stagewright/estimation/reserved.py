@@ -11,8 +11,8 @@ from stagewright.estimation.allocator import CachingAllocator
 from stagewright.estimation.allocator_kernels import NONE, Ints
 from stagewright.estimation.in_flight import Happenings, InFlight
 from stagewright.estimation.liveness import FREED
+from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.estimation.state import Precision
 from stagewright.estimation.storages import Key
 from stagewright.graph.flat import Flat
 from stagewright.graph.stage import Stage
@@ -106,23 +106,26 @@ class _Replay:
         which AdamW will make moments."""
         fixed = _fixed(self.stages)
         trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
-        kinds = [Precision.of(meta.dtype) for meta in trained.values()]
+        runtime = runtime_of(self.stages[0].graph)
+        kinds = [runtime.precision(meta.dtype) for meta in trained.values()]
         gradients = [
             meta.num_elements * ITEM_BYTES[kind.gradient]
             for meta, kind in zip(trained.values(), kinds, strict=True)
         ]
         flat = {value for buffer in self.flats for value in buffer.values}
         own = [size for value, size in zip(trained, gradients, strict=True) if value not in flat]
-        buffers = [one.num_elements * ITEM_BYTES[Precision.of(one.dtype).gradient] for one in self.flats]
+        buffers = [one.num_elements * ITEM_BYTES[runtime.precision(one.dtype).gradient] for one in self.flats]
         if self.host_optimizer:
             self._allocate(fixed, [*own, *buffers], self.state_bytes)
             return []
-        masters = [
-            size for size, kind in zip(gradients, kinds, strict=True) if kind.gradient != kind.parameter
+        states = [
+            meta.num_elements * ITEM_BYTES[kind.state]
+            for meta, kind in zip(trained.values(), kinds, strict=True)
         ]
-        moments = 2 * sum(gradients) + _STEP_BYTES * len(gradients)
+        masters = [size for size, kind in zip(states, kinds, strict=True) if kind.has_master]
+        moments = 2 * sum(states) + _STEP_BYTES * len(states)
         self._allocate(fixed, [*own, *buffers, *masters], self.state_bytes - moments)
-        return gradients
+        return states
 
     def _allocate(self, first: Sequence[int], last: Sequence[int], total: int) -> None:
         """Storages of `first`, of what `total` has beyond both, and of `last`."""

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from stagewright.cluster import Device
 from stagewright.estimation.host_link import waiting_seconds
+from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stage_memory import StageMemory
-from stagewright.estimation.state import Precision
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph, Origin, Part
 from stagewright.graph.cuts import Cuts, find_cuts
@@ -159,7 +159,9 @@ class BodyCosts:
         """A parameter that several places use counts where it is used first."""
         first = self._first_uses()
         metas = [self.graph.values[value].meta for value in first]
-        sizes = [m.num_elements * Precision.of(m.dtype).bytes_per_parameter for m in metas]
+        sizes = [
+            m.num_elements * runtime_of(self.graph).precision(m.dtype).bytes_per_parameter for m in metas
+        ]
         return _prefix(np.array(list(first.values()), np.int64), np.array(sizes, np.float64), self.size)
 
     @cached_property

@@ -7,51 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
+from stagewright.estimation.precision import Precision
+from stagewright.estimation.runtime import Runtime, load_runtime, runtime_of
 from stagewright.estimation.sharded import is_gathered
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat, of_stages
 from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
 
 _STEP_COUNTER_BYTES = 4  # AdamW counts steps in one float32 per parameter
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Element types of training state: `gradient` of the buffers in which gradients are added up.
-
-    Where it differs from the type of a parameter, the optimizer keeps a master copy in the gradient's type.
-
-    >>> Precision.of("bfloat16").bytes_per_parameter, Precision.of("float32").bytes_per_parameter
-    (18, 16)
-    """
-
-    parameter: str
-    gradient: str
-
-    @classmethod
-    def of(cls, dtype: str) -> Precision:
-        """What trains parameters of `dtype` (a torch name): half precision adds up gradients in float32."""
-        return cls(dtype, "float32" if ITEM_BYTES[dtype] < 4 else dtype)
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        """Parameter, gradient, two moments of AdamW, and the master copy where there is one."""
-        parameter, gradient = ITEM_BYTES[self.parameter], ITEM_BYTES[self.gradient]
-        return parameter + 3 * gradient + (gradient if self.parameter != self.gradient else 0)
-
-    def kept_per_parameter(self, level: int, num_replicas: int, host_optimizer: bool = False) -> float:
-        """The part of `bytes_per_parameter` that one replica's device keeps where they share out as `level` says, and where
-        the optimizer's part may be on the host.
-
-        >>> [Precision.of("bfloat16").kept_per_parameter(level, 4) for level in (0, 1, 2, 3)]
-        [18.0, 9.0, 6.0, 4.5]
-        >>> Precision.of("bfloat16").kept_per_parameter(0, 4, host_optimizer=True)
-        6.0
-        """
-        parameter, gradient = ITEM_BYTES[self.parameter], ITEM_BYTES[self.gradient]
-        optimizer = 0 if host_optimizer else self.bytes_per_parameter - parameter - gradient
-        parts = ((optimizer, OPTIMIZER), (gradient, GRADIENTS), (parameter, PARAMETERS))
-        return float(sum(size / num_replicas if level >= first else size for size, first in parts))
 
 
 @dataclass(frozen=True)
@@ -72,6 +35,7 @@ class ResidentBytes:
     flats: tuple[Flat, ...] = ()
     derived: Mapping[int, FunctionMemory] = field(default_factory=dict)
     wire: str | None = None
+    runtime: Runtime = field(default_factory=lambda: load_runtime("stagewright"))
 
     @cached_property
     def total(self) -> int:
@@ -102,6 +66,7 @@ def resident_bytes(
     Master weights and gradients as `Precision.of` each parameter's type. Source: PyTorch's fused AdamW, which
     needs no memory of its own. Ignores: the norms of the gradients, a few bytes each.
     """
+    runtime = runtime_of(stages[0].graph)
     flats = of_stages(flats, (stage.index for stage in stages))
     sizes: dict[str, dict[object, int]] = {
         name: {} for name in ("parameters", "gradients", "optimizer", "master")
@@ -116,11 +81,11 @@ def resident_bytes(
             constants[value] = stage.graph.storage_bytes[stage.value(value).storage]
         for value in {value for value, _ in stage.gradients} - moved:
             meta = stage.value(value).meta
-            gradient = _add_optimizer(sizes, value, meta.num_elements, meta.dtype)
+            gradient = _add_optimizer(sizes, value, meta.num_elements, runtime.precision(meta.dtype))
             if value not in summed:
                 sizes["gradients"][value] = gradient
     for flat in flats:
-        _add_flat(sizes, flat)
+        _add_flat(sizes, flat, runtime.precision(flat.dtype))
     on_host = 0
     if host_optimizer:
         on_host = sum(2 * size - _STEP_COUNTER_BYTES for size in sizes["optimizer"].values())
@@ -133,29 +98,32 @@ def resident_bytes(
     fixed = sum(constants.values()) + cotangents + sum(sum(memory.kept.values()) for memory in lasting)
     categories = {name: sum(found.values()) for name, found in sizes.items()} | {"constants": fixed}
     rederived = _peak_in_turn(derived for index, (_, derived) in made.items() if index not in gathered)
-    return ResidentBytes(categories, on_host, rederived, flats=flats, derived=gathered, wire=wire)
+    return ResidentBytes(
+        categories, on_host, rederived, flats=flats, derived=gathered, wire=wire, runtime=runtime
+    )
 
 
-def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat) -> None:
+def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat, precision: Precision) -> None:
     """The part of a flat buffer that one replica keeps; gradients that are sharded come and go."""
-    item, gradient = ITEM_BYTES[flat.dtype], ITEM_BYTES[Precision.of(flat.dtype).gradient]
+    item, gradient = ITEM_BYTES[flat.dtype], ITEM_BYTES[precision.gradient]
     if flat.level >= OPTIMIZER:
         whole = flat.level < PARAMETERS
         sizes["parameters"][flat] = item * (flat.num_elements if whole else flat.shard_elements)
     if flat.is_trained and flat.level < GRADIENTS:
         sizes["gradients"][flat] = gradient * flat.num_elements
     if flat.is_trained and flat.level >= OPTIMIZER:
-        _add_optimizer(sizes, flat, flat.shard_elements, flat.dtype)
+        _add_optimizer(sizes, flat, flat.shard_elements, precision)
 
 
-def _add_optimizer(sizes: dict[str, dict[object, int]], key: object, num_elements: int, dtype: str) -> int:
-    """Adds AdamW's state of a tensor of `dtype`; the bytes of its gradient."""
-    precision = Precision.of(dtype)
-    gradient = num_elements * ITEM_BYTES[precision.gradient]
-    sizes["optimizer"][key] = 2 * gradient + _STEP_COUNTER_BYTES
-    if precision.gradient != dtype:
-        sizes["master"][key] = gradient
-    return gradient
+def _add_optimizer(
+    sizes: dict[str, dict[object, int]], key: object, num_elements: int, precision: Precision
+) -> int:
+    """Adds AdamW's state of a tensor; the bytes of its gradient."""
+    state = num_elements * ITEM_BYTES[precision.state]
+    sizes["optimizer"][key] = 2 * state + _STEP_COUNTER_BYTES
+    if precision.has_master:
+        sizes["master"][key] = state
+    return num_elements * ITEM_BYTES[precision.gradient]
 
 
 def _made(stage: Stage) -> tuple[FunctionMemory, FunctionMemory]:

@@ -16,8 +16,9 @@ from stagewright.estimation.collectives import collective_seconds
 from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, short_name, work
+from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.graph import Node, OperatorGraph
-from stagewright.graph.tensor_parallel import parallelism
+from stagewright.graph.tensor_parallel import COLLECTIVES, parallelism
 
 Floats = NDArray[np.float64]
 
@@ -127,6 +128,7 @@ class Costing:
         """
         self.products = products
         self.fusions: dict[int, Fusion] = fused(graph) if compiled else {}
+        self.runtime = runtime_of(graph)
         self.graph = graph
         self.device = device
         found = parallelism(graph)
@@ -152,12 +154,33 @@ class Costing:
         if not found.has_rule:
             self.without_rule.add(short_name(node.op))
         made = self._in_products(found)
-        if self.num_ranks > 1 and self.cluster is not None:
-            sent_s = collective_seconds(node, value, self.cluster, self.num_ranks)
-            made = replace(made, device_s=made.device_s + sent_s)
+        made = self._under_runtime(made, found)
+        if node.op in COLLECTIVES:
+            made = self._sent(node, value, made)
         if node.signature >= 0:
             self._by_signature[node.signature] = made
         return made
+
+    def _under_runtime(self, plain: Cost, found: Work) -> Cost:
+        """What the runtime's host spends in place of eager execution's, and how long the device waits."""
+        kernel_s = self.runtime.host.kernel_s
+        if kernel_s is not None:
+            plain = replace(plain, host_s=0.0 if found.kernel is Kernel.VIEW else kernel_s)
+        if found.kernel is Kernel.MATMUL:
+            plain = replace(plain, device_s=plain.device_s + self.runtime.waits.product_s)
+        return plain
+
+    def _sent(self, node: Node, value: Lookup, plain: Cost) -> Cost:
+        """A collective: `plain` is the copy that it makes in our own runtime; others send in place."""
+        assert self.cluster is not None
+        runtime = self.runtime
+        copied_s = plain.device_s if runtime.name == STAGEWRIGHT else 0.0
+        sent_s = collective_seconds(node, value, self.cluster, self.num_ranks)
+        return replace(
+            plain,
+            device_s=copied_s + sent_s + runtime.waits.collective_s,
+            host_s=plain.host_s + (self.num_ranks - 1) * runtime.host.member_s,
+        )
 
     def _fused(self, node: Node) -> Cost:
         """The cost of a node that a compiler computes in the kernel of another one, or another one in its kernel."""

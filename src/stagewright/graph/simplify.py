@@ -27,7 +27,7 @@ def compact(graph: OperatorGraph) -> OperatorGraph:
     value. Equal nodes of the static, derived and prologue parts are one.
     """
     merged, twins = _merge(_sorted(graph))
-    return _renumber(_rehome(_drop_dead(merged), graph, twins))
+    return renumbered_graph(_rehome(_drop_dead(merged), graph, twins))
 
 
 def _sorted(graph: OperatorGraph) -> OperatorGraph:
@@ -178,7 +178,7 @@ def _drop_dead(graph: OperatorGraph) -> OperatorGraph:
     return replace(graph, nodes=tuple(node for node in graph.nodes if node.id in alive))
 
 
-def _renumber(graph: OperatorGraph) -> OperatorGraph:
+def renumbered_graph(graph: OperatorGraph) -> OperatorGraph:
     node_ids = {node.id: index for index, node in enumerate(graph.nodes)}
     used = {value for node in graph.nodes for value in (*node.inputs, *node.outputs) if value is not None}
     used |= {

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from stagewright.cluster import Device
 from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
-from stagewright.estimation.state import Precision
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.candidate import Candidate
 from stagewright.planning.job import Job
@@ -68,7 +67,7 @@ def _fits_in_bf16(job: Job, fixed: int, growing: int, limit: int) -> bool:
     now, then = job.torch_name, "bfloat16"
     if ITEM_BYTES[now] <= ITEM_BYTES[then]:
         return False
-    state = Precision.of(then).bytes_per_parameter / Precision.of(now).bytes_per_parameter
+    state = job.profile.precision(then).bytes_per_parameter / job.precision.bytes_per_parameter
     values = ITEM_BYTES[then] / ITEM_BYTES[job.autocast or now]
     return fixed * state + growing * values <= limit
 

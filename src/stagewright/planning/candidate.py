@@ -14,8 +14,8 @@ import numpy as np
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.precision import Precision
 from stagewright.estimation.stages import BodyCosts
-from stagewright.estimation.state import Precision
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.layers import layer_inputs
@@ -383,7 +383,7 @@ def least_saving(
     first = kept[0]
     line, share = (
         _whole_stages(first, body),
-        first.choice.state_share(Precision.of(first.line.job.torch_name)),
+        first.choice.state_share(first.line.job.precision),
     )
     known = {one.cuts: one for one in kept}
     for shrink in _SHRINKS:
@@ -413,7 +413,7 @@ def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     program = make_program(tried.choice)
     counts = saved_counts(tried.choice, program, body)
     ends = np.array([0, *tried.cuts, body.size])
-    share = tried.choice.state_share(Precision.of(job.torch_name))
+    share = tried.choice.state_share(job.precision)
     known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])
     allowed = [0.0] * program.num_stages
     for memory in tried.memories:

@@ -16,7 +16,6 @@ from operator import itemgetter
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
-from stagewright.estimation.state import Precision
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
@@ -246,7 +245,7 @@ def learn(known: Plan, body: BodyCosts, choice: Choice) -> Known:
     """What the predictions of `known` say beyond the costs of ranges."""
     stages, ranks = known.predictions.stages, known.predictions.ranks
     extra = 0.0
-    share = choice.state_share(Precision.of(known.job.torch_name))
+    share = choice.state_share(known.job.precision)
     state = [0.0] * known.pp
     for stage, rank in zip(stages, known.placement, strict=True):
         took = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds

@@ -14,7 +14,6 @@ import numpy as np
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
-from stagewright.estimation.state import Precision
 from stagewright.graph import OperatorGraph
 from stagewright.graph.regions import has_regions
 from stagewright.planning.advice import misses_memory
@@ -108,7 +107,7 @@ class Fitting:
     def holds_one(self, choices: Iterable[Choice], body: BodyCosts, scale: float) -> bool:
         """Whether some choice has room for the state and all that one microbatch saves, `scale` times that of `body`."""
         limit = float(self.job.usable_bytes(self.cluster.device))
-        precision = Precision.of(self.job.torch_name)
+        precision = self.job.precision
         for choice in choices:
             counts = [min(count, 1) * scale for count in in_flight(make_program(choice))]
             budget = MemoryBudget([limit] * len(counts), counts, choice.state_share(precision))
@@ -241,7 +240,7 @@ class Fitting:
         """Whether some partition keeps the state and so many sets of saved values per stage, which are all there are if
         `kept`; if none does, why is noted."""
         limit = self.job.usable_bytes(self.cluster.device)
-        share = choice.state_share(Precision.of(self.job.torch_name))
+        share = choice.state_share(self.job.precision)
         budget = MemoryBudget([float(limit)] * len(counts), counts, share)
         try:
             if has_partition(body, len(counts), budget):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,8 @@ from stagewright.cluster import Cluster, Device
 from stagewright.cluster.strict import StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError
+from stagewright.estimation.precision import Precision
+from stagewright.estimation.runtime import Runtime, load_runtime
 from stagewright.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from stagewright.units import format_bytes
 
@@ -52,6 +55,8 @@ class Job(StrictModel):
     sequence_lengths: tuple[Annotated[int, Field(ge=1, le=MOST_TOKENS)], ...] = ()
     """Tokens per sample of the steps, which go through these lengths again and again; a length may be named several times.
     None given: `sequence_length` for all."""
+    runtime: str = "stagewright"
+    """Whose execution is predicted: a bundled runtime or the path of a file; plans of the own one run."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
@@ -94,6 +99,20 @@ class Job(StrictModel):
                 f"{list(self.sequence_lengths)}: leave it out"
             )
         return self
+
+    @cached_property
+    def profile(self) -> Runtime:
+        """The runtime.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        return load_runtime(self.runtime)
+
+    @property
+    def precision(self) -> Precision:
+        """Types of what the runtime keeps of the parameters."""
+        return self.profile.precision(self.torch_name)
 
     def length_of(self, step: int) -> int:
         """Tokens per sample of a step.
@@ -149,11 +168,13 @@ class Job(StrictModel):
 
     def traced(self, target: str) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for this job's graph, for devices of type `target`."""
+        attention = self.profile.attention
         return {
             "sequence_length": self.sequence_length,
             "dtype": self.torch_name,
             "target": target,
             "autocast": self.autocast,
+            **({"attention": attention} if attention != "fused" else {}),
         }
 
     def usable_bytes(self, device: Device, cluster: Cluster | None = None) -> int:

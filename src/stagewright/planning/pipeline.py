@@ -63,7 +63,9 @@ class Pipeline:
     def collectives(self, stage: int) -> Collectives:
         """What the replicas of a stage take to share it out."""
         rank = self.program.placement.rank_of_stage[stage]
-        return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype, self.num_shards)
+        return Collectives(
+            self.cluster, self.replicas(rank), self.reduce_dtype, self.num_shards, self.job.profile
+        )
 
     def reduce_seconds(self, stage: int) -> float:
         """What REDUCE of a stage takes."""
@@ -202,8 +204,10 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
 
 
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
-    """`graph` with the costs of its ranges of operators, as `costing` has them; raises as that does."""
-    return BodyCosts(graph, costing(graph, cluster, job))
+    """`graph`, as the job's runtime runs it, with the costs of its ranges of operators, as `costing` has them; raises as that
+    does."""
+    rewritten = job.profile.rewrite(graph)
+    return BodyCosts(rewritten, costing(rewritten, cluster, job))
 
 
 def reserved_bytes(memory: RankMemory, device: Device) -> int:

@@ -10,8 +10,8 @@ from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
 from stagewright.errors import InputError
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.reserved import reserved_on
+from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts, StageSummary
-from stagewright.estimation.state import Precision
 from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
 from stagewright.graph.flat import OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.stage import Stage
@@ -140,12 +140,17 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
     edges = stage_edges(line.stages)
     flights = flight_seconds(line, edges)
     forward_posts, backward_posts = posting_seconds(line, edges)
+    pass_s = line.job.profile.host.pass_s
     updates = _update_seconds(line) if steps and steps_early(line.program) else []
     return StepCosts(
-        forward_seconds=_column(forward_posts + [summary.forward_s for summary in line.summaries]),
-        input_grad_seconds=_column(backward_posts + [summary.input_grad_s for summary in line.summaries]),
+        forward_seconds=_column(pass_s + forward_posts + [summary.forward_s for summary in line.summaries]),
+        input_grad_seconds=_column(
+            pass_s + backward_posts + [summary.input_grad_s for summary in line.summaries]
+        ),
         weight_grad_seconds=tuple(summary.weight_grad_s for summary in line.summaries),
-        backward_seconds=_column(backward_posts + [summary.backward_s for summary in line.summaries]),
+        backward_seconds=_column(
+            pass_s + backward_posts + [summary.backward_s for summary in line.summaries]
+        ),
         recompute_seconds=_unless_zero(summary.rebuild_s for summary in line.summaries),
         gather_seconds=_unless_zero(
             line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages
@@ -209,7 +214,9 @@ def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
     for stage in stages:
         for value, _ in stage.gradients:
             meta = stage.value(value).meta
-            found[value] = meta.num_elements * ITEM_BYTES[Precision.of(meta.dtype).gradient]
+            found[value] = (
+                meta.num_elements * ITEM_BYTES[runtime_of(stage.graph).precision(meta.dtype).gradient]
+            )
     return found
 
 
@@ -237,7 +244,7 @@ def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, nu
     device, job = line.device_of(rank), line.job
     if rank not in line.host_optimizer:
         return _optimizer_seconds(job, gradient_bytes, device, num_gradients)
-    sizes = ITEM_BYTES[Precision.of(job.torch_name).gradient], ITEM_BYTES[job.torch_name]
+    sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
     host = host_of(line.cluster, line.first_rank(rank))
     return host_optimizer_seconds(
         gradient_bytes / sizes[0], device, host, *sizes, clips=job.clip_norm is not None
@@ -256,7 +263,9 @@ def host_of(cluster: Cluster, rank: int) -> Host:
 
 
 def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device, num_gradients: int = 0) -> float:
-    num_parameters = gradient_bytes / ITEM_BYTES[Precision.of(job.torch_name).gradient]
+    num_parameters = gradient_bytes / ITEM_BYTES[job.precision.gradient]
+    if (step_bytes := job.profile.optimizer.step_bytes) is not None:
+        return device.memory_seconds(step_bytes * num_parameters) + job.profile.host.step_s
     has_master = ITEM_BYTES[job.torch_name] < ITEM_BYTES["float32"]
     clips = job.clip_norm is not None
     return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients)
@@ -280,7 +289,7 @@ def lower_bound_seconds(
     replicas too."""
     total = float(body.seconds[-1])
     chain = total - float(body.weight_grad_seconds[-1]) if pp > 1 else total
-    precision = Precision.of(job.torch_name)
+    precision = job.precision
     gradients = body.state_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
     step = _optimizer_seconds(job, float(gradients) / pp / num_shards, body.costing.device)
     return max(total * num_microbatches / pp, chain) + step

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from stagewright.errors import InputError
-from stagewright.estimation.state import Precision
+from stagewright.estimation.runtime import Runtime, load_runtime
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
@@ -88,6 +88,7 @@ class Collectives:
     ranks: Sequence[int]
     wire: str | None = None
     num_shards: int | None = None
+    runtime: Runtime = field(default_factory=lambda: load_runtime("stagewright"))
 
     @property
     def sharing(self) -> Sequence[int]:
@@ -110,7 +111,7 @@ class Collectives:
         """Gradients summed, on every replica or each replica's part on it."""
         seconds = 0.0
         for flat in found:
-            item = ITEM_BYTES[self.wire or Precision.of(flat.dtype).gradient]
+            item = ITEM_BYTES[self.wire or self.runtime.precision(flat.dtype).gradient]
             cost = reduce_scatter_seconds if flat.level >= OPTIMIZER else all_reduce_seconds
             seconds += cost(self.cluster, flat.num_elements * item, self.sharing)
             if len(self.copies) > 1:

@@ -23,6 +23,9 @@ def flight_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tup
     """
     found = {}
     for source, target, sent in _sent(line, edges):
+        if line.job.profile.transfers != "overlapped":
+            found[source, target] = 0.0  # part of what `posting_seconds` says
+            continue
         on_the_way = sent if _posts(line, source) is None else 0
         found[source, target] = message_seconds(line, source, target, on_the_way) if sent else 0.0
     return found
@@ -41,6 +44,12 @@ def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[F
         if placed[source] == placed[target]:
             continue
         busy = forward if source < target else backward
+        if line.job.profile.transfers != "overlapped":
+            taken = message_seconds(line, source, target, sent) + line.job.profile.host.member_s
+            busy[source] += taken
+            if line.job.profile.transfers == "sends and receives":
+                busy[target] += taken
+            continue
         if (overhead := _posts(line, target)) is not None:
             busy[target] += _num_messages(line, source, target) * overhead
         if (overhead := _posts(line, source)) is not None:

@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from stagewright.errors import InputError
 from stagewright.files import cache_folder, write_whole
@@ -41,6 +41,7 @@ def trace(
     tp: int = 1,
     splits_sequence: bool = False,
     loss_pieces: int = 1,
+    attention: Literal["fused", "explicit"] = "fused",
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -57,6 +58,8 @@ def trace(
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
         splits_sequence: whether those ranks also split the sequence between the layers' products.
+        attention: whether attention's scores are computed by operators of their own (``explicit``), as runtimes without fused
+            kernels do, which this one only predicts.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
 
     Raises:
@@ -77,6 +80,7 @@ def trace(
         "tp": tp,
         "splits_sequence": splits_sequence and tp > 1,
         **({"loss_pieces": loss_pieces} if loss_pieces > 1 else {}),
+        **({"attention": attention} if attention != "fused" else {}),
     }
     path = _entry(facts) if use_cache else None
     if path is not None and (graph := _load(path)) is not None:

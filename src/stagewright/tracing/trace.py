@@ -12,6 +12,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.tensor_parallel import even, verify_parallel
 from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
 from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.joint import build_joint
@@ -85,6 +86,7 @@ def trace_module(
     whole = facts.get("autocast")
     with (
         quiet_capture(device.type),
+        attention_of(facts.get("attention", "fused"), facts.get("target", device.type), device.type),
         autocast_of(facts.get("target", device.type)),
         torch.autocast(device.type, DTYPES[whole]) if whole else contextlib.nullcontext(),
     ):

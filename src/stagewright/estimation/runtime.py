@@ -1,0 +1,177 @@
+"""Runtimes: whose execution of a plan is predicted, as data and as a rewrite of the operator graph.
+
+A runtime is a file: which operators are one kernel and what such a kernel keeps, the types of gradients and optimizer state,
+what the host spends, which transfers keep a rank waiting. Time and memory come from the same estimate and replay for all.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from stagewright.cluster.device import Seconds
+from stagewright.cluster.strict import SourcedModel, StrictModel, validated
+from stagewright.documents import read_toml
+from stagewright.errors import InputError, nearest
+from stagewright.estimation.precision import Precision
+from stagewright.graph import OperatorGraph
+from stagewright.graph.fusion import FusionRule, fuse
+
+STAGEWRIGHT = "stagewright"
+"""The runtime that `stagewright run` is: graphs as they are traced."""
+
+_Count = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class Kernel(SourcedModel):
+    """A fused kernel, as `stagewright.graph.fusion.FusionRule` has it."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9 _-]*$")
+    around: tuple[str, ...]
+    absorbs: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ("inputs",)
+    within: Literal["module", "parent", "model"] = "module"
+    kind: Literal["memory", "norm"] = "memory"
+    forward_bytes: _Count | None = None
+    backward_bytes: _Count | None = None
+    scratch_bytes: _Count = 0.0
+
+    @property
+    def rule(self) -> FusionRule:
+        """What the rewrite takes."""
+        return FusionRule(
+            self.name, frozenset(self.around), frozenset(self.absorbs), frozenset(self.keeps), self.forward_bytes,
+            self.backward_bytes, self.scratch_bytes, self.kind, self.within,
+        )  # fmt: skip
+
+
+class HostCosts(StrictModel):
+    """What the host spends, in seconds; where nothing is said, what the device's file says of eager execution.
+
+    * `kernel_s`: on a kernel, with the operators and autograd's work around it; views are then in it.
+    * `member_s`: more for every further member of a collective: all wait for the slowest.
+    * `pass_s`: on a microbatch in one direction.
+    * `step_s`: once per step: data, learning rate, losses, the optimizer's bookkeeping.
+    """
+
+    kernel_s: Seconds | None = None
+    member_s: Seconds = 0.0
+    pass_s: Seconds = 0.0
+    step_s: Seconds = 0.0
+
+
+class Waits(StrictModel):
+    """For what a device stands still, in seconds.
+
+    * `product_s`: around a matrix product, beyond its ramp-up.
+    * `collective_s`: in a collective, for the slowest of its members, whatever its size.
+    """
+
+    product_s: Seconds = 0.0
+    collective_s: Seconds = 0.0
+
+
+class Optimizer(StrictModel):
+    """Types of what training keeps, and what a step of it moves.
+
+    * `gradients`: in which gradients are added up; None: float32 for half precision, else as the parameter.
+    * `state`: of the moments and the master copy; None: as the gradients.
+    * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
+    """
+
+    gradients: Literal["parameter", "float32"] | None = None
+    state: Literal["float32"] | None = None
+    step_bytes: _Count | None = None
+
+
+class Runtime(SourcedModel):
+    """One runtime.
+
+    * `dtypes`: precisions of jobs that it trains.
+    * `attention`: whether scores are computed and stored (``explicit``), or never (``fused``).
+    * `transfers`: whether a rank stands still while it ``sends``, while it ``sends and receives``, or never (``overlapped``).
+    """
+
+    not_figures = frozenset({"name", "about", "dtypes", "kernels"})
+
+    name: str
+    about: str = ""
+    dtypes: tuple[str, ...] = ()
+    attention: Literal["fused", "explicit"] = "fused"
+    transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
+    optimizer: Optimizer = Optimizer()
+    host: HostCosts = HostCosts()
+    waits: Waits = Waits()
+    kernels: tuple[Kernel, ...] = ()
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def precision(self, dtype: str) -> Precision:
+        """Types of what trains parameters of `dtype` (a torch name)."""
+        own = Precision.of(dtype)
+        asked = self.optimizer.gradients
+        gradient = {"parameter": dtype, "float32": "float32", None: own.gradient}[asked]
+        return Precision(
+            dtype, gradient, self.optimizer.state or (own.gradient if asked is None else gradient)
+        )
+
+    def check_dtype(self, dtype: str) -> None:
+        """Raises `InputError` for the precision of a job that this runtime does not train."""
+        if self.dtypes and dtype not in self.dtypes:
+            raise InputError(
+                f"runtime '{self.name}' does not train in {dtype}: give --dtype {' or '.join(self.dtypes)}, or another --runtime"
+            )
+
+    def rewrite(self, graph: OperatorGraph) -> OperatorGraph:
+        """`graph` as this runtime runs it: `fuse` with its kernels, and its name among the facts."""
+        if self.name == STAGEWRIGHT:
+            return graph
+        fused = fuse(graph, [kernel.rule for kernel in self.kernels])
+        fused.facts["runtime"] = self.name
+        return fused
+
+
+def runtime_of(graph: OperatorGraph) -> Runtime:
+    """The runtime that a graph was rewritten for."""
+    return load_runtime(graph.facts.get("runtime", STAGEWRIGHT))
+
+
+@cache
+def runtime_names() -> tuple[str, ...]:
+    """Names of the runtimes that are bundled; the own one comes first."""
+    folder = resources.files("stagewright.estimation") / "runtimes"
+    found = sorted(
+        entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")
+    )
+    return (STAGEWRIGHT, *found)
+
+
+@cache
+def load_runtime(name: str) -> Runtime:
+    """The bundled runtime called `name`, or that of a TOML file.
+
+    Raises:
+        InputError: there is none, naming the nearest, or its file says what it must not.
+
+    >>> load_runtime("stagewright").kernels
+    ()
+    """
+    if name == STAGEWRIGHT:
+        return Runtime(name=STAGEWRIGHT)
+    if name.endswith(".toml"):
+        return validated(Runtime, {"name": name, **read_toml(Path(name), "runtime file")}, name)
+    if name not in runtime_names():
+        raise InputError(
+            f"no runtime '{name}'{nearest(name, runtime_names())}: use one of {', '.join(runtime_names())}, or the path of "
+            "a file that ends in .toml"
+        )
+    text = (resources.files("stagewright.estimation") / "runtimes" / f"{name}.toml").read_text(
+        encoding="utf-8"
+    )
+    return validated(Runtime, {"name": name, **tomllib.loads(text)}, f"runtime '{name}'")
