@@ -10,7 +10,7 @@ import tomllib
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -94,7 +94,12 @@ class Runtime(SourcedModel):
 
     * `dtypes`: precisions of jobs that it trains.
     * `attention`: whether scores are computed and stored (``explicit``), or never (``fused``).
-    * `transfers`: whether a rank stands still while it ``sends``, while it ``sends and receives``, or never (``overlapped``).
+    * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
+    * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
+    * `recomputes_head`: whether what surrounds the layers is recomputed too where they are.
+    * `transfers`: whether a rank stands still while it ``sends``, while it ``sends and receives``, or never
+      (``overlapped``).
+    * `scatters_boundaries`: whether tensor-parallel devices send a part each of what all of them have, and gather it behind.
     """
 
     not_figures = frozenset({"name", "about", "dtypes", "kernels"})
@@ -103,7 +108,11 @@ class Runtime(SourcedModel):
     about: str = ""
     dtypes: tuple[str, ...] = ()
     attention: Literal["fused", "explicit"] = "fused"
+    partition: Literal["balanced", "layers"] = "balanced"
+    recomputes_ahead: bool = True
+    recomputes_head: bool = True
     transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
+    scatters_boundaries: bool = False
     optimizer: Optimizer = Optimizer()
     host: HostCosts = HostCosts()
     waits: Waits = Waits()
@@ -125,7 +134,8 @@ class Runtime(SourcedModel):
         """Raises `InputError` for the precision of a job that this runtime does not train."""
         if self.dtypes and dtype not in self.dtypes:
             raise InputError(
-                f"runtime '{self.name}' does not train in {dtype}: give --dtype {' or '.join(self.dtypes)}, or another --runtime"
+                f"runtime '{self.name}' does not train in {dtype}: give --dtype {' or '.join(self.dtypes)}, or another "
+                "--runtime"
             )
 
     def rewrite(self, graph: OperatorGraph) -> OperatorGraph:
@@ -165,7 +175,7 @@ def load_runtime(name: str) -> Runtime:
     if name == STAGEWRIGHT:
         return Runtime(name=STAGEWRIGHT)
     if name.endswith(".toml"):
-        return validated(Runtime, {"name": name, **read_toml(Path(name), "runtime file")}, name)
+        return _made(name, read_toml(Path(name), "runtime file"), name)
     if name not in runtime_names():
         raise InputError(
             f"no runtime '{name}'{nearest(name, runtime_names())}: use one of {', '.join(runtime_names())}, or the path of "
@@ -174,4 +184,32 @@ def load_runtime(name: str) -> Runtime:
     text = (resources.files("stagewright.estimation") / "runtimes" / f"{name}.toml").read_text(
         encoding="utf-8"
     )
-    return validated(Runtime, {"name": name, **tomllib.loads(text)}, f"runtime '{name}'")
+    return _made(name, tomllib.loads(text), f"runtime '{name}'")
+
+
+def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
+    """The runtime that a file describes; what it does not say is as in the one that it is `based_on`."""
+    if (based_on := document.pop("based_on", None)) is not None:
+        document = _merged(_document_of(str(based_on), origin), document)
+    return validated(Runtime, {**document, "name": name}, origin)
+
+
+def _document_of(name: str, origin: str) -> dict[str, Any]:
+    if name not in runtime_names():
+        raise InputError(f"{origin}: based_on = {name!r} is no runtime{nearest(name, runtime_names())}")
+    return load_runtime(name).model_dump(exclude_unset=True)
+
+
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes`: tables key by key, kernels by their names."""
+    merged = dict(base)
+    for key, value in changes.items():
+        if key == "kernels" and isinstance(value, list):
+            own = {kernel.get("name"): kernel for kernel in value if isinstance(kernel, dict)}
+            kept = [kernel for kernel in base.get(key, ()) if kernel["name"] not in own]
+            merged[key] = [*value, *kept]
+        elif isinstance(value, dict) and isinstance(base.get(key), dict):
+            merged[key] = _merged(base[key], value)
+        else:
+            merged[key] = value
+    return merged

@@ -268,7 +268,13 @@ class _StageCarver:
         """What runs again for `backward`, whose values `needed` are `at_hand` if all are kept."""
         forward, late = self.nodes.forward, self.nodes.late
         if not self.policy.reruns:
-            once = self._recomputed(forward, *self._wanted(forward, needed), resident)
+            wanted, kept = self._wanted(forward, needed)
+            once = self._recomputed(forward, wanted, kept, resident)
+            kept &= made_by(once.nodes) & {
+                *needed,
+                *once.inputs,
+            }  # though others of the same operator are not
+            once = replace(once, nodes=tuple(self._beside(node, kept, here) for node in once.nodes))
             made = made_by(once.nodes)
             saved = tuple(value for value in _distinct((*needed, *once.inputs)) if value not in made)
             return _Again(saved, woven(backward, _in_order(once.nodes, late), late_loss), once.nodes, once)

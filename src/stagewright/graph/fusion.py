@@ -29,9 +29,10 @@ class FusionRule:
     * `around`: every kernel holds one or more of these, and grows from the first.
     * `absorbs`: operators that join where they touch what belongs to it, if the whole can still run as one; views between
       them join too.
-    * `within`: where these are looked for: in the same ``module`` as the first, its ``parent`` too, or in the whole ``model``.
-    * `keeps`: what the forward leaves for the backward: ``inputs``, ``results``, or names of operators whose results it keeps
-      although nothing else uses them.
+    * `within`: where these are looked for: in the same ``module`` as the first, its ``parent`` too, or in the whole
+      ``model``.
+    * `keeps`: what the forward leaves for the backward: ``inputs``, ``results``, or names of operators whose results it
+      keeps although nothing else uses them.
     * `forward_bytes`, `backward_bytes`: moved per element of the largest tensor that enters or leaves; None: every tensor
       once.
     * `scratch_bytes`: per element of the largest tensor, there only while the forward runs.

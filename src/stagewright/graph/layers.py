@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
+from stagewright.errors import PlanError
 from stagewright.graph.graph import OperatorGraph, Part
 
 
@@ -22,6 +23,48 @@ def layer_of(module: str) -> str:
 def layers_of(graph: OperatorGraph) -> tuple[str, ...]:
     """The layer of every operator of the body."""
     return tuple(layer_of(graph.nodes[node].module) for node in graph.body)
+
+
+def layer_begins(graph: OperatorGraph) -> list[int]:
+    """Positions in the body at which numbered layers begin, in order."""
+    layers = layers_of(graph)
+    seen: dict[str, int] = {}
+    for position, layer in enumerate(layers):
+        if layer:
+            seen.setdefault(layer, position)
+    return list(seen.values())
+
+
+def even_layers(graph: OperatorGraph, num_stages: int) -> tuple[int, ...]:
+    """Layers of every stage, as even as their number allows, the first stages having more.
+
+    Raises:
+        PlanError: fewer layers than stages.
+    """
+    num_layers = len(layer_begins(graph))
+    if num_layers < num_stages:
+        raise PlanError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer")
+    each, more = divmod(num_layers, num_stages)
+    return tuple(each + (stage < more) for stage in range(num_stages))
+
+
+def layer_cuts(graph: OperatorGraph, layers_per_stage: Sequence[int]) -> tuple[int, ...]:
+    """Where stages of so many layers are cut: in front of the first layer of each but the first.
+
+    A stage may have none: at the beginning only what is in front of the layers, at the end only what is behind.
+
+    Raises:
+        PlanError: the counts do not add up to the layers of the model.
+    """
+    begins = layer_begins(graph)
+    if sum(layers_per_stage) != len(begins) or min(layers_per_stage) < 0:
+        raise PlanError(
+            f"layers per stage {','.join(map(str, layers_per_stage))} add up to {sum(layers_per_stage)}, but the model has "
+            f"{len(begins)} layers: give one count per stage that add up"
+        )
+    before = list(accumulate(layers_per_stage))[:-1]
+    last = graph.position[max(node for node in graph.body if layer_of(graph.nodes[node].module))]
+    return tuple(begins[count] if count < len(begins) else last + 1 for count in before)
 
 
 def layer_inputs(graph: OperatorGraph) -> frozenset[int]:

@@ -17,8 +17,9 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
+from stagewright.graph.attention import attention_scores
 from stagewright.graph.flat import GRADIENTS
-from stagewright.graph.layers import layer_inputs
+from stagewright.graph.layers import even_layers, layer_cuts
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
@@ -28,7 +29,13 @@ from stagewright.planning.placing import placed
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.predict import predict, rank_memories, run_timeline, step_seconds
-from stagewright.planning.regions import as_model_says, named_policy, with_recomputation
+from stagewright.planning.regions import (
+    as_model_says,
+    layers_policy,
+    named_policy,
+    scores_policy,
+    with_recomputation,
+)
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program
 from stagewright.planning.shortening import built
@@ -82,6 +89,12 @@ class Choice:
     loss_pieces: int = 1
     """Slices of tokens for which head and loss are evaluated one after the other."""
 
+    num_chunks: int | None = None
+    """Stages per rank, where the schedule places several; None is the schedule's own number."""
+    layers_per_stage: tuple[int, ...] | None = None
+    """Numbered layers of every stage; None lets a partition be found."""
+    selective: bool = False
+    """Whether stages recompute attention's scores and what is made of them until the values are weighted."""
     whole_stages: bool = False
     """Whether stages that recompute keep only what enters them, and that where several microbatches are in flight:
     torchgpipe's way."""
@@ -141,7 +154,7 @@ class Candidate:
 
 def make_program(choice: Choice) -> Program:
     """The computations of every rank, in order."""
-    program = built(choice.schedule, choice.pp, choice.num_microbatches)
+    program = built(choice.schedule, choice.pp, choice.num_microbatches, choice.num_chunks)
     if not choice.recompute:
         return program
     counts = in_flight(program)
@@ -152,10 +165,11 @@ def make_program(choice: Choice) -> Program:
 def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Policy]:
     """The memory policy of every stage that `program` says: recompute as `choice` does, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
+    if choice.selective:
+        return [Policy(recompute=attention_scores(graph))] * program.num_stages
     again = KEEP
     if recomputed:
-        inputs = layer_inputs(graph)
-        again = RECOMPUTE_ALL if choice.whole_stages else Policy(everything=True, checkpoints=inputs)
+        again = RECOMPUTE_ALL if choice.whole_stages else layers_policy(graph)
     return [again if stage in recomputed else KEEP for stage in range(program.num_stages)]
 
 
@@ -172,7 +186,7 @@ def saved_counts(choice: Choice, program: Program, body: BodyCosts) -> list[floa
 
 @lru_cache(maxsize=4)
 def _share_of_layer_inputs(body: BodyCosts) -> float:
-    kept = sum(body.graph.storage_bytes[root] for root in layer_inputs(body.graph))
+    kept = sum(body.graph.storage_bytes[root] for root in layers_policy(body.graph).checkpoints)
     return min(1.0, kept / max(float(body.saved_bytes[-1]), 1.0))
 
 
@@ -235,11 +249,17 @@ def fastest_partition(body: BodyCosts, choice: Choice, cluster: Cluster) -> tupl
 
 
 def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:
-    """The fastest partition if it fits the memory limit; otherwise as `within_memory`.
+    """The partition that `choice` or the runtime says; else the fastest if it fits the memory limit, and otherwise as
+    `within_memory`.
 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
+    asked = choice.layers_per_stage
+    if asked is None and job.profile.partition == "layers":
+        asked = even_layers(body.graph, make_program(choice).num_stages)
+    if asked is not None:
+        return with_cuts(body, choice, layer_cuts(body.graph, asked), cluster, job)
     start = fastest_partition(body, choice, cluster)[0]
     return within_memory(with_cuts(body, choice, start, cluster, job), body)
 
@@ -348,6 +368,8 @@ def _named(
     """The policies of `policies`, as plans name them, or what the model says."""
     if choice.as_model:
         return tuple(named_policy(stage) for stage in line.stages)
+    if choice.selective:
+        return tuple(scores_policy(stage) for stage in line.stages)
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
     again = "recompute" if choice.whole_stages else "layers"
     return tuple(again if stage in recomputed else "keep" for stage in range(line.program.num_stages))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.breakdown import Share, breakdown
 from stagewright.estimation.stack import find_stack, step_memory
 from stagewright.graph import OperatorGraph
+from stagewright.graph.attention import attention_scores
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
-from stagewright.planning.fitting import recompute_of
+from stagewright.planning.fitting import Recompute, recompute_of
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
 from stagewright.planning.loss_pieces import LossPieces, in_pieces, logits_bytes, pieces_by_share
@@ -44,7 +45,9 @@ def estimate(
     sequence_parallel: bool = False,
     microbatch: int = 1,
     schedule: str = "1f1b",
-    recompute: Literal["none", "full", "model"] | None = None,
+    chunks: int | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    recompute: Literal["none", "selective", "full", "model"] | None = None,
     zero: int | None = None,
     reduce_dtype: Literal["fp32", "bf16"] | None = None,
     shard_size: int | None = None,
@@ -59,10 +62,11 @@ def estimate(
     A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
     follows from the number of devices (by default one replica), and the partition is the one a search would
     take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. `recompute` is
-    what stages recompute of what they save: ``none`` or ``full`` of it, or what the ``model``'s own code checkpoints, as by
-    default where it does; `zero` is what replicas share out (0 to 3), at most `shard_size` of them among
-    each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in `shard_units` pieces (by
-    default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with ``auto`` in several where
+    what stages recompute of what they save: ``none``, ``selective`` (attention's scores) or ``full`` of it, or what the
+    ``model``'s own code checkpoints, as by default where it does; `chunks` stages per rank are for schedules that place
+    several, and `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at
+    most `shard_size` of them among each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced
+    in `shard_units` pieces (by default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with ``auto`` in several where
     logits are large. `stack` names whose execution is predicted, by default
     Stagewright's own.
 
@@ -92,13 +96,14 @@ def estimate(
         reduce_dtype=reduce_dtype,
         most_sharing=shard_size,
         shard_units=shard_units,
+        num_chunks=chunks,
+        layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
     )
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
     layers = shared_layers(tp, sequence_parallel) | in_pieces(choice.loss_pieces)
     traced = job.traced(cluster.device.kind) | layers
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
-    asked = recompute_of(recompute, body.graph)
-    choice = replace(choice, recompute=asked == "full", as_model=asked == "model")
+    choice = replace(choice, **_recomputation(recompute, body.graph))
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _run_by(stack, _over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
@@ -218,6 +223,18 @@ def _trace(
     reference: ModelReference, size: int, traced: dict[str, Any], report: Report, trace: Trace
 ) -> OperatorGraph:
     return trace(reference, size, report=report, **traced)
+
+
+def _recomputation(asked: str | None, graph: OperatorGraph) -> dict[str, bool]:
+    """What of a `Choice` says so; raises `InputError` for a model that has nothing of it."""
+    if asked == "selective":
+        if not attention_scores(graph):
+            raise InputError(
+                "recompute 'selective' makes attention's scores again, which this runtime never stores: give none or full"
+            )
+        return {"selective": True}
+    meant = recompute_of(cast("Recompute | None", asked), graph)
+    return {"recompute": meant == "full", "as_model": meant == "model"}
 
 
 def _pieces(reference: ModelReference, job: Job, choice: Choice, cluster: Cluster, asked: LossPieces) -> int:

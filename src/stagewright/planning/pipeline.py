@@ -48,6 +48,12 @@ class Pipeline:
     tp: int = 1
     """Ranks that share every layer; `memories` and `summaries` are those of one of them."""
 
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether the ranks that share a layer split the sequence between its products."""
+        shared = parallelism(self.carving.graph)
+        return shared is not None and shared.sequence
+
     @cached_property
     def flats(self) -> tuple[Flat, ...]:
         """The flat buffers of all stages; none where there is one replica."""
@@ -204,8 +210,7 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
 
 
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
-    """`graph`, as the job's runtime runs it, with the costs of its ranges of operators, as `costing` has them; raises as that
-    does."""
+    """`graph`, as the job's runtime runs it, with the costs of its ranges of operators; raises as `costing` does."""
     rewritten = job.profile.rewrite(graph)
     return BodyCosts(rewritten, costing(rewritten, cluster, job))
 

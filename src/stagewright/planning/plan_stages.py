@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from stagewright.errors import PlanError, ScheduleError, nearest
 from stagewright.graph import OperatorGraph
-from stagewright.graph.layers import layer_inputs
 from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.regions import layers_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 
 
@@ -65,7 +65,7 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
                 reruns=tuple((number(one), tuple(map(number, again))) for one, again in text.reruns),
             )
         if text == "layers":
-            return Policy(everything=True, checkpoints=layer_inputs(graph))
+            return layers_policy(graph)
         return RECOMPUTE_ALL if text == "recompute" else KEEP
 
     return [policy(text) for text in plan.memory_policy]

@@ -6,6 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
+
 from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
 from stagewright.errors import InputError
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
@@ -141,17 +143,21 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
     flights = flight_seconds(line, edges)
     forward_posts, backward_posts = posting_seconds(line, edges)
     pass_s = line.job.profile.host.pass_s
+    rebuild_s = np.array([summary.rebuild_s for summary in line.summaries])
+    early_s, late_s = rebuild_s, 0.0 * rebuild_s
+    if not line.job.profile.recomputes_ahead:
+        early_s, late_s = late_s, early_s
     updates = _update_seconds(line) if steps and steps_early(line.program) else []
     return StepCosts(
         forward_seconds=_column(pass_s + forward_posts + [summary.forward_s for summary in line.summaries]),
         input_grad_seconds=_column(
-            pass_s + backward_posts + [summary.input_grad_s for summary in line.summaries]
+            late_s + pass_s + backward_posts + [summary.input_grad_s for summary in line.summaries]
         ),
         weight_grad_seconds=tuple(summary.weight_grad_s for summary in line.summaries),
         backward_seconds=_column(
-            pass_s + backward_posts + [summary.backward_s for summary in line.summaries]
+            late_s + pass_s + backward_posts + [summary.backward_s for summary in line.summaries]
         ),
-        recompute_seconds=_unless_zero(summary.rebuild_s for summary in line.summaries),
+        recompute_seconds=_unless_zero(early_s.tolist()),
         gather_seconds=_unless_zero(
             line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages
         ),

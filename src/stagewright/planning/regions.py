@@ -8,8 +8,11 @@ from itertools import pairwise
 from typing import Literal
 
 from stagewright.cluster import Cluster
+from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph.attention import attention_scores
+from stagewright.graph.layers import layer_inputs, layer_of
 from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.regions import region_policy
 from stagewright.graph.stage import Stage
@@ -18,6 +21,15 @@ from stagewright.planning.pipeline import Pipeline, pipeline
 from stagewright.planning.plan import StagePolicy
 from stagewright.schedule import Program
 from stagewright.schedule.saving import insert_recomputation
+
+
+def layers_policy(graph: OperatorGraph) -> Policy:
+    """Every layer keeps what enters it alone; so do head and loss, unless the runtime of `graph` keeps all of them."""
+    kept = layer_inputs(graph)
+    if not runtime_of(graph).recomputes_head:
+        around = (graph.nodes[node] for node in graph.body if not layer_of(graph.nodes[node].module))
+        kept |= {value for node in around for value in node.outputs if value is not None}
+    return Policy(everything=True, checkpoints=kept)
 
 
 def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
@@ -61,6 +73,13 @@ def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
         recompute=_names(again, asked.recompute & needed),
         checkpoints=_names([graph.nodes[node] for node in sorted(own)], asked.checkpoints),
     )
+
+
+def scores_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
+    """The policy of a stage that recomputes attention's scores, as plans have it."""
+    made = attention_scores(stage.graph)
+    again = [node for node in _again(stage) if not made.isdisjoint(node.outputs)]
+    return StagePolicy(recompute=_names(again, made)) if again else "keep"
 
 
 def _again(stage: Stage) -> list[Node]:

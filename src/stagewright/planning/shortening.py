@@ -17,9 +17,9 @@ Pass = Callable[[Program], Program]
 
 
 @lru_cache(maxsize=64)
-def built(name: str, num_ranks: int, num_microbatches: int) -> Program:
+def built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Program:
     """The computations of every rank, in order; kept, because all partitions of a search have the same."""
-    return build(name, num_ranks, num_microbatches)
+    return build(name, num_ranks, num_microbatches, num_chunks)
 
 
 @lru_cache(maxsize=32)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.cluster import all_gather_seconds
 from stagewright.graph.payload import messages
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[F
             continue
         busy = forward if source < target else backward
         if line.job.profile.transfers != "overlapped":
-            taken = message_seconds(line, source, target, sent) + line.job.profile.host.member_s
+            taken = _blocking_seconds(line, source, target, sent)
             busy[source] += taken
             if line.job.profile.transfers == "sends and receives":
                 busy[target] += taken
@@ -61,6 +62,20 @@ def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[F
 def _posts(line: Pipeline, stage: int) -> float | None:
     """Seconds that a message takes of the processor that computes a stage; None where another one does that."""
     return line.device_of(line.program.placement.rank_of_stage[stage]).message_overhead_s
+
+
+def _blocking_seconds(line: Pipeline, source: int, target: int, num_bytes: float) -> float:
+    """For how long a rank stands still that waits for what it sends.
+
+    Source: Megatron-LM's scatter-gather optimisation, Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
+    """
+    profile = line.job.profile
+    if not profile.scatters_boundaries or line.tp == 1 or line.splits_sequence:
+        return message_seconds(line, source, target, num_bytes) + profile.host.member_s
+    first = line.first_rank(line.program.placement.rank_of_stage[target])
+    gathered_s = all_gather_seconds(line.cluster, num_bytes, range(first, first + line.tp))
+    sent_s = message_seconds(line, source, target, num_bytes / line.tp)
+    return sent_s + gathered_s + profile.host.member_s
 
 
 def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) -> float:

@@ -58,8 +58,8 @@ def trace(
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
         splits_sequence: whether those ranks also split the sequence between the layers' products.
-        attention: whether attention's scores are computed by operators of their own (``explicit``), as runtimes without fused
-            kernels do, which this one only predicts.
+        attention: whether attention's scores are computed by operators of their own (``explicit``), as runtimes without
+            fused kernels do; such a graph is costed, not run.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
 
     Raises:
