@@ -142,7 +142,8 @@ class _Run:
     def _make(self, output: int, node: Node, index: int) -> None:
         root = self.value(output).storage
         if root != output or node.op == ARRIVED:
-            for number in node.inputs:
+            beside = (root,) if root in node.outputs else ()  # results of one operator in one storage
+            for number in (*node.inputs, *beside):
                 if self.value(number).storage == root:
                     if number in self.home:
                         self._name(output, self.home[number])

@@ -114,6 +114,8 @@ def work(node: Node, value: Lookup) -> Work:
     dtype = _dtype(node, value)
     if node.op == ACCUMULATE:
         gradient = value(node.inputs[0]).meta
+        if not gradient.num_elements:  # the product has added it
+            return Work(Kernel.VIEW, dtype)
         return Work(Kernel.MEMORY, dtype, bytes_moved=gradient.payload_bytes * 3.0)
     if is_kernel(node.op):
         return _fused(node, value, dtype)
@@ -143,8 +145,23 @@ def _fused(node: Node, value: Lookup, dtype: str) -> Work:
     """A fused kernel: every tensor once, or the bytes that its rule states."""
     stated = dict(node.kwargs)
     moved = stated.get("bytes_moved")
+    if stated["kind"] == "matmul":
+        flop, bytes_moved = stated["flop"], _once(node, value)
+        if _adds_up(node, value):
+            bytes_moved += _ADDED_BYTES * stated["weights"]
+        return Work(Kernel.MATMUL, dtype, flop, flop, bytes_moved)
     kernel = Kernel.NORM if stated["kind"] == "norm" else Kernel.MEMORY
     return Work(kernel, dtype, bytes_moved=_once(node, value) if moved is None else moved)
+
+
+_ADDED_BYTES = 8
+"""To read and write a float32 of the buffer that a product adds to."""
+
+
+def _adds_up(node: Node, value: Lookup) -> bool:
+    """Whether a product adds its results to what is there: these are empty."""
+    made = [value(output).meta for output in node.outputs if output is not None]
+    return bool(made) and not any(meta.num_elements for meta in made)
 
 
 def _once(node: Node, value: Lookup) -> float:
@@ -153,8 +170,12 @@ def _once(node: Node, value: Lookup) -> float:
     for number in node.inputs:
         found = value(number)
         read[found.storage] = max(read.get(found.storage, 0), found.meta.payload_bytes)
-    made = (value(output).meta.payload_bytes for output in node.outputs if output is not None)
-    return float(sum(read.values()) + sum(made))
+    made = [value(output) for output in node.outputs if output is not None]
+    roots = {found.id for found in made}
+    written = (
+        found.meta.payload_bytes for found in made if found.storage == found.id or found.storage not in roots
+    )
+    return float(sum(read.values()) + sum(written))
 
 
 def short_name(op: str) -> str:
@@ -217,7 +238,11 @@ def _product(first: int) -> Callable[[_Call], Work]:
     """(batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
 
     def rule(call: _Call) -> Work:
-        return call.matmul(2.0 * math.prod(call.shape(first)) * call.shape(first + 1)[-1])
+        found = call.matmul(2.0 * math.prod(call.shape(first)) * call.shape(first + 1)[-1])
+        if _adds_up(call.node, call.value):
+            results = math.prod(call.shape(first)[:-1]) * call.shape(first + 1)[-1]
+            return replace(found, bytes_moved=found.bytes_moved + _ADDED_BYTES * results)
+        return found
 
     return rule
 

@@ -7,6 +7,7 @@ what the host spends, which transfers keep a rank waiting. Time and memory come 
 from __future__ import annotations
 
 import tomllib
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -20,7 +21,7 @@ from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.precision import Precision
 from stagewright.graph import OperatorGraph
-from stagewright.graph.fusion import FusionRule, fuse
+from stagewright.graph.fusion import FusionRule, adding_in_products, fuse, summing_once
 
 STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
@@ -36,7 +37,7 @@ class Kernel(SourcedModel):
     absorbs: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ("inputs",)
     within: Literal["module", "parent", "model"] = "module"
-    kind: Literal["memory", "norm"] = "memory"
+    kind: Literal["memory", "norm", "matmul"] = "memory"
     forward_bytes: _Count | None = None
     backward_bytes: _Count | None = None
     scratch_bytes: _Count = 0.0
@@ -94,6 +95,9 @@ class Runtime(SourcedModel):
 
     * `dtypes`: precisions of jobs that it trains.
     * `attention`: whether scores are computed and stored (``explicit``), or never (``fused``).
+    * `adds_in_products`: whether products add gradients of weights up, in place of handing them on.
+    * `sums_once`: whether gradients of parameters that all ranks of a layer hold are summed over these once per step.
+    * `recomputes`: short names of operators whose results are always made again for the backward.
     * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
     * `recomputes_head`: whether what surrounds the layers is recomputed too where they are.
@@ -113,6 +117,9 @@ class Runtime(SourcedModel):
     recomputes_head: bool = True
     transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
     scatters_boundaries: bool = False
+    adds_in_products: bool = False
+    sums_once: bool = False
+    recomputes: tuple[str, ...] = ()
     optimizer: Optimizer = Optimizer()
     host: HostCosts = HostCosts()
     waits: Waits = Waits()
@@ -143,8 +150,11 @@ class Runtime(SourcedModel):
         if self.name == STAGEWRIGHT:
             return graph
         fused = fuse(graph, [kernel.rule for kernel in self.kernels])
-        fused.facts["runtime"] = self.name
-        return fused
+        if self.sums_once:
+            fused = summing_once(fused)
+        if self.adds_in_products:
+            fused = adding_in_products(fused)
+        return replace(fused, facts=fused.facts | {"runtime": self.name})
 
 
 def runtime_of(graph: OperatorGraph) -> Runtime:

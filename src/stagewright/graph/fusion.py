@@ -15,6 +15,7 @@ from typing import Any, Literal
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value
 from stagewright.graph.simplify import renumbered_graph
 from stagewright.graph.tensor import TensorMeta, contiguous
+from stagewright.graph.tensor_parallel import ALL_REDUCE
 
 KERNEL = "runtime."
 """How the operator of a fused kernel begins; the name of its rule follows."""
@@ -36,7 +37,8 @@ class FusionRule:
     * `forward_bytes`, `backward_bytes`: moved per element of the largest tensor that enters or leaves; None: every tensor
       once.
     * `scratch_bytes`: per element of the largest tensor, there only while the forward runs.
-    * `kind`: what bounds it: ``memory``, or ``norm`` for those that need statistics of a row first.
+    * `kind`: what bounds it: ``memory``, ``norm`` for those that need statistics of a row first, or ``matmul``: products of
+      one tensor with several matrices, which become one product whose results lie in one storage.
     """
 
     name: str
@@ -46,7 +48,7 @@ class FusionRule:
     forward_bytes: float | None = None
     backward_bytes: float | None = None
     scratch_bytes: float = 0.0
-    kind: Literal["memory", "norm"] = "memory"
+    kind: Literal["memory", "norm", "matmul"] = "memory"
     within: Literal["module", "parent", "model"] = "module"
 
 
@@ -72,6 +74,48 @@ def fuse(graph: OperatorGraph, rules: Sequence[FusionRule]) -> OperatorGraph:
     return graph
 
 
+def adding_in_products(graph: OperatorGraph) -> OperatorGraph:
+    """`graph` with products that add the gradients of weights to what is there, in place of handing them on.
+
+    Such a gradient is an empty tensor.
+    """
+    maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
+    values = list(graph.values)
+    for made in graph.contributions.values():
+        for _, value in made:
+            passed = [value]
+            while passed[-1] in maker and _is_view(graph, maker[passed[-1]]):
+                passed.append(maker[passed[-1]].inputs[0])
+            source = maker.get(passed[-1])
+            if source is None or source.part is not Part.WEIGHT_GRAD or not _multiplies(source):
+                continue
+            if all(len(graph.consumers.get(one, ())) <= 1 for one in passed):
+                for one in passed:
+                    values[one] = replace(values[one], meta=contiguous((0,), values[one].meta.dtype))
+    return replace(graph, values=tuple(values))
+
+
+def summing_once(graph: OperatorGraph) -> OperatorGraph:
+    """`graph` without sums of gradients over the ranks that share a layer: a runtime that makes them once per step."""
+    summed = {
+        node.outputs[0]: node.inputs[0]
+        for node in graph.nodes
+        if node.op == ALL_REDUCE and node.part is Part.WEIGHT_GRAD
+    }
+    contributions = {
+        gradient: tuple((node, summed.get(value, value)) for node, value in made)
+        for gradient, made in graph.contributions.items()
+    }
+    handed_on = {value for made in graph.contributions.values() for _, value in made}
+    gone = {node.id for node in graph.nodes if node.op == ALL_REDUCE and handed_on.intersection(node.outputs)}
+    nodes = tuple(node for node in graph.nodes if node.id not in gone)
+    return renumbered_graph(replace(graph, nodes=nodes, contributions=contributions))
+
+
+def _multiplies(node: Node) -> bool:
+    return _short(node) in _FACTORS or dict(node.kwargs).get("kind") == "matmul"
+
+
 @dataclass(frozen=True)
 class _Group:
     rule: FusionRule
@@ -83,12 +127,31 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
     maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
     taken: set[int] = set()
     for rule in rules:
+        if rule.kind == "matmul":
+            for members in _with_one_input(graph, rule, taken):
+                taken.update(members)
+                yield _Group(rule, members)
+            continue
         for node in graph.nodes:
             if node.part is Part.FORWARD and node.id not in taken and _short(node) in rule.around:
                 members = _grown(graph, rule, node, maker, taken)
                 if len(members) > 1 or rule.forward_bytes is not None or rule.keeps != frozenset({INPUTS}):
                     taken.update(members)
                     yield _Group(rule, tuple(sorted(members)))
+
+
+def _with_one_input(graph: OperatorGraph, rule: FusionRule, taken: set[int]) -> Iterator[tuple[int, ...]]:
+    """Products of one tensor in modules next to each other, each by a matrix of its own."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for node in graph.nodes:
+        if node.part is Part.FORWARD and node.id not in taken and _short(node) in rule.around:
+            place = _FACTORS[_short(node)]
+            found.setdefault((node.inputs[place], node.module.rpartition(".")[0]), []).append(node.id)
+    yield from (tuple(members) for members in found.values() if len(members) > 1)
+
+
+_FACTORS = {"mm": 0, "addmm": 1}
+"""Products, and which argument is the tensor that is multiplied."""
 
 
 def _short(node: Node) -> str:
@@ -280,11 +343,30 @@ class _Fused:
             if group is None or self._adds_relayed(node, group) or self._stands_apart(node, group):
                 continue
             units.setdefault((group, node.part), _Unit(group, node.part)).nodes.append(node)
+        for (group, part), unit in units.items():
+            if part is Part.INPUT_GRAD and self.groups[group].rule.kind == "matmul":
+                self._take_sums(unit)
         return {
             key: unit
             for key, unit in units.items()
             if unit.part is Part.FORWARD or not all(_is_view(self.old, node) for node in unit.nodes)
         }
+
+    def _take_sums(self, unit: _Unit) -> None:
+        """A product with several matrices adds what each of them gives."""
+        made = {value for node in unit.nodes for value in node.outputs}
+        views: dict[int, list[Node]] = {value: [] for value in made if value is not None}
+        for node in self.old.nodes[unit.nodes[0].id :]:
+            if node in unit.nodes or node.part is not Part.INPUT_GRAD or not node.inputs:
+                continue
+            if all(value in views for value in node.inputs):
+                through = [one for value in node.inputs for one in views[value]]
+                if _short(node) == "add":
+                    unit.nodes += [one for one in (*through, node) if one not in unit.nodes]
+                    views |= {value: [] for value in node.outputs if value is not None}
+                elif _is_view(self.old, node):
+                    views |= {value: [*through, node] for value in node.outputs if value is not None}
+        unit.nodes.sort(key=lambda node: node.id)
 
     def _adds_relayed(self, node: Node, group: int) -> bool:
         """Whether a node adds a gradient that comes from elsewhere to one of the kernel's: autograd's own work."""
@@ -333,8 +415,10 @@ class _Fused:
         found = {}
         for key, unit in self.units.items():
             if unit.part is Part.FORWARD:
-                outputs = results[unit.group] + kept[unit.group]
-                found[key] = self._node(unit, self._entering(unit), self._rooted(outputs))
+                outputs = self._rooted(results[unit.group] + kept[unit.group])
+                if self.groups[unit.group].rule.kind == "matmul":
+                    outputs = [self._join(outputs), *outputs]
+                found[key] = self._node(unit, self._entering(unit), outputs)
             else:
                 found[key] = self._node(unit, reads[key], self._rooted(self._leaving(unit)))
         return found
@@ -442,6 +526,29 @@ class _Fused:
                 )
         return outputs
 
+    def _join(self, outputs: list[int]) -> int:
+        """A tensor that has all results one after the other."""
+        number, offset = len(self.values), 0
+        for value in outputs:
+            found = self.values[value]
+            meta = replace(contiguous(found.meta.shape, found.meta.dtype), offset=offset)
+            self.values[value] = replace(found, storage=number, meta=meta)
+            offset += found.meta.num_elements
+        meta = contiguous((offset,), self.values[outputs[0]].meta.dtype)
+        self.values.append(Value(number, meta, number, Origin.NODE))
+        return number
+
+    def _product(self, group: int) -> tuple[float, int]:
+        """FLOP of one direction, and elements of the matrices."""
+        flop, weights = 0.0, 0
+        for member in self.groups[group].members:
+            node = self.old.nodes[member]
+            left, right = node.inputs[_FACTORS[_short(node)]], node.inputs[_FACTORS[_short(node)] + 1]
+            metas = self.old.values[left].meta, self.old.values[right].meta
+            flop += 2.0 * metas[0].num_elements * metas[1].shape[-1]
+            weights += metas[1].num_elements
+        return flop, weights
+
     def _follow_storages(self, nodes: Iterable[Node]) -> None:
         """Views lie where what they are of lies now."""
         for node in nodes:
@@ -453,7 +560,10 @@ class _Fused:
                     continue
                 base = next((one for one in node.inputs if self.old.values[one].storage == root), None)
                 if base is not None:
-                    self.values[value] = replace(self.values[value], storage=self.values[base].storage)
+                    found, moved = self.values[value], self.values[base]
+                    offset = found.meta.offset + moved.meta.offset - self.old.values[base].meta.offset
+                    meta = replace(found.meta, offset=offset)
+                    self.values[value] = replace(found, storage=moved.storage, meta=meta)
 
     def _node(self, unit: _Unit, inputs: list[int], outputs: list[int]) -> Node:
         rule = self.groups[unit.group].rule
@@ -462,6 +572,8 @@ class _Fused:
         is_forward = unit.part is Part.FORWARD
         per_element = rule.forward_bytes if is_forward else rule.backward_bytes
         kwargs: tuple[tuple[str, Any], ...] = (("kind", rule.kind),)
+        if rule.kind == "matmul":
+            kwargs += tuple(zip(("flop", "weights"), self._product(unit.group), strict=True))
         if per_element is not None:
             kwargs += (("bytes_moved", per_element * largest * (unit.part is not Part.WEIGHT_GRAD)),)
         scratch: list[int] = []

@@ -17,10 +17,9 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.graph.attention import attention_scores
 from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.layers import even_layers, layer_cuts
-from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
@@ -31,6 +30,7 @@ from stagewright.planning.plan_stages import cut_names
 from stagewright.planning.predict import predict, rank_memories, run_timeline, step_seconds
 from stagewright.planning.regions import (
     as_model_says,
+    kept_policy,
     layers_policy,
     named_policy,
     scores_policy,
@@ -166,11 +166,11 @@ def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Pol
     """The memory policy of every stage that `program` says: recompute as `choice` does, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
     if choice.selective:
-        return [Policy(recompute=attention_scores(graph))] * program.num_stages
-    again = KEEP
+        return [kept_policy(graph, selective=True)] * program.num_stages
+    kept = again = kept_policy(graph)
     if recomputed:
         again = RECOMPUTE_ALL if choice.whole_stages else layers_policy(graph)
-    return [again if stage in recomputed else KEEP for stage in range(program.num_stages)]
+    return [again if stage in recomputed else kept for stage in range(program.num_stages)]
 
 
 def saved_counts(choice: Choice, program: Program, body: BodyCosts) -> list[float]:

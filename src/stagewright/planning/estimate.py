@@ -66,9 +66,8 @@ def estimate(
     ``model``'s own code checkpoints, as by default where it does; `chunks` stages per rank are for schedules that place
     several, and `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at
     most `shard_size` of them among each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced
-    in `shard_units` pieces (by default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with ``auto`` in several where
-    logits are large. `stack` names whose execution is predicted, by default
-    Stagewright's own.
+    in `shard_units` pieces (by default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with
+    ``auto`` in several where logits are large. `stack` names whose execution is predicted, by default Stagewright's own.
 
     The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
 

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 from stagewright.errors import PlanError, ScheduleError, nearest
 from stagewright.graph import OperatorGraph
-from stagewright.graph.policy import KEEP, RECOMPUTE_ALL, Policy
+from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.regions import layers_policy
+from stagewright.planning.regions import kept_policy, layers_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 
 
@@ -66,7 +66,7 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
             )
         if text == "layers":
             return layers_policy(graph)
-        return RECOMPUTE_ALL if text == "recompute" else KEEP
+        return RECOMPUTE_ALL if text == "recompute" else kept_policy(graph)
 
     return [policy(text) for text in plan.memory_policy]
 

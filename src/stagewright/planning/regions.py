@@ -32,6 +32,17 @@ def layers_policy(graph: OperatorGraph) -> Policy:
     return Policy(everything=True, checkpoints=kept)
 
 
+def kept_policy(graph: OperatorGraph, selective: bool = False) -> Policy:
+    """Of stages that are asked to keep all they save: all but what the runtime of `graph` always makes again, and where it
+    is `selective` all but attention's scores."""
+    names = runtime_of(graph).recomputes
+    again = [graph.nodes[node] for node in graph.body if graph.nodes[node].op.split(".")[1] in names]
+    made = frozenset(value for node in again for value in node.outputs if value is not None)
+    made |= attention_scores(graph) if selective else frozenset()
+    given = frozenset(graph.values[value].storage for node in again for value in node.inputs)
+    return Policy(recompute=made, checkpoints=given) if made else KEEP
+
+
 def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
     """Of every stage between `cuts` the policy of the model's regions; `KEEP` where it has none of them."""
     asked = region_policy(graph)
