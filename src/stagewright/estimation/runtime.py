@@ -97,6 +97,8 @@ class Runtime(SourcedModel):
     * `attention`: whether scores are computed and stored (``explicit``), or never (``fused``).
     * `adds_in_products`: whether products add gradients of weights up, in place of handing them on.
     * `sums_once`: whether gradients of parameters that all ranks of a layer hold are summed over these once per step.
+    * `checks_after`: whether the optimizer looks at all gradients after its step, so that with split backwards a rank goes
+      on to the next one while others end theirs.
     * `recomputes`: short names of operators whose results are always made again for the backward.
     * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
@@ -119,6 +121,7 @@ class Runtime(SourcedModel):
     scatters_boundaries: bool = False
     adds_in_products: bool = False
     sums_once: bool = False
+    checks_after: bool = False
     recomputes: tuple[str, ...] = ()
     optimizer: Optimizer = Optimizer()
     host: HostCosts = HostCosts()

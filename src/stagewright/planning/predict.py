@@ -132,6 +132,8 @@ def step_costs(line: Pipeline) -> StepCosts:
         "sum_seconds": tuple(summing for summing, _ in updates),
         "norm_seconds": all_reduce_seconds(line.cluster, 8, whole),
         "optimizer_seconds": tuple(updating for _, updating in updates),
+        "checks_after": line.job.profile.checks_after
+        and any(action.kind is Kind.W for action in line.program),
     }
     return costs.model_copy(update=after)
 

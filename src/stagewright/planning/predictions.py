@@ -102,6 +102,8 @@ class StepCosts(StrictModel):
     """Then, of all ranks: the norm of the gradient."""
     optimizer_seconds: tuple[Seconds, ...] = ()
     """Then, per pipeline rank: the optimizer, and the updated parameters of other replicas."""
+    checks_after: bool = False
+    """Whether a rank begins the next step before others have ended this one, as gradients are checked afterwards."""
 
     @model_validator(mode="before")
     @classmethod

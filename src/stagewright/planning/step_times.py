@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule import Program
 from stagewright.simulation import StageCosts, Timeline, simulate
@@ -34,8 +36,12 @@ def whole_step_seconds(timeline: Timeline, costs: StepCosts) -> float:
     """
     if not costs.optimizer_seconds:
         return timeline.makespan_s
+    slices = [timeline.encoded.rank_slice(rank) for rank in range(len(costs.sum_seconds))]
+    begins = [0.0] * len(slices)
+    if costs.checks_after:  # then a step takes the longest span of a rank
+        begins = [float(timeline.start_s[own].min(initial=np.inf)) for own in slices]
     ends = [
-        float(timeline.end_s[timeline.encoded.rank_slice(rank)].max(initial=0.0)) + summing
+        float(timeline.end_s[slices[rank]].max(initial=0.0)) - begins[rank] + summing
         for rank, summing in enumerate(costs.sum_seconds)
     ]
     return max(ends) + costs.norm_seconds + max(costs.optimizer_seconds)

@@ -1,0 +1,287 @@
+"""Judge what `stagewright estimate --runtime` predicts for published runs of other runtimes: step times and memory."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from verdict import Row, arguments, document, show, summary
+
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.errors import StagewrightError
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.predictions import Predictions
+from stagewright.tracing.models.reference import resolve
+
+DATA = Path(__file__).parent / "data"
+MIB, GB = 2**20, 10**9
+
+Record = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user would ask of `estimate`: a model with changes of its config, devices, a job and a configuration."""
+
+    model: str
+    changes: dict[str, Any]
+    cluster: str
+    job: dict[str, Any]
+    options: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """The sizes that tell runs apart."""
+        layers = next(self.changes[key] for key in ("n_layer", "num_hidden_layers") if key in self.changes)
+        width = f" h={self.changes['n_embd']}" if "n_embd" in self.changes else ""
+        how = " ".join(f"{key}={value}" for key, value in self.options.items() if not isinstance(value, list))
+        return f"{self.model} L={layers}{width} batch={self.job['global_batch']} {how}"
+
+    def predictions(self) -> Predictions:
+        """What is printed for it."""
+        return _predictions(json.dumps([self.model, self.changes, self.cluster, self.job, self.options]))
+
+
+@cache
+def _predictions(asked: str) -> Predictions:
+    model, changes, cluster, job, options = json.loads(asked)
+    return estimate(resolve(model, changes), _cluster(cluster), Job(**job), **options).predictions
+
+
+@cache
+def _cluster(name: str) -> Cluster:
+    return load_cluster(name)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One figure of a row: its set, its name and unit, and what is taken from the predictions."""
+
+    figure: str
+    unit: str
+    measured: float
+    take: Callable[[Predictions], float] = field(repr=False)
+
+
+def _step(found: Predictions) -> float:
+    return found.step_seconds
+
+
+def _allocated(found: Predictions) -> float:
+    return max(rank.allocated_peak_bytes for rank in found.ranks) / 2**30
+
+
+def _allocated_gb(found: Predictions) -> float:
+    return max(rank.allocated_peak_bytes for rank in found.ranks) / GB
+
+
+def _reserved(found: Predictions) -> float:
+    return max(rank.reserved_peak_bytes for rank in found.ranks) / MIB
+
+
+def _gpt(record: Record, vocabulary: int = 51_200) -> dict[str, int]:
+    """GPT-2's config with the sizes of a row."""
+    keys = {"n_embd": "hidden", "n_head": "heads", "n_layer": "layers", "n_positions": "seq_len"}
+    return {key: int(record[column]) for key, column in keys.items()} | {"vocab_size": vocabulary}
+
+
+def _nodes(device: str, num: int) -> str:
+    return f"{num // 8}x8x-{device}" if num > 8 and num % 8 == 0 else f"{num}x-{device}"
+
+
+def vtrain(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run published with vTrain.
+
+    Runs in one node do not recompute: twice the hidden size adds 0.96 ms per layer and sample at width 1, where the products
+    alone would need 360 TFLOP/s if they ran four times.
+    """
+    num = int(record["num_gpus"])
+    asked = Asked(
+        "gpt2", _gpt(record), _nodes("a100-80", num),
+        {
+            "global_batch": int(record["global_batch"]), "sequence_length": int(record["seq_len"]), "dtype": "fp16",
+            "runtime": "megatron-deepspeed",
+        },
+        {
+            "tp": int(record["tp"]), "pp": int(record["pp"]), "dp": int(record["dp"]),
+            "microbatch": int(record["micro_batch"]), "recompute": "full" if num > 8 else "none",
+        },
+    )  # fmt: skip
+    return asked, [Judged("time", "s", float(record["iteration_ms"]) / 1e3, _step)]
+
+
+def selene(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of Korthikanti et al. 2022."""
+    selective, chunks = record["recompute"] == "seqsel", int(record["chunks"])
+    interleaved = {"schedule": "interleaved-1f1b", "chunks": chunks} if chunks > 1 else {}
+    asked = Asked(
+        "gpt2", _gpt(record), _nodes("a100-80", int(record["num_gpus"])),
+        {
+            "global_batch": int(record["global_batch"]), "sequence_length": int(record["seq_len"]), "dtype": "fp16",
+            "runtime": "megatron-lm",
+        },
+        {
+            "tp": int(record["tp"]), "pp": int(record["pp"]), "dp": int(record["dp"]),
+            "microbatch": int(record["micro_batch"]), "recompute": "selective" if selective else "full",
+            "sequence_parallel": selective, **interleaved,
+        },
+    )  # fmt: skip
+    return asked, [Judged("time", "s", float(record["iteration_s"]), _step)]
+
+
+def megatron_core(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of SimuMax's authors on 8 B200; models have fewer layers than their originals."""
+    if record["model"] != "llama3_70b":
+        return "expert parallelism is not in the graph yet"
+    tp, dp = int(record["tp"]), int(record["dp"])
+    asked = Asked(
+        "llama-3-70b", {"num_hidden_layers": int(record["layers"])}, "8x-b200",
+        {
+            "global_batch": dp * int(record["microbatches"]), "sequence_length": int(record["seq_len"]),
+            "runtime": "megatron-core+te",
+        },
+        {"tp": tp, "pp": int(record["pp"]), "dp": dp, "zero": 1, "sequence_parallel": tp > 1},
+    )  # fmt: skip
+    return asked, [
+        Judged("time", "s", float(record["iteration_ms"]) / 1e3, _step),
+        Judged("allocated", "GiB", float(record["peak_allocated_gib"]), _allocated),
+        Judged("reserved", "MiB", float(record["max_reserved_mib"]), _reserved),
+    ]
+
+
+_ZERO_BUBBLE = {
+    "1F1B": "1f1b",
+    "1F1B-I": "interleaved-1f1b",
+    "ZB-1p": "zb-h1",
+    "ZB-2p": "zb-h2",
+    "ZB-V": "zb-v",
+}
+_ZERO_BUBBLE_VOCABULARY = 32_000
+"""The parameters that the models are named by, 14.6 and 28.3 x 10^9, leave room for 25,000 to 33,600 tokens."""
+
+
+def zero_bubble(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of Qi et al. 2023; embedding and head stand for a layer each."""
+    layers, pp, size, count = (
+        int(float(record[key])) for key in ("layers", "pp", "micro_batch", "n_microbatches")
+    )
+    schedule = record["schedule"].rstrip("*")
+    chunks = {"1F1B-I": (layers + 2) // pp, "ZB-V": 2}.get(schedule, 1)
+    each, more = divmod(layers + 2, pp * chunks)
+    counts = [each + (stage < more) for stage in range(pp * chunks)]
+    counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    asked = Asked(
+        "gpt2", _gpt(record, _ZERO_BUBBLE_VOCABULARY), _nodes("a100-80", pp),
+        {
+            "global_batch": size * count, "sequence_length": int(record["seq_len"]), "dtype": "fp16",
+            "runtime": "zero-bubble",
+        },
+        {
+            "pp": pp, "dp": 1, "microbatch": size, "schedule": _ZERO_BUBBLE[schedule], "recompute": "none",
+            "layers_per_stage": counts, **({"chunks": chunks} if schedule == "1F1B-I" else {}),
+        },
+    )  # fmt: skip
+    seconds = count * size / (float(record["samples_per_gpu_s"]) * pp)
+    return asked, [
+        Judged("time", "s", seconds, _step),
+        Judged("memory", "GB", float(record["peak_mem_gb"]), _allocated_gb),
+    ]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A table of runs: where it is, how a row is asked, every so many of which constants were fitted on, and the bars."""
+
+    folder: str
+    reader: Callable[[Record], tuple[Asked, list[Judged]] | str]
+    fitted: int
+    bars: dict[str, float]
+
+
+SOURCES = {
+    "megatron_a100_single_node.csv": Source("megatron_time", vtrain, 12, {"time": 0.06}),
+    "megatron_a100_multi_node.csv": Source("megatron_time", vtrain, 2, {"time": 0.08}),
+    "megatron_selene_a100.csv": Source("megatron_time", selene, 2, {"time": 0.02}),
+    "megatron_core_b200.csv": Source(
+        "footprints", megatron_core, 2, {"time": 0.05, "allocated": 0.01, "reserved": 0.016}
+    ),
+    "zero_bubble_measured.csv": Source("footprints", zero_bubble, 3, {"time": 0.03, "memory": 0.05}),
+}
+
+
+def _answer(asked: Asked) -> Predictions | str:
+    try:
+        return asked.predictions()
+    except StagewrightError as error:
+        return str(error)
+
+
+def rows(
+    name: str, records: list[Record], left_out: Counter[str], pool: ProcessPoolExecutor
+) -> Iterator[tuple[str, Row]]:
+    """(unit, row) of every figure that is predicted; those that are not are counted in `left_out` by their reason."""
+    source = SOURCES[name]
+    asked = [(index, source.reader(record)) for index, record in enumerate(records)]
+    left_out.update(made for _, made in asked if isinstance(made, str))
+    wanted = [(index, made) for index, made in asked if not isinstance(made, str)]
+    answers = pool.map(_answer, [made for _, (made, _) in wanted], chunksize=4)
+    for (index, (question, figures)), answer in zip(wanted, answers, strict=True):
+        if isinstance(answer, str):
+            left_out[answer] += 1
+            continue
+        half = "fit" if index % source.fitted == 0 else "held"
+        for one in figures:
+            yield one.unit, Row(question.label, one.figure, one.take(answer), one.measured, half)
+
+
+def main() -> None:
+    """Print the verdict of every table that is there; ends with 1 where a bar is missed."""
+    parser = arguments(__doc__, DATA)
+    parser.add_argument("--only", choices=SOURCES, help="one table")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="one of N rows")
+    given = parser.parse_args()
+    missed, documents = [], {}
+    with ProcessPoolExecutor() as pool:
+        for name, source in SOURCES.items():
+            own = given.data / source.folder / name
+            path = own if own.exists() else given.data / name
+            if (given.only and given.only != name) or not path.exists():
+                continue
+            with path.open(newline="", encoding="utf-8") as file:
+                records = list(csv.DictReader(file))[:: given.every]
+            left_out: Counter[str] = Counter()
+            found = list(rows(name, records, left_out, pool))
+            for figure, bar in source.bars.items():
+                judged = [(unit, row) for unit, row in found if row.group == figure]
+                if not judged:
+                    continue
+                only = [row for _, row in judged]
+                if summary("all", only).mean > bar:
+                    missed.append(f"{name}, {figure}")
+                if given.json:
+                    documents[f"{name}, {figure}"] = document(only, bar)
+                    continue
+                print(f"{name}: {figure}, {len({row.predicted for row in only})} distinct predictions")
+                show(only, bar, judged[0][0], False, every_row=len(only) < 100)
+                print()
+            if not given.json:
+                for reason, count in left_out.most_common():
+                    print(f"{name}: {count} rows left out: {reason}\n")
+    if given.json:
+        json.dump(documents, sys.stdout, indent=1)
+        print()
+    if missed:
+        sys.exit(f"above their bars: {'; '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
