@@ -208,7 +208,7 @@ class Source:
 
 
 SOURCES = {
-    "megatron_a100_single_node.csv": Source("megatron_time", vtrain, 12, {"time": 0.06}),
+    "megatron_a100_single_node.csv": Source("megatron_time", vtrain, 6, {"time": 0.06}),
     "megatron_a100_multi_node.csv": Source("megatron_time", vtrain, 2, {"time": 0.08}),
     "megatron_selene_a100.csv": Source("megatron_time", selene, 2, {"time": 0.02}),
     "megatron_core_b200.csv": Source(

@@ -21,6 +21,7 @@ from stagewright.cli.planning import (
     PipelineWidth,
     PlannedCluster,
     ReduceDtype,
+    RuntimeName,
     SequenceParallel,
     ShardSize,
     ShardUnits,
@@ -31,6 +32,7 @@ from stagewright.cli.planning import (
     checked_shard_units,
     cluster_of,
     is_plan,
+    parse_layers,
     parse_pieces,
     read_job,
     warn,
@@ -60,6 +62,7 @@ def estimate(
     dtype: Dtype = None,
     compiled: Compiled = False,
     memory_limit: MemoryLimit = None,
+    runtime: RuntimeName = None,
     pp: PipelineWidth = None,
     dp: DataWidth = None,
     tp: TensorWidth = None,
@@ -70,7 +73,7 @@ def estimate(
         str | None,
         typer.Option(
             metavar="WAY",
-            help="none, full, model (the default where the model's code checkpoints), or of Megatron's stacks selective.",
+            help="none, full, selective (attention's scores), or model (the default where the model's code checkpoints).",
         ),
     ] = None,
     zero: Zero = None,
@@ -95,8 +98,13 @@ def estimate(
         int | None, typer.Option(min=1, help="Expert-parallel width.", rich_help_panel=_PANEL)
     ] = None,
     chunks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stages per rank, with interleaved-1f1b.", rich_help_panel=_PANEL),
+        int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")
+    ] = None,
+    layers_per_stage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it."
+        ),
     ] = None,
     shard_optimizer: Annotated[
         bool, typer.Option("--shard-optimizer", help="The distributed optimizer.", rich_help_panel=_PANEL)
@@ -152,6 +160,7 @@ def estimate(
                 dtype=dtype,
                 compiled=compiled or None,
                 memory_limit=memory_limit,
+                runtime=runtime,
             )
             on = _cluster(cluster)
             left = on.num_devices // (pp or on.num_devices) // (tp or 1)  # for replicas
@@ -162,6 +171,7 @@ def estimate(
             found = estimating.estimate(
                 reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, sequence_parallel=sequence_parallel,
                 microbatch=microbatch or 1,
+                chunks=chunks, layers_per_stage=parse_layers(layers_per_stage),
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
                 reduce_dtype=checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
                 shard_units=checked_shard_units(shard_units), loss_pieces=parse_pieces(loss_pieces), stack=stack,
@@ -216,12 +226,10 @@ def _show_megatron(
         show(footprint_heading(found), footprint_table(found))
 
 
-def _recomputes(way: str | None) -> Literal["none", "full", "model"] | None:
-    ways = ("none", "full", "model")
+def _recomputes(way: str | None) -> Literal["none", "selective", "full", "model"] | None:
+    ways = ("none", "selective", "full", "model")
     if way is not None and way not in ways:
-        raise InputError(
-            f"--recompute {way}{nearest(way, ways)}: give none, full or model, or one of Megatron's stacks"
-        )
+        raise InputError(f"--recompute {way}{nearest(way, ways)}: give none, selective, full or model")
     return way  # type: ignore[return-value]
 
 
@@ -236,13 +244,15 @@ def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None
     refuse(context, ["with_model"], "a model that is named is built anyway", "estimate a plan")
     if stack in MEGATRON_STACKS:
         refuse(
-            context, ["zero", "reduce_dtype", "shard_size", "shard_units", "loss_pieces", "by", "compiled"],
+            context,
+            ["zero", "reduce_dtype", "shard_size", "shard_units", "loss_pieces", "by", "compiled", "runtime",
+             "layers_per_stage"],
             f"--stack {stack} knows Megatron's own options only, and predicts memory without time",
             "take another --stack", {"zero": "give --shard-optimizer for the distributed optimizer"},
         )  # fmt: skip
     else:
         refuse(
-            context, ["cp", "ep", "chunks", "shard_optimizer"],
+            context, ["cp", "ep", "shard_optimizer"],
             f"--stack {stack} ignores what belongs to Megatron's stacks",
             f"give --stack with one of {', '.join(MEGATRON_STACKS)}, and a model",
         )  # fmt: skip

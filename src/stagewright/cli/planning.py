@@ -44,6 +44,15 @@ Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")
 ]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Predict compiled execution: fused operators.")]
+RuntimeName = Annotated[
+    str | None,
+    typer.Option(
+        "--runtime",
+        metavar="NAME",
+        help="Whose execution is predicted: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "
+        "zero-bubble, or a runtime.toml.",
+    ),
+]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
 ]
@@ -157,6 +166,19 @@ def read_job(path: Path | None, **options: Any) -> Job:
         names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
         raise InputError(f"the job is incomplete: give {names}, or a job file with --job")
     return load_job(path, given)
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """
+    >>> parse_layers("3,4,4,3"), parse_layers(None)
+    ((3, 4, 4, 3), None)
+    """
+    if text is None:
+        return None
+    counts = [parse_count(part) for part in text.split(",")]
+    if any(count is None for count in counts):
+        raise InputError(f"--layers-per-stage {text}: give numbers of layers with commas between, as 3,4,4,3")
+    return tuple(count or 0 for count in counts)
 
 
 def check_one_length(job: Job, what: str) -> None:

@@ -160,6 +160,7 @@ def _check_storage(graph: OperatorGraph) -> None:
             raise ContractError(f"{value.origin} '{value.name}' must own its storage")
     for node in graph.nodes:
         storages = {graph.values[value].storage for value in node.inputs}
+        storages.update(value for value in node.outputs if value is not None)
         for output in node.outputs:
             if output is None:
                 continue

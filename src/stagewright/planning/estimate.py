@@ -84,7 +84,12 @@ def estimate(
         return _run_by(stack, _of_plan(subject, cluster, report, trace), cluster, report, trace)
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
+    job.check_runtime()
     job.check_devices(cluster)
+    if job.runtime != OWN_STACK and loss_pieces != 1:
+        raise InputError(
+            f"runtime '{job.runtime}' evaluates the loss at once: leave out --loss-pieces, or --runtime"
+        )
     check_shard_size(zero, shard_size)
     check_shard_units(zero, shard_units)
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)

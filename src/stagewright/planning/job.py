@@ -15,7 +15,7 @@ from stagewright.cluster.strict import StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError
 from stagewright.estimation.precision import Precision
-from stagewright.estimation.runtime import Runtime, load_runtime
+from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
 from stagewright.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from stagewright.units import format_bytes
 
@@ -55,7 +55,7 @@ class Job(StrictModel):
     sequence_lengths: tuple[Annotated[int, Field(ge=1, le=MOST_TOKENS)], ...] = ()
     """Tokens per sample of the steps, which go through these lengths again and again; a length may be named several times.
     None given: `sequence_length` for all."""
-    runtime: str = "stagewright"
+    runtime: str = STAGEWRIGHT
     """Whose execution is predicted: a bundled runtime or the path of a file; plans of the own one run."""
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
@@ -164,6 +164,8 @@ class Job(StrictModel):
         """What of this job is predicted but not run, and what to do about it; None if all of it runs."""
         if self.dtype == "fp8":
             return "training in fp8 is predicted, not run: plan with --dtype bf16"
+        if self.runtime != STAGEWRIGHT:
+            return f"it is predicted for runtime '{self.runtime}', which is not ours to run: plan without --runtime"
         return None
 
     def traced(self, target: str) -> dict[str, Any]:
@@ -202,6 +204,27 @@ class Job(StrictModel):
                 "description"
             )
         return peak
+
+    def check_runtime(self) -> None:
+        """Before the work that would be lost.
+
+        Raises:
+            InputError: there is no such runtime, or it does not train in this precision or compile.
+        """
+        self.profile.check_dtype(self.dtype)
+        if self.compiled and self.runtime != STAGEWRIGHT:
+            raise InputError(
+                f"runtime '{self.runtime}' says itself which operators are one kernel: leave out --compiled, or --runtime"
+            )
+
+    def check_own(self) -> None:
+        """For verbs that search: raises `InputError` for a runtime that is not ours."""
+        self.check_runtime()
+        if self.runtime != STAGEWRIGHT:
+            raise InputError(
+                f"plans are searched for Stagewright's own runtime, not for '{self.runtime}': estimate single "
+                "configurations with `stagewright estimate --runtime`, or search Megatron's with `stagewright configure`"
+            )
 
     def check_devices(self, cluster: Cluster) -> None:
         """Before the work that would be lost: raises as `peak_of` for each kind of device."""

@@ -111,6 +111,7 @@ def plan(
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
+    job.check_own()
     job.check_devices(cluster)
     host_optimizer = checked(host_optimizer, cluster)
     if not cluster.is_homogeneous:

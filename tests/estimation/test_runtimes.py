@@ -1,0 +1,262 @@
+"""Other runtimes: rewritten graphs against what was published of them, and the files that describe them."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError, PlanError
+from stagewright.estimation.operators import Kernel, work
+from stagewright.estimation.runtime import Runtime, load_runtime, runtime_names
+from stagewright.estimation.stage_memory import StageMemory
+from stagewright.execution.launch import refuse_what_is_not_run
+from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import Carving
+from stagewright.graph.fusion import FusionRule, fuse, is_kernel
+from stagewright.graph.layers import even_layers, layer_begins, layer_cuts
+from stagewright.graph.verify import verify_graph
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.regions import kept_policy, layers_policy
+from stagewright.planning.search import plan
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
+
+OTHERS = [name for name in runtime_names() if name != "stagewright"]
+MODELS = [
+    "tiny-llama",
+    "tiny-gpt2",
+    "tiny-mixtral",
+    "tiny-deepseek-v3",
+    "tiny-gemma",
+    "tiny-nemotron-h",
+    "tiny-t5",
+]
+SIZE, TOKENS, HIDDEN, HEADS = 2, 64, 128, 4
+GPT = {"n_embd": HIDDEN, "n_head": HEADS, "vocab_size": 512, "n_positions": TOKENS}
+
+
+@cache
+def traced(model: str, runtime: str, tp: int = 1, splits: bool = False, num_layers: int = 0) -> OperatorGraph:
+    changes = dict(GPT) if num_layers else {}
+    overrides = changes | {"n_layer": num_layers} if num_layers else {}
+    attention = load_runtime(runtime).attention
+    return trace(
+        model,
+        SIZE,
+        TOKENS,
+        "bfloat16",
+        overrides,
+        target="cuda",
+        tp=tp,
+        splits_sequence=splits,
+        attention=attention,
+    )
+
+
+def product_flop(graph: OperatorGraph) -> float:
+    found = [work(node, graph.values.__getitem__) for node in graph.nodes]
+    return sum(one.flop for one in found if one.kernel is not Kernel.MEMORY)
+
+
+@pytest.mark.parametrize("runtime", OTHERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_rewritten_graphs_compute_the_same_products_of_the_same_parameters(model: str, runtime: str) -> None:
+    plain, profile = traced(model, runtime), load_runtime(runtime)
+    found = profile.rewrite(plain)
+    assert found.num_parameters == plain.num_parameters
+    assert set(found.parameters) == set(plain.parameters)
+    assert len(found.gradients) == len(plain.gradients)
+    assert product_flop(found) == pytest.approx(product_flop(plain), rel=1e-12)
+    assert sum(is_kernel(node.op) for node in found.nodes) > 3
+    assert len(found.nodes) < len(plain.nodes)
+    verify_graph(fuse(plain, [kernel.rule for kernel in profile.kernels]))
+
+
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+@pytest.mark.parametrize(("tp", "splits"), [(1, False), (2, False), (2, True)])
+def test_layers_of_megatron_keep_what_was_published(tp: int, splits: bool, how: str) -> None:
+    """Korthikanti et al. 2022, table 2, and two statistics of two norms per token in half precision."""
+
+    def kept(num_layers: int) -> int:
+        graph = load_runtime("megatron-lm").rewrite(traced("gpt2", "megatron-lm", tp, splits, num_layers))
+        policy = layers_policy(graph) if how == "full" else kept_policy(graph, selective=how == "selective")
+        return StageMemory(Carving(graph, []).stages([policy])[0]).saved_bytes
+
+    row, scores = TOKENS * SIZE * HIDDEN, 5 * HEADS * TOKENS * TOKENS * SIZE
+    statistics = 8 * TOKENS * SIZE // (tp if splits else 1)
+    shared = 34 / tp if splits else 10 + 24 / tp
+    expected = {
+        "none": shared * row + scores / tp + statistics,
+        "selective": shared * row + statistics,
+        "full": 2 * row / (tp if splits else 1),
+    }
+    assert kept(5) - kept(4) == expected[how]
+
+
+def test_layers_of_megatron_core_keep_what_their_modules_save() -> None:
+    """Two residuals, two norms' results and statistics, joined projections, rotated queries and keys, the results of
+    attention and of the activation; every gradient is added up inside a product."""
+    graph = load_runtime("megatron-core+te").rewrite(traced("tiny-llama", "megatron-core+te"))
+    config = resolve("tiny-llama").config
+    assert config is not None
+    hidden, inner, heads = (
+        config[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")
+    )
+    width = config.get("head_dim") or hidden // heads
+    keys = config["num_key_value_heads"] * width
+    queries = heads * width
+    each = 2 * (4 * hidden + 2 * queries + 3 * keys + queries + 3 * inner) + 2 * 4 + 4 * heads
+    begins = layer_begins(graph)
+    cuts = [begins[1], begins[2]]
+    middle = StageMemory(Carving(graph, cuts).stages()[1])
+    received = 2 * hidden * SIZE * TOKENS  # the residual that enters belongs to the stage before
+    assert middle.saved_bytes == each * SIZE * TOKENS - received
+    assert all(
+        graph.values[value].meta.num_elements == 0
+        for made in graph.contributions.values()
+        for node, value in made
+        if graph.nodes[node].op.startswith("runtime.joined products")
+    )
+
+
+def test_what_would_run_in_circles_stays_apart() -> None:
+    graph = traced("tiny-llama", "stagewright")
+    greedy = FusionRule(
+        "greedy",
+        frozenset({"rsqrt"}),
+        frozenset({"mul", "add", "pow", "mean", "_to_copy", "mm"}),
+        within="model",
+    )
+    verify_graph(fuse(graph, [greedy]))
+
+
+def test_stages_of_so_many_layers() -> None:
+    graph = traced("tiny-llama", "stagewright")
+    num_layers = len(layer_begins(graph))
+    assert even_layers(graph, 3) == (2, 1, 1) if num_layers == 4 else sum(even_layers(graph, 2)) == num_layers
+    assert layer_cuts(graph, (0, num_layers)) == (layer_begins(graph)[0],)
+    last = layer_cuts(graph, (num_layers, 0))[0]
+    assert not graph.nodes[graph.body[last]].module.startswith("net.model.layers")
+    with pytest.raises(PlanError, match="add up"):
+        layer_cuts(graph, (1, num_layers))
+    with pytest.raises(PlanError, match="cannot fill"):
+        even_layers(graph, num_layers + 1)
+
+
+# -- files --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_figure_of_a_bundled_runtime_has_a_source(name: str) -> None:
+    found = load_runtime(name)
+    unset = {figure for figure in found.unsourced() if _is_default(found, figure)}
+    assert set(found.unsourced()) <= unset
+    assert found.about and found.dtypes
+
+
+def _is_default(runtime: Runtime, figure: str) -> bool:
+    first, _, rest = figure.partition(".")
+    own, plain = getattr(runtime, first), getattr(Runtime(name="plain"), first)
+    return (getattr(own, rest) == getattr(plain, rest)) if rest else own == plain
+
+
+def test_a_file_of_ones_own_changes_a_bundled_runtime(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'based_on = "megatron-lm"\n[host]\nkernel_s = 2e-5\n[[kernels]]\nname = "gelu"\naround = ["erf"]\n'
+    )
+    mine, base = load_runtime(str(file)), load_runtime("megatron-lm")
+    assert mine.host.kernel_s == 2e-5 and mine.host.pass_s == base.host.pass_s
+    assert {kernel.name for kernel in mine.kernels} == {kernel.name for kernel in base.kernels}
+    assert next(kernel for kernel in mine.kernels if kernel.name == "gelu").around == ("erf",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('based_on = "megatron-ml"', "megatron-lm"),
+        ("kernel_s = 1", "unknown key 'kernel_s'"),
+        ("[host]\nkernel_s = -1", "kernel_s"),
+        ('transfers = "never"', "overlapped"),
+    ],
+)
+def test_bad_files_are_refused_with_the_remedy(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=said):
+        load_runtime(str(file))
+
+
+def test_unknown_runtimes_name_the_nearest() -> None:
+    with pytest.raises(InputError, match=r"did you mean 'megatron-core\+te'"):
+        load_runtime("megatron-core")
+
+
+# -- estimates ----------------------------------------------------------------------------------------------------------
+
+
+def job(runtime: str, **changes: object) -> Job:
+    return Job(global_batch=8, sequence_length=TOKENS, dtype="fp16", runtime=runtime, **changes)  # type: ignore[arg-type]
+
+
+def test_a_runtime_that_waits_for_transfers_and_gradients_is_slower() -> None:
+    reference = resolve("tiny-gpt2", {"n_positions": TOKENS})
+    cluster = load_cluster("2x-a100-80")
+    own = estimate(reference, cluster, job("stagewright"), pp=2, dp=1, recompute="full").predictions
+    other = estimate(reference, cluster, job("megatron-lm"), pp=2, dp=1, recompute="full").predictions
+    assert own.costs.recompute_seconds and not other.costs.recompute_seconds
+    assert other.costs.transfers[0].value_seconds == 0 < own.costs.transfers[0].value_seconds
+    assert other.step_seconds > own.step_seconds
+
+
+def test_selective_recomputation_keeps_less_than_none_and_more_than_full() -> None:
+    reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x-a100-80")
+    peaks = [
+        max(
+            stage.saved_bytes
+            for stage in estimate(
+                reference, cluster, job("megatron-lm"), pp=2, dp=1, recompute=how  # type: ignore[arg-type]
+            ).predictions.stages
+        )
+        for how in ("full", "selective", "none")
+    ]  # fmt: skip
+    assert peaks == sorted(set(peaks))
+    with pytest.raises(InputError, match="never stores"):
+        estimate(reference, cluster, job("megatron-core+te"), pp=2, dp=1, recompute="selective")
+
+
+def test_gradients_and_state_have_the_runtimes_types() -> None:
+    reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("1x-a100-80")
+    found = {
+        name: estimate(reference, cluster, job(name), pp=1, dp=1).predictions.ranks[0].categories
+        for name in ("stagewright", "megatron-lm", "megatron-core+te")
+    }
+    half = found["stagewright"]["parameters"]
+    assert [found[name]["gradients"] // half for name in found] == [2, 1, 2]
+    assert {found[name]["master"] // half for name in found} == {2}
+
+
+def test_other_runtimes_are_estimated_not_searched_nor_run() -> None:
+    reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x-a100-80")
+    with pytest.raises(InputError, match="own runtime"):
+        plan(reference, cluster, job("megatron-lm"))
+    with pytest.raises(InputError, match="does not train in fp32"):
+        estimate(reference, cluster, job("megatron-lm").model_copy(update={"dtype": "fp32"}))
+    with pytest.raises(InputError, match="leave out --compiled"):
+        estimate(reference, cluster, job("megatron-lm", compiled=True))
+    made = estimate(reference, cluster, job("megatron-lm"), pp=2, dp=1)
+    with pytest.raises(InputError, match="not ours to run"):
+        refuse_what_is_not_run(made, "plan.json")
+
+
+def test_given_layers_per_stage_and_chunks_are_taken() -> None:
+    reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x-a100-80")
+    num_layers = len(layer_begins(traced("tiny-gpt2", "stagewright")))
+    made = estimate(reference, cluster, job("stagewright"), pp=2, dp=1, layers_per_stage=(1, num_layers - 1))
+    assert made.cuts[0].startswith("net.transformer.h.1.")
+    made = estimate(reference, cluster, job("stagewright"), pp=2, dp=1, schedule="interleaved-1f1b", chunks=2)
+    assert made.num_stages == 4
