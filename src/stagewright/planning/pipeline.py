@@ -51,7 +51,7 @@ class Pipeline:
     @property
     def splits_sequence(self) -> bool:
         """Whether the ranks that share a layer split the sequence between its products."""
-        shared = parallelism(self.carving.graph)
+        shared = parallelism(self.stages[0].graph)
         return shared is not None and shared.sequence
 
     @cached_property
