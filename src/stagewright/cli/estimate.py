@@ -92,7 +92,8 @@ def estimate(
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
     ] = None,
     cp: Annotated[
-        int | None, typer.Option(min=1, help="Context-parallel width.", rich_help_panel=_PANEL)
+        int | None,
+        typer.Option(min=1, help="Context-parallel width: ranks that divide every sample's tokens."),
     ] = None,
     ep: Annotated[
         int | None, typer.Option(min=1, help="Expert-parallel width.", rich_help_panel=_PANEL)
@@ -163,13 +164,17 @@ def estimate(
                 runtime=runtime,
             )
             on = _cluster(cluster)
-            left = on.num_devices // (pp or on.num_devices) // (tp or 1)  # for replicas
+            left = (
+                on.num_devices // (pp or on.num_devices) // (tp or 1)
+            )  # for replicas and parts of sequences
             refuse_unshared(
-                context, is_one_replica=(left if dp is None else dp) <= 1, is_one_rank_a_layer=tp in (None, 1)
+                context,
+                is_one_replica=(left if dp is None else dp * (cp or 1)) <= 1,
+                is_one_rank_a_layer=tp in (None, 1),
             )
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
-                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, sequence_parallel=sequence_parallel,
+                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, sequence_parallel=sequence_parallel,
                 microbatch=microbatch or 1,
                 chunks=chunks, layers_per_stage=parse_layers(layers_per_stage),
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
@@ -252,7 +257,7 @@ def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None
         )  # fmt: skip
     else:
         refuse(
-            context, ["cp", "ep", "shard_optimizer"],
+            context, ["ep", "shard_optimizer"],
             f"--stack {stack} ignores what belongs to Megatron's stacks",
             f"give --stack with one of {', '.join(MEGATRON_STACKS)}, and a model",
         )  # fmt: skip

@@ -13,7 +13,7 @@ from stagewright.cluster import (
 )
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node
-from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
+from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE, CONTEXT_GROUP, REDUCE_SCATTER, group_of
 
 _SECONDS: dict[str, Callable[[Cluster, float, range], float]] = {
     ALL_REDUCE: all_reduce_seconds,
@@ -23,8 +23,9 @@ _SECONDS: dict[str, Callable[[Cluster, float, range], float]] = {
 _PROBED_BYTES = 2.0**20
 
 
-def collective_seconds(node: Node, value: Lookup, cluster: Cluster, num_ranks: int) -> float:
-    """What a collective of the graph takes to send; none for any other operator.
+def collective_seconds(node: Node, value: Lookup, cluster: Cluster, tp: int) -> float:
+    """What a collective of the graph takes to send; none for any other operator. Ranks that share a layer are neighbours,
+    `tp` of them; those that divide a sequence are that far apart.
 
     Source: `stagewright.cluster.collectives`, for the slowest of the groups of neighbouring ranks. Ignores: that
     groups of one node, replicas and pipeline transfers share links; overlap with computations.
@@ -34,13 +35,16 @@ def collective_seconds(node: Node, value: Lookup, cluster: Cluster, num_ranks: i
         return 0.0
     whole = node.outputs[0] if node.op == ALL_GATHER else node.inputs[0]
     assert whole is not None, "a collective makes what it is for"
-    return found(cluster, float(value(whole).meta.payload_bytes), slowest_group(cluster, num_ranks))
+    name, size = group_of(node)
+    ranks = slowest_group(cluster, size, tp if name == CONTEXT_GROUP else 1)
+    return found(cluster, float(value(whole).meta.payload_bytes), ranks)
 
 
 @lru_cache(maxsize=64)
-def slowest_group(cluster: Cluster, num_ranks: int) -> range:
-    """Of the groups of `num_ranks` neighbouring ranks of a cluster, the one whose ranks are joined worst."""
+def slowest_group(cluster: Cluster, num_ranks: int, stride: int = 1) -> range:
+    """Of the groups of `num_ranks` ranks of a cluster, `stride` apart, the one whose ranks are joined worst."""
+    width = num_ranks * stride
     groups = [
-        range(first, first + num_ranks) for first in range(0, cluster.num_devices - num_ranks + 1, num_ranks)
+        range(first, first + width, stride) for first in range(0, cluster.num_devices - width + 1, width)
     ]
     return max(groups, key=lambda ranks: all_reduce_seconds(cluster, _PROBED_BYTES, ranks))

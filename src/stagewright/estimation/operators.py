@@ -336,6 +336,19 @@ def _attention_backward(causal: int) -> Callable[[_Call], Work]:
     return rule
 
 
+def _shared_attention(query: int, products: tuple[int, int], kernel: Kernel) -> Callable[[_Call], Work]:
+    """Attention to the keys and values of all parts of a sequence; under a causal mask ranks see equally many scores."""
+
+    def rule(call: _Call) -> Work:
+        flop = _attention_flop(call, query, products=products)
+        num_keys = call.shape(query + 1)[-2]
+        is_causal = next(argument for argument in call.node.args if isinstance(argument, bool))
+        share = (num_keys + 1) / (2 * num_keys) if is_causal else 1.0
+        return Work(kernel, call.dtype, flop, flop * share, call.moved)
+
+    return rule
+
+
 def _attention_flop(call: _Call, query: int, products: tuple[int, int]) -> float:
     """`products` of scores with the width of the keys, and with that of the values."""
     *batch, num_queries, width = call.shape(query)
@@ -421,6 +434,8 @@ _RULES: dict[str, Callable[[_Call], Work]] = {
     "_grouped_mm_backward": _grouped_backward,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
+    "shared_attention": _shared_attention(0, (1, 1), Kernel.ATTENTION),
+    "shared_attention_backward": _shared_attention(1, (3, 2), Kernel.ATTENTION_BACKWARD),
     "_scaled_dot_product_flash_attention": _attention(4),
     "_scaled_dot_product_efficient_attention": _attention(6),
     "_scaled_dot_product_cudnn_attention": _attention(6),

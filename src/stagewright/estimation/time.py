@@ -18,7 +18,7 @@ from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, short_name, work
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.graph import Node, OperatorGraph
-from stagewright.graph.tensor_parallel import COLLECTIVES, parallelism
+from stagewright.graph.tensor_parallel import COLLECTIVES, group_of, parallelism
 
 Floats = NDArray[np.float64]
 
@@ -179,7 +179,7 @@ class Costing:
         return replace(
             plain,
             device_s=copied_s + sent_s + runtime.waits.collective_s,
-            host_s=plain.host_s + (self.num_ranks - 1) * runtime.host.member_s,
+            host_s=plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s,
         )
 
     def _fused(self, node: Node) -> Cost:

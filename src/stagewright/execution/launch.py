@@ -122,6 +122,8 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
     Raises:
         InputError: the plan is one that is predicted only; `source` is where it came from.
     """
+    if plan.cp > 1:
+        raise InputError(f"{source}: context parallelism is predicted, not run: plan without --cp")
     if plan.job.not_run is not None:
         raise InputError(f"{source}: {plan.job.not_run}")
     if any(Action.parse(text).kind is Kind.STEP for actions in plan.program for text in actions):

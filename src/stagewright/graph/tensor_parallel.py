@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stagewright.errors import ContractError, InputError
-from stagewright.graph.graph import OperatorGraph, Origin
+from stagewright.graph.graph import Node, OperatorGraph, Origin
 
 GROUP = "tp"
 """The name by which collectives know the ranks of one tensor-parallel group."""
+
+CONTEXT_GROUP = "cp"
+"""That of one context-parallel group, whose ranks have a part of the sequence each."""
 
 ENTER = "stagewright.enter.default"
 ALL_REDUCE = "stagewright.all_reduce.default"
@@ -22,6 +25,7 @@ COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})
 """Operators in which all ranks of a group take part; the name of the group and its size are among the arguments."""
 
 _ALIKE = frozenset({ALL_REDUCE, ALL_GATHER})
+_SPLITTING = frozenset({REDUCE_SCATTER, SHARD})
 _LOCAL = frozenset({REDUCE_SCATTER, SHARD, GROUP_RANK})
 
 
@@ -89,6 +93,12 @@ def even(what: str, amount: int, size: int) -> int:
     return amount // size
 
 
+def group_of(node: Node) -> tuple[str, int]:
+    """The name and size of the group in which a collective takes part."""
+    place = next(index for index, argument in enumerate(node.args) if isinstance(argument, str))
+    return node.args[place], node.args[place + 1]
+
+
 def parallelism(graph: OperatorGraph) -> TensorParallel | None:
     """The tensor parallelism that `graph` was traced with; None where every layer is whole."""
     return graph.facts.get("tensor_parallel")
@@ -102,7 +112,7 @@ def local_values(graph: OperatorGraph) -> frozenset[int]:
     local = {value for name, value in graph.parameters.items() if name in found.shards}
     contributed = {value: gradient for gradient, made in graph.contributions.items() for _, value in made}
     for node in graph.nodes:
-        if node.op in _ALIKE:
+        if node.op in _ALIKE and group_of(node)[0] == GROUP:
             continue
         if node.op in _LOCAL or any(value in local for value in node.inputs):
             for value in node.outputs:
@@ -135,6 +145,8 @@ def verify_parallel(graph: OperatorGraph) -> None:
         return
     local = local_values(graph)
     for node in graph.nodes:
+        if node.op not in _ALIKE | _SPLITTING or group_of(node)[0] != GROUP:
+            continue
         if (node.op in COLLECTIVES and node.inputs[0] not in local) or (
             node.op == SHARD and node.inputs[0] in local
         ):

@@ -89,6 +89,8 @@ class Choice:
     loss_pieces: int = 1
     """Slices of tokens for which head and loss are evaluated one after the other."""
 
+    cp: int = 1
+    """Ranks among which the tokens of every sample are divided."""
     num_chunks: int | None = None
     """Stages per rank, where the schedule places several; None is the schedule's own number."""
     layers_per_stage: tuple[int, ...] | None = None
@@ -106,18 +108,25 @@ class Choice:
         >>> [Choice(8, 1, 1, 1, "1f1b", zero=3, most_sharing=most).shard_size for most in (1, 3, 4, 8, None)]
         [1, 2, 4, None, None]
         """
-        if not self.level or self.most_sharing is None or self.most_sharing >= self.dp:
+        if not self.level or self.most_sharing is None or self.most_sharing >= self.num_holders:
             return None
-        return max(size for size in range(1, self.most_sharing + 1) if self.dp % size == 0)
+        return max(size for size in range(1, self.most_sharing + 1) if self.num_holders % size == 0)
+
+    @property
+    def num_holders(self) -> int:
+        """Ranks that hold the same parameters: replicas, and those that divide a sequence."""
+        return self.dp * self.cp
 
     @property
     def level(self) -> int:
-        """`zero` where there are replicas."""
-        return self.zero or 0 if self.dp > 1 else 0
+        """`zero` where several ranks hold the same parameters."""
+        return self.zero or 0 if self.num_holders > 1 else 0
 
     def state_share(self, precision: Precision) -> float:
         """The part of the state of a stage that one replica keeps on its device."""
-        kept = precision.kept_per_parameter(self.level, self.shard_size or self.dp, self.host_optimizer)
+        kept = precision.kept_per_parameter(
+            self.level, self.shard_size or self.num_holders, self.host_optimizer
+        )
         return kept / precision.bytes_per_parameter
 
     def __str__(self) -> str:
@@ -129,6 +138,7 @@ class Choice:
         how += f" in {self.shard_units} units a stage" if self.shard_units else ""
         how += f", loss in {self.loss_pieces} pieces" if self.loss_pieces > 1 else ""
         shared = f" x tp {self.tp}" if self.tp > 1 else ""
+        shared += f" x cp {self.cp}" if self.cp > 1 else ""
         return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
 
@@ -237,7 +247,9 @@ def best_partition(
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
         cuts = partition(body, program.num_stages, slack, budget)
         if cuts is not None and tuple(cuts) not in tried:
-            tried[tuple(cuts)] = approximate_seconds(body, cuts, program, cluster, choice.dp * choice.tp)
+            tried[tuple(cuts)] = approximate_seconds(
+                body, cuts, program, cluster, choice.num_holders * choice.tp
+            )
     return min(tried.items(), key=lambda item: item[1]) if tried else None
 
 
@@ -304,9 +316,9 @@ def _carved(
     body: BodyCosts, choice: Choice, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job
 ) -> Pipeline:
     if choice.as_model:
-        return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.dp), choice)
+        return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.num_holders), choice)
     chosen = policies(choice, program, body.graph)
-    return _as_chosen(pipeline(body, cuts, program, cluster, job, choice.dp, chosen), choice)
+    return _as_chosen(pipeline(body, cuts, program, cluster, job, choice.num_holders, chosen), choice)
 
 
 def _best_in_units(
@@ -351,7 +363,7 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
     """`line` with what its replicas share out, and with what is on the host."""
     if choice.host_optimizer:
         line = replace(line, host_optimizer=frozenset(range(line.pp)))
-    if choice.dp == 1:
+    if choice.num_holders == 1:
         return line
     wire = None if choice.reduce_dtype is None else REDUCE_TYPES[choice.reduce_dtype]
     line = replace(line, reduce_dtype=wire)
@@ -459,6 +471,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         cluster=ClusterSection.of(cluster),
         dp=choice.dp,
         tp=choice.tp,
+        cp=choice.cp,
         sequence_parallel=choice.sequence_parallel,
         loss_pieces=choice.loss_pieces,
         pp=choice.pp,
@@ -472,7 +485,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         program=tuple(tuple(str(action) for action in actions) for actions in program.ranks),
         memory_policy=candidate.memory_policy,
         sharding=(choice.level,) * program.num_stages,  # type: ignore[arg-type]
-        reduce_dtype=choice.reduce_dtype if choice.dp > 1 else None,
+        reduce_dtype=choice.reduce_dtype if choice.num_holders > 1 else None,
         shard_size=choice.shard_size,
         host_optimizer=tuple(sorted(line.host_optimizer)),
         predictions=predict(line, body, candidate.memories),

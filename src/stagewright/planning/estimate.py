@@ -42,6 +42,7 @@ def estimate(
     dp: int | None = None,
     pp: int | None = None,
     tp: int = 1,
+    cp: int = 1,
     sequence_parallel: bool = False,
     microbatch: int = 1,
     schedule: str = "1f1b",
@@ -59,10 +60,10 @@ def estimate(
 ) -> Plan:
     """What a plan, or a model in one configuration, takes on `cluster`: a plan with fresh predictions.
 
-    A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out
-    follows from the number of devices (by default one replica), and the partition is the one a search would
-    take; `tp` ranks share every layer, and with `sequence_parallel` split the sequence between layers. `recompute` is
-    what stages recompute of what they save: ``none``, ``selective`` (attention's scores) or ``full`` of it, or what the
+    A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out follows from the number
+    of devices (by default one replica), and the partition is the one a search would take; `tp` ranks share every layer, and
+    with `sequence_parallel` split the sequence between layers; `cp` ranks divide every sample's tokens. `recompute` is what
+    stages recompute of what they save: ``none``, ``selective`` (attention's scores) or ``full`` of it, or what the
     ``model``'s own code checkpoints, as by default where it does; `chunks` stages per rank are for schedules that place
     several, and `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at
     most `shard_size` of them among each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced
@@ -94,7 +95,7 @@ def estimate(
     check_shard_units(zero, shard_units)
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
     choice = replace(
-        _choice(cluster, job, dp, pp, tp, microbatch, schedule),
+        _choice(cluster, job, dp, pp, tp, cp, microbatch, schedule),
         sequence_parallel=sequence_parallel and tp > 1,
         zero=zero,
         reduce_dtype=reduce_dtype,
@@ -104,7 +105,7 @@ def estimate(
         layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
     )
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
-    layers = shared_layers(tp, sequence_parallel) | in_pieces(choice.loss_pieces)
+    layers = shared_layers(tp, sequence_parallel, cp) | in_pieces(choice.loss_pieces)
     traced = job.traced(cluster.device.kind) | layers
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph))
@@ -250,15 +251,22 @@ def _pieces(reference: ModelReference, job: Job, choice: Choice, cluster: Cluste
 
 
 def _choice(
-    cluster: Cluster, job: Job, dp: int | None, pp: int | None, tp: int, microbatch: int, schedule: str
+    cluster: Cluster,
+    job: Job,
+    dp: int | None,
+    pp: int | None,
+    tp: int,
+    cp: int,
+    microbatch: int,
+    schedule: str,
 ) -> Choice:
-    count = cluster.num_devices // max(tp, 1)
+    count = cluster.num_devices // max(tp, 1) // max(cp, 1)
     if dp is None:
         dp = 1 if pp is None else count // max(pp, 1)
     if pp is None:
         pp = count // max(dp, 1)
-    if tp < 1 or dp < 1 or pp < 1 or dp * pp > count:
-        shared = f" x tp {tp}" if tp != 1 else ""
+    if tp < 1 or cp < 1 or dp < 1 or pp < 1 or dp * pp > count:
+        shared = (f" x tp {tp}" if tp != 1 else "") + (f" x cp {cp}" if cp != 1 else "")
         raise InputError(
             f"dp {dp}{shared} x pp {pp} does not fit the {cluster.num_devices} devices of cluster '{cluster.name}': "
             "choose widths whose product is at most that"
@@ -268,4 +276,4 @@ def _choice(
             f"dp {dp} replicas with microbatches of {microbatch} do not divide the global batch of "
             f"{job.global_batch}: change one of the three"
         )
-    return Choice(dp, pp, microbatch, job.global_batch // dp // microbatch, schedule, tp=tp)
+    return Choice(dp, pp, microbatch, job.global_batch // dp // microbatch, schedule, tp=tp, cp=cp)

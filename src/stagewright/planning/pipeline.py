@@ -28,7 +28,8 @@ _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A carved model on its way through a program, in `dp` replicas on `cluster`."""
+    """A carved model on its way through a program on `cluster`; `dp` ranks hold the same parameters: replicas, times those
+    that divide a sequence."""
 
     memories: tuple[StageMemory, ...]
     summaries: tuple[StageSummary, ...]

@@ -163,6 +163,8 @@ class Plan(StrictModel):
     dp: int = Field(ge=1, le=MOST_DEVICES)
     tp: int = Field(default=1, ge=1, le=MOST_DEVICES)
     """Ranks that share every layer of a stage."""
+    cp: int = Field(default=1, ge=1, le=MOST_DEVICES)
+    """Ranks among which the tokens of every sample are divided; predicted, not run."""
     sequence_parallel: bool = False
     """Whether they split the sequence between the layers' products."""
     loss_pieces: int = Field(default=1, ge=1, le=MOST_TOKENS)
@@ -241,8 +243,10 @@ class Plan(StrictModel):
             raise ValueError(
                 f"host_optimizer {list(self.host_optimizer)} must name pipeline ranks, 0 to {self.pp - 1}"
             )
-        if self.dp % (self.shard_size or 1):
-            raise ValueError(f"shard_size {self.shard_size} does not divide the {self.dp} replicas of dp")
+        if self.num_holders % (self.shard_size or 1):
+            raise ValueError(
+                f"shard_size {self.shard_size} does not divide the {self.num_holders} replicas of dp"
+            )
         shorter = [one.sequence_length for one in self.shorter_lengths]
         if shorter and shorter != list(self.job.shares)[:-1]:
             raise ValueError(
@@ -316,7 +320,12 @@ class Plan(StrictModel):
     @property
     def num_ranks(self) -> int:
         """Processes, each with a device."""
-        return self.pp * self.dp * self.tp
+        return self.pp * self.num_holders * self.tp
+
+    @property
+    def num_holders(self) -> int:
+        """Ranks that hold the same parameters: replicas, and those that divide a sequence."""
+        return self.dp * self.cp
 
     def rank_on(self, device: int) -> int:
         """The rank that has a device, which a launcher counts node after node."""
@@ -328,7 +337,7 @@ class Plan(StrictModel):
 
     def traced(self) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
-        layers = shared_layers(self.tp, self.sequence_parallel)
+        layers = shared_layers(self.tp, self.sequence_parallel, self.cp)
         return self.job.traced(self.cluster.kind) | layers | in_pieces(self.loss_pieces)
 
     def save(self, path: str | Path) -> None:
@@ -346,13 +355,14 @@ class Plan(StrictModel):
         return schema
 
 
-def shared_layers(tp: int, sequence_parallel: bool = False) -> dict[str, Any]:
-    """The part of the arguments of `stagewright.tracing.cache.trace` that says how ranks share layers.
+def shared_layers(tp: int, sequence_parallel: bool = False, cp: int = 1) -> dict[str, Any]:
+    """The part of the arguments of `stagewright.tracing.cache.trace` that says how ranks share layers and sequences.
 
-    >>> shared_layers(1), shared_layers(2, True)
-    ({}, {'tp': 2, 'splits_sequence': True})
+    >>> shared_layers(1), shared_layers(2, True), shared_layers(1, cp=4)
+    ({}, {'tp': 2, 'splits_sequence': True}, {'cp': 4})
     """
-    return {"tp": tp, "splits_sequence": sequence_parallel} if tp > 1 else {}
+    layers = {"tp": tp, "splits_sequence": sequence_parallel} if tp > 1 else {}
+    return layers | ({"cp": cp} if cp > 1 else {})
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -99,7 +99,9 @@ def stage_program(plan: Plan) -> Program:
 def _check_gathers(plan: Plan, ranks: Iterable[Iterable[Action]]) -> None:
     """The program gathers the stages whose parameters are sharded, and no others."""
     gathered = {action.stage for actions in ranks for action in actions if action.kind is Kind.GATHER}
-    sharded = {stage for stage, level in enumerate(plan.sharding) if level == 3} if plan.dp > 1 else set()
+    sharded = (
+        {stage for stage, level in enumerate(plan.sharding) if level == 3} if plan.num_holders > 1 else set()
+    )
     if gathered != sharded:
         raise ScheduleError(
             f"the program gathers stages {sorted(gathered)}, and `sharding` and dp {plan.dp} shard the parameters of stages "

@@ -21,7 +21,9 @@ def planned_line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:
     """
     policies = stage_policies(plan, body.graph)
     cuts, program = stage_cuts(plan, body.graph), stage_program(plan)
-    line = pipeline(body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.dp, policies)
+    line = pipeline(
+        body, cuts, program, on_devices(cluster, plan.devices), plan.job, plan.num_holders, policies
+    )
     return replace(
         line,
         sharding=plan.sharding,

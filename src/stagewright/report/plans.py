@@ -62,6 +62,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "bubble_fraction": predictions.bubble_fraction,
         "dp": plan.dp,
         "tp": plan.tp,
+        "cp": plan.cp,
         "pp": plan.pp,
         "num_stages": plan.num_stages,
         "schedule": plan.schedule,
@@ -137,15 +138,19 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 def estimate_heading(plan: Plan) -> str:
     """The configuration and its time in one line."""
     predictions = plan.predictions
-    shared = f" x tp {plan.tp}" if plan.tp > 1 else ""
+    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + (f" x cp {plan.cp}" if plan.cp > 1 else "")
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
     return (
         f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}{shared}, {described_schedule(plan)}, "
-        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}\n"
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}{_under(plan)}\n"
         f"step{longest} {format_seconds(predictions.step_seconds)}, "
         f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
     )
+
+
+def _under(plan: Plan) -> str:
+    return "" if plan.job.runtime == "stagewright" else f", under {plan.job.runtime}"
 
 
 def memory_table(plan: Plan) -> Table:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stagewright.errors import InputError
+from stagewright.tracing.context_parallel import over_all_parts
+
 
 @contextlib.contextmanager
-def attention_of(kind: str, target: str, device: str) -> Iterator[None]:
+def attention_of(kind: str, target: str, device: str, cp: int = 1) -> Iterator[None]:
     """Within it `scaled_dot_product_attention` is what the target computes.
 
     * ``explicit``: scores, scale with mask and softmax, dropout and weighted values, each an operator in the type of its
       operands. Such a graph is costed, never run.
-    * else, for a GPU traced on a CPU, dropout is part of the fused kernel, as on GPUs, where a CPU would compute scores in
-      float32 one operator after the other.
+    * in `cp` parts of the sequence, as `stagewright.tracing.context_parallel` says.
+    * else, for a GPU traced on a CPU, dropout is part of the fused kernel, and so are values of another width than the keys
+      (MLA), as on GPUs, where a CPU would compute scores in float32 one operator after the other.
     """
     fused = functional.scaled_dot_product_attention
 
@@ -37,14 +40,36 @@ def attention_of(kind: str, target: str, device: str) -> Iterator[None]:
         weights = torch.softmax(scores, dim=-1)
         return torch.matmul(functional.dropout(weights, dropout_p) if dropout_p else weights, value)
 
-    def in_one_kernel(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) > 1:
-            args = (args[0], 0.0, *args[2:])
-        return fused(query, key, value, *args, **{**kwargs, **({"dropout_p": 0.0} if len(args) < 2 else {})})
+    def in_one_kernel(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if attn_mask is None and query.shape[-1] != value.shape[-1] and query.shape[-2] == key.shape[-2]:
+            return over_all_parts(1, query, key, value, is_causal, scale)  # which a CPU has no kernel for
+        return fused(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    stand_in = (
-        explicit if kind == "explicit" else in_one_kernel if target == "cuda" and device == "cpu" else fused
-    )
+    def in_parts(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        if attn_mask is not None or query.shape[-2] != key.shape[-2]:
+            raise InputError(
+                "context parallelism needs attention that is causal or sees all tokens, and this model's has a mask of its "
+                "own: leave out --cp"
+            )
+        return over_all_parts(cp, query, key, value, is_causal, scale)
+
+    if kind == "explicit" and cp > 1:
+        raise InputError(
+            "context parallelism needs fused attention, and this runtime stores scores: leave out --cp"
+        )
+    stand_in = fused
+    if cp > 1:
+        stand_in = in_parts
+    elif kind == "explicit":
+        stand_in = explicit
+    elif target == "cuda" and device == "cpu":
+        stand_in = in_one_kernel
     functional.scaled_dot_product_attention = stand_in  # type: ignore[assignment]
     try:
         yield

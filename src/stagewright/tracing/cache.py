@@ -42,6 +42,7 @@ def trace(
     splits_sequence: bool = False,
     loss_pieces: int = 1,
     attention: Literal["fused", "explicit"] = "fused",
+    cp: int = 1,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -60,6 +61,8 @@ def trace(
         splits_sequence: whether those ranks also split the sequence between the layers' products.
         attention: whether attention's scores are computed by operators of their own (``explicit``), as runtimes without
             fused kernels do; such a graph is costed, not run.
+        cp: number of ranks among which every sample's tokens are divided; the graph is that of one of them, in which
+            attention gathers the keys and values of all. It is costed, not run.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
 
     Raises:
@@ -80,6 +83,7 @@ def trace(
         "tp": tp,
         "splits_sequence": splits_sequence and tp > 1,
         **({"loss_pieces": loss_pieces} if loss_pieces > 1 else {}),
+        **({"cp": cp} if cp > 1 else {}),
         **({"attention": attention} if attention != "fused" else {}),
     }
     path = _entry(facts) if use_cache else None

@@ -15,6 +15,7 @@ from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
 from stagewright.tracing.capture import capture, fake_twin
+from stagewright.tracing.context_parallel import check_context_parallel
 from stagewright.tracing.joint import build_joint
 from stagewright.tracing.late import with_late_loss
 from stagewright.tracing.models.build import build
@@ -37,16 +38,19 @@ def trace_reference(
 ) -> OperatorGraph:
     """The operator graph of a model reference; see `stagewright.tracing.cache.trace`."""
     report("building the model without weights")
-    built = build(reference, microbatch_size, sequence_length, dtype, fake=True)
+    cp = facts.get("cp", 1)
+    built = build(reference, microbatch_size, sequence_length // cp, dtype, fake=True)
     if device != "cpu":
         with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
             built.module.to(device)
             built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
     built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
+    if cp > 1:
+        check_context_parallel(built.module, cp, sequence_length)
     if facts.get("tp", 1) > 1:
         if facts.get("splits_sequence"):
-            even("the sequence length", sequence_length, facts["tp"])
+            even("the sequence length", sequence_length // cp, facts["tp"])
         facts["tensor_parallel"] = parallelise(built.module, facts["tp"], facts.get("splits_sequence", False))
     if facts.get("loss_pieces", 1) > 1:
         evaluate_in_pieces(built.module, facts["loss_pieces"], microbatch_size * sequence_length)
@@ -86,7 +90,9 @@ def trace_module(
     whole = facts.get("autocast")
     with (
         quiet_capture(device.type),
-        attention_of(facts.get("attention", "fused"), facts.get("target", device.type), device.type),
+        attention_of(
+            facts.get("attention", "fused"), facts.get("target", device.type), device.type, facts.get("cp", 1)
+        ),
         autocast_of(facts.get("target", device.type)),
         torch.autocast(device.type, DTYPES[whole]) if whole else contextlib.nullcontext(),
     ):

@@ -1,0 +1,110 @@
+"""Context parallelism: each rank has a part of the sequence, and attention sees the keys and values of all parts.
+
+Everything but attention treats tokens by themselves, so that the graph of one rank is that of a shorter sequence in which
+keys and values are gathered in front of attention; their gradients are summed and scattered. Parts are dealt out so that
+under a causal mask all ranks see equally many scores.
+
+Source: ring attention (Liu et al. 2023, arXiv 2310.01889), with the gathers of Llama 3 (arXiv 2407.21783, section 3.3.2) in
+place of its ring, and the balance of Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431). Such a graph is costed,
+not run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stagewright.errors import InputError, RunError
+from stagewright.graph.tensor_parallel import CONTEXT_GROUP
+from stagewright.tracing.tensor_parallel.operators import all_gather
+
+_LIBRARY = torch.library.Library("stagewright", "FRAGMENT")
+_TOKENS = 2
+"""The dimension of queries, keys and values (batch, head, token, width) that is split."""
+
+
+def check_context_parallel(model: nn.Module, size: int, sequence_length: int) -> None:
+    """Whether every layer but attention treats tokens by themselves.
+
+    Raises:
+        InputError: names the module that does not, or the length that cannot be split.
+    """
+    if sequence_length % (2 * size):
+        raise InputError(
+            f"context parallelism of {size} deals out {2 * size} equal parts of a sequence, and {sequence_length} tokens "
+            "have none: choose a multiple"
+        )
+    for path, module in model.named_modules():
+        window = getattr(module, "sliding_window", None)
+        if isinstance(window, int) and window < sequence_length:
+            raise InputError(
+                f"'{path}' attends to a window of {window} of the {sequence_length} tokens, which context parallelism does "
+                "not divide: leave out --cp"
+            )
+        if isinstance(module, nn.modules.conv._ConvNd) or "Mamba" in type(module).__name__:
+            raise InputError(
+                f"'{path}' ({type(module).__name__}) mixes tokens outside of attention, so that its sequence cannot be "
+                "split: leave out --cp"
+            )
+
+
+def over_all_parts(
+    size: int, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None
+) -> Tensor:
+    """Attention of this rank's queries to the keys and values of `size` ranks, in one kernel."""
+    if size > 1:
+        key, value = (all_gather(one, _TOKENS, CONTEXT_GROUP, size, sums=True) for one in (key, value))
+    used = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    return torch.ops.stagewright.shared_attention(query, key, value, is_causal, used)[0]
+
+
+def _not_run(*_: Any) -> Any:
+    raise RunError(
+        "attention of a graph that was traced for another device is predicted, not run: trace on the device"
+    )
+
+
+def _like_queries(query: Tensor, width: int) -> Tensor:
+    """(batch, head, token, width) that lie as (batch, token, head, width), as fused kernels make them."""
+    batch, heads, tokens, _ = query.shape
+    return query.new_empty((batch, tokens, heads, width)).transpose(1, 2)
+
+
+def _lay_out(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    return _like_queries(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+def _lay_out_backward(
+    cotangent: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return tuple(_like_queries(one, one.shape[-1]) for one in (query, key, value))  # type: ignore[return-value]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.rest = inputs[3:]
+
+
+def _backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Any, ...]:
+    found = torch.ops.stagewright.shared_attention_backward(cotangent, *ctx.saved_tensors, *ctx.rest)
+    return (*found, None, None)
+
+
+for _schema, _layout in (
+    ("shared_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float scale) -> (Tensor, Tensor)", _lay_out),
+    (
+        "shared_attention_backward(Tensor cotangent, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
+        "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+        _lay_out_backward,
+    ),
+):  # fmt: skip
+    _name = f"stagewright::{_schema.partition('(')[0]}"
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name, _not_run, "CompositeExplicitAutograd")
+    torch.library.register_fake(_name, _layout, lib=_LIBRARY)
+torch.library.register_autograd("stagewright::shared_attention", _backward, setup_context=_keep, lib=_LIBRARY)

@@ -1,0 +1,124 @@
+"""The graph of one rank at every width, against closed formulas of published decoders."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError
+from stagewright.estimation.operators import work
+from stagewright.execution.launch import refuse_what_is_not_run
+from stagewright.graph import OperatorGraph
+from stagewright.graph.tensor_parallel import ALL_GATHER, COLLECTIVES, CONTEXT_GROUP, GROUP, group_of
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
+
+SIZE, TOKENS, LAYERS, BYTES = 2, 256, 2, 2
+DECODERS = ["llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen3-8b"]
+WIDTHS = [(1, False, 1), (2, False, 1), (8, True, 1), (1, False, 2), (2, True, 2), (8, True, 2)]
+
+
+@cache
+def traced(model: str, tp: int, splits: bool, cp: int) -> OperatorGraph:
+    return trace(
+        model, SIZE, TOKENS, "bfloat16", {"num_hidden_layers": LAYERS}, target="cuda", tp=tp, splits_sequence=splits, cp=cp
+    )  # fmt: skip
+
+
+def sizes(model: str) -> dict[str, Any]:
+    config = resolve(model).config
+    assert config is not None
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    width = config.get("head_dim") or hidden // heads
+    return {
+        "hidden": hidden,
+        "inner": config["intermediate_size"],
+        "queries": heads * width,
+        "keys": (config.get("num_key_value_heads") or heads) * width,
+        "vocabulary": config["vocab_size"],
+        "head_norms": 2 * width if config["model_type"] == "qwen3" else 0,
+    }
+
+
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("model", DECODERS)
+def test_parameters_flop_and_collectives_of_a_rank_follow_closed_formulas(
+    model: str, widths: tuple[int, bool, int]
+) -> None:
+    tp, splits, cp = widths
+    graph, of = traced(model, *widths), sizes(model)
+    hidden, queries, keys = of["hidden"], of["queries"], of["keys"]
+    vocabulary = -(-of["vocabulary"] // tp)
+    products = LAYERS * (hidden * (2 * queries + 2 * keys) + 3 * hidden * of["inner"]) // tp
+    norms = LAYERS * (2 * hidden + of["head_norms"]) + hidden
+    assert graph.num_parameters == products + norms + 2 * vocabulary * hidden
+    tokens = SIZE * TOKENS // cp
+    scores = SIZE * TOKENS * TOKENS // cp * queries // tp
+    flop = 6 * tokens * (products + vocabulary * hidden) + LAYERS * 14 * scores
+    assert sum(work(node, graph.values.__getitem__).flop for node in graph.nodes) == flop
+    assert graph.facts["num_tokens"] == tokens
+
+    moved: dict[str, list[int]] = {GROUP: [], CONTEXT_GROUP: []}
+    for node in graph.nodes:
+        if node.op in COLLECTIVES and "layers.1." in node.module:
+            whole = node.outputs[0] if node.op == ALL_GATHER else node.inputs[0]
+            assert whole is not None
+            moved[group_of(node)[0]].append(graph.values[whole].meta.payload_bytes)
+    residual, shared = BYTES * tokens * hidden, BYTES * SIZE * TOKENS * keys // tp
+    large = [num_bytes for num_bytes in moved[GROUP] if num_bytes > BYTES * hidden]
+    # Gathers in front of both halves of a layer, sums behind them, and the same for their gradients.
+    assert large == ([residual] * (8 if splits else 4) if tp > 1 else [])
+    assert moved[CONTEXT_GROUP] == ([shared] * 4 if cp > 1 else [])
+
+
+@pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b", "qwen3-30b-a3b", "tiny-deepseek-v3"])
+def test_ranks_that_divide_a_sequence_share_the_work_of_all_of_it(model: str) -> None:
+    key = "n_layer" if model == "gpt2" else "num_hidden_layers"
+    one, half = (trace(model, SIZE, TOKENS, "bfloat16", {key: 4}, target="cuda", cp=cp) for cp in (1, 2))
+    whole, part = (
+        sum(work(node, graph.values.__getitem__).flop for node in graph.nodes) for graph in (one, half)
+    )
+    assert part * 2 == whole
+    assert half.num_parameters == one.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "said"),
+    [
+        ("tiny-nemotron-h", {}, "outside of attention"),
+        ("gemma-3-1b", {"num_hidden_layers": 3, "sequence_length": 1024}, "a window of 512"),
+        ("tiny-llama", {"sequence_length": 250}, "choose a multiple"),
+    ],
+)
+def test_sequences_that_cannot_be_divided_are_refused(model: str, changes: dict[str, Any], said: str) -> None:
+    changes = dict(changes)
+    tokens = changes.pop("sequence_length", TOKENS)
+    with pytest.raises(InputError, match=said):
+        trace(model, SIZE, tokens, "bfloat16", changes, target="cuda", cp=4)
+
+
+def test_divided_sequences_are_estimated_with_as_many_tokens_and_less_memory() -> None:
+    reference, cluster = resolve("tiny-llama"), load_cluster("4x-h100")
+    job = Job(global_batch=8, sequence_length=512)
+    found = {cp: estimate(reference, cluster, job, pp=2, dp=1, cp=cp, zero=1, microbatch=2) for cp in (1, 2)}
+    one, two = found[1].predictions, found[2].predictions
+    for made in (one, two):
+        assert made.tokens_per_second * made.step_seconds == pytest.approx(8 * 512)
+    assert found[2].num_ranks == 4
+    saved = [max(stage.saved_bytes for stage in made.stages) for made in (one, two)]
+    assert saved[1] < 0.7 * saved[0]
+    assert two.ranks[0].categories["optimizer"] < 0.6 * one.ranks[0].categories["optimizer"]
+    assert two.ranks[0].categories["parameters"] == pytest.approx(
+        one.ranks[0].categories["parameters"], rel=0.01
+    )
+    with pytest.raises(InputError, match="predicted, not run"):
+        refuse_what_is_not_run(found[2], "plan.json")
+    with pytest.raises(InputError, match="x cp 4"):
+        estimate(reference, cluster, job, pp=2, dp=1, cp=4)
+    again = estimate(found[2], cluster)
+    assert again.predictions.step_seconds == pytest.approx(two.step_seconds)
