@@ -77,7 +77,7 @@ def test_stacks_of_megatron_refuse_what_they_lack(option: str) -> None:
     refused(*MEGATRON, option=option, remedy="another --stack")
 
 
-@pytest.mark.parametrize("option", ["--chunks 2", "--shard-optimizer", "--cp 2", "--ep 2"])
+@pytest.mark.parametrize("option", ["--shard-optimizer", "--ep 2"])
 def test_other_stacks_refuse_what_is_megatrons(option: str) -> None:
     refused(*ESTIMATE, option=option, remedy="megatron-core+te")
 

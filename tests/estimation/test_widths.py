@@ -79,7 +79,10 @@ def test_parameters_flop_and_collectives_of_a_rank_follow_closed_formulas(
 @pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b", "qwen3-30b-a3b", "tiny-deepseek-v3"])
 def test_ranks_that_divide_a_sequence_share_the_work_of_all_of_it(model: str) -> None:
     key = "n_layer" if model == "gpt2" else "num_hidden_layers"
-    one, half = (trace(model, SIZE, TOKENS, "bfloat16", {key: 4}, target="cuda", cp=cp) for cp in (1, 2))
+    one, half = (
+        trace(model, SIZE, TOKENS, "bfloat16", {key: 4}, target="cuda", cp=cp, attention="fused")
+        for cp in (1, 2)
+    )
     whole, part = (
         sum(work(node, graph.values.__getitem__).flop for node in graph.nodes) for graph in (one, half)
     )

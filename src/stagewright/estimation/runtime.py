@@ -94,7 +94,8 @@ class Runtime(SourcedModel):
     """One runtime.
 
     * `dtypes`: precisions of jobs that it trains.
-    * `attention`: whether scores are computed and stored (``explicit``), or never (``fused``).
+    * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as the device computes them
+      that traces (``traced``).
     * `adds_in_products`: whether products add gradients of weights up, in place of handing them on.
     * `sums_once`: whether gradients of parameters that all ranks of a layer hold are summed over these once per step.
     * `checks_after`: whether the optimizer looks at all gradients after its step, so that with split backwards a rank goes
@@ -113,7 +114,7 @@ class Runtime(SourcedModel):
     name: str
     about: str = ""
     dtypes: tuple[str, ...] = ()
-    attention: Literal["fused", "explicit"] = "fused"
+    attention: Literal["traced", "fused", "explicit"] = "fused"
     partition: Literal["balanced", "layers"] = "balanced"
     recomputes_ahead: bool = True
     recomputes_head: bool = True
@@ -186,7 +187,7 @@ def load_runtime(name: str) -> Runtime:
     ()
     """
     if name == STAGEWRIGHT:
-        return Runtime(name=STAGEWRIGHT)
+        return Runtime(name=STAGEWRIGHT, attention="traced")
     if name.endswith(".toml"):
         return _made(name, read_toml(Path(name), "runtime file"), name)
     if name not in runtime_names():

@@ -176,7 +176,7 @@ class Job(StrictModel):
             "dtype": self.torch_name,
             "target": target,
             "autocast": self.autocast,
-            **({"attention": attention} if attention != "fused" else {}),
+            **({"attention": attention} if attention != "traced" else {}),
         }
 
     def usable_bytes(self, device: Device, cluster: Cluster | None = None) -> int:

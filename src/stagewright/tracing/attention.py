@@ -15,14 +15,17 @@ from stagewright.tracing.context_parallel import over_all_parts
 
 
 @contextlib.contextmanager
-def attention_of(kind: str, target: str, device: str, cp: int = 1) -> Iterator[None]:
+def attention_of(kind: str, cp: int = 1) -> Iterator[None]:
     """Within it `scaled_dot_product_attention` is what the target computes.
 
+    * ``traced``: what the model calls.
+    * ``fused``: one kernel, with dropout in it, and also where values are of another width than the keys (MLA), as GPUs have
+      it; a CPU would compute scores in float32 one operator after the other.
     * ``explicit``: scores, scale with mask and softmax, dropout and weighted values, each an operator in the type of its
-      operands. Such a graph is costed, never run.
-    * in `cp` parts of the sequence, as `stagewright.tracing.context_parallel` says.
-    * else, for a GPU traced on a CPU, dropout is part of the fused kernel, and so are values of another width than the keys
-      (MLA), as on GPUs, where a CPU would compute scores in float32 one operator after the other.
+      operands.
+    * In `cp` parts of the sequence, as `stagewright.tracing.context_parallel` says.
+
+    But for the first these are costed, never run.
     """
     fused = functional.scaled_dot_product_attention
 
@@ -68,7 +71,7 @@ def attention_of(kind: str, target: str, device: str, cp: int = 1) -> Iterator[N
         stand_in = in_parts
     elif kind == "explicit":
         stand_in = explicit
-    elif target == "cuda" and device == "cpu":
+    elif kind == "fused":
         stand_in = in_one_kernel
     functional.scaled_dot_product_attention = stand_in  # type: ignore[assignment]
     try:

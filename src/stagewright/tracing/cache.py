@@ -41,7 +41,7 @@ def trace(
     tp: int = 1,
     splits_sequence: bool = False,
     loss_pieces: int = 1,
-    attention: Literal["fused", "explicit"] = "fused",
+    attention: Literal["traced", "fused", "explicit"] = "traced",
     cp: int = 1,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
@@ -59,8 +59,8 @@ def trace(
         training: whether the model is in training mode; without, it drops nothing out and updates no statistics.
         tp: number of ranks that share every layer; the graph is that of one of them, with collectives for operators.
         splits_sequence: whether those ranks also split the sequence between the layers' products.
-        attention: whether attention's scores are computed by operators of their own (``explicit``), as runtimes without
-            fused kernels do; such a graph is costed, not run.
+        attention: as the device that traces computes it, or as a GPU's fused kernel does, or with operators of their own for
+            its scores (``explicit``), as runtimes without fused kernels have them; the last two are costed, not run.
         cp: number of ranks among which every sample's tokens are divided; the graph is that of one of them, in which
             attention gathers the keys and values of all. It is costed, not run.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
@@ -84,7 +84,7 @@ def trace(
         "splits_sequence": splits_sequence and tp > 1,
         **({"loss_pieces": loss_pieces} if loss_pieces > 1 else {}),
         **({"cp": cp} if cp > 1 else {}),
-        **({"attention": attention} if attention != "fused" else {}),
+        **({"attention": attention} if attention != "traced" else {}),
     }
     path = _entry(facts) if use_cache else None
     if path is not None and (graph := _load(path)) is not None:

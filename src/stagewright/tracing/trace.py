@@ -90,9 +90,7 @@ def trace_module(
     whole = facts.get("autocast")
     with (
         quiet_capture(device.type),
-        attention_of(
-            facts.get("attention", "fused"), facts.get("target", device.type), device.type, facts.get("cp", 1)
-        ),
+        attention_of(facts.get("attention", "traced"), facts.get("cp", 1)),
         autocast_of(facts.get("target", device.type)),
         torch.autocast(device.type, DTYPES[whole]) if whole else contextlib.nullcontext(),
     ):
