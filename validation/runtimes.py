@@ -228,6 +228,69 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, [Judged("time", "s", float(record["step_time_s"]), _step)]
 
 
+def narayanan(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of Narayanan et al. 2021, whose TFLOP/s count 96 B s l h^2 (1 + s/6h + V/16lh) for a step with recomputation:
+    microbatches of one sample, two chunks where they divide the layers."""
+    tp, pp, dp, num, batch, tokens = (
+        int(record[key]) for key in ("tp", "pp", "dp", "n_gpus", "global_batch", "seq_len")
+    )
+    layers, hidden, vocabulary = (int(record[key]) for key in ("layers", "hidden", "vocab"))
+    has_chunks = pp > 1 and layers % (2 * pp) == 0 and batch // dp % pp == 0
+    asked = Asked(
+        "gpt2", _gpt(record, vocabulary), _nodes("a100-80", num),
+        {"global_batch": batch, "sequence_length": tokens, "dtype": "fp16", "runtime": "megatron-lm"},
+        {
+            "tp": tp, "pp": pp, "dp": dp, "recompute": "full",
+            **({"schedule": "interleaved-1f1b", "chunks": 2} if has_chunks else {}),
+        },
+    )  # fmt: skip
+    extra = 1 + tokens / (6 * hidden) + vocabulary / (16 * layers * hidden)
+    flop = 96 * batch * tokens * layers * hidden**2 * extra
+    return asked, [Judged("time", "s", flop / num / 1e12 / float(record["tflops_per_gpu_hw"]), _step)]
+
+
+def megascale(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of Megatron-LM that Jiang et al. 2024 compare with; their own changes of model and network are not predicted."""
+    if record["system"] != "Megatron-LM":
+        return "MegaScale's own kernels and network are not known"
+    if not record["step_s"]:
+        return "no time was published"
+    tp, pp, num, batch = (int(record[key]) for key in ("tp", "pp", "n_gpus", "global_batch"))
+    asked = Asked(
+        "gpt2", _gpt(record, 64_000), _nodes("a100-80", num),
+        {
+            "global_batch": batch, "sequence_length": int(record["seq_len"]), "dtype": "bf16",
+            "runtime": "megatron-lm",
+        },
+        {
+            "tp": tp, "pp": pp, "dp": num // (tp * pp), "zero": 1, "sequence_parallel": True, "recompute": "selective",
+            "schedule": "interleaved-1f1b", "chunks": 6,
+        },
+    )  # fmt: skip
+    return asked, [Judged("time", "s", float(record["step_s"]), _step)]
+
+
+OVERLAPPED = DATA / "throughput" / "megatron-core-overlapped.toml"
+"""Megatron-Core as its README starts it: reductions, gathers and collectives of a split sequence beside computations."""
+
+
+def weak_scaling(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of Megatron-LM's README, whose TFLOP/s count 72 B s l h^2 (1 + s/6h + V/12lh)."""
+    tp, pp, dp, num, batch, tokens = (
+        int(record[key]) for key in ("tp", "pp", "dp", "n_gpus", "global_batch", "seq_len")
+    )
+    layers, hidden, vocabulary = (int(record[key]) for key in ("layers", "hidden", "vocab"))
+    plain = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": False}
+    asked = Asked(
+        "gpt2", _gpt(record, vocabulary) | plain, _nodes("h100", num),
+        {"global_batch": batch, "sequence_length": tokens, "runtime": str(OVERLAPPED)},
+        {"tp": tp, "pp": pp, "dp": dp, "zero": 1, "sequence_parallel": tp > 1},
+    )  # fmt: skip
+    flop = 72 * batch * tokens * layers * hidden**2
+    flop *= 1 + tokens / (6 * hidden) + vocabulary / (12 * layers * hidden)
+    return asked, [Judged("time", "s", flop / num / 1e12 / float(record["tflops_per_gpu"]), _step)]
+
+
 @dataclass(frozen=True)
 class Source:
     """A table of runs: where it is, how a row is asked, every so many of which constants were fitted on (0:
@@ -246,6 +309,9 @@ SOURCES = {
     "megatron_core_b200.csv": Source(
         "footprints", megatron_core, 2, {"time": 0.05, "allocated": 0.01, "reserved": 0.016}
     ),
+    "megatron_sc21_table1.csv": Source("throughput", narayanan, 0, {"time": 0.13}),
+    "megatron_core_h100_weak_scaling.csv": Source("throughput", weak_scaling, 0, {"time": 0.13}),
+    "megascale_tab2_fig9.csv": Source("throughput", megascale, 0, {"time": 0.13}),
     "bloom_megatron_deepspeed_a100.csv": Source("bloom", bloom, 0, {"time": 0.15}),
     "zero_bubble_measured.csv": Source("footprints", zero_bubble, 3, {"time": 0.03, "memory": 0.05}),
 }

@@ -260,3 +260,32 @@ def test_given_layers_per_stage_and_chunks_are_taken() -> None:
     assert made.cuts[0].startswith("net.transformer.h.1.")
     made = estimate(reference, cluster, job("stagewright"), pp=2, dp=1, schedule="interleaved-1f1b", chunks=2)
     assert made.num_stages == 4
+
+
+def test_what_runs_beside_computations_takes_less(tmp_path: Path) -> None:
+    reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x2x-a100-80")
+    seconds = []
+    for flags in (
+        "",
+        "overlaps_reduction = true",
+        'overlaps_reduction = true\noverlapped_collectives = "all"',
+    ):
+        file = tmp_path / f"{len(seconds)}.toml"
+        file.write_text(f'based_on = "megatron-core+te"\n{flags}\n')
+        found = estimate(
+            reference, cluster, job(str(file)), pp=1, dp=2, tp=2, sequence_parallel=True, zero=1
+        ).predictions  # fmt: skip
+        costs = found.costs
+        seconds.append((costs.sum_seconds[0], costs.optimizer_seconds[0], costs.forward_seconds[0]))
+    plain, reduced, all_beside = seconds
+    assert reduced[0] < plain[0] and reduced[1] < plain[1] and reduced[2] == plain[2]
+    assert all_beside[2] <= reduced[2] and all_beside[:2] == reduced[:2]
+
+
+def test_optimizers_that_check_afterwards_let_ranks_go_on() -> None:
+    reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x-a100-80")
+    split, whole = (
+        estimate(reference, cluster, job("zero-bubble"), pp=2, dp=1, schedule=name).predictions.costs
+        for name in ("zb-h1", "1f1b")
+    )
+    assert split.checks_after and not whole.checks_after

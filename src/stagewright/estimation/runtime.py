@@ -96,6 +96,9 @@ class Runtime(SourcedModel):
     * `dtypes`: precisions of jobs that it trains.
     * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as the device computes them
       that traces (``traced``).
+    * `overlaps_reduction`: whether gradients are reduced beside the last backward, and parameters gathered beside the first
+      forward, layer by layer.
+    * `overlapped_collectives`: which collectives of a split sequence run beside products: none, those of the backward, all.
     * `adds_in_products`: whether products add gradients of weights up, in place of handing them on.
     * `sums_once`: whether gradients of parameters that all ranks of a layer hold are summed over these once per step.
     * `checks_after`: whether the optimizer looks at all gradients after its step, so that with split backwards a rank goes
@@ -120,6 +123,8 @@ class Runtime(SourcedModel):
     recomputes_head: bool = True
     transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
     scatters_boundaries: bool = False
+    overlaps_reduction: bool = False
+    overlapped_collectives: Literal["none", "backward", "all"] = "none"
     adds_in_products: bool = False
     sums_once: bool = False
     checks_after: bool = False

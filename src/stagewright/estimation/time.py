@@ -17,8 +17,8 @@ from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, short_name, work
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
-from stagewright.graph import Node, OperatorGraph
-from stagewright.graph.tensor_parallel import COLLECTIVES, group_of, parallelism
+from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph.tensor_parallel import ALL_GATHER, COLLECTIVES, REDUCE_SCATTER, group_of, parallelism
 
 Floats = NDArray[np.float64]
 
@@ -52,6 +52,10 @@ class Cost:
     """As `torch.utils.flop_counter` counts."""
     model_flop: float
     """Without what is computed a second time."""
+    overlapped_s: float = 0.0
+    """Of a collective that runs beside the products of its function, in place of `device_s`."""
+    product_s: float = 0.0
+    """What of `device_s` a product takes."""
 
 
 def kernel_seconds(found: Work, device: Device) -> float:
@@ -167,7 +171,8 @@ class Costing:
         if kernel_s is not None:
             plain = replace(plain, host_s=0.0 if found.kernel is Kernel.VIEW else kernel_s)
         if found.kernel is Kernel.MATMUL:
-            plain = replace(plain, device_s=plain.device_s + self.runtime.waits.product_s)
+            busy = plain.device_s + self.runtime.waits.product_s
+            plain = replace(plain, device_s=busy, product_s=plain.device_s)
         return plain
 
     def _sent(self, node: Node, value: Lookup, plain: Cost) -> Cost:
@@ -175,12 +180,22 @@ class Costing:
         assert self.cluster is not None
         runtime = self.runtime
         copied_s = plain.device_s if runtime.name == STAGEWRIGHT else 0.0
-        sent_s = collective_seconds(node, value, self.cluster, self.num_ranks)
+        sent_s = collective_seconds(node, value, self.cluster, self.num_ranks) + runtime.waits.collective_s
+        beside = self._is_overlapped(node)
         return replace(
             plain,
-            device_s=copied_s + sent_s + runtime.waits.collective_s,
+            device_s=copied_s + (0.0 if beside else sent_s),
+            overlapped_s=sent_s if beside else 0.0,
             host_s=plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s,
         )
+
+    def _is_overlapped(self, node: Node) -> bool:
+        """Whether a collective runs in parts beside products, as Transformer Engine's layers and asynchronous tensor
+        parallelism have it."""
+        which = self.runtime.overlapped_collectives
+        if node.op not in (ALL_GATHER, REDUCE_SCATTER) or which == "none":
+            return False
+        return which == "all" or node.part > Part.FORWARD
 
     def _fused(self, node: Node) -> Cost:
         """The cost of a node that a compiler computes in the kernel of another one, or another one in its kernel."""
@@ -224,12 +239,14 @@ class Costing:
 
         Ignores: that a device waits where the host falls behind for a while only.
         """
-        device_s = host_s = 0.0
+        device_s = host_s = overlapped_s = product_s = 0.0
         for node in nodes:
             found = self.of(node, value or self._of_graph)
             device_s += found.device_s
             host_s += found.host_s
-        return max(device_s, host_s)
+            overlapped_s += found.overlapped_s
+            product_s += found.product_s
+        return max(device_s + max(0.0, overlapped_s - product_s), host_s)
 
     @cached_property
     def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:

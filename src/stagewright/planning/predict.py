@@ -16,6 +16,7 @@ from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts, StageSummary
 from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
 from stagewright.graph.flat import OPTIMIZER, PARAMETERS, of_stages
+from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
@@ -211,9 +212,31 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
                     value: size / line.num_shards for value, size in gradients.items() if value in flat.values
                 }
         spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
+        if line.job.profile.overlaps_reduction:
+            summaries = [line.summaries[stage.index] for stage in stages]
+            num_layers = len({layer for stage in stages for layer in _layers_in(stage)}) or 1
+            rest = _exposed(rest, sum(one.backward_s for one in summaries), num_layers)
+            spread = _exposed(spread, sum(one.forward_s for one in summaries), num_layers)
         updating = _rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + spread
         found.append((rest + _tied_seconds(line, gradients, holders), updating))
     return found
+
+
+def _layers_in(stage: Stage) -> set[str]:
+    """Paths of the numbered layers that a stage holds a part of."""
+    graph = stage.graph
+    names = (layer_of(graph.nodes[node].module) for node in graph.body[stage.start : stage.stop])
+    return {name for name in names if name}
+
+
+def _exposed(collective_s: float, computing_s: float, num_layers: int) -> float:
+    """Of collectives that go layer by layer beside the last backward or the first forward, what nothing hides: one layer's
+    part at least, and what outlasts the others' computations.
+
+    Ignores: that both slow each other down; bubbles, which hide more.
+    """
+    others = 1 - 1 / num_layers
+    return max(collective_s / num_layers, collective_s - computing_s * others)
 
 
 def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
