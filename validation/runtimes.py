@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -325,7 +325,7 @@ def _answer(asked: Asked) -> Predictions | str:
 
 
 def rows(
-    name: str, records: list[Record], left_out: Counter[str], pool: ProcessPoolExecutor
+    name: str, records: list[Record], left_out: Counter[str], pool: Executor
 ) -> Iterator[tuple[str, Row]]:
     """(unit, row) of every figure that is predicted; those that are not are counted in `left_out` by their reason."""
     source = SOURCES[name]

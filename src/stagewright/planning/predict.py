@@ -164,7 +164,7 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
         gather_seconds=_unless_zero(
             line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages
         ),
-        reduce_seconds=_unless_zero(line.reduce_seconds(stage) for stage in stages),
+        reduce_seconds=_unless_zero(_reduce_seconds(line, stage) for stage in stages),
         update_seconds=_unless_zero(sum(updates[rank]) for rank in placed if updates),
         transfers=tuple(
             TransferCosts(
@@ -178,6 +178,14 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
             for low, high in edges
         ),
     )
+
+
+def _reduce_seconds(line: Pipeline, stage: int) -> float:
+    """REDUCE of a stage, as far as its last backward does not hide it."""
+    reduce_s = line.reduce_seconds(stage)
+    if not line.job.profile.overlaps_reduction:
+        return reduce_s
+    return _exposed(reduce_s, line.summaries[stage].backward_s, len(_layers_in(line.stages[stage])) or 1)
 
 
 def _column(seconds: Floats) -> tuple[float, ...]:

@@ -1,0 +1,40 @@
+"""Published runs of other runtimes, as `stagewright estimate --runtime` predicts them: a part of each table."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import runtimes
+from verdict import summary
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "figures"),
+    [
+        ("megatron_core_b200.csv", 5, ("time", "allocated")),
+        ("zero_bubble_measured.csv", 9, ("memory",)),
+        ("megatron_a100_single_node.csv", 150, ("time",)),
+    ],
+)
+def test_published_runs_stay_near_their_bars(name: str, every: int, figures: tuple[str, ...]) -> None:
+    source = runtimes.SOURCES[name]
+    with (runtimes.DATA / source.folder / name).open(newline="", encoding="utf-8") as file:
+        records = list(csv.DictReader(file))[::every]
+    left_out: Counter[str] = Counter()
+    with ThreadPoolExecutor(1) as pool:
+        found = [row for _, row in runtimes.rows(name, records, left_out, pool)]
+    for figure in figures:
+        judged = [row for row in found if row.group == figure]
+        assert summary(figure, judged).mean <= 1.3 * source.bars[figure]
+    assert len(found) + sum(left_out.values()) >= len(records)
+
+
+def test_rows_that_cannot_be_predicted_are_counted_with_their_reason() -> None:
+    left_out: Counter[str] = Counter()
+    record = {"model": "deepseekv2"}
+    with ThreadPoolExecutor(1) as pool:
+        assert list(runtimes.rows("megatron_core_b200.csv", [record], left_out, pool)) == []
+    assert left_out == {"expert parallelism is not in the graph yet": 1}
