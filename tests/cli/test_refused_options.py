@@ -21,6 +21,7 @@ ESTIMATE = (
     "--sequence-length",
     "16",
 )
+TINY = ("estimate", "tiny-gpt2", "--cluster", "2x-h100", "--global-batch", "8", "--sequence-length", "64")
 MEGATRON = (*ESTIMATE, "--stack", "megatron-core+te")
 
 
@@ -133,3 +134,29 @@ def refused(*words: str, option: str, remedy: str) -> str:
     assert code == 2, shown
     assert f"leave out {option.split()[0]}, or " in shown and remedy in shown
     return shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--stack torch-eager --runtime megatron-lm --pp 1 --dp 1 --microbatch 8", "leave one out"),
+        ("--stack torch-eager --cp 2 --pp 1 --dp 1 --microbatch 8", "one device"),
+        ("--runtime megatron-lm --loss-pieces 2", "leave out --loss-pieces"),
+        ("--layers-per-stage 1,x", "numbers of layers"),
+        ("--recompute selective", "runtimes do that store"),
+    ],
+)
+def test_what_contradicts_a_runtime_is_refused(arguments: str, said: str) -> None:
+    code, shown = call(*TINY, *arguments.split())
+    assert code == 2
+    assert said in shown
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--cp 2 --zero 1", "--runtime megatron-lm --recompute selective --pp 2", "--runtime zero-bubble --pp 2"],
+)
+def test_other_runtimes_and_widths_are_shown(arguments: str) -> None:
+    done = CliRunner().invoke(app, [*TINY, *arguments.split()])
+    assert done.exit_code == 0, done.stderr
+    assert "tokens/s" in done.stdout

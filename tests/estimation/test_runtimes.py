@@ -13,7 +13,7 @@ from stagewright.estimation.operators import Kernel, work
 from stagewright.estimation.runtime import Runtime, load_runtime, runtime_names
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.execution.launch import refuse_what_is_not_run
-from stagewright.graph import OperatorGraph
+from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.carving import Carving
 from stagewright.graph.fusion import FusionRule, fuse, is_kernel
 from stagewright.graph.layers import even_layers, layer_begins, layer_cuts
@@ -124,20 +124,34 @@ def test_layers_of_megatron_core_keep_what_their_modules_save() -> None:
 
 
 def test_what_would_run_in_circles_stays_apart() -> None:
+    """A residual sum in front of a norm and the one behind it cannot be one kernel, as the layer between needs the norm."""
     graph = traced("tiny-llama", "stagewright")
-    greedy = FusionRule(
-        "greedy",
-        frozenset({"rsqrt"}),
-        frozenset({"mul", "add", "pow", "mean", "_to_copy", "mm"}),
-        within="model",
-    )
-    verify_graph(fuse(graph, [greedy]))
+    names = frozenset({"mul", "add", "pow", "mean", "_to_copy"})
+    greedy = FusionRule("greedy", frozenset({"rsqrt"}), names, within="model")
+    found = fuse(graph, [greedy])
+    verify_graph(found)
+    assert product_flop(found) == pytest.approx(product_flop(graph), rel=1e-12)
+    kernels = [node for node in found.nodes if is_kernel(node.op) and node.part is Part.FORWARD]
+    assert len(kernels) == 2 * len(layer_begins(graph)) + 1
+
+
+def test_a_gated_activation_reads_both_halves_of_a_joined_product() -> None:
+    graph = load_runtime("megatron-core+te").rewrite(traced("tiny-llama", "megatron-core+te"))
+    config = resolve("tiny-llama").config
+    assert config is not None
+    size = 2 * SIZE * TOKENS * config["intermediate_size"]
+    moved = {
+        node.part: work(node, graph.values.__getitem__).bytes_moved
+        for node in graph.nodes
+        if node.op.startswith("runtime.gated activation")
+    }
+    assert moved == {Part.FORWARD: 3 * size, Part.INPUT_GRAD: 5 * size}
 
 
 def test_stages_of_so_many_layers() -> None:
     graph = traced("tiny-llama", "stagewright")
     num_layers = len(layer_begins(graph))
-    assert even_layers(graph, 3) == (2, 1, 1) if num_layers == 4 else sum(even_layers(graph, 2)) == num_layers
+    assert num_layers == 6 and even_layers(graph, 4) == (2, 2, 1, 1)
     assert layer_cuts(graph, (0, num_layers)) == (layer_begins(graph)[0],)
     last = layer_cuts(graph, (num_layers, 0))[0]
     assert not graph.nodes[graph.body[last]].module.startswith("net.model.layers")
@@ -182,6 +196,11 @@ def test_a_file_of_ones_own_changes_a_bundled_runtime(tmp_path: Path) -> None:
         ("kernel_s = 1", "unknown key 'kernel_s'"),
         ("[host]\nkernel_s = -1", "kernel_s"),
         ('transfers = "never"', "overlapped"),
+        ('[[kernels]]\nname = "a"\naround = []', "at least 1"),
+        ('[[kernels]]\nname = "a"\naround = ["mm"]', "FLOP"),
+        ('[[kernels]]\nname = "a"\naround = ["bmm"]\nkind = "matmul"', "mm and addmm"),
+        ('[[kernels]]\nname = "a"\naround = ["x"]\n[[kernels]]\nname = "a"\naround = ["y"]', "of its own"),
+        ('dtypes = ["foo"]', "dtypes"),
     ],
 )
 def test_bad_files_are_refused_with_the_remedy(tmp_path: Path, text: str, said: str) -> None:
@@ -215,16 +234,20 @@ def test_a_runtime_that_waits_for_transfers_and_gradients_is_slower() -> None:
 
 def test_selective_recomputation_keeps_less_than_none_and_more_than_full() -> None:
     reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x-a100-80")
-    peaks = [
-        max(
-            stage.saved_bytes
-            for stage in estimate(
-                reference, cluster, job("megatron-lm"), pp=2, dp=1, recompute=how  # type: ignore[arg-type]
-            ).predictions.stages
-        )
+    made = [
+        estimate(reference, cluster, job("megatron-lm"), pp=2, dp=1, recompute=how)  # type: ignore[arg-type]
         for how in ("full", "selective", "none")
-    ]  # fmt: skip
+    ]
+    peaks = [max(stage.saved_bytes for stage in one.predictions.stages) for one in made]
     assert peaks == sorted(set(peaks))
+    for one in made:
+        again = estimate(one, cluster).predictions
+        assert again.step_seconds == pytest.approx(one.predictions.step_seconds)
+        assert [rank.allocated_peak_bytes for rank in again.ranks] == [
+            rank.allocated_peak_bytes for rank in one.predictions.ranks
+        ]
+    with pytest.raises(InputError, match="runtimes do that store"):
+        estimate(reference, cluster, job("stagewright"), pp=2, dp=1, recompute="selective")
     with pytest.raises(InputError, match="never stores"):
         estimate(reference, cluster, job("megatron-core+te"), pp=2, dp=1, recompute="selective")
 
@@ -260,6 +283,10 @@ def test_given_layers_per_stage_and_chunks_are_taken() -> None:
     assert made.cuts[0].startswith("net.transformer.h.1.")
     made = estimate(reference, cluster, job("stagewright"), pp=2, dp=1, schedule="interleaved-1f1b", chunks=2)
     assert made.num_stages == 4
+    with pytest.raises(PlanError, match="for 2 stages"):
+        estimate(reference, cluster, job("stagewright"), pp=2, dp=1, layers_per_stage=(num_layers,))
+    with pytest.raises(PlanError, match="only the first and the last"):
+        layer_cuts(traced("tiny-gpt2", "stagewright"), (1, 0, num_layers - 1))
 
 
 def test_what_runs_beside_computations_takes_less(tmp_path: Path) -> None:
@@ -289,3 +316,20 @@ def test_optimizers_that_check_afterwards_let_ranks_go_on() -> None:
         for name in ("zb-h1", "1f1b")
     )
     assert split.checks_after and not whole.checks_after
+
+
+def test_what_a_host_does_once_per_step_is_in_the_step(tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text('based_on = "stagewright"\n[host]\nstep_s = 1.0\n')
+    reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("1x-a100-80")
+    slow, own = (
+        estimate(reference, cluster, job(name), pp=1, dp=1).predictions for name in (str(file), "stagewright")
+    )
+    assert slow.step_seconds == pytest.approx(own.step_seconds + 1.0, rel=0.02)
+
+
+def test_a_changed_figure_loses_the_source_of_its_base(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('based_on = "megatron-lm"\n[host]\nkernel_s = 2e-5\n')
+    assert load_runtime(str(file)).source_of("host.kernel_s") is None
+    assert load_runtime(str(file)).source_of("host.pass_s")

@@ -96,6 +96,8 @@ def test_ranks_that_divide_a_sequence_share_the_work_of_all_of_it(model: str) ->
         ("tiny-nemotron-h", {}, "outside of attention"),
         ("gemma-3-1b", {"num_hidden_layers": 3, "sequence_length": 1024}, "a window of 512"),
         ("tiny-llama", {"sequence_length": 250}, "choose a multiple"),
+        ("tiny-gpt2", {"sequence_length": 1024}, "learned positions"),
+        ("vit-huge", {"num_hidden_layers": 2}, "outside of attention"),
     ],
 )
 def test_sequences_that_cannot_be_divided_are_refused(model: str, changes: dict[str, Any], said: str) -> None:

@@ -20,6 +20,7 @@ from stagewright.cli.planning import (
     PipelineWidth,
     TensorWidth,
     check_one_length,
+    check_own_runtime,
     read_job,
     warn,
 )
@@ -94,6 +95,7 @@ def configure(
         memory_limit=memory_limit,
     )
     check_one_length(wanted, "configure")
+    check_own_runtime(wanted, "the --stack of configure")
     reference = resolve(model, parse_settings(settings))
     if reference.config is None:
         raise InputError(f"'{reference.text}' is a factory: configure reads widths from a model's config")

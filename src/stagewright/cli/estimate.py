@@ -28,6 +28,7 @@ from stagewright.cli.planning import (
     TensorWidth,
     Zero,
     check_one_length,
+    check_own_runtime,
     checked_reduce_dtype,
     checked_shard_units,
     cluster_of,
@@ -134,6 +135,7 @@ def estimate(
             memory_limit=memory_limit,
         )
         check_one_length(wanted, f"--stack {stack}")
+        check_own_runtime(wanted, f"--stack {stack}")
         given = {
             "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "num_chunks": chunks, "microbatch_size": microbatch,
             "schedule": schedule, "sequence_parallel": sequence_parallel or None, "recompute": recompute,
@@ -164,12 +166,10 @@ def estimate(
                 runtime=runtime,
             )
             on = _cluster(cluster)
-            left = (
-                on.num_devices // (pp or on.num_devices) // (tp or 1)
-            )  # for replicas and parts of sequences
+            left = on.num_devices // (pp or on.num_devices) // (tp or 1) // (cp or 1)
             refuse_unshared(
                 context,
-                is_one_replica=(left if dp is None else dp * (cp or 1)) <= 1,
+                is_one_replica=(max(left, 1) if dp is None else dp) * (cp or 1) <= 1,
                 is_one_rank_a_layer=tp in (None, 1),
             )
             reference = resolve(subject, parse_settings(settings))

@@ -165,17 +165,29 @@ def _adds_up(node: Node, value: Lookup) -> bool:
 
 
 def _once(node: Node, value: Lookup) -> float:
-    """As `_moved`, with several views of a storage read once."""
-    read: dict[int, int] = {}
+    """As `_moved`, with every part of a storage read and written once, however many views there are of it."""
+    read: dict[int, set[tuple[int, int]]] = {}
     for number in node.inputs:
         found = value(number)
-        read[found.storage] = max(read.get(found.storage, 0), found.meta.payload_bytes)
+        read.setdefault(found.storage, set()).add((found.meta.offset, found.meta.payload_bytes))
+    parts = (
+        min(sum(size for _, size in views), max(offset + size for offset, size in views))
+        for views in (_in_bytes(views, value(storage).meta.item_bytes) for storage, views in read.items())
+    )
     made = [value(output) for output in node.outputs if output is not None]
     roots = {found.id for found in made}
     written = (
         found.meta.payload_bytes for found in made if found.storage == found.id or found.storage not in roots
     )
-    return float(sum(read.values()) + sum(written))
+    return float(sum(parts) + sum(written))
+
+
+def _in_bytes(views: set[tuple[int, int]], item_bytes: int) -> set[tuple[int, int]]:
+    """(offset, bytes) of the widest view at each offset, which is given in elements."""
+    widest: dict[int, int] = {}
+    for offset, size in views:
+        widest[offset] = max(widest.get(offset, 0), size)
+    return {(offset * item_bytes, size) for offset, size in widest.items()}
 
 
 def short_name(op: str) -> str:
@@ -452,3 +464,9 @@ _RULES: dict[str, Callable[[_Call], Work]] = {
     "sort": _sorted,
     "topk": _sorted,
 }
+
+COUNTED = frozenset(_RULES) - {
+    "all_reduce", "all_gather", "reduce_scatter", "shard", "group_rank", "embedding", "index", "index_select",
+    "embedding_dense_backward", "index_put", "index_add", "sort", "topk",
+}  # fmt: skip
+"""Operators with FLOP."""

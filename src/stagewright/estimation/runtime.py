@@ -13,15 +13,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from stagewright.cluster.device import Seconds
 from stagewright.cluster.strict import SourcedModel, StrictModel, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
+from stagewright.estimation.operators import COUNTED
 from stagewright.estimation.precision import Precision
 from stagewright.graph import OperatorGraph
-from stagewright.graph.fusion import FusionRule, adding_in_products, fuse, summing_once
+from stagewright.graph.fusion import JOINED, FusionRule, adding_in_products, fuse, summing_once
 
 STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
@@ -33,7 +34,7 @@ class Kernel(SourcedModel):
     """A fused kernel, as `stagewright.graph.fusion.FusionRule` has it."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9 _-]*$")
-    around: tuple[str, ...]
+    around: tuple[str, ...] = Field(min_length=1)
     absorbs: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ("inputs",)
     within: Literal["module", "parent", "model"] = "module"
@@ -41,6 +42,22 @@ class Kernel(SourcedModel):
     forward_bytes: _Count | None = None
     backward_bytes: _Count | None = None
     scratch_bytes: _Count = 0.0
+
+    @model_validator(mode="after")
+    def _products_are_products(self) -> Kernel:
+        if self.kind == "matmul":
+            others = set(self.around) - set(JOINED)
+            if others or self.absorbs:
+                raise ValueError(
+                    f"kernel '{self.name}' of kind 'matmul' joins {' and '.join(JOINED)} alone: leave out "
+                    f"{', '.join(sorted(others) or ['absorbs'])}"
+                )
+        elif counted := sorted({*self.around, *self.absorbs} & COUNTED):
+            raise ValueError(
+                f"kernel '{self.name}' holds {', '.join(counted)}, whose FLOP a kernel of kind '{self.kind}' does not "
+                'count: leave it out, or use kind = "matmul"'
+            )
+        return self
 
     @property
     def rule(self) -> FusionRule:
@@ -55,7 +72,7 @@ class HostCosts(StrictModel):
     """What the host spends, in seconds; where nothing is said, what the device's file says of eager execution.
 
     * `kernel_s`: on a kernel, with the operators and autograd's work around it; views are then in it.
-    * `member_s`: more for every further member of a collective: all wait for the slowest.
+    * `member_s`: more for every further member of a collective, and for a message to another rank: all wait for the slowest.
     * `pass_s`: on a microbatch in one direction.
     * `step_s`: once per step: data, learning rate, losses, the optimizer's bookkeeping.
     """
@@ -116,7 +133,7 @@ class Runtime(SourcedModel):
 
     name: str
     about: str = ""
-    dtypes: tuple[str, ...] = ()
+    dtypes: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"], ...] = ()
     attention: Literal["traced", "fused", "explicit"] = "fused"
     partition: Literal["balanced", "layers"] = "balanced"
     recomputes_ahead: bool = True
@@ -136,6 +153,14 @@ class Runtime(SourcedModel):
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Runtime:
+        names = [kernel.name for kernel in self.kernels]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two kernels are called '{name}': give each a name of its own")
+        return self
 
     def precision(self, dtype: str) -> Precision:
         """Types of what trains parameters of `dtype` (a torch name)."""
@@ -209,13 +234,24 @@ def load_runtime(name: str) -> Runtime:
 def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
     """The runtime that a file describes; what it does not say is as in the one that it is `based_on`."""
     if (based_on := document.pop("based_on", None)) is not None:
-        document = _merged(_document_of(str(based_on), origin), document)
+        base = _document_of(str(based_on), origin)
+        changed = {key for key, value in document.items() if not isinstance(value, dict)}
+        changed |= {
+            f"{key}.{name}" for key, table in document.items() if isinstance(table, dict) for name in table
+        }
+        base["sources"] = {
+            key: source for key, source in base.get("sources", {}).items() if key not in changed
+        }
+        document = _merged(base, document)
     return validated(Runtime, {**document, "name": name}, origin)
 
 
 def _document_of(name: str, origin: str) -> dict[str, Any]:
     if name not in runtime_names():
-        raise InputError(f"{origin}: based_on = {name!r} is no runtime{nearest(name, runtime_names())}")
+        raise InputError(
+            f"{origin}: based_on = {name!r} is no bundled runtime{nearest(name, runtime_names())}: use one of "
+            f"{', '.join(runtime_names())}"
+        )
     return load_runtime(name).model_dump(exclude_unset=True)
 
 

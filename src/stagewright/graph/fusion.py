@@ -22,6 +22,9 @@ KERNEL = "runtime."
 
 INPUTS, RESULTS = "inputs", "results"
 
+JOINED = {"mm": 0, "addmm": 1}
+"""Products that may become one, and which argument is the tensor that is multiplied."""
+
 
 @dataclass(frozen=True)
 class FusionRule:
@@ -96,7 +99,10 @@ def adding_in_products(graph: OperatorGraph) -> OperatorGraph:
 
 
 def summing_once(graph: OperatorGraph) -> OperatorGraph:
-    """`graph` without sums of gradients over the ranks that share a layer: a runtime that makes them once per step."""
+    """`graph` without sums of gradients over the ranks that share a layer: a runtime that makes them once per step.
+
+    Ignores: what they take then, of norms and biases alone.
+    """
     summed = {
         node.outputs[0]: node.inputs[0]
         for node in graph.nodes
@@ -113,7 +119,7 @@ def summing_once(graph: OperatorGraph) -> OperatorGraph:
 
 
 def _multiplies(node: Node) -> bool:
-    return _short(node) in _FACTORS or dict(node.kwargs).get("kind") == "matmul"
+    return _short(node) in JOINED or dict(node.kwargs).get("kind") == "matmul"
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,8 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
         for node in graph.nodes:
             if node.part is Part.FORWARD and node.id not in taken and _short(node) in rule.around:
                 members = _grown(graph, rule, node, maker, taken)
+                if not members:
+                    continue
                 if len(members) > 1 or rule.forward_bytes is not None or rule.keeps != frozenset({INPUTS}):
                     taken.update(members)
                     yield _Group(rule, tuple(sorted(members)))
@@ -145,13 +153,9 @@ def _with_one_input(graph: OperatorGraph, rule: FusionRule, taken: set[int]) -> 
     found: dict[tuple[int, str], list[int]] = {}
     for node in graph.nodes:
         if node.part is Part.FORWARD and node.id not in taken and _short(node) in rule.around:
-            place = _FACTORS[_short(node)]
+            place = JOINED[_short(node)]
             found.setdefault((node.inputs[place], node.module.rpartition(".")[0]), []).append(node.id)
     yield from (tuple(members) for members in found.values() if len(members) > 1)
-
-
-_FACTORS = {"mm": 0, "addmm": 1}
-"""Products, and which argument is the tensor that is multiplied."""
 
 
 def _short(node: Node) -> str:
@@ -543,7 +547,7 @@ class _Fused:
         flop, weights = 0.0, 0
         for member in self.groups[group].members:
             node = self.old.nodes[member]
-            left, right = node.inputs[_FACTORS[_short(node)]], node.inputs[_FACTORS[_short(node)] + 1]
+            left, right = node.inputs[JOINED[_short(node)]], node.inputs[JOINED[_short(node)] + 1]
             metas = self.old.values[left].meta, self.old.values[right].meta
             flop += 2.0 * metas[0].num_elements * metas[1].shape[-1]
             weights += metas[1].num_elements

@@ -62,6 +62,10 @@ def layer_cuts(graph: OperatorGraph, layers_per_stage: Sequence[int]) -> tuple[i
             f"layers per stage {','.join(map(str, layers_per_stage))} add up to {sum(layers_per_stage)}, but the model has "
             f"{len(begins)} layers: give one count per stage that add up"
         )
+    if 0 in layers_per_stage[1:-1]:
+        raise PlanError(
+            f"layers per stage {','.join(map(str, layers_per_stage))}: only the first and the last stage may have none"
+        )
     before = list(accumulate(layers_per_stage))[:-1]
     last = graph.position[max(node for node in graph.body if layer_of(graph.nodes[node].module))]
     return tuple(begins[count] if count < len(begins) else last + 1 for count in before)

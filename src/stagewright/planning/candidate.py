@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 from stagewright.cluster import Cluster
+from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.stages import BodyCosts
@@ -33,7 +34,6 @@ from stagewright.planning.regions import (
     kept_policy,
     layers_policy,
     named_policy,
-    scores_policy,
     with_recomputation,
 )
 from stagewright.planning.saving.fit import fit
@@ -154,7 +154,7 @@ class Candidate:
     cuts: tuple[int, ...]
     memories: tuple[RankMemory, ...]
     excess_bytes: int
-    memory_policy: tuple[Literal["keep", "layers", "recompute"] | StagePolicy, ...]
+    memory_policy: tuple[Literal["keep", "layers", "recompute", "scores"] | StagePolicy, ...]
 
     def for_job(self, job: Job) -> Candidate:
         """The same for a job that differs in its memory limit only."""
@@ -223,6 +223,7 @@ def approximate_seconds(
     """Makespan of a batch from range sums, without carving; `num_ranks` devices hold every stage."""
     ends = np.array([0, *cuts, body.size])
     forward, total = np.diff(body.forward_seconds[ends]), np.diff(body.seconds[ends])
+    total = np.maximum(total, forward)  # differences of sums, of which rounding may leave less
     placed = program.placement.rank_of_stage
 
     def transfer(source: int, target: int) -> float:
@@ -271,6 +272,12 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
     if asked is None and job.profile.partition == "layers":
         asked = even_layers(body.graph, make_program(choice).num_stages)
     if asked is not None:
+        wanted = make_program(choice).num_stages
+        if len(asked) != wanted:
+            raise PlanError(
+                f"{len(asked)} numbers of layers per stage for {wanted} stages: give one for each of the stages of schedule "
+                f"'{choice.schedule}' on pp {choice.pp}"
+            )
         return with_cuts(body, choice, layer_cuts(body.graph, asked), cluster, job)
     start = fastest_partition(body, choice, cluster)[0]
     return within_memory(with_cuts(body, choice, start, cluster, job), body)
@@ -318,7 +325,10 @@ def _carved(
     if choice.as_model:
         return _as_chosen(as_model_says(body, cuts, program, cluster, job, choice.num_holders), choice)
     chosen = policies(choice, program, body.graph)
-    return _as_chosen(pipeline(body, cuts, program, cluster, job, choice.num_holders, chosen), choice)
+    line = pipeline(body, cuts, program, cluster, job, choice.num_holders, chosen)
+    if not choice.recompute and any(policy.recomputes for policy in chosen):
+        line = with_recomputation(line, program)
+    return _as_chosen(line, choice)
 
 
 def _best_in_units(
@@ -376,12 +386,12 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
 
 def _named(
     choice: Choice, line: Pipeline
-) -> tuple[Literal["keep", "layers", "recompute"] | StagePolicy, ...]:
+) -> tuple[Literal["keep", "layers", "recompute", "scores"] | StagePolicy, ...]:
     """The policies of `policies`, as plans name them, or what the model says."""
     if choice.as_model:
         return tuple(named_policy(stage) for stage in line.stages)
     if choice.selective:
-        return tuple(scores_policy(stage) for stage in line.stages)
+        return ("scores",) * line.program.num_stages
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
     again = "recompute" if choice.whole_stages else "layers"
     return tuple(again if stage in recomputed else "keep" for stage in range(line.program.num_stages))

@@ -108,7 +108,7 @@ def estimate(
     layers = shared_layers(tp, sequence_parallel, cp) | in_pieces(choice.loss_pieces)
     traced = job.traced(cluster.device.kind) | layers
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
-    choice = replace(choice, **_recomputation(recompute, body.graph))
+    choice = replace(choice, **_recomputation(recompute, body.graph, job))
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _run_by(stack, _over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
@@ -161,8 +161,9 @@ def line_of(
 def _of_plan(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
     if cluster.num_devices < plan.num_ranks:
         shared = f" x tp {plan.tp}" if plan.tp > 1 else ""
+        divided = f" x cp {plan.cp}" if plan.cp > 1 else ""
         raise InputError(
-            f"the plan needs {plan.num_ranks} devices (dp {plan.dp}{shared} x pp {plan.pp}), but cluster "
+            f"the plan needs {plan.num_ranks} devices (dp {plan.dp}{shared}{divided} x pp {plan.pp}), but cluster "
             f"'{cluster.name}' has {cluster.num_devices}: name a larger cluster or plan again"
         )
     body = body_costs(graph_of(plan, report, trace), cluster, plan.job)
@@ -182,7 +183,12 @@ def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Tra
     """
     if stack == OWN_STACK:
         return plan
-    if (plan.pp, plan.dp, plan.tp, plan.num_microbatches) != (1, 1, 1, 1):
+    if plan.job.runtime != OWN_STACK:
+        raise InputError(
+            f"stack '{stack}' and runtime '{plan.job.runtime}' are two answers to whose execution is predicted: leave "
+            "one out"
+        )
+    if (plan.pp, plan.num_holders, plan.tp, plan.num_microbatches) != (1, 1, 1, 1):
         raise InputError(
             f"stack '{stack}' runs whole batches on one device, not {plan.num_microbatches} microbatches on pp "
             f"{plan.pp} x dp {plan.dp}: give --pp 1, --dp 1 and a --microbatch of the global batch, or leave out "
@@ -230,9 +236,14 @@ def _trace(
     return trace(reference, size, report=report, **traced)
 
 
-def _recomputation(asked: str | None, graph: OperatorGraph) -> dict[str, bool]:
+def _recomputation(asked: str | None, graph: OperatorGraph, job: Job) -> dict[str, bool]:
     """What of a `Choice` says so; raises `InputError` for a model that has nothing of it."""
     if asked == "selective":
+        if job.runtime == OWN_STACK:
+            raise InputError(
+                "recompute 'selective' is what runtimes do that store attention's scores; Stagewright's own recomputes what "
+                "`plan` chooses, or give none or full"
+            )
         if not attention_scores(graph):
             raise InputError(
                 "recompute 'selective' makes attention's scores again, which this runtime never stores: give none or full"
@@ -245,7 +256,7 @@ def _recomputation(asked: str | None, graph: OperatorGraph) -> dict[str, bool]:
 def _pieces(reference: ModelReference, job: Job, choice: Choice, cluster: Cluster, asked: LossPieces) -> int:
     if asked != "auto":
         return asked
-    num_tokens = choice.microbatch_size * job.sequence_length
+    num_tokens = choice.microbatch_size * job.sequence_length // choice.cp
     logits = logits_bytes(reference, num_tokens, choice.tp)
     return pieces_by_share(logits, num_tokens, job.usable_bytes(cluster.device, cluster))
 

@@ -152,7 +152,8 @@ class StagePolicy(StrictModel):
 
 
 class Plan(StrictModel):
-    """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``."""
+    """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``;
+    ranks that divide a sequence are numbered as replicas are, neighbours first."""
 
     version: Literal[1] = VERSION
     stagewright: str
@@ -185,9 +186,9 @@ class Plan(StrictModel):
     program: tuple[tuple[str, ...], ...]
     """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, and where
     replicas share stages out GATHER, RELEASE and REDUCE."""
-    memory_policy: tuple[Literal["keep", "layers", "recompute"] | StagePolicy, ...]
+    memory_policy: tuple[Literal["keep", "layers", "recompute", "scores"] | StagePolicy, ...]
     """Per stage: keep saved values, keep what enters each layer and recompute the rest, recompute all from what enters the
-    stage, or treat some values so."""
+    stage, recompute attention's scores (of other runtimes), or treat some values so."""
     sharding: tuple[Literal[0, 1, 2, 3], ...] = ()
     """Per stage, what its replicas share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
     None given: 0 for all."""

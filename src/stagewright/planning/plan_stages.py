@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stagewright.errors import PlanError, ScheduleError, nearest
+from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
@@ -66,6 +67,8 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
             )
         if text == "layers":
             return layers_policy(graph)
+        if text == "scores":
+            return kept_policy(graph, selective=True)
         return RECOMPUTE_ALL if text == "recompute" else kept_policy(graph)
 
     return [policy(text) for text in plan.memory_policy]
@@ -87,7 +90,7 @@ def stage_program(plan: Plan) -> Program:
         if policy in ("recompute", "layers")
         or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload))
     }
-    if wanted != found:
+    if wanted != found and plan.job.runtime == STAGEWRIGHT:  # others recompute what they always do besides
         raise ScheduleError(
             f"the program has R for stages {sorted(found)} and the memory policy recomputes or offloads in stages "
             f"{sorted(wanted)}: both must name the same stages"

@@ -282,12 +282,13 @@ def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, nu
     """AdamW of one rank, where its state is."""
     device, job = line.device_of(rank), line.job
     if rank not in line.host_optimizer:
-        return _optimizer_seconds(job, gradient_bytes, device, num_gradients)
+        return _optimizer_seconds(job, gradient_bytes, device, num_gradients) + job.profile.host.step_s
     sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
     host = host_of(line.cluster, line.first_rank(rank))
-    return host_optimizer_seconds(
+    on_host_s = host_optimizer_seconds(
         gradient_bytes / sizes[0], device, host, *sizes, clips=job.clip_norm is not None
     )
+    return on_host_s + job.profile.host.step_s
 
 
 def host_of(cluster: Cluster, rank: int) -> Host:
@@ -304,7 +305,7 @@ def host_of(cluster: Cluster, rank: int) -> Host:
 def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device, num_gradients: int = 0) -> float:
     num_parameters = gradient_bytes / ITEM_BYTES[job.precision.gradient]
     if (step_bytes := job.profile.optimizer.step_bytes) is not None:
-        return device.memory_seconds(step_bytes * num_parameters) + job.profile.host.step_s
+        return device.memory_seconds(step_bytes * num_parameters)
     has_master = ITEM_BYTES[job.torch_name] < ITEM_BYTES["float32"]
     clips = job.clip_norm is not None
     return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients)

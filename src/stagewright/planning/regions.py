@@ -86,13 +86,6 @@ def named_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
     )
 
 
-def scores_policy(stage: Stage) -> Literal["keep"] | StagePolicy:
-    """The policy of a stage that recomputes attention's scores, as plans have it."""
-    made = attention_scores(stage.graph)
-    again = [node for node in _again(stage) if not made.isdisjoint(node.outputs)]
-    return StagePolicy(recompute=_names(again, made)) if again else "keep"
-
-
 def _again(stage: Stage) -> list[Node]:
     """What a stage runs again, in the order of the model."""
     return sorted((*stage.rebuild.nodes, *stage.remade.nodes), key=lambda node: node.id)

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from stagewright.errors import InputError, RunError
-from stagewright.graph.tensor_parallel import CONTEXT_GROUP
+from stagewright.graph import OperatorGraph, Part
+from stagewright.graph.tensor_parallel import ALL_GATHER, CONTEXT_GROUP, group_of
+from stagewright.tracing.models.from_config import LEARNED_POSITIONS
 from stagewright.tracing.tensor_parallel.operators import all_gather
 
 _LIBRARY = torch.library.Library("stagewright", "FRAGMENT")
@@ -38,6 +40,15 @@ def check_context_parallel(model: nn.Module, size: int, sequence_length: int) ->
             "have none: choose a multiple"
         )
     for path, module in model.named_modules():
+        if (
+            LEARNED_POSITIONS.search(path)
+            and isinstance(module, nn.Embedding)
+            and module.num_embeddings < sequence_length
+        ):
+            raise InputError(
+                f"sequence length {sequence_length} exceeds the {module.num_embeddings} learned positions of '{path}': "
+                "shorten it or override max_position_embeddings"
+            )
         window = getattr(module, "sliding_window", None)
         if isinstance(window, int) and window < sequence_length:
             raise InputError(
@@ -48,6 +59,26 @@ def check_context_parallel(model: nn.Module, size: int, sequence_length: int) ->
             raise InputError(
                 f"'{path}' ({type(module).__name__}) mixes tokens outside of attention, so that its sequence cannot be "
                 "split: leave out --cp"
+            )
+
+
+def check_divided(graph: OperatorGraph, num_tokens: int) -> None:
+    """Whether the attention of a traced model sees other ranks' tokens, of which each rank has `num_tokens` of a sample.
+
+    Raises:
+        InputError: it has none, or some that sees this rank's alone.
+    """
+    forward = [node for node in graph.nodes if node.part is Part.FORWARD]
+    if not any(node.op == ALL_GATHER and group_of(node)[0] == CONTEXT_GROUP for node in forward):
+        raise InputError("no attention was found that context parallelism could divide: leave out --cp")
+    for node in forward:
+        is_apart = "scaled_dot_product" in node.op or (
+            "softmax" in node.op and graph.values[node.inputs[0]].meta.shape[-2:] == (num_tokens, num_tokens)
+        )
+        if is_apart:
+            raise InputError(
+                f"attention that context parallelism cannot divide: {graph.describe(node)} sees this rank's tokens alone; "
+                "leave out --cp"
             )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stagewright.errors import InputError
 from stagewright.graph import OperatorGraph
 from stagewright.graph.tensor_parallel import even, verify_parallel
 from stagewright.graph.verify import verify_graph
@@ -15,7 +16,7 @@ from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
 from stagewright.tracing.capture import capture, fake_twin
-from stagewright.tracing.context_parallel import check_context_parallel
+from stagewright.tracing.context_parallel import check_context_parallel, check_divided
 from stagewright.tracing.joint import build_joint
 from stagewright.tracing.late import with_late_loss
 from stagewright.tracing.models.build import build
@@ -39,6 +40,10 @@ def trace_reference(
     """The operator graph of a model reference; see `stagewright.tracing.cache.trace`."""
     report("building the model without weights")
     cp = facts.get("cp", 1)
+    if cp > 1 and reference.kind == "factory":
+        raise InputError(
+            f"'{reference.text}' makes its own inputs, of which nothing says how a sequence is divided: leave out --cp"
+        )
     built = build(reference, microbatch_size, sequence_length // cp, dtype, fake=True)
     if device != "cpu":
         with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
@@ -46,15 +51,18 @@ def trace_reference(
             built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
     built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
-    if cp > 1:
-        check_context_parallel(built.module, cp, sequence_length)
     if facts.get("tp", 1) > 1:
         if facts.get("splits_sequence"):
             even("the sequence length", sequence_length // cp, facts["tp"])
         facts["tensor_parallel"] = parallelise(built.module, facts["tp"], facts.get("splits_sequence", False))
     if facts.get("loss_pieces", 1) > 1:
-        evaluate_in_pieces(built.module, facts["loss_pieces"], microbatch_size * sequence_length)
-    return trace_module(built.module, built.inputs, reference.name, facts, report)
+        evaluate_in_pieces(built.module, facts["loss_pieces"], microbatch_size * sequence_length // cp)
+    if cp > 1:
+        check_context_parallel(built.module, cp, sequence_length)
+    graph = trace_module(built.module, built.inputs, reference.name, facts, report)
+    if cp > 1:
+        check_divided(graph, sequence_length // cp)
+    return graph
 
 
 def trace_module(

@@ -49,7 +49,7 @@ _ACCEPTED = (
     "gradient_checkpointing",
 )
 _DROPOUT_KEY = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
-_LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
+LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
 
 
 def build_from_config(
@@ -162,7 +162,7 @@ def _check(reference: ModelReference, config: PretrainedConfig, net: nn.Module, 
             "use dtype float32 or bfloat16"
         )
     for path, module in net.named_modules():
-        if _LEARNED_POSITIONS.search(path) and isinstance(module, nn.Embedding):
+        if LEARNED_POSITIONS.search(path) and isinstance(module, nn.Embedding):
             longest = module.num_embeddings
             if longest < job.sequence_length and hasattr(config, "vocab_size"):
                 raise InputError(
