@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from stagewright.cluster import Cluster, Device
 from stagewright.cluster.strict import StrictModel, parse_amount, validated
@@ -77,6 +77,12 @@ class Job(StrictModel):
         default=None, gt=0, le=MOST_BYTES
     )
     """Bytes of a device a plan may use; None: what the device has less its reserve and context."""
+
+    @field_validator("runtime")
+    @classmethod
+    def _found_from_everywhere(cls, name: str) -> str:
+        """A file is named by its whole path, so that a plan finds it again from another folder."""
+        return str(Path(name).resolve()) if name.endswith(".toml") else name
 
     @model_validator(mode="before")
     @classmethod

@@ -93,8 +93,9 @@ def left_out(found: Found) -> str:
 
 
 def widths(plan: Plan) -> str:
-    """Ranks in the pipeline, replicas and, where there are several, ranks that share every layer."""
-    return f"{plan.pp} x {plan.dp}" + (f" x {plan.tp}" if plan.tp > 1 else "")
+    """Ranks in the pipeline, replicas and, where there are several, ranks that share every layer or divide a sequence."""
+    shared = (f" x {plan.tp}" if plan.tp > 1 else "") + (f" x cp {plan.cp}" if plan.cp > 1 else "")
+    return f"{plan.pp} x {plan.dp}{shared}"
 
 
 def batch_text(plan: Plan) -> str:
