@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,17 @@ def test_other_runtimes_and_widths_are_shown(arguments: str) -> None:
     done = CliRunner().invoke(app, [*TINY, *arguments.split()])
     assert done.exit_code == 0, done.stderr
     assert "tokens/s" in done.stdout
+
+
+def test_the_graph_of_one_rank_under_another_runtime_is_shown() -> None:
+    def operators(*words: str) -> tuple[int, int]:
+        done = CliRunner().invoke(app, ["trace", "tiny-llama", "--sequence-length", "64", "--json", *words])
+        assert done.exit_code == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found["num_parameters"], found["num_nodes"]
+
+    whole, plain = operators()
+    same, fused = operators("--runtime", "megatron-core+te")
+    half, _ = operators("--tp", "2", "--sequence-parallel", "--cp", "2")
+    assert same == whole > half
+    assert fused < plain

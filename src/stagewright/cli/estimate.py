@@ -11,6 +11,7 @@ from stagewright.cli.options import Json, Settings, parse_settings
 from stagewright.cli.output import print_document, show
 from stagewright.cli.planning import (
     Compiled,
+    ContextWidth,
     DataWidth,
     Dtype,
     GlobalBatch,
@@ -92,10 +93,7 @@ def estimate(
     by: Annotated[
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
     ] = None,
-    cp: Annotated[
-        int | None,
-        typer.Option(min=1, help="Context-parallel width: ranks that divide every sample's tokens."),
-    ] = None,
+    cp: ContextWidth = None,
     ep: Annotated[
         int | None, typer.Option(min=1, help="Expert-parallel width.", rich_help_panel=_PANEL)
     ] = None,

@@ -64,6 +64,10 @@ SequenceParallel = Annotated[
     bool,
     typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers."),
 ]
+ContextWidth = Annotated[
+    int | None,
+    typer.Option("--cp", min=1, help="Context-parallel width: ranks that divide every sample's tokens."),
+]
 DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
 Zero = Annotated[
     int | None,

@@ -19,6 +19,7 @@ from stagewright.cli.options import (
     torch_dtype,
 )
 from stagewright.cli.output import check_writable, print_document, show
+from stagewright.cli.planning import ContextWidth, RuntimeName, SequenceParallel, TensorWidth
 from stagewright.cli.progress import Progress
 from stagewright.files import write_whole
 
@@ -28,6 +29,10 @@ def trace(
     microbatch: MicrobatchSize = 1,
     sequence_length: SequenceLength = 1024,
     dtype: Annotated[str, typer.Option(help="Precision of parameters and activations.")] = "bf16",
+    tp: TensorWidth = None,
+    sequence_parallel: SequenceParallel = False,
+    cp: ContextWidth = None,
+    runtime: RuntimeName = None,
     settings: Settings = None,
     output: Output = None,
     use_cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse and keep the trace.")] = True,
@@ -35,18 +40,25 @@ def trace(
 ) -> None:
     """Trace a model into its operator graph.
 
-    Prints parameters, layers, operators by part, and where the model can be cut.
+    Prints parameters, layers, operators by part, and where the model can be cut: of one rank where several share layers or
+    divide sequences, and with the kernels of another runtime where one is named.
     """
+    from stagewright.estimation.runtime import STAGEWRIGHT, load_runtime
+    from stagewright.planning.plan import shared_layers
     from stagewright.report.graphs import graph_document, graph_summary, listing
     from stagewright.tracing import cache
 
     check_writable(output)
     begun = time.perf_counter()
     overrides, element_type = parse_settings(settings), torch_dtype(dtype)
+    profile = load_runtime(runtime or STAGEWRIGHT)
+    shared = shared_layers(tp or 1, sequence_parallel, cp or 1)
     with Progress(f"tracing {model}") as progress:
         graph = cache.trace(
-            model, microbatch, sequence_length, element_type, overrides, report=progress, use_cache=use_cache
-        )
+            model, microbatch, sequence_length, element_type, overrides, report=progress, use_cache=use_cache,
+            attention=profile.attention, **shared,
+        )  # fmt: skip
+        graph = profile.rewrite(graph)
     document = graph_document(graph, time.perf_counter() - begun)
     if output is not None:
         write_whole(output, json.dumps(listing(graph)))

@@ -60,6 +60,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "mean_tokens_per_second": plan.mean_rate(_tokens),
         "mfu": predictions.mfu,
         "bubble_fraction": predictions.bubble_fraction,
+        "runtime": plan.job.runtime,
         "dp": plan.dp,
         "tp": plan.tp,
         "cp": plan.cp,
