@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from footprints import ZERO_BUBBLE_VOCABULARY, with_lighter_ends
 from verdict import Row, arguments, document, show, summary
 
 from stagewright.cluster import Cluster, load_cluster
@@ -43,7 +44,11 @@ class Asked:
         """The sizes that tell runs apart."""
         layers = next(self.changes[key] for key in ("n_layer", "num_hidden_layers") if key in self.changes)
         width = f" h={self.changes['n_embd']}" if "n_embd" in self.changes else ""
-        how = " ".join(f"{key}={value}" for key, value in self.options.items() if not isinstance(value, list))
+        how = " ".join(
+            f"{key}={value}"
+            for key, value in self.options.items()
+            if not isinstance(value, list | tuple | None)
+        )
         return f"{self.model} L={layers}{width} batch={self.job['global_batch']} {how}"
 
     def predictions(self) -> Predictions:
@@ -64,7 +69,7 @@ def _cluster(name: str) -> Cluster:
 
 @dataclass(frozen=True)
 class Judged:
-    """One figure of a row: its set, its name and unit, and what is taken from the predictions."""
+    """One figure of a row: its name and unit, what was measured, and what is taken from the predictions."""
 
     figure: str
     unit: str
@@ -165,8 +170,6 @@ _ZERO_BUBBLE = {
     "ZB-2p": "zb-h2",
     "ZB-V": "zb-v",
 }
-_ZERO_BUBBLE_VOCABULARY = 32_000
-"""The parameters that the models are named by, 14.6 and 28.3 x 10^9, leave room for 25,000 to 33,600 tokens."""
 
 
 def zero_bubble(record: Record) -> tuple[Asked, list[Judged]] | str:
@@ -176,18 +179,16 @@ def zero_bubble(record: Record) -> tuple[Asked, list[Judged]] | str:
     )
     schedule = record["schedule"].rstrip("*")
     chunks = {"1F1B-I": (layers + 2) // pp, "ZB-V": 2}.get(schedule, 1)
-    each, more = divmod(layers + 2, pp * chunks)
-    counts = [each + (stage < more) for stage in range(pp * chunks)]
-    counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
     asked = Asked(
-        "gpt2", _gpt(record, _ZERO_BUBBLE_VOCABULARY), _nodes("a100-80", pp),
+        "gpt2", _gpt(record, ZERO_BUBBLE_VOCABULARY), _nodes("a100-80", pp),
         {
             "global_batch": size * count, "sequence_length": int(record["seq_len"]), "dtype": "fp16",
             "runtime": "zero-bubble",
         },
         {
             "pp": pp, "dp": 1, "microbatch": size, "schedule": _ZERO_BUBBLE[schedule], "recompute": "none",
-            "layers_per_stage": counts, **({"chunks": chunks} if schedule == "1F1B-I" else {}),
+            "layers_per_stage": with_lighter_ends(layers, pp * chunks),
+            **({"chunks": chunks} if schedule == "1F1B-I" else {}),
         },
     )  # fmt: skip
     seconds = count * size / (float(record["samples_per_gpu_s"]) * pp)
@@ -208,11 +209,7 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     if not record["heads"]:
         return "the number of heads is not known"
     layers, pp, tp, dp = (int(record[key]) for key in ("layers", "pp", "tp", "dp"))
-    with_ends = "slot each" in record["pp_partition"]
-    each, more = divmod(layers + 2 * with_ends, pp)
-    counts = [each + (stage < more) for stage in range(pp)]
-    if with_ends:
-        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+    counts = with_lighter_ends(layers, pp) if "slot each" in record["pp_partition"] else None
     sizes = _gpt(record, int(record["vocab"])) | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     asked = Asked(
         "gpt2", sizes, _nodes("a100-80", int(record["n_gpus"])),
@@ -325,11 +322,12 @@ def _answer(asked: Asked) -> Predictions | str:
 
 
 def rows(
-    name: str, records: list[Record], left_out: Counter[str], pool: Executor
+    name: str, records: list[Record], left_out: Counter[str], pool: Executor, every: int = 1
 ) -> Iterator[tuple[str, Row]]:
-    """(unit, row) of every figure that is predicted; those that are not are counted in `left_out` by their reason."""
+    """(unit, row) of every figure that is predicted, of one of so many rows; those that are not are counted in `left_out`
+    by their reason."""
     source = SOURCES[name]
-    asked = [(index, source.reader(record)) for index, record in enumerate(records)]
+    asked = [(index, source.reader(records[index])) for index in range(0, len(records), every)]
     left_out.update(made for _, made in asked if isinstance(made, str))
     wanted = [(index, made) for index, made in asked if not isinstance(made, str)]
     answers = pool.map(_answer, [made for _, (made, _) in wanted], chunksize=4)
@@ -356,9 +354,9 @@ def main() -> None:
             if (given.only and given.only != name) or not path.exists():
                 continue
             with path.open(newline="", encoding="utf-8") as file:
-                records = list(csv.DictReader(file))[:: given.every]
+                records = list(csv.DictReader(file))
             left_out: Counter[str] = Counter()
-            found = list(rows(name, records, left_out, pool))
+            found = list(rows(name, records, left_out, pool, given.every))
             for figure, bar in source.bars.items():
                 judged = [(unit, row) for unit, row in found if row.group == figure]
                 if not judged:

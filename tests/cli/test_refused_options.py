@@ -175,3 +175,7 @@ def test_the_graph_of_one_rank_under_another_runtime_is_shown() -> None:
     half, _ = operators("--tp", "2", "--sequence-parallel", "--cp", "2")
     assert same == whole > half
     assert fused < plain
+
+
+def test_a_graph_of_one_rank_a_layer_has_no_sequence_to_split() -> None:
+    refused("trace", "tiny-llama", option="--sequence-parallel", remedy="give --tp N")

@@ -21,10 +21,12 @@ from stagewright.cli.options import (
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.planning import ContextWidth, RuntimeName, SequenceParallel, TensorWidth
 from stagewright.cli.progress import Progress
+from stagewright.cli.refuse import refuse_unshared
 from stagewright.files import write_whole
 
 
 def trace(
+    context: typer.Context,
     model: Model,
     microbatch: MicrobatchSize = 1,
     sequence_length: SequenceLength = 1024,
@@ -49,6 +51,7 @@ def trace(
     from stagewright.tracing import cache
 
     check_writable(output)
+    refuse_unshared(context, is_one_replica=False, is_one_rank_a_layer=(tp or 1) == 1)
     begun = time.perf_counter()
     overrides, element_type = parse_settings(settings), torch_dtype(dtype)
     profile = load_runtime(runtime or STAGEWRIGHT)

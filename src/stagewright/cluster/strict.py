@@ -108,6 +108,8 @@ def _lines(error: ValidationError) -> Iterator[str]:
             yield f"{key} is missing: add it"
         elif item["type"] in ("list_type", "tuple_type") and isinstance(item["input"], dict):
             yield f"{key}: must be a list: in TOML [[{key}]] begins each of its tables"
+        elif item["type"] in ("list_type", "tuple_type", "set_type", "frozen_set_type"):
+            yield f"{key} = {item['input']!r}: must be a list"
         elif isinstance(item["input"], dict | list | tuple | BaseModel):
             yield f"{key}: {message}" if key else message
         else:

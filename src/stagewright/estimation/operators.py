@@ -16,6 +16,7 @@ from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
 from stagewright.graph.added import ACCUMULATE, MOVES
 from stagewright.graph.fusion import is_kernel
+from stagewright.graph.graph import short_name
 
 
 class Kernel(Enum):
@@ -166,37 +167,22 @@ def _adds_up(node: Node, value: Lookup) -> bool:
 
 def _once(node: Node, value: Lookup) -> float:
     """As `_moved`, with every part of a storage read and written once, however many views there are of it."""
-    read: dict[int, set[tuple[int, int]]] = {}
+    read: dict[int, dict[int, int]] = {}  # storage -> bytes read from each offset on, in bytes
     for number in node.inputs:
-        found = value(number)
-        read.setdefault(found.storage, set()).add((found.meta.offset, found.meta.payload_bytes))
-    parts = (
-        min(sum(size for _, size in views), max(offset + size for offset, size in views))
-        for views in (_in_bytes(views, value(storage).meta.item_bytes) for storage, views in read.items())
+        meta = value(number).meta
+        views = read.setdefault(value(number).storage, {})
+        start = meta.offset * meta.item_bytes
+        views[start] = max(views.get(start, 0), meta.payload_bytes)
+    reads = (
+        min(sum(views.values()), max(start + size for start, size in views.items()))
+        for views in read.values()
     )
     made = [value(output) for output in node.outputs if output is not None]
     roots = {found.id for found in made}
     written = (
         found.meta.payload_bytes for found in made if found.storage == found.id or found.storage not in roots
     )
-    return float(sum(parts) + sum(written))
-
-
-def _in_bytes(views: set[tuple[int, int]], item_bytes: int) -> set[tuple[int, int]]:
-    """(offset, bytes) of the widest view at each offset, which is given in elements."""
-    widest: dict[int, int] = {}
-    for offset, size in views:
-        widest[offset] = max(widest.get(offset, 0), size)
-    return {(offset * item_bytes, size) for offset, size in widest.items()}
-
-
-def short_name(op: str) -> str:
-    """The operator without its library and overload.
-
-    >>> short_name("aten.mm.default"), short_name("stagewright.accumulate")
-    ('mm', 'accumulate')
-    """
-    return op.split(".")[1]
+    return float(sum(reads) + sum(written))
 
 
 def _dtype(node: Node, value: Lookup) -> str:
@@ -432,12 +418,7 @@ def _collective(call: _Call) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
 
 
-_RULES: dict[str, Callable[[_Call], Work]] = {
-    "all_reduce": _collective,
-    "all_gather": _collective,
-    "reduce_scatter": _collective,
-    "shard": _collective,
-    "group_rank": _collective,
+_PRODUCTS: dict[str, Callable[[_Call], Work]] = {
     "mm": _product(0),
     "bmm": _product(0),
     "addmm": _product(1),
@@ -455,6 +436,17 @@ _RULES: dict[str, Callable[[_Call], Work]] = {
     "_scaled_dot_product_flash_attention_backward": _attention_backward(11),
     "_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
     "_scaled_dot_product_cudnn_attention_backward": _attention_backward(14),
+}
+
+COUNTED = frozenset(_PRODUCTS)
+"""Operators with FLOP."""
+
+_RULES = _PRODUCTS | {
+    "all_reduce": _collective,
+    "all_gather": _collective,
+    "reduce_scatter": _collective,
+    "shard": _collective,
+    "group_rank": _collective,
     "embedding": _gathered,
     "index": _gathered,
     "index_select": _gathered,
@@ -464,9 +456,3 @@ _RULES: dict[str, Callable[[_Call], Work]] = {
     "sort": _sorted,
     "topk": _sorted,
 }
-
-COUNTED = frozenset(_RULES) - {
-    "all_reduce", "all_gather", "reduce_scatter", "shard", "group_rank", "embedding", "index", "index_select",
-    "embedding_dense_backward", "index_put", "index_add", "sort", "topk",
-}  # fmt: skip
-"""Operators with FLOP."""

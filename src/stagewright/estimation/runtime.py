@@ -22,7 +22,7 @@ from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED
 from stagewright.estimation.precision import Precision
 from stagewright.graph import OperatorGraph
-from stagewright.graph.fusion import JOINED, FusionRule, adding_in_products, fuse, summing_once
+from stagewright.graph.fusion import INPUTS, JOINED, FusionRule, adding_in_products, fuse, summing_once
 
 STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
@@ -34,9 +34,9 @@ class Kernel(SourcedModel):
     """A fused kernel, as `stagewright.graph.fusion.FusionRule` has it."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9 _-]*$")
-    around: tuple[str, ...] = Field(min_length=1)
-    absorbs: tuple[str, ...] = ()
-    keeps: tuple[str, ...] = ("inputs",)
+    around: frozenset[str] = Field(min_length=1)
+    absorbs: frozenset[str] = frozenset()
+    keeps: frozenset[str] = frozenset({INPUTS})
     within: Literal["module", "parent", "model"] = "module"
     kind: Literal["memory", "norm", "matmul"] = "memory"
     forward_bytes: _Count | None = None
@@ -46,13 +46,13 @@ class Kernel(SourcedModel):
     @model_validator(mode="after")
     def _products_are_products(self) -> Kernel:
         if self.kind == "matmul":
-            others = set(self.around) - set(JOINED)
+            others = self.around - set(JOINED)
             if others or self.absorbs:
                 raise ValueError(
                     f"kernel '{self.name}' of kind 'matmul' joins {' and '.join(JOINED)} alone: leave out "
                     f"{', '.join(sorted(others) or ['absorbs'])}"
                 )
-        elif counted := sorted({*self.around, *self.absorbs} & COUNTED):
+        elif counted := sorted((self.around | self.absorbs) & COUNTED):
             raise ValueError(
                 f"kernel '{self.name}' holds {', '.join(counted)}, whose FLOP a kernel of kind '{self.kind}' does not "
                 'count: leave it out, or use kind = "matmul"'
@@ -62,10 +62,7 @@ class Kernel(SourcedModel):
     @property
     def rule(self) -> FusionRule:
         """What the rewrite takes."""
-        return FusionRule(
-            self.name, frozenset(self.around), frozenset(self.absorbs), frozenset(self.keeps), self.forward_bytes,
-            self.backward_bytes, self.scratch_bytes, self.kind, self.within,
-        )  # fmt: skip
+        return FusionRule(**self.model_dump(exclude={"sources"}))
 
 
 class HostCosts(StrictModel):

@@ -159,9 +159,8 @@ class BodyCosts:
         """A parameter that several places use counts where it is used first."""
         first = self._first_uses()
         metas = [self.graph.values[value].meta for value in first]
-        sizes = [
-            m.num_elements * runtime_of(self.graph).precision(m.dtype).bytes_per_parameter for m in metas
-        ]
+        runtime = runtime_of(self.graph)
+        sizes = [m.num_elements * runtime.precision(m.dtype).bytes_per_parameter for m in metas]
         return _prefix(np.array(list(first.values()), np.int64), np.array(sizes, np.float64), self.size)
 
     @cached_property

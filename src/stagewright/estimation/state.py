@@ -8,7 +8,7 @@ from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
 from stagewright.estimation.precision import Precision
-from stagewright.estimation.runtime import Runtime, load_runtime, runtime_of
+from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
 from stagewright.estimation.sharded import is_gathered
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat, of_stages
 from stagewright.graph.stage import Function, Stage
@@ -35,7 +35,7 @@ class ResidentBytes:
     flats: tuple[Flat, ...] = ()
     derived: Mapping[int, FunctionMemory] = field(default_factory=dict)
     wire: str | None = None
-    runtime: Runtime = field(default_factory=lambda: load_runtime("stagewright"))
+    runtime: Runtime = field(default_factory=lambda: load_runtime(STAGEWRIGHT))
 
     @cached_property
     def total(self) -> int:

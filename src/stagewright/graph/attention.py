@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stagewright.graph.graph import Node, OperatorGraph, Part
+from stagewright.graph.graph import Node, OperatorGraph, Part, short_name
 
 _SOFTMAX = frozenset({"softmax", "_softmax", "_safe_softmax"})
 _PRODUCTS = frozenset({"bmm", "baddbmm", "mm", "addmm"})
@@ -19,7 +19,7 @@ def attention_scores(graph: OperatorGraph) -> frozenset[int]:
     maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
     found: set[int] = set()
     for node in graph.nodes:
-        if node.part is Part.FORWARD and _short(node) in _SOFTMAX:
+        if node.part is Part.FORWARD and short_name(node.op) in _SOFTMAX:
             found.update(_before(node, maker))
             found.update(_behind(graph, node))
     return frozenset(graph.values[value].storage for value in found)
@@ -30,7 +30,7 @@ def _before(softmax: Node, maker: dict[int, Node]) -> Iterator[int]:
     value = softmax.inputs[0]
     while value in maker and maker[value].part is Part.FORWARD:
         yield value
-        if _short(maker[value]) in _PRODUCTS:
+        if short_name(maker[value].op) in _PRODUCTS:
             return
         value = maker[value].inputs[0]
 
@@ -43,8 +43,6 @@ def _behind(graph: OperatorGraph, softmax: Node) -> Iterator[int]:
         made = [value for value in node.outputs if value is not None]
         yield from made
         users = (graph.nodes[user] for value in made for user in graph.consumers.get(value, ()))
-        waiting += [user for user in users if user.part is Part.FORWARD and _short(user) not in _PRODUCTS]
-
-
-def _short(node: Node) -> str:
-    return node.op.split(".")[1]
+        waiting += [
+            user for user in users if user.part is Part.FORWARD and short_name(user.op) not in _PRODUCTS
+        ]

@@ -270,10 +270,8 @@ class _StageCarver:
         if not self.policy.reruns:
             wanted, kept = self._wanted(forward, needed)
             once = self._recomputed(forward, wanted, kept, resident)
-            kept &= made_by(once.nodes) & {
-                *needed,
-                *once.inputs,
-            }  # though others of the same operator are not
+            # Of what operators that run again make, some is kept where others of their results are not.
+            kept &= made_by(once.nodes) & {*needed, *once.inputs}
             once = replace(once, nodes=tuple(self._beside(node, kept, here) for node in once.nodes))
             made = made_by(once.nodes)
             saved = tuple(value for value in _distinct((*needed, *once.inputs)) if value not in made)

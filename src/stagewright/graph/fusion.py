@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value, short_name
 from stagewright.graph.simplify import renumbered_graph
 from stagewright.graph.tensor import TensorMeta, contiguous
 from stagewright.graph.tensor_parallel import ALL_REDUCE
@@ -119,7 +119,7 @@ def summing_once(graph: OperatorGraph) -> OperatorGraph:
 
 
 def _multiplies(node: Node) -> bool:
-    return _short(node) in JOINED or dict(node.kwargs).get("kind") == "matmul"
+    return short_name(node.op) in JOINED or dict(node.kwargs).get("kind") == "matmul"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Grou
                 yield _Group(rule, members)
             continue
         for node in graph.nodes:
-            if node.part is Part.FORWARD and node.id not in taken and _short(node) in rule.around:
+            if node.part is Part.FORWARD and node.id not in taken and short_name(node.op) in rule.around:
                 members = _grown(graph, rule, node, maker, taken)
                 if not members:
                     continue
@@ -152,14 +152,10 @@ def _with_one_input(graph: OperatorGraph, rule: FusionRule, taken: set[int]) -> 
     """Products of one tensor in modules next to each other, each by a matrix of its own."""
     found: dict[tuple[int, str], list[int]] = {}
     for node in graph.nodes:
-        if node.part is Part.FORWARD and node.id not in taken and _short(node) in rule.around:
-            place = JOINED[_short(node)]
+        if node.part is Part.FORWARD and node.id not in taken and short_name(node.op) in rule.around:
+            place = JOINED[short_name(node.op)]
             found.setdefault((node.inputs[place], node.module.rpartition(".")[0]), []).append(node.id)
     yield from (tuple(members) for members in found.values() if len(members) > 1)
-
-
-def _short(node: Node) -> str:
-    return node.op.split(".")[1]
 
 
 def _is_view(graph: OperatorGraph, node: Node) -> bool:
@@ -181,7 +177,7 @@ def _grown(
                 and other.id not in taken
                 and other.part is Part.FORWARD
                 and (graph.position[other.id] >= graph.late) == side
-                and (_short(other) in names or _is_view(graph, other))
+                and (short_name(other.op) in names or _is_view(graph, other))
                 and _in_reach(rule.within, anchor.module, other.module)
                 and not (
                     _leads_in(graph, other, found, maker) if is_user else _leads_out(graph, other, found)
@@ -358,23 +354,38 @@ class _Fused:
 
     def _take_sums(self, unit: _Unit) -> None:
         """A product with several matrices adds what each of them gives."""
-        made = {value for node in unit.nodes for value in node.outputs}
-        views: dict[int, list[Node]] = {value: [] for value in made if value is not None}
-        for node in self.old.nodes[unit.nodes[0].id :]:
-            if node in unit.nodes or node.part is not Part.INPUT_GRAD or not node.inputs:
+        old, inside = self.old, {node.id: node for node in unit.nodes}
+        views: dict[int, list[Node]] = {}  # value that leaves -> the views that it went through
+        ready: list[int] = []
+        seen: set[int] = set()
+
+        def leaves(node: Node, through: list[Node]) -> None:
+            for value in node.outputs:
+                if value is not None:
+                    views[value] = through
+                    for user in old.consumers.get(value, ()):
+                        heapq.heappush(ready, user)
+
+        for node in unit.nodes:
+            leaves(node, [])
+        while ready:
+            node = old.nodes[heapq.heappop(ready)]
+            if node.id in seen or node.id in inside or node.part is not Part.INPUT_GRAD:
                 continue
-            if all(value in views for value in node.inputs):
-                through = [one for value in node.inputs for one in views[value]]
-                if _short(node) == "add":
-                    unit.nodes += [one for one in (*through, node) if one not in unit.nodes]
-                    views |= {value: [] for value in node.outputs if value is not None}
-                elif _is_view(self.old, node):
-                    views |= {value: [*through, node] for value in node.outputs if value is not None}
-        unit.nodes.sort(key=lambda node: node.id)
+            seen.add(node.id)
+            if any(value not in views for value in node.inputs):
+                continue
+            through = [one for value in node.inputs for one in views[value]]
+            if short_name(node.op) == "add":
+                inside |= {one.id: one for one in (*through, node)}
+                leaves(node, [])
+            elif _is_view(old, node):
+                leaves(node, [*through, node])
+        unit.nodes = sorted(inside.values(), key=lambda node: node.id)
 
     def _adds_relayed(self, node: Node, group: int) -> bool:
         """Whether a node adds a gradient that comes from elsewhere to one of the kernel's: autograd's own work."""
-        if node.part is not Part.INPUT_GRAD or _short(node) != "add" or len(node.inputs) != 2:
+        if node.part is not Part.INPUT_GRAD or short_name(node.op) != "add" or len(node.inputs) != 2:
             return False
         own = [self._is_backward_of(value, group) for value in node.inputs]
         leaves = all(
@@ -472,15 +483,12 @@ class _Fused:
                     reads[value] = None
                 elif RESULTS in rule.keeps:
                     reads.update(dict.fromkeys(results))
-            elif _short(node) in rule.keeps:
+            elif short_name(node.op) in rule.keeps:
                 kept[value] = None
                 reads[value] = None
             elif value in results and RESULTS in rule.keeps:
                 reads[value] = None
-            elif INPUTS in rule.keeps:
-                for source in node.inputs:
-                    take(source)
-            elif RESULTS in rule.keeps:
+            elif RESULTS in rule.keeps and INPUTS not in rule.keeps:
                 reads.update(dict.fromkeys(results))
             else:
                 for source in node.inputs:
@@ -547,7 +555,10 @@ class _Fused:
         flop, weights = 0.0, 0
         for member in self.groups[group].members:
             node = self.old.nodes[member]
-            left, right = node.inputs[JOINED[_short(node)]], node.inputs[JOINED[_short(node)] + 1]
+            left, right = (
+                node.inputs[JOINED[short_name(node.op)]],
+                node.inputs[JOINED[short_name(node.op)] + 1],
+            )
             metas = self.old.values[left].meta, self.old.values[right].meta
             flop += 2.0 * metas[0].num_elements * metas[1].shape[-1]
             weights += metas[1].num_elements

@@ -75,6 +75,15 @@ def renumbered(argument: Any, number: Callable[[int], int]) -> Any:
     return argument
 
 
+def short_name(op: str) -> str:
+    """An operator without its library and overload.
+
+    >>> short_name("aten.mm.default"), short_name("stagewright.accumulate")
+    ('mm', 'accumulate')
+    """
+    return op.split(".")[1]
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     id: int

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.breakdown import Share, breakdown
+from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.estimation.stack import find_stack, step_memory
 from stagewright.graph import OperatorGraph
 from stagewright.graph.attention import attention_scores
@@ -30,7 +31,7 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 Trace = Callable[..., OperatorGraph]
 Report = Callable[[str], None]
 
-OWN_STACK = "stagewright"
+OWN_STACK = STAGEWRIGHT
 """The stack that `stagewright run` is."""
 
 
@@ -273,9 +274,9 @@ def _choice(
 ) -> Choice:
     count = cluster.num_devices // max(tp, 1) // max(cp, 1)
     if dp is None:
-        dp = 1 if pp is None else count // max(pp, 1)
+        dp = 1 if pp is None else max(count // max(pp, 1), 1)
     if pp is None:
-        pp = count // max(dp, 1)
+        pp = max(count // max(dp, 1), 1)
     if tp < 1 or cp < 1 or dp < 1 or pp < 1 or dp * pp > count:
         shared = (f" x tp {tp}" if tp != 1 else "") + (f" x cp {cp}" if cp != 1 else "")
         raise InputError(

@@ -28,15 +28,15 @@ _SEGMENT_BYTES = 2 * 2**20  # the least that PyTorch's CUDA allocator takes from
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A carved model on its way through a program on `cluster`; `dp` ranks hold the same parameters: replicas, times those
-    that divide a sequence."""
+    """A carved model on its way through a program on `cluster`."""
 
     memories: tuple[StageMemory, ...]
     summaries: tuple[StageSummary, ...]
     program: Program
     cluster: Cluster
     job: Job
-    dp: int
+    num_holders: int
+    """Ranks that hold the same parameters: replicas, times those that divide a sequence."""
     carving: Carving
     sharding: tuple[int, ...] = ()
     """Per stage, what its replicas share out; none given: nothing."""
@@ -59,13 +59,13 @@ class Pipeline:
     def flats(self) -> tuple[Flat, ...]:
         """The flat buffers of all stages; none where there is one replica."""
         levels = self.sharding or (0,) * len(self.memories)
-        copies = self.dp // self.num_shards
-        return flats(self.stages, levels, self.num_shards, copies) if self.dp > 1 else ()
+        copies = self.num_holders // self.num_shards
+        return flats(self.stages, levels, self.num_shards, copies) if self.num_holders > 1 else ()
 
     @property
     def num_shards(self) -> int:
         """Replicas that share out among each other."""
-        return self.shard_size or self.dp
+        return self.shard_size or self.num_holders
 
     def collectives(self, stage: int) -> Collectives:
         """What the replicas of a stage take to share it out."""
@@ -103,11 +103,11 @@ class Pipeline:
     def replicas(self, pipeline_rank: int) -> range:
         """Global ranks that hold the same parameters."""
         first = self.first_rank(pipeline_rank)
-        return range(first, first + self.dp * self.tp, self.tp)
+        return range(first, first + self.num_holders * self.tp, self.tp)
 
     def first_rank(self, pipeline_rank: int) -> int:
         """The first of the global ranks that hold the stages of a pipeline rank."""
-        return pipeline_rank * self.dp * self.tp
+        return pipeline_rank * self.num_holders * self.tp
 
     def device_of(self, pipeline_rank: int) -> Device:
         """What a pipeline rank computes on; of replicas on several kinds the one with the least memory, of equals there the
@@ -141,7 +141,7 @@ def pipeline(
     program: Program,
     cluster: Cluster,
     job: Job,
-    dp: int,
+    num_holders: int,
     policies: Sequence[Policy] = (),
 ) -> Pipeline:
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
@@ -149,9 +149,9 @@ def pipeline(
     memories = tuple(StageMemory(stage) for stage in carving.stages(policies))
     shared = parallelism(body.graph)
     tp = shared.size if shared else 1
-    costings = _costings(body, cluster, program, dp * tp)
+    costings = _costings(body, cluster, program, num_holders * tp)
     summaries = tuple(map(summarise, memories, costings))
-    return Pipeline(memories, summaries, program, cluster, job, dp, carving, tp=tp)
+    return Pipeline(memories, summaries, program, cluster, job, num_holders, carving, tp=tp)
 
 
 class Variants:
@@ -163,7 +163,7 @@ class Variants:
 
     def __init__(self, line: Pipeline, body: BodyCosts) -> None:
         self.line = line
-        self._costings = _costings(body, line.cluster, line.program, line.dp * line.tp)
+        self._costings = _costings(body, line.cluster, line.program, line.num_holders * line.tp)
         carved = zip(line.memories, line.summaries, strict=True)
         self._known = {(index, KEEP): found for index, found in enumerate(carved)}
 

@@ -21,14 +21,14 @@ def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
     """`line` with its ranks on the devices that make its step fastest, and the device of every rank; as it is, and no
     devices, where the links are not measured or no order found is faster than the devices' own.
     """
-    units = line.pp * line.dp
+    units = line.pp * line.num_holders
     if isinstance(line.cluster, ArrangedCluster):
         return line, ()  # somebody has placed it
     if line.cluster.measured is None or units < 2 or units > MOST_UNITS:
         return line, ()
     if units * line.tp != line.cluster.num_devices:
         return line, ()
-    order = devices_of(assign(grid_of_line(line)).units, line.tp, line.dp, line.pp)
+    order = devices_of(assign(grid_of_line(line)).units, line.tp, line.num_holders, line.pp)
     other = replace(line, cluster=arranged(line.cluster, order))
     if _step(other) >= _step(line):
         return line, ()
@@ -65,7 +65,7 @@ def grid_of_line(line: Pipeline) -> Grid:
     return grid_of(
         line.cluster,
         tp=line.tp,
-        num_replicas=line.dp,
+        num_replicas=line.num_holders,
         num_stages=line.pp,
         boundary_bytes=float(boundary),
         gradient_bytes=np.array(gradients),

@@ -47,7 +47,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
     step = whole_step_seconds(timeline, costs)
     memories = rank_memories(line) if memories is None else memories
     reserved = reserved_peaks(line, memories)
-    num_microbatches = line.program.num_microbatches * line.dp
+    num_microbatches = line.program.num_microbatches * line.num_holders
     tokens = body.graph.facts.get("num_tokens", 0) * num_microbatches
     return Predictions(
         step_seconds=step,
@@ -55,7 +55,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         tokens_per_second=tokens / step,
         mfu=body.costing.model_flop
         * num_microbatches
-        / (step * line.dp * sum(line.job.peak_of(line.device_of(rank)) for rank in range(line.pp))),
+        / (step * line.num_holders * sum(line.job.peak_of(line.device_of(rank)) for rank in range(line.pp))),
         bubble_fraction=timeline.bubble_fraction,
         ranks=tuple(
             RankPrediction(
@@ -250,12 +250,11 @@ def _exposed(collective_s: float, computing_s: float, num_layers: int) -> float:
 def gradient_bytes(stages: Sequence[Stage]) -> dict[int, float]:
     """Parameter -> bytes of its whole gradient, for a rank that holds `stages`."""
     found: dict[int, float] = {}
+    runtime = runtime_of(stages[0].graph)
     for stage in stages:
         for value, _ in stage.gradients:
             meta = stage.value(value).meta
-            found[value] = (
-                meta.num_elements * ITEM_BYTES[runtime_of(stage.graph).precision(meta.dtype).gradient]
-            )
+            found[value] = meta.num_elements * ITEM_BYTES[runtime.precision(meta.dtype).gradient]
     return found
 
 
@@ -317,7 +316,7 @@ def _lower_bound(line: Pipeline, body: BodyCosts) -> float:
     if line.cluster.is_homogeneous:
         shards = line.num_shards if any(line.sharding) else 1
         return lower_bound_seconds(body, num_microbatches, line.pp, line.job, shards)
-    bodies = bodies_of(body, line.cluster, line.pp, line.dp * line.tp)
+    bodies = bodies_of(body, line.cluster, line.pp, line.num_holders * line.tp)
     return num_microbatches / sum(1 / float(one.seconds[-1]) for one in bodies)
 
 
@@ -377,8 +376,8 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
 
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
     """What the allocator of a rank reserves; where replicas share out, its own bytes and what it would lose alone."""
-    rank, shares = memory.rank, any(line.sharding) and line.dp > 1
-    alone = replace(line, dp=1, sharding=(), shard_size=None) if shares else line
+    rank, shares = memory.rank, any(line.sharding) and line.num_holders > 1
+    alone = replace(line, num_holders=1, sharding=(), shard_size=None) if shares else line
     workspace = line.device_of(rank).workspace_bytes
     found = reserved_on(
         line.memories, program, rank, alone.resident(rank).total, workspace,

@@ -12,6 +12,7 @@ from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import Node, OperatorGraph, Part
 from stagewright.graph.attention import attention_scores
+from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_inputs, layer_of
 from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.regions import region_policy
@@ -36,7 +37,7 @@ def kept_policy(graph: OperatorGraph, selective: bool = False) -> Policy:
     """Of stages that are asked to keep all they save: all but what the runtime of `graph` always makes again, and where it
     is `selective` all but attention's scores."""
     names = runtime_of(graph).recomputes
-    again = [graph.nodes[node] for node in graph.body if graph.nodes[node].op.split(".")[1] in names]
+    again = [graph.nodes[node] for node in graph.body if short_name(graph.nodes[node].op) in names]
     made = frozenset(value for node in again for value in node.outputs if value is not None)
     made |= attention_scores(graph) if selective else frozenset()
     given = frozenset(graph.values[value].storage for node in again for value in node.inputs)
@@ -51,15 +52,15 @@ def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:
 
 
 def as_model_says(
-    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, dp: int
+    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, job: Job, num_holders: int
 ) -> Pipeline:
     """The model cut at `cuts` under its `default_policies` and under `program`, to which recomputations are added; raises
     as `pipeline`."""
     asked = default_policies(body.graph, cuts)
-    line = pipeline(body, cuts, program, cluster, job, dp, asked)
+    line = pipeline(body, cuts, program, cluster, job, num_holders, asked)
     needed = [asked[stage.index] if _again(stage) else KEEP for stage in line.stages]
     if needed != asked:
-        line = pipeline(body, cuts, program, cluster, job, dp, needed)
+        line = pipeline(body, cuts, program, cluster, job, num_holders, needed)
     return with_recomputation(line, program)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from stagewright.cluster import Cluster, all_gather_seconds, all_reduce_seconds, reduce_scatter_seconds
 from stagewright.errors import InputError
-from stagewright.estimation.runtime import Runtime, load_runtime
+from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
@@ -88,7 +88,7 @@ class Collectives:
     ranks: Sequence[int]
     wire: str | None = None
     num_shards: int | None = None
-    runtime: Runtime = field(default_factory=lambda: load_runtime("stagewright"))
+    runtime: Runtime = field(default_factory=lambda: load_runtime(STAGEWRIGHT))
 
     @property
     def sharing(self) -> Sequence[int]:

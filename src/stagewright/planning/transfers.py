@@ -82,7 +82,7 @@ def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) 
     """Of one message from a stage to another, in the replica where that takes longest."""
     placed = line.program.placement.rank_of_stage
     ends = line.first_rank(placed[source]), line.first_rank(placed[target])
-    return line.cluster.blocks_seconds(num_bytes, *ends, line.dp * line.tp)
+    return line.cluster.blocks_seconds(num_bytes, *ends, line.num_holders * line.tp)
 
 
 def _sent(line: Pipeline, edges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:

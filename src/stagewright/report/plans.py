@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.predictions import Predictions, RankPrediction
@@ -152,7 +153,7 @@ def estimate_heading(plan: Plan) -> str:
 
 
 def _under(plan: Plan) -> str:
-    return "" if plan.job.runtime == "stagewright" else f", under {plan.job.runtime}"
+    return "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
 
 
 def memory_table(plan: Plan) -> Table:

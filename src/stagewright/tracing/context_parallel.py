@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from stagewright.errors import InputError, RunError
 from stagewright.graph import OperatorGraph, Part
 from stagewright.graph.tensor_parallel import ALL_GATHER, CONTEXT_GROUP, group_of
-from stagewright.tracing.models.from_config import LEARNED_POSITIONS
-from stagewright.tracing.tensor_parallel.operators import all_gather
+from stagewright.tracing.models.from_config import check_positions
+from stagewright.tracing.tensor_parallel.operators import all_gather, define
 
-_LIBRARY = torch.library.Library("stagewright", "FRAGMENT")
 _TOKENS = 2
 """The dimension of queries, keys and values (batch, head, token, width) that is split."""
 
@@ -39,16 +38,8 @@ def check_context_parallel(model: nn.Module, size: int, sequence_length: int) ->
             f"context parallelism of {size} deals out {2 * size} equal parts of a sequence, and {sequence_length} tokens "
             "have none: choose a multiple"
         )
+    check_positions(model, sequence_length)
     for path, module in model.named_modules():
-        if (
-            LEARNED_POSITIONS.search(path)
-            and isinstance(module, nn.Embedding)
-            and module.num_embeddings < sequence_length
-        ):
-            raise InputError(
-                f"sequence length {sequence_length} exceeds the {module.num_embeddings} learned positions of '{path}': "
-                "shorten it or override max_position_embeddings"
-            )
         window = getattr(module, "sliding_window", None)
         if isinstance(window, int) and window < sequence_length:
             raise InputError(
@@ -126,16 +117,16 @@ def _backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Any, ...]:
     return (*found, None, None)
 
 
-for _schema, _layout in (
-    ("shared_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float scale) -> (Tensor, Tensor)", _lay_out),
-    (
-        "shared_attention_backward(Tensor cotangent, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
-        "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
-        _lay_out_backward,
-    ),
-):  # fmt: skip
-    _name = f"stagewright::{_schema.partition('(')[0]}"
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(_name, _not_run, "CompositeExplicitAutograd")
-    torch.library.register_fake(_name, _layout, lib=_LIBRARY)
-torch.library.register_autograd("stagewright::shared_attention", _backward, setup_context=_keep, lib=_LIBRARY)
+define(
+    "shared_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float scale) -> (Tensor, Tensor)",
+    _not_run,
+    _lay_out,
+    _backward,
+    _keep,
+)
+define(
+    "shared_attention_backward(Tensor cotangent, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
+    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+    _not_run,
+    _lay_out_backward,
+)

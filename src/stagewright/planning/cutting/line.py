@@ -89,7 +89,7 @@ def terms_of(
     versions = weight_versions(program)
     placed = program.placement
     devices = [line.device_of(rank) for rank in range(line.pp)]
-    bodies = bodies_of(body, line.cluster, line.pp, line.dp * line.tp)
+    bodies = bodies_of(body, line.cluster, line.pp, line.num_holders * line.tp)
     sharing = [len(placed.stages_of(rank)) for rank in placed.rank_of_stage]
     return [
         Terms(

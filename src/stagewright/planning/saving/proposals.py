@@ -132,7 +132,7 @@ class Proposals:
 
     def _costing(self, kept: RankMemory) -> Costing:
         line = self.line
-        return bodies_of(self.body, line.cluster, line.pp, line.dp * line.tp)[kept.rank].costing
+        return bodies_of(self.body, line.cluster, line.pp, line.num_holders * line.tp)[kept.rank].costing
 
     def _with(self, choice: Choice) -> Pipeline:
         return with_choice(self.variants, self.units, choice)

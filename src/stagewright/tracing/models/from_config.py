@@ -49,7 +49,7 @@ _ACCEPTED = (
     "gradient_checkpointing",
 )
 _DROPOUT_KEY = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
-LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
+_LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
 
 
 def build_from_config(
@@ -161,14 +161,20 @@ def _check(reference: ModelReference, config: PretrainedConfig, net: nn.Module, 
             f"'{reference.name}' has experts, whose grouped matrix product has no float64 kernel: "
             "use dtype float32 or bfloat16"
         )
+    if hasattr(config, "vocab_size"):
+        check_positions(net, job.sequence_length)
+
+
+def check_positions(net: nn.Module, sequence_length: int) -> None:
+    """Raises `InputError` for samples that are longer than a model has learned positions."""
     for path, module in net.named_modules():
-        if LEARNED_POSITIONS.search(path) and isinstance(module, nn.Embedding):
-            longest = module.num_embeddings
-            if longest < job.sequence_length and hasattr(config, "vocab_size"):
-                raise InputError(
-                    f"sequence length {job.sequence_length} exceeds the {longest} learned positions of "
-                    f"'{reference.name}': shorten it or override max_position_embeddings"
-                )
+        if not (_LEARNED_POSITIONS.search(path) and isinstance(module, nn.Embedding)):
+            continue
+        if module.num_embeddings < sequence_length:
+            raise InputError(
+                f"sequence length {sequence_length} exceeds the {module.num_embeddings} learned positions of '{path}': "
+                "shorten it or override max_position_embeddings"
+            )
 
 
 def _tokens(config: PretrainedConfig, job: Job) -> Tensor:

@@ -171,35 +171,35 @@ def _gather_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
     return all_gather(cotangent, *ctx.arguments, sums=False), None, None, None
 
 
-def _define(schema: str, run: Any, lay_out: Any, backward: Any = None) -> None:
+def define(schema: str, run: Any, lay_out: Any, backward: Any = None, keep: Any = _keep_arguments) -> None:
+    """Register an operator of ours: what runs it, the layout of what it returns, and its derivative, for which `keep` sets
+    aside what it needs."""
     name = f"stagewright::{schema.partition('(')[0]}"
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(name, lay_out, lib=_LIBRARY)
     if backward is not None:
-        torch.library.register_autograd(name, backward, setup_context=_keep_arguments, lib=_LIBRARY)
+        torch.library.register_autograd(name, backward, setup_context=keep, lib=_LIBRARY)
 
 
-_define("enter(Tensor x, str group, int size) -> Tensor", _run_enter, _lay_out_same, _enter_backward)
-_define(
+define("enter(Tensor x, str group, int size) -> Tensor", _run_enter, _lay_out_same, _enter_backward)
+define(
     "all_reduce(Tensor x, str group, int size) -> Tensor",
     _run_all_reduce,
     _lay_out_sum,
     _all_reduce_backward,
 )
-_define(
+define(
     "all_gather(Tensor x, int dim, str group, int size, bool sums) -> Tensor",
     _run_all_gather,
     _lay_out_gathered,
     _all_gather_backward,
 )
-_define(
+define(
     "reduce_scatter(Tensor x, int dim, str group, int size) -> Tensor",
     _run_reduce_scatter,
     _lay_out_part,
     _gather_backward,
 )
-_define(
-    "shard(Tensor x, int dim, str group, int size) -> Tensor", _run_shard, _lay_out_part, _gather_backward
-)
-_define("group_rank(str group, *, Device device) -> Tensor", _run_group_rank, _lay_out_group_rank)
+define("shard(Tensor x, int dim, str group, int size) -> Tensor", _run_shard, _lay_out_part, _gather_backward)
+define("group_rank(str group, *, Device device) -> Tensor", _run_group_rank, _lay_out_group_rank)
