@@ -143,18 +143,26 @@ def selene(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, [Judged("time", "s", float(record["iteration_s"]), _step)]
 
 
+_B200_MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "llama3_70b": ("llama-3-70b", {}),
+    "deepseekv2": ("deepseek-v3", {  # the sizes of DeepSeek-V2's config
+        "hidden_size": 5120, "intermediate_size": 12288, "moe_intermediate_size": 1536, "n_routed_experts": 160,
+        "num_experts_per_tok": 6, "n_shared_experts": 2, "topk_group": 3, "first_k_dense_replace": 1, "vocab_size": 102400,
+    }),
+}  # fmt: skip
+
+
 def megatron_core(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of SimuMax's authors on 8 B200; models have fewer layers than their originals."""
-    if record["model"] != "llama3_70b":
-        return "expert parallelism is not in the graph yet"
-    tp, dp = int(record["tp"]), int(record["dp"])
+    model, sizes = _B200_MODELS[record["model"]]
+    tp, dp, ep = int(record["tp"]), int(record["dp"]), int(record["ep"])
     asked = Asked(
-        "llama-3-70b", {"num_hidden_layers": int(record["layers"])}, "8x-b200",
+        model, {**sizes, "num_hidden_layers": int(record["layers"])}, "8x-b200",
         {
             "global_batch": dp * int(record["microbatches"]), "sequence_length": int(record["seq_len"]),
             "runtime": "megatron-core+te",
         },
-        {"tp": tp, "pp": int(record["pp"]), "dp": dp, "zero": 1, "sequence_parallel": tp > 1},
+        {"tp": tp, "pp": int(record["pp"]), "dp": dp, "ep": ep, "zero": 1, "sequence_parallel": tp > 1},
     )  # fmt: skip
     return asked, [
         Judged("time", "s", float(record["iteration_ms"]) / 1e3, _step),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from stagewright.errors import InputError
 from stagewright.estimation.operators import work
 from stagewright.execution.launch import refuse_what_is_not_run
 from stagewright.graph import OperatorGraph
+from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.tensor_parallel import ALL_GATHER, COLLECTIVES, CONTEXT_GROUP, GROUP, group_of
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
@@ -41,7 +43,7 @@ def sizes(model: str) -> dict[str, Any]:
         "queries": heads * width,
         "keys": (config.get("num_key_value_heads") or heads) * width,
         "vocabulary": config["vocab_size"],
-        "head_norms": 2 * width if config["model_type"] == "qwen3" else 0,
+        "head_norms": 2 * width if config["model_type"].startswith("qwen3") else 0,
     }
 
 
@@ -74,6 +76,97 @@ def test_parameters_flop_and_collectives_of_a_rank_follow_closed_formulas(
     # Gathers in front of both halves of a layer, sums behind them, and the same for their gradients.
     assert large == ([residual] * (8 if splits else 4) if tp > 1 else [])
     assert moved[CONTEXT_GROUP] == ([shared] * 4 if cp > 1 else [])
+
+
+MIXTURES = ["mixtral-8x7b", "qwen3-30b-a3b"]
+MIXTURE_WIDTHS = [
+    (1, False, 1, 1), (2, False, 1, 1), (1, False, 1, 4), (1, False, 2, 4), (2, False, 1, 4), (2, True, 1, 4),
+    (4, True, 2, 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("widths", MIXTURE_WIDTHS)
+@pytest.mark.parametrize("model", MIXTURES)
+def test_experts_of_a_rank_follow_closed_formulas(model: str, widths: tuple[int, bool, int, int]) -> None:
+    tp, splits, cp, ep = widths
+    config, of = resolve(model).config, sizes(model)
+    assert config is not None
+    graph = trace(
+        model, SIZE, TOKENS, "bfloat16", {"num_hidden_layers": LAYERS}, target="cuda", tp=tp, splits_sequence=splits, cp=cp,
+        ep=ep, experts="grouped",
+    )  # fmt: skip
+    hidden, queries, keys = of["hidden"], of["queries"], of["keys"]
+    num = config.get("num_experts") or config["num_local_experts"]
+    active, inner = config["num_experts_per_tok"], config.get("moe_intermediate_size", of["inner"])
+    shared = tp if ep == 1 or not splits else 1  # ranks that hold a part of the features of every expert
+    gathers = splits and ep == 1
+    vocabulary = -(-of["vocabulary"] // tp)
+    attention = hidden * (2 * queries + 2 * keys) // tp
+    norms = 2 * hidden + of["head_norms"]
+    experts = num * 3 * hidden * inner // ep // shared
+    layer = attention + norms + num * hidden + experts
+    assert graph.num_parameters == LAYERS * layer + hidden + 2 * vocabulary * hidden
+
+    tokens = SIZE * TOKENS // cp
+    routed = tokens if gathers or not splits else tokens // tp
+    scores = SIZE * TOKENS * TOKENS // cp * queries // tp
+    products = tokens * attention + routed * (num * hidden + active * 3 * hidden * inner // shared)
+    flop = LAYERS * (6 * products + 14 * scores) + 6 * tokens * vocabulary * hidden
+    assert sum(work(node, graph.values.__getitem__).flop for node in graph.nodes) == flop
+
+    sent = [
+        graph.values[node.inputs[0]].meta.payload_bytes
+        for node in graph.nodes
+        if node.op == ALL_TO_ALL and "layers.1." in node.module
+    ]
+    copies = routed * active
+    # Copies of tokens there and back, and their gradients, besides a weight and a number for each copy.
+    assert sorted(sent)[-4:] == ([BYTES * copies * hidden] * 4 if ep > 1 else [])
+    assert all(num_bytes <= 8 * copies for num_bytes in sorted(sent)[:-4])
+
+
+def test_whoever_has_the_same_experts_shares_out_their_state() -> None:
+    reference, cluster = resolve("tiny-mixtral"), load_cluster("8x-h100")
+    job = Job(global_batch=8, sequence_length=64, runtime="megatron-core+te")
+
+    def categories(ep: int, zero: int) -> Mapping[str, int]:
+        return estimate(reference, cluster, job, pp=1, dp=8, ep=ep, zero=zero).predictions.ranks[0].categories
+
+    graph = trace("tiny-mixtral", 1, 64, "bfloat16", target="cuda", experts="grouped")
+    experts = sum(
+        graph.values[value].meta.num_elements
+        for name, value in graph.parameters.items()
+        if ".experts." in name
+    )
+    rest = graph.num_parameters - experts
+    near = pytest.approx
+    for ep in (1, 2, 4):
+        whole, shared = categories(ep, 0), categories(ep, 1)
+        assert whole["parameters"] == near(BYTES * (rest + experts / ep), rel=0.01)
+        assert whole["optimizer"] == near(8 * (rest + experts / ep), rel=0.01)
+        # Eight ranks hold the rest, and every one in `ep` the same experts: all of it is in eight parts.
+        assert shared["optimizer"] == near((rest + experts), rel=0.02)
+
+
+def test_widths_that_cannot_share_experts_out_are_refused() -> None:
+    cluster, job = load_cluster("8x-h100"), Job(global_batch=8, sequence_length=64)
+    for model, widths, said in (
+        ("tiny-llama", {"ep": 2, "dp": 2}, "no layer was found"),
+        ("tiny-mixtral", {"ep": 3, "dp": 4}, "ep 3 does not divide the 4 ranks"),
+        ("tiny-mixtral", {"ep": 8, "dp": 8}, "does not divide the 4 experts"),
+        ("tiny-mixtral", {"ep": 4, "dp": 2, "tp": 2}, "ep 4 does not divide the 2 ranks"),
+        ("tiny-mixtral", {"ep": 1, "dp": 1, "tp": 1, "cp": 1}, None),
+    ):
+        if said is None:
+            estimate(model, cluster, job, pp=1, **widths)
+            continue
+        with pytest.raises(InputError, match=said):
+            estimate(model, cluster, job, pp=1, **widths)
+    with pytest.raises(InputError, match="no multiple of tp 4"):
+        estimate("tiny-mixtral", cluster, job, pp=1, dp=2, tp=4, sequence_parallel=True, ep=2)
+    found = estimate("tiny-mixtral", cluster, job, pp=1, dp=2, ep=2)
+    with pytest.raises(InputError, match="expert parallelism is predicted, not run"):
+        refuse_what_is_not_run(found, "plan.json")
 
 
 @pytest.mark.parametrize("model", ["gpt2", "mixtral-8x7b", "qwen3-30b-a3b", "tiny-deepseek-v3"])

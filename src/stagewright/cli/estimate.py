@@ -14,6 +14,7 @@ from stagewright.cli.planning import (
     ContextWidth,
     DataWidth,
     Dtype,
+    ExpertWidth,
     GlobalBatch,
     JobFile,
     JobSequenceLength,
@@ -94,9 +95,7 @@ def estimate(
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
     ] = None,
     cp: ContextWidth = None,
-    ep: Annotated[
-        int | None, typer.Option(min=1, help="Expert-parallel width.", rich_help_panel=_PANEL)
-    ] = None,
+    ep: ExpertWidth = None,
     chunks: Annotated[
         int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")
     ] = None,
@@ -172,7 +171,8 @@ def estimate(
             )
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
-                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, sequence_parallel=sequence_parallel,
+                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, ep=ep or 1,
+                sequence_parallel=sequence_parallel,
                 microbatch=microbatch or 1,
                 chunks=chunks, layers_per_stage=parse_layers(layers_per_stage),
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
@@ -255,7 +255,7 @@ def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None
         )  # fmt: skip
     else:
         refuse(
-            context, ["ep", "shard_optimizer"],
+            context, ["shard_optimizer"],
             f"--stack {stack} ignores what belongs to Megatron's stacks",
             f"give --stack with one of {', '.join(MEGATRON_STACKS)}, and a model",
         )  # fmt: skip

@@ -68,6 +68,14 @@ ContextWidth = Annotated[
     int | None,
     typer.Option("--cp", min=1, help="Context-parallel width: ranks that divide every sample's tokens."),
 ]
+ExpertWidth = Annotated[
+    int | None,
+    typer.Option(
+        "--ep",
+        min=1,
+        help="Expert-parallel width: ranks of a stage that share every layer's experts out.",
+    ),
+]
 DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
 Zero = Annotated[
     int | None,

@@ -19,7 +19,7 @@ from stagewright.cli.options import (
     torch_dtype,
 )
 from stagewright.cli.output import check_writable, print_document, show
-from stagewright.cli.planning import ContextWidth, RuntimeName, SequenceParallel, TensorWidth
+from stagewright.cli.planning import ContextWidth, ExpertWidth, RuntimeName, SequenceParallel, TensorWidth
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse_unshared
 from stagewright.files import write_whole
@@ -34,6 +34,7 @@ def trace(
     tp: TensorWidth = None,
     sequence_parallel: SequenceParallel = False,
     cp: ContextWidth = None,
+    ep: ExpertWidth = None,
     runtime: RuntimeName = None,
     settings: Settings = None,
     output: Output = None,
@@ -43,7 +44,7 @@ def trace(
     """Trace a model into its operator graph.
 
     Prints parameters, layers, operators by part, and where the model can be cut: of one rank where several share layers or
-    divide sequences, and with the kernels of another runtime where one is named.
+    divide sequences or experts, and with the kernels of another runtime where one is named.
     """
     from stagewright.estimation.runtime import STAGEWRIGHT, load_runtime
     from stagewright.planning.plan import shared_layers
@@ -55,11 +56,11 @@ def trace(
     begun = time.perf_counter()
     overrides, element_type = parse_settings(settings), torch_dtype(dtype)
     profile = load_runtime(runtime or STAGEWRIGHT)
-    shared = shared_layers(tp or 1, sequence_parallel, cp or 1)
+    shared = shared_layers(tp or 1, sequence_parallel, cp or 1, ep or 1)
     with Progress(f"tracing {model}") as progress:
         graph = cache.trace(
             model, microbatch, sequence_length, element_type, overrides, report=progress, use_cache=use_cache,
-            attention=profile.attention, **shared,
+            **profile.traced, **shared,
         )  # fmt: skip
         graph = profile.rewrite(graph)
     document = graph_document(graph, time.perf_counter() - begun)

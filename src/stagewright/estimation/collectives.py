@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from stagewright.cluster import (
     Cluster,
     all_gather_seconds,
     all_reduce_seconds,
+    all_to_all_seconds,
     reduce_scatter_seconds,
 )
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node
-from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE, CONTEXT_GROUP, REDUCE_SCATTER, group_of
+from stagewright.graph.expert_parallel import ALL_TO_ALL
+from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_of
 
 _SECONDS: dict[str, Callable[[Cluster, float, range], float]] = {
     ALL_REDUCE: all_reduce_seconds,
     ALL_GATHER: all_gather_seconds,
     REDUCE_SCATTER: reduce_scatter_seconds,
+    ALL_TO_ALL: all_to_all_seconds,
 }
 _PROBED_BYTES = 2.0**20
 
 
-def collective_seconds(node: Node, value: Lookup, cluster: Cluster, tp: int) -> float:
-    """What a collective of the graph takes to send; none for any other operator. Ranks that share a layer are neighbours,
-    `tp` of them; those that divide a sequence are that far apart.
+def collective_seconds(node: Node, value: Lookup, cluster: Cluster, strides: Mapping[str, int]) -> float:
+    """What a collective of the graph takes to send; none for any other operator. `strides` say how far apart the
+    ranks of a group are, as `stagewright.graph.tensor_parallel.neighbour_strides`.
 
     Source: `stagewright.cluster.collectives`, for the slowest of the groups of neighbouring ranks. Ignores: that
     groups of one node, replicas and pipeline transfers share links; overlap with computations.
@@ -36,7 +39,7 @@ def collective_seconds(node: Node, value: Lookup, cluster: Cluster, tp: int) -> 
     whole = node.outputs[0] if node.op == ALL_GATHER else node.inputs[0]
     assert whole is not None, "a collective makes what it is for"
     name, size = group_of(node)
-    ranks = slowest_group(cluster, size, tp if name == CONTEXT_GROUP else 1)
+    ranks = slowest_group(cluster, size, strides[name])
     return found(cluster, float(value(whole).meta.payload_bytes), ranks)
 
 

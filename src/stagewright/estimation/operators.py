@@ -248,7 +248,11 @@ def _product(first: int) -> Callable[[_Call], Work]:
 def _grouped(call: _Call) -> Work:
     """One product per expert; rows are dealt out, so the work is that of all rows once."""
     a, b = call.shape(0), call.shape(1)
-    return call.matmul(2.0 * math.prod(a) * b[-1])
+    found = call.matmul(2.0 * math.prod(a) * b[-1])
+    if _adds_up(call.node, call.value):  # of every expert its weights, (outer, rows) x (rows, inner)
+        results = math.prod(call.shape(2)) * a[-2] * b[-1]
+        return replace(found, bytes_moved=found.bytes_moved + _ADDED_BYTES * results)
+    return found
 
 
 def _grouped_backward(call: _Call) -> Work:
@@ -413,6 +417,11 @@ def _sorted(call: _Call) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
 
 
+def _read_and_written(call: _Call) -> Work:
+    """Every row once, in any order."""
+    return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
+
+
 def _collective(call: _Call) -> Work:
     """What a collective does beside sending: its argument is copied, and parts are put together or apart."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
@@ -447,10 +456,13 @@ _RULES = _PRODUCTS | {
     "reduce_scatter": _collective,
     "shard": _collective,
     "group_rank": _collective,
+    "all_to_all": _collective,
     "embedding": _gathered,
     "index": _gathered,
     "index_select": _gathered,
     "embedding_dense_backward": _embedding_backward,
+    "permute_rows": _gathered,
+    "unpermute_rows": _read_and_written,
     "index_put": _scattered,
     "index_add": _scattered,
     "sort": _sorted,

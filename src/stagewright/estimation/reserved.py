@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.estimation.allocator import CachingAllocator
+from stagewright.estimation.allocator import Block, CachingAllocator
 from stagewright.estimation.allocator_kernels import NONE, Ints
 from stagewright.estimation.in_flight import Happenings, InFlight
 from stagewright.estimation.liveness import FREED
-from stagewright.estimation.runtime import runtime_of
+from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.storages import Key
-from stagewright.graph.flat import Flat
+from stagewright.graph.flat import OPTIMIZER, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule import Program
@@ -53,7 +53,7 @@ def reserved_on(
     taken to be one storage. With `host_optimizer` there are neither moments nor master weights. The gradients of `flats`,
     those of the rank's stages, which replicas hold whole, are one storage each.
 
-    Ignores: buffers that replicas share out; several streams.
+    Ignores: buffers of `flats` that come and go, as those of shared gradients and parameters do; several streams.
 
     Raises:
         ScheduleError: the program uses a value before it is made.
@@ -104,27 +104,39 @@ class _Replay:
     def _load(self) -> list[int]:
         """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of those gradients for
         which AdamW will make moments."""
-        fixed = _fixed(self.stages)
-        trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
         runtime = runtime_of(self.stages[0].graph)
-        kinds = [runtime.precision(meta.dtype) for meta in trained.values()]
-        gradients = [
-            meta.num_elements * ITEM_BYTES[kind.gradient]
-            for meta, kind in zip(trained.values(), kinds, strict=True)
-        ]
+        trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
         flat = {value for buffer in self.flats for value in buffer.values}
-        own = [size for value, size in zip(trained, gradients, strict=True) if value not in flat]
-        buffers = [one.num_elements * ITEM_BYTES[runtime.precision(one.dtype).gradient] for one in self.flats]
-        if self.host_optimizer:
-            self._allocate(fixed, [*own, *buffers], self.state_bytes)
-            return []
-        states = [
-            meta.num_elements * ITEM_BYTES[kind.state]
-            for meta, kind in zip(trained.values(), kinds, strict=True)
+        shared = [buffer for buffer in self.flats if buffer.level >= OPTIMIZER]
+        moved = {value for buffer in shared for value in buffer.values}
+        own = {value: meta for value, meta in trained.items() if value not in moved}
+        fixed = [*_fixed(self.stages, moved), *(one.num_elements * ITEM_BYTES[one.dtype] for one in shared)]
+        gradients = [
+            *(
+                meta.num_elements * ITEM_BYTES[runtime.precision(meta.dtype).gradient]
+                for value, meta in own.items()
+                if value not in flat
+            ),
+            *(one.num_elements * ITEM_BYTES[runtime.precision(one.dtype).gradient] for one in self.flats),
         ]
-        masters = [size for size, kind in zip(states, kinds, strict=True) if kind.has_master]
+        if self.host_optimizer:
+            self._allocate(fixed, gradients, self.state_bytes)
+            return []
+        sizes = [
+            *((meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()),
+            *((count, runtime.precision(one.dtype)) for one in shared for count in _cut(one, runtime)),
+        ]
+        states = [count * ITEM_BYTES[kind.state] for count, kind in sizes]
+        masters = [size for size, (_, kind) in zip(states, sizes, strict=True) if kind.has_master]
         moments = 2 * sum(states) + _STEP_BYTES * len(states)
-        self._allocate(fixed, [*own, *buffers, *masters], self.state_bytes - moments)
+        made: list[Block] = []
+        if runtime.optimizer.moves_parameters and len(shared) == len(self.flats):
+            made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
+            fixed = [sum(fixed)]
+        self._allocate(fixed, gradients, 0)
+        for block in made:
+            self.allocator.free(block)
+        self._allocate([], masters, self.state_bytes - moments - sum(fixed) - sum(gradients))
         return states
 
     def _allocate(self, first: Sequence[int], last: Sequence[int], total: int) -> None:
@@ -162,11 +174,22 @@ class _Replay:
         return np.array(keys, np.int64), np.array([size for _, size in given], np.int64)
 
 
-def _fixed(stages: Sequence[Stage]) -> list[int]:
-    """Bytes of every parameter, buffer and constant of `stages`, each once."""
+def _cut(flat: Flat, runtime: Runtime) -> list[int]:
+    """Elements of the tensors in which optimizer state of the first shard of a buffer is kept."""
+    if not runtime.optimizer.moves_parameters:
+        return [flat.shard_elements]
+    ends = [*(entry.offset for entry in flat.entries[1:]), flat.num_elements]
+    cut = [
+        min(end, flat.shard_elements) - entry.offset for entry, end in zip(flat.entries, ends, strict=True)
+    ]
+    return [count for count in cut if count > 0]
+
+
+def _fixed(stages: Sequence[Stage], moved: Set[int]) -> list[int]:
+    """Bytes of every parameter, buffer and constant of `stages`, each once, but for parameters that are `moved`."""
     found: dict[int, int] = {}
     for stage in stages:
-        for value in stage.parameters:
+        for value in set(stage.parameters) - moved:
             found[value] = stage.graph.storage_bytes[stage.value(value).storage]
         for value in (*stage.buffers, *stage.constants):
             found[value] = stage.graph.storage_bytes[stage.value(value).storage]

@@ -13,10 +13,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.cluster.device import Seconds
-from stagewright.cluster.strict import SourcedModel, StrictModel, validated
+from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED
@@ -96,11 +96,14 @@ class Optimizer(StrictModel):
 
     * `gradients`: in which gradients are added up; None: float32 for half precision, else as the parameter.
     * `state`: of the moments and the master copy; None: as the gradients.
+    * `moves_parameters`: whether parameters, made one by one, move into the buffers that replicas share out, of which state
+      is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
     * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
     """
 
     gradients: Literal["parameter", "float32"] | None = None
     state: Literal["float32"] | None = None
+    moves_parameters: bool = False
     step_bytes: _Count | None = None
 
 
@@ -110,6 +113,8 @@ class Runtime(SourcedModel):
     * `dtypes`: precisions of jobs that it trains.
     * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as the device computes them
       that traces (``traced``).
+    * `experts`: as the model's own code computes them, or ``grouped``, with weights between their products.
+    * `workspace_bytes`: what its kernels keep beside the matrix library's own workspace.
     * `overlaps_reduction`: whether gradients are reduced beside the last backward, and parameters gathered beside the first
       forward, layer by layer.
     * `overlapped_collectives`: which collectives of a split sequence run beside products: none, those of the backward, all.
@@ -132,11 +137,13 @@ class Runtime(SourcedModel):
     about: str = ""
     dtypes: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"], ...] = ()
     attention: Literal["traced", "fused", "explicit"] = "fused"
+    experts: Literal["traced", "grouped"] = "traced"
     partition: Literal["balanced", "layers"] = "balanced"
     recomputes_ahead: bool = True
     recomputes_head: bool = True
     transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
     scatters_boundaries: bool = False
+    workspace_bytes: Annotated[int, BeforeValidator(parse_amount), Field(ge=0)] = 0
     overlaps_reduction: bool = False
     overlapped_collectives: Literal["none", "backward", "all"] = "none"
     adds_in_products: bool = False
@@ -158,6 +165,12 @@ class Runtime(SourcedModel):
             if names.count(name) > 1:
                 raise ValueError(f"two kernels are called '{name}': give each a name of its own")
         return self
+
+    @property
+    def traced(self) -> dict[str, str]:
+        """The part of the arguments of `stagewright.tracing.cache.trace` that says how this runtime computes a model."""
+        asked = {"attention": self.attention, "experts": self.experts}
+        return {name: way for name, way in asked.items() if way != "traced"}
 
     def precision(self, dtype: str) -> Precision:
         """Types of what trains parameters of `dtype` (a torch name)."""

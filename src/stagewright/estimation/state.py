@@ -95,7 +95,12 @@ def resident_bytes(
     lasting = [memory for index, (static, derived) in made.items() for memory in (static, derived)
                if memory is static or index not in gathered]  # fmt: skip
     cotangents = sum(stage.value(stage.graph.loss).meta.storage_bytes for stage in stages)
-    fixed = sum(constants.values()) + cotangents + sum(sum(memory.kept.values()) for memory in lasting)
+    fixed = (
+        runtime.workspace_bytes
+        + sum(constants.values())
+        + cotangents
+        + sum(sum(memory.kept.values()) for memory in lasting)
+    )
     categories = {name: sum(found.values()) for name, found in sizes.items()} | {"constants": fixed}
     rederived = _peak_in_turn(derived for index, (_, derived) in made.items() if index not in gathered)
     return ResidentBytes(

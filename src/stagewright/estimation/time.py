@@ -18,7 +18,14 @@ from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, short_name, work
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.graph import Node, OperatorGraph, Part
-from stagewright.graph.tensor_parallel import ALL_GATHER, COLLECTIVES, REDUCE_SCATTER, group_of, parallelism
+from stagewright.graph.tensor_parallel import (
+    ALL_GATHER,
+    COLLECTIVES,
+    REDUCE_SCATTER,
+    group_of,
+    neighbour_strides,
+    parallelism,
+)
 
 Floats = NDArray[np.float64]
 
@@ -136,10 +143,10 @@ class Costing:
         self.graph = graph
         self.device = device
         found = parallelism(graph)
-        self.num_ranks = found.size if found else 1
-        if self.num_ranks > 1 and cluster is None:
+        self._strides = neighbour_strides(graph)
+        if found is not None and cluster is None:
             raise InputError(
-                f"model '{graph.name}' is split over {self.num_ranks} ranks: name the cluster whose links join them"
+                f"model '{graph.name}' is split over {found.size} ranks: name the cluster whose links join them"
             )
         self.cluster = cluster
         self.without_rule: set[str] = set()
@@ -180,7 +187,7 @@ class Costing:
         assert self.cluster is not None
         runtime = self.runtime
         copied_s = plain.device_s if runtime.name == STAGEWRIGHT else 0.0
-        sent_s = collective_seconds(node, value, self.cluster, self.num_ranks) + runtime.waits.collective_s
+        sent_s = collective_seconds(node, value, self.cluster, self._strides) + runtime.waits.collective_s
         beside = self._is_overlapped(node)
         return replace(
             plain,

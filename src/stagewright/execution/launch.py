@@ -124,6 +124,8 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
     """
     if plan.cp > 1:
         raise InputError(f"{source}: context parallelism is predicted, not run: plan without --cp")
+    if plan.ep > 1:
+        raise InputError(f"{source}: expert parallelism is predicted, not run: plan without --ep")
     if plan.job.not_run is not None:
         raise InputError(f"{source}: {plan.job.not_run}")
     if any(Action.parse(text).kind is Kind.STEP for actions in plan.program for text in actions):

@@ -9,8 +9,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES, TensorMeta, contiguous
+from stagewright.graph.tensor_parallel import parallelism
 
 ALIGNMENT_BYTES = 128
 """Every parameter and every shard starts at a multiple of this: a cache line of a GPU."""
@@ -36,7 +38,8 @@ class Flat:
     """Parameters of one type that the same stages use, in one buffer of `num_elements` in `num_shards` equal parts.
 
     Parameters of several stages (tied ones) are sharded as the least sharded of these stages. There are `num_copies` of
-    every part, each in another group of `num_shards` replicas.
+    every part, each in another group of `num_shards` replicas. Where experts are shared out, one in `every` replicas holds
+    these parameters.
     """
 
     stages: tuple[int, ...]
@@ -47,6 +50,7 @@ class Flat:
     entries: tuple[Entry, ...]
     num_elements: int
     num_copies: int = 1
+    every: int = 1
 
     def __hash__(self) -> int:
         """Of what tells the buffers of a model apart: a batch asks by the million, and entries are long."""
@@ -77,21 +81,34 @@ def flats(
 
     Parameters that are not trained are in one only where they are sharded. The order is the same on every rank.
     """
-    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str], list[int]] = defaultdict(list)
+    groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, int], list[int]] = defaultdict(list)
+    every = _sparse(stages[0]) if stages else {}
     trains = {stage.index: {value for value, _ in stage.gradients} for stage in stages}
     for value, users in _users(stages).items():
         indices = tuple(stage.index for stage in users)
         training = tuple(index for index in indices if value in trains[index])
-        groups[indices, training, users[0].value(value).meta.dtype].append(value)
+        groups[indices, training, users[0].value(value).meta.dtype, every.get(value, 1)].append(value)
     found: list[Flat] = []
-    for (users, training, dtype), values in sorted(groups.items()):
+    for (users, training, dtype, step), values in sorted(groups.items()):
         level = min(levels[stage] for stage in users)
-        if training or level >= PARAMETERS:
+        shards = max(1, num_shards // step)
+        copies = num_shards * num_copies // step // shards
+        if shards * copies > 1 and (training or level >= PARAMETERS):
             entries, end = _laid_out(stages[users[0]], values, dtype)
-            step = num_shards * _aligned(1, dtype)
-            total = -(-end // step) * step
-            found.append(Flat(users, dtype, bool(training), level, num_shards, entries, total, num_copies))
+            unit = shards * _aligned(1, dtype)
+            total = -(-end // unit) * unit
+            found.append(Flat(users, dtype, bool(training), level, shards, entries, total, copies, step))
     return tuple(found)
+
+
+def _sparse(stage: Stage) -> dict[int, int]:
+    """By parameter that not every replica holds, one in how many does."""
+    shared = expert_parallelism(stage.graph)
+    if shared is None:
+        return {}
+    tensor = parallelism(stage.graph)
+    every = shared.spacing // (tensor.size if tensor else 1)
+    return dict.fromkeys((stage.graph.parameters[name] for name in shared.parameters), every)
 
 
 def of_stages(found: Iterable[Flat], stages: Iterable[int]) -> tuple[Flat, ...]:

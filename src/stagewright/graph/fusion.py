@@ -119,7 +119,7 @@ def summing_once(graph: OperatorGraph) -> OperatorGraph:
 
 
 def _multiplies(node: Node) -> bool:
-    return short_name(node.op) in JOINED or dict(node.kwargs).get("kind") == "matmul"
+    return short_name(node.op) in (*JOINED, "_grouped_mm") or dict(node.kwargs).get("kind") == "matmul"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stagewright.errors import ContractError, InputError
+from stagewright.graph.expert_parallel import ALL_TO_ALL, EXPERT_GROUP, expert_parallelism
 from stagewright.graph.graph import Node, OperatorGraph, Origin
 
 GROUP = "tp"
@@ -21,7 +22,7 @@ REDUCE_SCATTER = "stagewright.reduce_scatter.default"
 SHARD = "stagewright.shard.default"
 GROUP_RANK = "stagewright.group_rank.default"
 
-COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER})
+COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
 """Operators in which all ranks of a group take part; the name of the group and its size are among the arguments."""
 
 _ALIKE = frozenset({ALL_REDUCE, ALL_GATHER})
@@ -99,6 +100,13 @@ def group_of(node: Node) -> tuple[str, int]:
     return node.args[place], node.args[place + 1]
 
 
+def neighbour_strides(graph: OperatorGraph) -> dict[str, int]:
+    """By the name of a group that collectives of `graph` take part in, how far apart in number its ranks are."""
+    found, experts = parallelism(graph), expert_parallelism(graph)
+    size = found.size if found else 1
+    return {GROUP: 1, CONTEXT_GROUP: size, EXPERT_GROUP: experts.stride if experts else size}
+
+
 def parallelism(graph: OperatorGraph) -> TensorParallel | None:
     """The tensor parallelism that `graph` was traced with; None where every layer is whole."""
     return graph.facts.get("tensor_parallel")
@@ -109,7 +117,8 @@ def local_values(graph: OperatorGraph) -> frozenset[int]:
     found = parallelism(graph)
     if found is None:
         return frozenset()
-    local = {value for name, value in graph.parameters.items() if name in found.shards}
+    own = _own_parameters(graph, found)
+    local = {value for name, value in graph.parameters.items() if name in own}
     contributed = {value: gradient for gradient, made in graph.contributions.items() for _, value in made}
     for node in graph.nodes:
         if node.op in _ALIKE and group_of(node)[0] == GROUP:
@@ -121,6 +130,13 @@ def local_values(graph: OperatorGraph) -> frozenset[int]:
                     if value in contributed:
                         local.add(contributed[value])
     return frozenset(local)
+
+
+def _own_parameters(graph: OperatorGraph, found: TensorParallel) -> frozenset[str]:
+    """Names of the parameters of which every rank has another part: shards, and experts where these ranks share them out."""
+    experts = expert_parallelism(graph)
+    shared = experts.parameters if experts is not None and experts.stride < found.size else ()
+    return frozenset((*found.shards, *shared))
 
 
 def local_draws(graph: OperatorGraph) -> frozenset[int]:
@@ -161,17 +177,14 @@ def verify_parallel(graph: OperatorGraph) -> None:
             f"model '{graph.name}' split over {found.size} ranks has another loss on each of them"
         )
     names = {value: name for name, value in graph.parameters.items()}
+    own = _own_parameters(graph, found)
     for buffer, value in graph.mutations:
         if value in local:
             raise ContractError(
                 f"buffer '{graph.values[buffer].name}' would differ between the ranks that share its layer: run with --tp 1"
             )
     for value, gradient in graph.gradients.items():
-        if (
-            gradient in local
-            and graph.values[value].origin is Origin.PARAMETER
-            and names[value] not in found.shards
-        ):
+        if gradient in local and graph.values[value].origin is Origin.PARAMETER and names[value] not in own:
             raise ContractError(
                 f"every rank would have another gradient of '{names[value]}', which all of them hold whole: "
                 "the model's tensor-parallel plan leaves out a layer; run with --tp 1"

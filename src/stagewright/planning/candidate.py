@@ -91,6 +91,8 @@ class Choice:
 
     cp: int = 1
     """Ranks among which the tokens of every sample are divided."""
+    ep: int = 1
+    """Ranks of one stage among which the experts of every layer are shared out."""
     num_chunks: int | None = None
     """Stages per rank, where the schedule places several; None is the schedule's own number."""
     layers_per_stage: tuple[int, ...] | None = None
@@ -139,6 +141,7 @@ class Choice:
         how += f", loss in {self.loss_pieces} pieces" if self.loss_pieces > 1 else ""
         shared = f" x tp {self.tp}" if self.tp > 1 else ""
         shared += f" x cp {self.cp}" if self.cp > 1 else ""
+        shared += f" (ep {self.ep})" if self.ep > 1 else ""
         return f"dp {self.dp}{shared} x pp {self.pp}, microbatch {self.microbatch_size}, {how}"
 
 
@@ -482,6 +485,7 @@ def make_plan(candidate: Candidate, body: BodyCosts, reference: ModelReference) 
         dp=choice.dp,
         tp=choice.tp,
         cp=choice.cp,
+        ep=choice.ep,
         sequence_parallel=choice.sequence_parallel,
         loss_pieces=choice.loss_pieces,
         pp=choice.pp,

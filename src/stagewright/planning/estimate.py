@@ -13,6 +13,7 @@ from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.estimation.stack import find_stack, step_memory
 from stagewright.graph import OperatorGraph
 from stagewright.graph.attention import attention_scores
+from stagewright.graph.expert_parallel import width_fault
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.fitting import Recompute, recompute_of
 from stagewright.planning.job import Job
@@ -44,6 +45,7 @@ def estimate(
     pp: int | None = None,
     tp: int = 1,
     cp: int = 1,
+    ep: int = 1,
     sequence_parallel: bool = False,
     microbatch: int = 1,
     schedule: str = "1f1b",
@@ -63,7 +65,8 @@ def estimate(
 
     A plan keeps its own job, widths and cuts. A model needs `job`; of `dp` and `pp` the one left out follows from the number
     of devices (by default one replica), and the partition is the one a search would take; `tp` ranks share every layer, and
-    with `sequence_parallel` split the sequence between layers; `cp` ranks divide every sample's tokens. `recompute` is what
+    with `sequence_parallel` split the sequence between layers; `cp` ranks divide every sample's tokens; `ep` of the ranks of
+    one stage share every layer's experts out. `recompute` is what
     stages recompute of what they save: ``none``, ``selective`` (attention's scores) or ``full`` of it, or what the
     ``model``'s own code checkpoints, as by default where it does; `chunks` stages per rank are for schedules that place
     several, and `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at
@@ -98,6 +101,7 @@ def estimate(
     choice = replace(
         _choice(cluster, job, dp, pp, tp, cp, microbatch, schedule),
         sequence_parallel=sequence_parallel and tp > 1,
+        ep=ep,
         zero=zero,
         reduce_dtype=reduce_dtype,
         most_sharing=shard_size,
@@ -105,8 +109,10 @@ def estimate(
         num_chunks=chunks,
         layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
     )
+    if ep > 1 and (fault := width_fault(ep, choice.num_holders, tp, choice.sequence_parallel)):
+        raise InputError(f"{fault}: choose another --ep")
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
-    layers = shared_layers(tp, sequence_parallel, cp) | in_pieces(choice.loss_pieces)
+    layers = shared_layers(tp, sequence_parallel, cp, ep) | in_pieces(choice.loss_pieces)
     traced = job.traced(cluster.device.kind) | layers
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph, job))

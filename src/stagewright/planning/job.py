@@ -176,13 +176,12 @@ class Job(StrictModel):
 
     def traced(self, target: str) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for this job's graph, for devices of type `target`."""
-        attention = self.profile.attention
         return {
             "sequence_length": self.sequence_length,
             "dtype": self.torch_name,
             "target": target,
             "autocast": self.autocast,
-            **({"attention": attention} if attention != "traced" else {}),
+            **self.profile.traced,
         }
 
     def usable_bytes(self, device: Device, cluster: Cluster | None = None) -> int:

@@ -70,9 +70,7 @@ class Pipeline:
     def collectives(self, stage: int) -> Collectives:
         """What the replicas of a stage take to share it out."""
         rank = self.program.placement.rank_of_stage[stage]
-        return Collectives(
-            self.cluster, self.replicas(rank), self.reduce_dtype, self.num_shards, self.job.profile
-        )
+        return Collectives(self.cluster, self.replicas(rank), self.reduce_dtype, self.job.profile)
 
     def reduce_seconds(self, stage: int) -> float:
         """What REDUCE of a stage takes."""

@@ -166,6 +166,8 @@ class Plan(StrictModel):
     """Ranks that share every layer of a stage."""
     cp: int = Field(default=1, ge=1, le=MOST_DEVICES)
     """Ranks among which the tokens of every sample are divided; predicted, not run."""
+    ep: int = Field(default=1, ge=1, le=MOST_DEVICES)
+    """Ranks of one stage among which the experts of every layer are shared out; predicted, not run."""
     sequence_parallel: bool = False
     """Whether they split the sequence between the layers' products."""
     loss_pieces: int = Field(default=1, ge=1, le=MOST_TOKENS)
@@ -248,6 +250,8 @@ class Plan(StrictModel):
             raise ValueError(
                 f"shard_size {self.shard_size} does not divide the {self.num_holders} replicas of dp"
             )
+        if self.num_holders % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide the {self.num_holders} ranks of dp x cp")
         shorter = [one.sequence_length for one in self.shorter_lengths]
         if shorter and shorter != list(self.job.shares)[:-1]:
             raise ValueError(
@@ -338,7 +342,7 @@ class Plan(StrictModel):
 
     def traced(self) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for the graph of one rank's share of this plan's model."""
-        layers = shared_layers(self.tp, self.sequence_parallel, self.cp)
+        layers = shared_layers(self.tp, self.sequence_parallel, self.cp, self.ep)
         return self.job.traced(self.cluster.kind) | layers | in_pieces(self.loss_pieces)
 
     def save(self, path: str | Path) -> None:
@@ -356,14 +360,14 @@ class Plan(StrictModel):
         return schema
 
 
-def shared_layers(tp: int, sequence_parallel: bool = False, cp: int = 1) -> dict[str, Any]:
-    """The part of the arguments of `stagewright.tracing.cache.trace` that says how ranks share layers and sequences.
+def shared_layers(tp: int, sequence_parallel: bool = False, cp: int = 1, ep: int = 1) -> dict[str, Any]:
+    """The part of the arguments of `stagewright.tracing.cache.trace` that says how ranks share a model.
 
     >>> shared_layers(1), shared_layers(2, True), shared_layers(1, cp=4)
     ({}, {'tp': 2, 'splits_sequence': True}, {'cp': 4})
     """
     layers = {"tp": tp, "splits_sequence": sequence_parallel} if tp > 1 else {}
-    return layers | ({"cp": cp} if cp > 1 else {})
+    return layers | ({"cp": cp} if cp > 1 else {}) | ({"ep": ep} if ep > 1 else {})
 
 
 def load_plan(path: str | Path) -> Plan:

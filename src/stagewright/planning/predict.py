@@ -15,7 +15,7 @@ from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts, StageSummary
 from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
-from stagewright.graph.flat import OPTIMIZER, PARAMETERS, of_stages
+from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
@@ -217,7 +217,7 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
         for flat in own:
             if flat.level >= OPTIMIZER:
                 gradients |= {
-                    value: size / line.num_shards for value, size in gradients.items() if value in flat.values
+                    value: size / flat.num_shards for value, size in gradients.items() if value in flat.values
                 }
         spread = collectives.gather(flat for flat in own if OPTIMIZER <= flat.level < PARAMETERS)
         if line.job.profile.overlaps_reduction:
@@ -358,8 +358,8 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
     """What the allocator of each rank reserves: on a GPU by replay of every allocation.
 
     In a long pipeline that is done for the fullest ranks, and the others are taken to lose as large a share to
-    fragmentation as the worst of these. Where replicas share out, a rank is taken to lose what it would lose alone.
-    Ignores: what shared buffers that come and go lose beyond that.
+    fragmentation as the worst of these. Where replicas share out more than the optimizer's state, a rank is taken to
+    lose what it would lose alone. Ignores: what shared buffers that come and go lose beyond that.
     """
     least = [reserved_bytes(memory, line.device_of(memory.rank)) for memory in memories]
     ranks = [rank for rank in range(line.pp) if line.device_of(rank).kind != "cpu"]
@@ -375,8 +375,8 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
 
 
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
-    """What the allocator of a rank reserves; where replicas share out, its own bytes and what it would lose alone."""
-    rank, shares = memory.rank, any(line.sharding) and line.num_holders > 1
+    """What the allocator of a rank reserves; where buffers come and go, its own bytes and what it would lose alone."""
+    rank, shares = memory.rank, any(level >= GRADIENTS for level in line.sharding) and line.num_holders > 1
     alone = replace(line, num_holders=1, sharding=(), shard_size=None) if shares else line
     workspace = line.device_of(rank).workspace_bytes
     found = reserved_on(

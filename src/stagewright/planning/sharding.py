@@ -79,31 +79,29 @@ def reads_weights(stage: Stage) -> bool:
 class Collectives:
     """Seconds that a rank's replicas take to share out flat buffers, each collective on its own.
 
-    `ranks` are the global ranks of the replicas, `wire` the type (a torch name) in which gradients are summed. The first
-    `num_shards` of them (None: all) share out, and so do the next ones; then gradients are summed over these copies.
+    `ranks` are the global ranks of the replicas, `wire` the type (a torch name) in which gradients are summed. Of those that
+    hold a buffer the first `Flat.num_shards` share it out, and so do the next ones; then gradients are summed over these
+    copies.
     Source: `stagewright.cluster.collectives`. Ignores: that gathers, sums and transfers share the links.
     """
 
     cluster: Cluster
     ranks: Sequence[int]
     wire: str | None = None
-    num_shards: int | None = None
     runtime: Runtime = field(default_factory=lambda: load_runtime(STAGEWRIGHT))
 
-    @property
-    def sharing(self) -> Sequence[int]:
-        """Ranks that share out among each other."""
-        return self.ranks[: self.num_shards]
+    def sharing(self, flat: Flat) -> Sequence[int]:
+        """Ranks that share out a buffer among each other."""
+        return self.ranks[:: flat.every][: flat.num_shards]
 
-    @property
-    def copies(self) -> Sequence[int]:
-        """Ranks that hold the same part."""
-        return self.ranks[:: self.num_shards or len(self.ranks)]
+    def copies(self, flat: Flat) -> Sequence[int]:
+        """Ranks that hold the same part of a buffer."""
+        return self.ranks[:: flat.every * flat.num_shards]
 
     def gather(self, found: Iterable[Flat]) -> float:
         """Parameters made whole."""
         return sum(
-            all_gather_seconds(self.cluster, flat.num_elements * ITEM_BYTES[flat.dtype], self.sharing)
+            all_gather_seconds(self.cluster, flat.num_elements * ITEM_BYTES[flat.dtype], self.sharing(flat))
             for flat in found
         )
 
@@ -113,9 +111,9 @@ class Collectives:
         for flat in found:
             item = ITEM_BYTES[self.wire or self.runtime.precision(flat.dtype).gradient]
             cost = reduce_scatter_seconds if flat.level >= OPTIMIZER else all_reduce_seconds
-            seconds += cost(self.cluster, flat.num_elements * item, self.sharing)
-            if len(self.copies) > 1:
-                seconds += all_reduce_seconds(self.cluster, flat.summed_elements * item, self.copies)
+            seconds += cost(self.cluster, flat.num_elements * item, self.sharing(flat))
+            if flat.num_copies > 1:
+                seconds += all_reduce_seconds(self.cluster, flat.summed_elements * item, self.copies(flat))
         return seconds
 
 

@@ -65,6 +65,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
         "dp": plan.dp,
         "tp": plan.tp,
         "cp": plan.cp,
+        "ep": plan.ep,
         "pp": plan.pp,
         "num_stages": plan.num_stages,
         "schedule": plan.schedule,
@@ -95,9 +96,14 @@ def left_out(found: Found) -> str:
 
 
 def widths(plan: Plan) -> str:
-    """Ranks in the pipeline, replicas and, where there are several, ranks that share every layer or divide a sequence."""
-    shared = (f" x {plan.tp}" if plan.tp > 1 else "") + (f" x cp {plan.cp}" if plan.cp > 1 else "")
-    return f"{plan.pp} x {plan.dp}{shared}"
+    """Ranks in the pipeline, replicas and, where there are several, of every other kind."""
+    shared = f" x {plan.tp}" if plan.tp > 1 else ""
+    return f"{plan.pp} x {plan.dp}{shared}{_more_widths(plan)}"
+
+
+def _more_widths(plan: Plan) -> str:
+    """Ranks that divide a sequence, and those that share experts out, who are among the others."""
+    return (f" x cp {plan.cp}" if plan.cp > 1 else "") + (f", ep {plan.ep}" if plan.ep > 1 else "")
 
 
 def batch_text(plan: Plan) -> str:
@@ -141,7 +147,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 def estimate_heading(plan: Plan) -> str:
     """The configuration and its time in one line."""
     predictions = plan.predictions
-    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + (f" x cp {plan.cp}" if plan.cp > 1 else "")
+    shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + _more_widths(plan)
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
     return (
         f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}{shared}, {described_schedule(plan)}, "

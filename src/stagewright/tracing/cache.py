@@ -42,7 +42,9 @@ def trace(
     splits_sequence: bool = False,
     loss_pieces: int = 1,
     attention: Literal["traced", "fused", "explicit"] = "traced",
+    experts: Literal["traced", "grouped"] = "traced",
     cp: int = 1,
+    ep: int = 1,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -61,8 +63,11 @@ def trace(
         splits_sequence: whether those ranks also split the sequence between the layers' products.
         attention: as the device that traces computes it, or as a GPU's fused kernel does, or with operators of their own for
             its scores (``explicit``), as runtimes without fused kernels have them; the last two are costed, not run.
+        experts: as the model computes them, or ``grouped`` as `stagewright.tracing.experts` says, which is costed, not run.
         cp: number of ranks among which every sample's tokens are divided; the graph is that of one of them, in which
             attention gathers the keys and values of all. It is costed, not run.
+        ep: number of ranks among which the experts of every layer are shared out; the graph is that of one of them, to which
+            as many tokens come as leave it. It is costed, not run.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
 
     Raises:
@@ -84,7 +89,9 @@ def trace(
         "splits_sequence": splits_sequence and tp > 1,
         **({"loss_pieces": loss_pieces} if loss_pieces > 1 else {}),
         **({"cp": cp} if cp > 1 else {}),
+        **({"ep": ep} if ep > 1 else {}),
         **({"attention": attention} if attention != "traced" else {}),
+        **({"experts": experts} if experts != "traced" else {}),
     }
     path = _entry(facts) if use_cache else None
     if path is not None and (graph := _load(path)) is not None:

@@ -17,6 +17,7 @@ from stagewright.tracing.attention import attention_of
 from stagewright.tracing.autocast import autocast_of
 from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.context_parallel import check_context_parallel, check_divided
+from stagewright.tracing.experts import group_experts
 from stagewright.tracing.joint import build_joint
 from stagewright.tracing.late import with_late_loss
 from stagewright.tracing.models.build import build
@@ -51,6 +52,11 @@ def trace_reference(
             built.inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
     built.module.train(facts.get("training", True))
     facts = {**facts, "num_tokens": built.num_tokens}
+    ep = facts.get("ep", 1)
+    if ep > 1 or facts.get("experts") == "grouped":
+        facts["expert_parallel"] = group_experts(
+            built.module, ep, 1 if facts.get("splits_sequence") else facts.get("tp", 1)
+        )
     if facts.get("tp", 1) > 1:
         if facts.get("splits_sequence"):
             even("the sequence length", sequence_length // cp, facts["tp"])

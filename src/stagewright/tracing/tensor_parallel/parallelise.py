@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from stagewright.errors import InputError, nearest
 from stagewright.graph.tensor_parallel import GROUP, TensorParallel, TensorShard, even
+from stagewright.tracing.classes import around
+from stagewright.tracing.experts import are_shared_out
 from stagewright.tracing.models.losses import IGNORED, CausalLanguageModel, MaskedLanguageModel
 from stagewright.tracing.tensor_parallel.layers import (
     ColumnLinear,
@@ -19,7 +21,7 @@ from stagewright.tracing.tensor_parallel.layers import (
 )
 from stagewright.tracing.tensor_parallel.operators import all_reduce, enter
 from stagewright.tracing.tensor_parallel.plans import DIVIDED, FUSED_QKV, matches, plan_of
-from stagewright.tracing.tensor_parallel.sequence import around, entering, split_sequence
+from stagewright.tracing.tensor_parallel.sequence import entering, split_sequence
 
 
 def parallelise(model: nn.Module, size: int, sequence: bool = False) -> TensorParallel:
@@ -30,7 +32,7 @@ def parallelise(model: nn.Module, size: int, sequence: bool = False) -> TensorPa
     Raises:
         InputError: no plan is known, or heads or features do not divide.
     """
-    surgeon = _Surgeon(model, size)
+    surgeon = _Surgeon(model, size, sequence)
     plan = surgeon.operate()
     if sequence:
         split_sequence(surgeon.net, plan, size)
@@ -38,10 +40,10 @@ def parallelise(model: nn.Module, size: int, sequence: bool = False) -> TensorPa
 
 
 class _Surgeon:
-    def __init__(self, model: nn.Module, size: int) -> None:
+    def __init__(self, model: nn.Module, size: int, sequence: bool) -> None:
         net = model.net
         assert isinstance(net, nn.Module), "a model is a loss around its net"
-        self.model, self.net, self.size = model, net, size
+        self.model, self.net, self.size, self.sequence = model, net, size, sequence
         self.holders: dict[int, list[tuple[nn.Module, str]]] = {}  # parameter -> all who hold it
         for module in model.modules():
             for name, parameter in module._parameters.items():
@@ -76,7 +78,7 @@ class _Surgeon:
         paths = [path for path, _ in (*self.net.named_modules(), *self.net.named_parameters())]
         for path in paths:
             style = next((style for pattern, style in plan.items() if matches(pattern, path)), None)
-            if style is None or path in done:
+            if style is None or path in done or self._is_whole(path):
                 continue
             if style not in self.styles:
                 raise InputError(
@@ -88,6 +90,12 @@ class _Surgeon:
             for name in DIVIDED.get(type(module).__name__, ()):
                 setattr(module, name, even(name, getattr(module, name), self.size))
         return plan
+
+    def _is_whole(self, path: str) -> bool:
+        """Whether this is of experts that ranks share out, each with the tokens of its part of the sequence."""
+        owner = self.net.get_submodule(path.rpartition(".")[0])
+        module = getattr(owner, path.rpartition(".")[2])
+        return self.sequence and (are_shared_out(owner) or are_shared_out(module))
 
     def _check_heads(self, plan: dict[str, str]) -> None:
         """Heads that are split over ranks must be whole on each."""

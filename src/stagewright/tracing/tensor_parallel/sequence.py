@@ -2,8 +2,9 @@
 
 It begins where the first layer does and ends with the last. A module whose parameters are all split, such as attention,
 gathers the sequence on entering and scatters its sums on leaving. Normalisations and the like work on parts, and the
-gradients of their parameters are summed. Any other module (experts with their router, attention that is not split) is an
-island: its input is gathered, every rank computes it as without sequence parallelism, and its output is split again.
+gradients of their parameters are summed. Gates work on parts too where ranks share experts out. Any other module (experts
+with their router, attention that is not split) is an island: its input is gathered, every rank computes it as without
+sequence parallelism, and its output is split again.
 
 Source: "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
 """
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from stagewright.errors import InputError
 from stagewright.graph.tensor_parallel import GROUP
+from stagewright.tracing.classes import around
+from stagewright.tracing.experts import are_shared_out
 from stagewright.tracing.tensor_parallel.layers import SEQUENCE, ColumnLinear, RowLinear
 from stagewright.tracing.tensor_parallel.operators import all_gather, enter, shard
 
@@ -53,6 +56,13 @@ def _visit(module: nn.Module, size: int) -> None:
         module.source = "sequence"
     elif _is_split(module):
         _open(module, size)
+    elif any(are_shared_out(child) for child in module.children()):
+        for child in module.children():
+            if _has_columns(child):
+                _visit(child, size)
+            elif not are_shared_out(child):
+                _enter_parameters(child, size)
+        _enter_parameters(module, size)
     elif _works_on_tokens(module):
         _enter_parameters(module, size)
     elif any(isinstance(part, RowLinear) for part in module.children()) and not _has_columns(module):
@@ -120,12 +130,6 @@ def _put_around(module: nn.Module, outer: type, size: int) -> None:
 
 
 # -- classes made of a model's own --------------------------------------------------------------------------------------
-
-
-@functools.cache
-def around(outer: type, inner: type) -> type:
-    """A class that does what `outer` does around what `inner` does."""
-    return type(f"{outer.__name__.strip('_')}{inner.__name__}", (outer, inner), {})
 
 
 @functools.cache
