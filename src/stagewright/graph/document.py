@@ -16,6 +16,7 @@ from itertools import starmap
 from typing import Any, TypeVar
 
 from stagewright.errors import InputError
+from stagewright.graph.depth import Repeat
 from stagewright.graph.expert_parallel import ExpertParallel
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Symbol, Value
 from stagewright.graph.tensor import TensorMeta
@@ -132,6 +133,7 @@ _PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
     TensorShard: _fields,
     TensorParallel: _fields,
     ExpertParallel: _fields,
+    Repeat: _fields,
     dict: lambda items: [part for item in items.items() for part in item],
     bytes: lambda data: [base64.b64encode(data).decode()],
     complex: lambda number: [number.real, number.imag],

@@ -113,7 +113,7 @@ def estimate(
         raise InputError(f"{fault}: choose another --ep")
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
     layers = shared_layers(tp, sequence_parallel, cp, ep) | in_pieces(choice.loss_pieces)
-    traced = job.traced(cluster.device.kind) | layers
+    traced = job.traced(cluster.device.kind) | layers | {"expand": False}
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph, job))
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)

@@ -14,6 +14,7 @@ from stagewright.estimation.state import ResidentBytes, resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import Carving
+from stagewright.graph.depth import expanded, is_pattern
 from stagewright.graph.flat import Flat, flats
 from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.stage import Stage
@@ -209,8 +210,12 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
 
 
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
-    """`graph`, as the job's runtime runs it, with the costs of its ranges of operators; raises as `costing` does."""
+    """`graph`, as the job's runtime runs it and with the layers that it leaves out, with the costs of its ranges of
+    operators; raises as `costing` does."""
     rewritten = job.profile.rewrite(graph)
+    if not is_pattern(rewritten):  # a kernel reaches from one layer into the next
+        rewritten = job.profile.rewrite(expanded(graph))
+    rewritten = expanded(rewritten)
     return BodyCosts(rewritten, costing(rewritten, cluster, job))
 
 

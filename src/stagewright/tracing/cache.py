@@ -20,6 +20,7 @@ from typing import Any, Literal
 from stagewright.errors import InputError
 from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph
+from stagewright.graph.depth import expanded
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
 from stagewright.text import say
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -45,6 +46,7 @@ def trace(
     experts: Literal["traced", "grouped"] = "traced",
     cp: int = 1,
     ep: int = 1,
+    expand: bool = True,
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -68,6 +70,8 @@ def trace(
             attention gathers the keys and values of all. It is costed, not run.
         ep: number of ranks among which the experts of every layer are shared out; the graph is that of one of them, to which
             as many tokens come as leave it. It is costed, not run.
+        expand: whether the graph has all layers; without, it may leave out some of many equal ones, as
+            `stagewright.graph.depth` says.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
 
     Raises:
@@ -94,15 +98,16 @@ def trace(
         **({"experts": experts} if experts != "traced" else {}),
     }
     path = _entry(facts) if use_cache else None
-    if path is not None and (graph := _load(path)) is not None:
-        return graph
+    graph = _load(path) if path is not None else None
+    if graph is not None:
+        return expanded(graph) if expand else graph
     report("importing torch")
     from stagewright.tracing.trace import trace_reference
 
     graph = trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, report)
     if path is not None:
         _store(path, graph)
-    return graph
+    return expanded(graph) if expand else graph
 
 
 def _key(facts: dict[str, Any]) -> str:

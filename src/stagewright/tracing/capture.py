@@ -10,7 +10,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 
 from stagewright.errors import TraceError
 from stagewright.graph import Origin, Ref, TensorMeta
+from stagewright.graph.depth import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
 from stagewright.tracing.arguments import DTYPES, encode, meta_of
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
+from stagewright.tracing.depth import called_alike, repeats_of, without
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
@@ -67,6 +69,7 @@ class Captured:
     mutations: tuple[tuple[str, int], ...]  # buffer name -> its value after the forward
     aliases: dict[str, str]  # every parameter name -> the first name of that parameter
     constants: dict[str, torch.Tensor]
+    repeats: tuple[Repeat, ...] = ()  # layers that are left out
 
 
 def capture(
@@ -74,17 +77,45 @@ def capture(
     inputs: dict[str, torch.Tensor],
     mode: FakeTensorMode,
     report: Callable[[str], None] = lambda stage: None,
+    whole: bool = False,
 ) -> Captured:
     """Trace ``model(**inputs) -> scalar loss``; model and inputs must be fake under `mode` (see `fake_twin`).
+
+    Of many equal layers in a row a few are captured, unless the `whole` is asked for.
 
     Raises:
         TraceError: the model cannot be exported; the message names the module and the line.
     """
-    blocks = find_blocks(model)
     report("rehearsing the model on fake tensors")
+    blocks = _rehearsed(model, inputs, mode)
+    repeats = () if whole else repeats_of(model, blocks)
+    if not repeats:
+        return _captured(model, inputs, mode, blocks, report)
+    with without(model, repeats):
+        try:
+            fewer = _rehearsed(model, inputs, mode)
+        except TraceError:  # its code counts on all layers
+            fewer = None
+        if fewer is not None and called_alike(blocks, fewer):
+            return replace(_captured(model, inputs, mode, fewer, report), repeats=repeats)
+    return _captured(model, inputs, mode, blocks, report)
+
+
+def _rehearsed(model: torch.nn.Module, inputs: dict[str, torch.Tensor], mode: FakeTensorMode) -> Blocks:
+    blocks = find_blocks(model)
     with tracing_errors(model), mode, rehearsing(model, blocks), without_regions():
         loss = model(**inputs)
     _require_scalar(loss)
+    return blocks
+
+
+def _captured(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    mode: FakeTensorMode,
+    blocks: Blocks,
+    report: Callable[[str], None],
+) -> Captured:
     report("exporting the model")
     regions = Regions()
     with tracing_errors(model), mode, stubbed(model, blocks), regions.marked():

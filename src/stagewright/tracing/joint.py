@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stagewright.graph import OperatorGraph, Origin, Value
+from stagewright.graph.depth import REPEATS
 from stagewright.graph.simplify import compact
 from stagewright.tracing.arguments import contents
 from stagewright.tracing.capture import Captured
@@ -55,6 +56,6 @@ def build_joint(name: str, captured: Captured, rules: Rules, facts: dict[str, An
         ),
         num_draws=draft.num_draws,
         constants={name: contents(tensor) for name, tensor in captured.constants.items()},
-        facts=facts,
+        facts=facts | ({REPEATS: captured.repeats} if captured.repeats else {}),
     )
     return compact(graph)

@@ -10,6 +10,7 @@ import torch
 
 from stagewright.errors import InputError
 from stagewright.graph import OperatorGraph
+from stagewright.graph.depth import expanded, is_pattern
 from stagewright.graph.tensor_parallel import even, verify_parallel
 from stagewright.graph.verify import verify_graph
 from stagewright.tracing.arguments import DTYPES
@@ -38,7 +39,8 @@ def trace_reference(
     facts: dict[str, Any],
     report: Callable[[str], None] = lambda stage: None,
 ) -> OperatorGraph:
-    """The operator graph of a model reference; see `stagewright.tracing.cache.trace`."""
+    """The operator graph of a model reference, which may leave layers out (`stagewright.graph.depth`); see
+    `stagewright.tracing.cache.trace`."""
     report("building the model without weights")
     cp = facts.get("cp", 1)
     if cp > 1 and reference.kind == "factory":
@@ -65,7 +67,7 @@ def trace_reference(
         evaluate_in_pieces(built.module, facts["loss_pieces"], microbatch_size * sequence_length // cp)
     if cp > 1:
         check_context_parallel(built.module, cp, sequence_length)
-    graph = trace_module(built.module, built.inputs, reference.name, facts, report)
+    graph = _traced(built.module, built.inputs, reference.name, facts, report)
     if cp > 1:
         check_divided(graph, sequence_length // cp)
     return graph
@@ -92,6 +94,18 @@ def trace_module(
         TraceError: the model cannot be traced; names the module and line.
         ContractError: the graph breaks an invariant; names operator and module.
     """
+    return expanded(_traced(model, inputs, name, facts or {}, report))
+
+
+def _traced(
+    model: torch.nn.Module,
+    inputs: dict[str, torch.Tensor],
+    name: str,
+    facts: dict[str, Any],
+    report: Callable[[str], None],
+    whole: bool = False,
+) -> OperatorGraph:
+    """As `trace_module`; without the `whole`, a graph that may leave layers out."""
     fake = (tensor for tensor in (*model.parameters(), *inputs.values()) if isinstance(tensor, FakeTensor))
     mode = next((tensor.fake_mode for tensor in fake), None) or FakeTensorMode(allow_non_fake_inputs=True)
     twin = fake_twin(model, mode)
@@ -100,17 +114,18 @@ def trace_module(
         for key, tensor in inputs.items()
     }
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    facts = facts or {}
-    whole = facts.get("autocast")
+    autocast = facts.get("autocast")
     with (
         quiet_capture(device.type),
         attention_of(facts.get("attention", "traced"), facts.get("cp", 1)),
         autocast_of(facts.get("target", device.type)),
-        torch.autocast(device.type, DTYPES[whole]) if whole else contextlib.nullcontext(),
+        torch.autocast(device.type, DTYPES[autocast]) if autocast else contextlib.nullcontext(),
     ):
-        captured = capture(twin, fake_inputs, mode, report)
+        captured = capture(twin, fake_inputs, mode, report, whole)
     report("differentiating operator by operator")
     graph = with_late_loss(build_joint(name, captured, Rules(mode, device), facts))
+    if captured.repeats and not is_pattern(graph):
+        return _traced(model, inputs, name, facts, report, whole=True)
     verify_graph(graph)
     verify_parallel(graph)
     return graph
