@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import warnings
 from typing import NoReturn
 
 
+def command() -> NoReturn:
+    """Entry point of `stagewright`: `main`, then out of the process without the interpreter's own end, in which torch takes
+    a second to give back what the system takes back anyway."""
+    code: int | str | None = 0
+    try:
+        main()
+    except SystemExit as left:
+        code = left.code
+    import multiprocessing
+
+    if "torch" not in sys.modules or isinstance(code, str) or multiprocessing.active_children():
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
+
+
 def main() -> None:
-    """Entry point of `stagewright`: runs a verb; whatever goes wrong is one message and an exit code.
+    """Runs a verb; whatever goes wrong is one message and an exit code.
 
     Exit codes: 0 done, 2 for input that cannot be used, 1 for a run that failed, 130 after Ctrl-C, 141 where the reader of
     our output has gone.

@@ -1,5 +1,5 @@
 """`python -m stagewright.cli`: the same as `stagewright`."""
 
-from stagewright.cli import main
+from stagewright.cli import command
 
-main()
+command()
