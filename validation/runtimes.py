@@ -23,6 +23,9 @@ from stagewright.planning.job import Job
 from stagewright.planning.predictions import Predictions
 from stagewright.tracing.models.reference import resolve
 
+ROOM, NO_ROOM = "had room", "ran out of memory"
+"""Figures of which only one side is wrong: more memory than there is, or 5 % less although it was too little."""
+
 DATA = Path(__file__).parent / "data"
 MIB, GB = 2**20, 10**9
 
@@ -210,9 +213,9 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of BigScience's on Jean Zay, as a GPT with the same widths.
 
     Ignores: that positions are biases of the scores, and the norm behind the embedding. Memory is what `nvidia-smi` showed,
-    of which nothing is judged but that it fitted.
+    of which nothing is judged but whether it fitted.
     """
-    if record["status"] != "ok" or not record["step_time_s"]:
+    if record["status"] not in ("ok", "OOM"):
         return f"no time was published ({record['status'] or 'unknown'})"
     if not record["heads"]:
         return "the number of heads is not known"
@@ -230,7 +233,14 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
             "zero": int(record["zero_stage"]) or None, "recompute": "full", "layers_per_stage": counts,
         },
     )  # fmt: skip
-    return asked, [Judged("time", "s", float(record["step_time_s"]), _step)]
+    device = _cluster("1x-a100-80").device
+    room = (device.memory_bytes - device.context_bytes) / MIB
+    if record["status"] == "OOM":
+        return asked, [Judged(NO_ROOM, "MiB", room, _reserved)]
+    return asked, [
+        Judged("time", "s", float(record["step_time_s"]), _step),
+        Judged(ROOM, "MiB", room, _reserved),
+    ]
 
 
 def narayanan(record: Record) -> tuple[Asked, list[Judged]] | str:
@@ -348,6 +358,11 @@ def rows(
             yield one.unit, Row(question.label, one.figure, one.take(answer), one.measured, half)
 
 
+def _is_wrong(row: Row) -> bool:
+    """Whether a run that had room is predicted to have none, or one that had none to have 5 % to spare."""
+    return row.error > 0 if row.group == ROOM else row.error < -0.05
+
+
 def main() -> None:
     """Print the verdict of every table that is there; ends with 1 where a bar is missed."""
     parser = arguments(__doc__, DATA)
@@ -378,6 +393,18 @@ def main() -> None:
                 print(f"{name}: {figure}, {len({row.predicted for row in only})} distinct predictions")
                 show(only, bar, judged[0][0], False, every_row=len(only) < 100)
                 print()
+            for figure in (ROOM, NO_ROOM):
+                judged = [row for _, row in found if row.group == figure]
+                wrong = [row for row in judged if _is_wrong(row)]
+                if wrong:
+                    missed.append(f"{name}, {figure}")
+                if given.json and judged:
+                    documents[f"{name}, {figure}"] = {"rows": len(judged), "wrong": len(wrong)}
+                elif judged:
+                    print(f"{name}: {len(judged)} {figure}, {len(wrong)} of them against the prediction")
+                    for row in wrong:
+                        print(f"  {row.label}: {row.predicted:,.0f} of {row.measured:,.0f} MiB")
+                    print()
             if not given.json:
                 for reason, count in left_out.most_common():
                     print(f"{name}: {count} rows left out: {reason}\n")

@@ -94,14 +94,15 @@ class Waits(StrictModel):
 class Optimizer(StrictModel):
     """Types of what training keeps, and what a step of it moves.
 
-    * `gradients`: in which gradients are added up; None: float32 for half precision, else as the parameter.
+    * `gradients`: in which gradients are added up: as the ``parameter``, as it where that is ``fp16`` and else in float32,
+      or in ``float32``; None: float32 for half precision, else as the parameter.
     * `state`: of the moments and the master copy; None: as the gradients.
     * `moves_parameters`: whether parameters, made one by one, move into the buffers that replicas share out, of which state
       is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
     * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
     """
 
-    gradients: Literal["parameter", "float32"] | None = None
+    gradients: Literal["parameter", "fp16", "float32"] | None = None
     state: Literal["float32"] | None = None
     moves_parameters: bool = False
     step_bytes: _Count | None = None
@@ -176,7 +177,8 @@ class Runtime(SourcedModel):
         """Types of what trains parameters of `dtype` (a torch name)."""
         own = Precision.of(dtype)
         asked = self.optimizer.gradients
-        gradient = {"parameter": dtype, "float32": "float32", None: own.gradient}[asked]
+        as_parameter = asked == "parameter" or (asked == "fp16" and dtype == "float16")
+        gradient = own.gradient if asked is None else dtype if as_parameter else "float32"
         return Precision(
             dtype, gradient, self.optimizer.state or (own.gradient if asked is None else gradient)
         )
