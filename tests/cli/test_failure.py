@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -101,3 +102,16 @@ def test_a_reader_that_leaves_early_is_no_failed_run(words: list[str]) -> None:
         os.close(write)
     assert done.stderr == ""
     assert done.returncode == 141
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["trace", "tiny-llama", "--json"], 0), (["trace", "tiny-llama", "--ep", "2"], 2)]
+)
+def test_a_verb_that_used_torch_ends_at_once_and_says_all(words: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "stagewright.cli", *words, "--sequence-length", "64", "--no-cache"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(120), check=False)
+    assert done.returncode == code
+    if code:
+        assert "leave out --ep" in done.stderr and not done.stdout
+    else:
+        assert json.loads(done.stdout)["num_nodes"] > 100

@@ -333,3 +333,23 @@ def test_a_changed_figure_loses_the_source_of_its_base(tmp_path: Path) -> None:
     file.write_text('based_on = "megatron-lm"\n[host]\nkernel_s = 2e-5\n')
     assert load_runtime(str(file)).source_of("host.kernel_s") is None
     assert load_runtime(str(file)).source_of("host.pass_s")
+
+
+def test_parameters_that_move_into_buffers_leave_holes(tmp_path: Path) -> None:
+    file = tmp_path / "still.toml"
+    file.write_text('based_on = "megatron-core+te"\n[optimizer]\nmoves_parameters = false\n')
+
+    def rank(runtime: str, zero: int) -> tuple[int, int]:
+        job = Job(global_batch=8, sequence_length=1024, runtime=runtime)
+        made = estimate("gpt2", load_cluster("2x-h100"), job, pp=1, dp=2, zero=zero, microbatch=4)
+        (found,) = made.predictions.ranks
+        return found.allocated_peak_bytes, found.reserved_peak_bytes
+
+    moved, still = rank("megatron-core+te", 1), rank(str(file), 1)
+    assert moved[0] == still[0] < still[1] < moved[1] < 1.3 * still[1]
+    assert rank("megatron-core+te", 0) == rank(str(file), 0)
+
+
+def test_gradients_of_bf16_are_added_up_in_fp32_where_fp16_ones_are_not() -> None:
+    precision = load_runtime("megatron-deepspeed").precision
+    assert [precision(dtype).gradient for dtype in ("float16", "bfloat16")] == ["float16", "float32"]
