@@ -275,8 +275,8 @@ def test_megatrons_stacks_have_widths_of_their_own() -> None:
     assert table.exit_code == 0 and "recompute full" in table.stdout
     wrong = call("estimate", *words, "--sequence-length", 4096, "--tp", 3)
     assert wrong.exit_code != 0 and "tp 3" in wrong.stderr
-    foreign = call("estimate", "llama-3-8b", "--cluster", "8x-h100", "--ep", 2, "--global-batch", 8)
-    assert foreign.exit_code == 2 and "leave out --ep, or give --stack" in foreign.stderr
+    foreign = call("estimate", "llama-3-8b", "--cluster", "8x-h100", "--shard-optimizer", "--global-batch", 8)
+    assert foreign.exit_code == 2 and "leave out --shard-optimizer, or give --stack" in foreign.stderr
 
 
 def test_a_plan_that_predicts_nothing_of_its_ranks_is_checked_without(planned: dict, folder: Path) -> None:

@@ -7,7 +7,7 @@ relates to its neighbours as the layer before it does to its own. That is checke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -102,10 +102,10 @@ class _Expansion:
         self.previous_node = {theirs: mine for mine, theirs in self.next_node.items()}
         self.home = {value: place for place, layer in enumerate(layers) for value in layer.values}
         self.home_of_node = {node.id: place for place, layer in enumerate(layers) for node in layer.nodes}
-        self._check_pattern()
-        self._check_reach()
         self.draws = self._step(node.draw for node in self.template.nodes)
         self.regions = self._step(node.region for node in self.template.nodes)
+        self._check_pattern()
+        self._check_reach()
 
     def _irregular(self, why: str) -> IrregularLayers:
         return IrregularLayers(
@@ -157,10 +157,19 @@ class _Expansion:
     def _check_pattern(self) -> None:
         """The template relates to its neighbours as the layer before it does."""
         graph, before, own = self.old, self.second, self.template
-        shifted: Callable[[int], int] = lambda value: self.next_value.get(value, value)  # noqa: E731
+
+        def shifted(value: int) -> int:
+            return self.next_value.get(value, value)
+
+        def counted(number: int, step: tuple[int, int]) -> int:
+            return number + step[1] if number >= 0 else number
+
         for one, two in zip(before.nodes, own.nodes, strict=True):
             same = (
-                (one.op, one.part, one.ordinal, one.is_kept) == (two.op, two.part, two.ordinal, two.is_kept)
+                (one.op, one.part, one.ordinal, one.is_kept, one.signature)
+                == (two.op, two.part, two.ordinal, two.is_kept, two.signature)
+                and (counted(one.draw, self.draws), counted(one.region, self.regions))
+                == (two.draw, two.region)
                 and before.own(one.module) == own.own(two.module)
                 and renumbered((one.args, one.kwargs), shifted) == (two.args, two.kwargs)
                 and tuple(map(shifted, one.inputs)) == two.inputs
