@@ -226,7 +226,7 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
         "gpt2", sizes, _nodes("a100-80", int(record["n_gpus"])),
         {
             "global_batch": int(record["global_batch_seqs"]), "sequence_length": int(record["seq_len"]),
-            "dtype": record["precision"][:4], "runtime": "megatron-deepspeed",
+            "dtype": record["precision"][:4], "runtime": "deepspeed",
         },
         {
             "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch"]),

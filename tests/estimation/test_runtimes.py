@@ -353,3 +353,14 @@ def test_parameters_that_move_into_buffers_leave_holes(tmp_path: Path) -> None:
 def test_gradients_of_bf16_are_added_up_in_fp32_where_fp16_ones_are_not() -> None:
     precision = load_runtime("megatron-deepspeed").precision
     assert [precision(dtype).gradient for dtype in ("float16", "bfloat16")] == ["float16", "float32"]
+
+
+def test_gradients_as_made_stay_beside_those_in_fp32() -> None:
+    def gradients(runtime: str, dtype: str) -> int:
+        job = Job(global_batch=4, sequence_length=64, runtime=runtime, dtype=dtype)
+        made = estimate("tiny-gpt2", load_cluster("2x-a100-80"), job, pp=1, dp=2, zero=1)
+        return made.predictions.ranks[0].categories["gradients"]
+
+    megatron, deepspeed = gradients("megatron-deepspeed", "bf16"), gradients("deepspeed", "bf16")
+    assert deepspeed == pytest.approx(1.5 * megatron, rel=0.02)
+    assert gradients("megatron-deepspeed", "fp16") == gradients("deepspeed", "fp16")

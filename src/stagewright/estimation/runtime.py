@@ -97,6 +97,7 @@ class Optimizer(StrictModel):
     * `gradients`: in which gradients are added up: as the ``parameter``, as it where that is ``fp16`` and else in float32,
       or in ``float32``; None: float32 for half precision, else as the parameter.
     * `state`: of the moments and the master copy; None: as the gradients.
+    * `keeps_gradients`: whether gradients as backwards make them stay beside those of another type that they are added to.
     * `moves_parameters`: whether parameters, made one by one, move into the buffers that replicas share out, of which state
       is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
     * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
@@ -104,6 +105,7 @@ class Optimizer(StrictModel):
 
     gradients: Literal["parameter", "fp16", "float32"] | None = None
     state: Literal["float32"] | None = None
+    keeps_gradients: bool = False
     moves_parameters: bool = False
     step_bytes: _Count | None = None
 

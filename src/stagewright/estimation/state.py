@@ -86,6 +86,13 @@ def resident_bytes(
                 sizes["gradients"][value] = gradient
     for flat in flats:
         _add_flat(sizes, flat, runtime.precision(flat.dtype))
+    if runtime.optimizer.keeps_gradients:
+        trained = {value: stage.value(value).meta for stage in stages for value, _ in stage.gradients}
+        sizes["gradients"] |= {
+            (value, "as made"): meta.payload_bytes
+            for value, meta in trained.items()
+            if runtime.precision(meta.dtype).gradient != meta.dtype
+        }
     on_host = 0
     if host_optimizer:
         on_host = sum(2 * size - _STEP_COUNTER_BYTES for size in sizes["optimizer"].values())
