@@ -157,6 +157,8 @@ _B200_MODELS: dict[str, tuple[str, dict[str, int]]] = {
 
 def megatron_core(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of SimuMax's authors on 8 B200; models have fewer layers than their originals."""
+    if record["model"] not in _B200_MODELS:
+        return "the sizes of the model are not known"
     model, sizes = _B200_MODELS[record["model"]]
     tp, dp, ep = int(record["tp"]), int(record["dp"]), int(record["ep"])
     asked = Asked(
@@ -215,7 +217,7 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     Ignores: that positions are biases of the scores, and the norm behind the embedding. Memory is what `nvidia-smi` showed,
     of which nothing is judged but whether it fitted.
     """
-    if record["status"] not in ("ok", "OOM"):
+    if record["status"] not in ("ok", "OOM") or (record["status"] == "ok" and not record["step_time_s"]):
         return f"no time was published ({record['status'] or 'unknown'})"
     if not record["heads"]:
         return "the number of heads is not known"

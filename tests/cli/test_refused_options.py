@@ -178,3 +178,14 @@ def test_the_graph_of_one_rank_under_another_runtime_is_shown() -> None:
 
 def test_a_graph_of_one_rank_a_layer_has_no_sequence_to_split() -> None:
     refused("trace", "tiny-llama", option="--sequence-parallel", remedy="give --tp N")
+
+
+@pytest.mark.parametrize("widths", ["--tp 2 --sequence-parallel", "--ep 2", "--cp 2"])
+def test_the_graph_of_one_rank_is_written_whole(widths: str) -> None:
+    words = ["trace", "tiny-mixtral", "--sequence-length", "64", *widths.split(), "-o", "graph.json"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.stderr
+    written = json.loads(Path("graph.json").read_text())
+    assert len(written["nodes"]) > 100
+    if "--ep" in widths:
+        assert written["facts"]["expert_parallel"]["size"] == 2

@@ -17,6 +17,7 @@ from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.tensor_parallel import ALL_GATHER, COLLECTIVES, CONTEXT_GROUP, GROUP, group_of
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -164,6 +165,9 @@ def test_widths_that_cannot_share_experts_out_are_refused() -> None:
             estimate(model, cluster, job, pp=1, **widths)
     with pytest.raises(InputError, match="no multiple of tp 4"):
         estimate("tiny-mixtral", cluster, job, pp=1, dp=2, tp=4, sequence_parallel=True, ep=2)
+    split = estimate("tiny-mixtral", cluster, job, pp=1, dp=1, tp=2, sequence_parallel=True, ep=2)
+    with pytest.raises(ValueError, match="ep 4 does not divide the 2 ranks of dp x cp x tp"):
+        Plan.model_validate(split.model_dump() | {"ep": 4})
     found = estimate("tiny-mixtral", cluster, job, pp=1, dp=2, ep=2)
     with pytest.raises(InputError, match="expert parallelism is predicted, not run"):
         refuse_what_is_not_run(found, "plan.json")

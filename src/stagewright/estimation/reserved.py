@@ -133,10 +133,11 @@ class _Replay:
         if runtime.optimizer.moves_parameters and len(shared) == len(self.flats):
             made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
             fixed = [sum(fixed)]
-        self._allocate(fixed, gradients, 0)
+        self._allocate(fixed, gradients, self.state_bytes - moments - sum(masters))
         for block in made:
             self.allocator.free(block)
-        self._allocate([], masters, self.state_bytes - moments - sum(fixed) - sum(gradients))
+        for num_bytes in masters:
+            self.allocator.allocate(num_bytes)
         return states
 
     def _allocate(self, first: Sequence[int], last: Sequence[int], total: int) -> None:
@@ -189,8 +190,7 @@ def _fixed(stages: Sequence[Stage], moved: Set[int]) -> list[int]:
     """Bytes of every parameter, buffer and constant of `stages`, each once, but for parameters that are `moved`."""
     found: dict[int, int] = {}
     for stage in stages:
-        for value in set(stage.parameters) - moved:
-            found[value] = stage.graph.storage_bytes[stage.value(value).storage]
-        for value in (*stage.buffers, *stage.constants):
-            found[value] = stage.graph.storage_bytes[stage.value(value).storage]
+        for value in (*stage.parameters, *stage.buffers, *stage.constants):
+            if value not in moved:
+                found[value] = stage.graph.storage_bytes[stage.value(value).storage]
     return list(found.values())

@@ -46,6 +46,8 @@ def width_fault(size: int, num_holders: int, tp: int, sequence: bool) -> str | N
     >>> width_fault(8, 4, 2, False)
     'ep 8 does not divide the 4 ranks of dp x cp'
     """
+    if size == 1:
+        return None
     if not sequence or tp == 1:
         return f"ep {size} does not divide the {num_holders} ranks of dp x cp" if num_holders % size else None
     if size % tp:

@@ -109,7 +109,7 @@ def estimate(
         num_chunks=chunks,
         layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
     )
-    if ep > 1 and (fault := width_fault(ep, choice.num_holders, tp, choice.sequence_parallel)):
+    if fault := width_fault(ep, choice.num_holders, tp, choice.sequence_parallel):
         raise InputError(f"{fault}: choose another --ep")
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
     layers = shared_layers(tp, sequence_parallel, cp, ep) | in_pieces(choice.loss_pieces)

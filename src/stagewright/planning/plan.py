@@ -14,6 +14,7 @@ from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import CHECKSUM, read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.files import write_whole
+from stagewright.graph.expert_parallel import width_fault
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
@@ -250,8 +251,8 @@ class Plan(StrictModel):
             raise ValueError(
                 f"shard_size {self.shard_size} does not divide the {self.num_holders} replicas of dp"
             )
-        if self.num_holders % self.ep:
-            raise ValueError(f"ep {self.ep} does not divide the {self.num_holders} ranks of dp x cp")
+        if fault := width_fault(self.ep, self.num_holders, self.tp, self.sequence_parallel):
+            raise ValueError(fault)
         shorter = [one.sequence_length for one in self.shorter_lengths]
         if shorter and shorter != list(self.job.shares)[:-1]:
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from rich.console import Group
@@ -82,11 +83,15 @@ def graph_summary(document: dict[str, Any]) -> Group:
     return Group(summary, table("Narrowest cuts", ("after", "position", "bytes across"), rows))
 
 
+def _plain(fact: object) -> object:
+    return asdict(fact) if is_dataclass(fact) and not isinstance(fact, type) else fact
+
+
 def listing(graph: OperatorGraph) -> dict[str, Any]:
     """Every node and value as plain data, for other programs."""
     return {
         "name": graph.name,
-        "facts": graph.facts,
+        "facts": {name: _plain(fact) for name, fact in graph.facts.items()},
         "parameters": graph.parameters,
         "buffers": graph.buffers,
         "inputs": graph.inputs,
