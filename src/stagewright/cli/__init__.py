@@ -17,14 +17,18 @@ def command() -> NoReturn:
         main()
     except SystemExit as left:
         code = left.code
-    import multiprocessing
-
-    if "torch" not in sys.modules or isinstance(code, str) or multiprocessing.active_children():
+    if "torch" not in sys.modules or isinstance(code, str) or _has_children():
         sys.exit(code)
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code or 0)
+
+
+def _has_children() -> bool:
+    from multiprocessing import active_children
+
+    return bool(active_children())
 
 
 def main() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stagewright.errors import InputError, nearest
-from stagewright.estimation.operators import short_name, work
+from stagewright.estimation.operators import work
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
+from stagewright.graph.graph import short_name
 
 WAYS = ("operator", "layer", "category")
 

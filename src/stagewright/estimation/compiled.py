@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stagewright.estimation.operators import Kernel, short_name, work
+from stagewright.estimation.operators import Kernel, work
 from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph.graph import short_name
 
 _STREAMS = (Kernel.MEMORY, Kernel.NORM)
 

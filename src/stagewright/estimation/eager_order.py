@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from stagewright.estimation.operators import short_name
 from stagewright.graph import Node, OperatorGraph, Origin, Part
+from stagewright.graph.graph import short_name
 
 FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
 

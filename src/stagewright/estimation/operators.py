@@ -84,7 +84,7 @@ _STREAMING = frozenset({
     "scalar_tensor", "scatter", "scatter_add", "select_backward", "select_scatter", "sgn", "sigmoid",
     "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "slice_backward", "slice_scatter",
     "softplus", "softplus_backward", "sqrt", "stack", "sub", "sum", "tan", "tanh", "tanh_backward",
-    "threshold_backward", "tril", "tril_indices", "triu", "unfold_backward", "upsample_bilinear2d",
+    "threshold_backward", "tril", "tril_indices", "triu", "unfold_backward", "unpermute_rows", "upsample_bilinear2d",
     "upsample_nearest2d", "upsample_nearest2d_backward", "var", "var_mean", "where", "zeros",
     "zeros_like",
 })  # fmt: skip
@@ -231,16 +231,23 @@ class _Call:
     def matmul(self, flop: float, arithmetic: float | None = None) -> Work:
         return Work(Kernel.MATMUL, self.dtype, flop, flop if arithmetic is None else arithmetic, self.moved)
 
+    def adding(self, product: Work, num_results: float) -> Work:
+        """`product`, which adds so many results to what is there if it makes none of its own."""
+        if not _adds_up(self.node, self.value):
+            return product
+        return replace(product, bytes_moved=product.bytes_moved + _ADDED_BYTES * num_results)
+
 
 def _product(first: int) -> Callable[[_Call], Work]:
     """(batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
 
     def rule(call: _Call) -> Work:
-        found = call.matmul(2.0 * math.prod(call.shape(first)) * call.shape(first + 1)[-1])
-        if _adds_up(call.node, call.value):
-            results = math.prod(call.shape(first)[:-1]) * call.shape(first + 1)[-1]
-            return replace(found, bytes_moved=found.bytes_moved + _ADDED_BYTES * results)
-        return found
+        rows, inner, outer = (
+            math.prod(call.shape(first)[:-1]),
+            call.shape(first)[-1],
+            call.shape(first + 1)[-1],
+        )
+        return call.adding(call.matmul(2.0 * rows * inner * outer), rows * outer)
 
     return rule
 
@@ -248,11 +255,9 @@ def _product(first: int) -> Callable[[_Call], Work]:
 def _grouped(call: _Call) -> Work:
     """One product per expert; rows are dealt out, so the work is that of all rows once."""
     a, b = call.shape(0), call.shape(1)
-    found = call.matmul(2.0 * math.prod(a) * b[-1])
-    if _adds_up(call.node, call.value):  # of every expert its weights, (outer, rows) x (rows, inner)
-        results = math.prod(call.shape(2)) * a[-2] * b[-1]
-        return replace(found, bytes_moved=found.bytes_moved + _ADDED_BYTES * results)
-    return found
+    # Each expert has weights, gradients of which are (outer, rows) x (rows, inner).
+    experts = a[0] if call.argument(2) is None else math.prod(call.shape(2))
+    return call.adding(call.matmul(2.0 * math.prod(a) * b[-1]), experts * a[-2] * b[-1])
 
 
 def _grouped_backward(call: _Call) -> Work:
@@ -417,11 +422,6 @@ def _sorted(call: _Call) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
 
 
-def _read_and_written(call: _Call) -> Work:
-    """Every row once, in any order."""
-    return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
-
-
 def _collective(call: _Call) -> Work:
     """What a collective does beside sending: its argument is copied, and parts are put together or apart."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
@@ -462,7 +462,6 @@ _RULES = _PRODUCTS | {
     "index_select": _gathered,
     "embedding_dense_backward": _embedding_backward,
     "permute_rows": _gathered,
-    "unpermute_rows": _read_and_written,
     "index_put": _scattered,
     "index_add": _scattered,
     "sort": _sorted,

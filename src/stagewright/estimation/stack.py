@@ -23,9 +23,9 @@ from stagewright.estimation.eager_order import (
     with_repeats,
 )
 from stagewright.estimation.megatron.stack import MEGATRON_STACKS
-from stagewright.estimation.operators import short_name
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin
+from stagewright.graph.graph import short_name
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from stagewright.errors import InputError
 from stagewright.estimation.collectives import collective_seconds
 from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
-from stagewright.estimation.operators import Kernel, Work, short_name, work
+from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
 from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph.graph import short_name
 from stagewright.graph.tensor_parallel import (
     ALL_GATHER,
     COLLECTIVES,

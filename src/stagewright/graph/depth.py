@@ -7,7 +7,7 @@ relates to its neighbours as the layer before it does to its own. That is checke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -82,26 +82,83 @@ class _Layer:
         return name.removeprefix(self.path) if name.startswith(f"{self.path}.") else None
 
 
+_SECOND, _TEMPLATE, _NEXT = 1, 2, 3
+"""Places of the layers that an expansion looks at: in front of the template one, which has another in front of it, and the
+one behind the gap."""
+
+
+class _Numbers:
+    """Numbers of values, or of nodes, of layers that are alike: whose they are, and what is in their place in the next."""
+
+    def __init__(self, layers: Sequence[Sequence[int]]) -> None:
+        self.home = {number: place for place, layer in enumerate(layers) for number in layer}
+        pairs = list(pairwise(layers))
+        self.onwards = {mine: theirs for a, b in pairs for mine, theirs in zip(a, b, strict=True)}
+        self.backwards = {theirs: mine for mine, theirs in self.onwards.items()}
+
+    def shifted(self, number: int) -> int:
+        """What is in its place in the next layer; itself where it belongs to none."""
+        return self.onwards.get(number, number)
+
+    def place(self, number: int, holder: int, copy: int, num_copies: int) -> tuple[int, int]:
+        """Which copy of what number `number` is meant by copy `copy` of something in layer `holder`."""
+        of = self.home.get(number, -1)
+        if holder == _TEMPLATE:
+            if of == _TEMPLATE:
+                return number, copy
+            if of == _SECOND and copy > 0:
+                return self.onwards[number], copy - 1
+            if of == _NEXT and copy < num_copies:
+                return self.backwards[number], copy + 1
+        elif holder == _NEXT and of == _TEMPLATE:
+            return number, num_copies
+        return number, 0
+
+    def in_order(self, known: Iterable[int], num_copies: int) -> list[tuple[int, int]]:
+        """`known` with those of all copies, as pairs of their number in the reduced graph and of a copy.
+
+        What belongs to one layer and follows one another stays together: copies come behind the template's where the layer
+        in front comes before these, and in front of them, the last first, where it is the other way round, as in the
+        backward.
+        """
+        known = list(known)
+        place = {one: index for index, one in enumerate(known)}
+        runs: list[list[int]] = []
+        last = -1
+        for one in known:
+            holder = self.home.get(one, -1)
+            if holder == _TEMPLATE and last != _TEMPLATE:
+                runs.append([])
+            if holder == _TEMPLATE:
+                runs[-1].append(one)
+            last = holder if holder >= 0 else last
+        before: dict[int, list[tuple[int, int]]] = {}
+        behind: dict[int, list[tuple[int, int]]] = {}
+        for run in runs:
+            if place[self.backwards[run[0]]] < place[run[0]]:
+                behind[run[-1]] = [(one, copy) for copy in range(1, num_copies + 1) for one in run]
+            else:
+                before[run[0]] = [(one, copy) for copy in range(num_copies, 0, -1) for one in run]
+        order: list[tuple[int, int]] = []
+        for one in known:
+            order += before.get(one, ())
+            order.append((one, 0))
+            order += behind.get(one, ())
+        return order
+
+
 class _Expansion:
     def __init__(self, graph: OperatorGraph, repeat: Repeat) -> None:
         self.old, self.repeat = graph, repeat
         names = (*repeat.before[-3:], repeat.behind)
-        self.first, self.second, self.template, self.behind = layers = self._layers(names)
+        layers = self._layers(names)
+        self.second, self.template = layers[_SECOND], layers[_TEMPLATE]
         self.num = len(repeat.missing)
-        pairs = list(pairwise(layers))
-        for one, other in pairs:
+        for one, other in pairwise(layers):
             if len(one.nodes) != len(other.nodes) or len(one.values) != len(other.values):
                 raise self._irregular(f"'{one.path}' and '{other.path}' have different numbers of operators")
-        self.next_value = {
-            mine: theirs for a, b in pairs for mine, theirs in zip(a.values, b.values, strict=True)
-        }
-        self.next_node = {
-            mine.id: theirs.id for a, b in pairs for mine, theirs in zip(a.nodes, b.nodes, strict=True)
-        }
-        self.previous_value = {theirs: mine for mine, theirs in self.next_value.items()}
-        self.previous_node = {theirs: mine for mine, theirs in self.next_node.items()}
-        self.home = {value: place for place, layer in enumerate(layers) for value in layer.values}
-        self.home_of_node = {node.id: place for place, layer in enumerate(layers) for node in layer.nodes}
+        self.values = _Numbers([layer.values for layer in layers])
+        self.nodes = _Numbers([[node.id for node in layer.nodes] for layer in layers])
         self.draws = self._step(node.draw for node in self.template.nodes)
         self.regions = self._step(node.region for node in self.template.nodes)
         self._check_pattern()
@@ -158,8 +215,7 @@ class _Expansion:
         """The template relates to its neighbours as the layer before it does."""
         graph, before, own = self.old, self.second, self.template
 
-        def shifted(value: int) -> int:
-            return self.next_value.get(value, value)
+        shifted = self.values.shifted
 
         def counted(number: int, step: tuple[int, int]) -> int:
             return number + step[1] if number >= 0 else number
@@ -173,7 +229,7 @@ class _Expansion:
                 and before.own(one.module) == own.own(two.module)
                 and renumbered((one.args, one.kwargs), shifted) == (two.args, two.kwargs)
                 and tuple(map(shifted, one.inputs)) == two.inputs
-                and self.next_node.get(one.forward, one.forward) == two.forward
+                and self.nodes.shifted(one.forward) == two.forward
                 and [value is None for value in one.outputs] == [value is None for value in two.outputs]
             )
             if not same:
@@ -188,26 +244,25 @@ class _Expansion:
             ):
                 raise self._irregular(f"values of '{before.path}' and '{own.path}' differ in layout")
             if mine in graph.contributions and [
-                (self.next_node.get(node, node), shifted(value)) for node, value in graph.contributions[mine]
+                (self.nodes.shifted(node), shifted(value)) for node, value in graph.contributions[mine]
             ] != list(graph.contributions[theirs]):
                 raise self._irregular(f"gradients of '{before.path}' and '{own.path}' have different parts")
 
     def _check_reach(self) -> None:
         """Nothing but a layer's neighbours knows its values, and it changes no buffer."""
-        graph = self.old
+        graph, home = self.old, self.values.home
+        inner = {value for value, place in home.items() if place in (_SECOND, _TEMPLATE)}
         for value, users in graph.consumers.items():
-            place = self.home.get(value)
-            if place in (1, 2):
+            if value in inner:
                 for user in users:
-                    if abs(self.home_of_node.get(user, 9) - place) > 1:
+                    if abs(self.nodes.home.get(user, 9) - home[value]) > 1:
                         raise self._irregular(
                             f"{graph.describe(graph.nodes[user])} uses what one of them makes"
                         )
-        inner = {value for value, place in self.home.items() if place in (1, 2)}
         rest = {graph.loss, *(value for pair in graph.mutations for value in pair)}
         for gradient, made in graph.contributions.items():
             if gradient not in inner:
-                rest |= {value for _, value in made if self.home.get(value) != self.home.get(gradient, -1)}
+                rest |= {value for _, value in made if home.get(value) != home.get(gradient, -1)}
         if rest & inner:
             raise self._irregular("something outside is made of what one of them makes")
 
@@ -221,9 +276,9 @@ class _Expansion:
     def graph(self) -> OperatorGraph:
         """The graph with a copy of the template for every missing layer, numbered as if it had been traced whole."""
         old = self.old
-        values = self._in_order(range(len(old.values)))
+        values = self.values.in_order(range(len(old.values)), self.num)
         self.number = {key: index for index, key in enumerate(values)}
-        order = self._in_order(range(len(old.nodes)), of_nodes=True)
+        order = self.nodes.in_order(range(len(old.nodes)), self.num)
         self.number_of_node = {key: index for index, key in enumerate(order)}
         nodes = tuple(self._node(*key) for key in order)
         late = old.facts.get("late")
@@ -245,62 +300,11 @@ class _Expansion:
             facts=old.facts | ({} if late is None else {"late": late}),
         )
 
-    def _in_order(self, known: Iterable[int], of_nodes: bool = False) -> list[tuple[int, int]]:
-        """Values, or nodes, with those of all copies, as pairs of their number in the reduced graph and of a copy.
-
-        What belongs to one layer and follows one another stays together: copies come behind the template's where the layer
-        in front comes before these, and in front of them, the last first, where it is the other way round, as in the
-        backward.
-        """
-        home, previous = (
-            (self.home_of_node, self.previous_node) if of_nodes else (self.home, self.previous_value)
-        )
-        known = list(known)
-        place = {one: index for index, one in enumerate(known)}
-        runs: list[list[int]] = []
-        last = -1
-        for one in known:
-            holder = home.get(one, -1)
-            if holder == 2 and last != 2:
-                runs.append([])
-            if holder == 2:
-                runs[-1].append(one)
-            last = holder if holder >= 0 else last
-        before: dict[int, list[tuple[int, int]]] = {}
-        behind: dict[int, list[tuple[int, int]]] = {}
-        for run in runs:
-            if place[previous[run[0]]] < place[run[0]]:
-                behind[run[-1]] = [(one, copy) for copy in range(1, self.num + 1) for one in run]
-            else:
-                before[run[0]] = [(one, copy) for copy in range(self.num, 0, -1) for one in run]
-        order: list[tuple[int, int]] = []
-        for one in known:
-            order += before.get(one, ())
-            order.append((one, 0))
-            order += behind.get(one, ())
-        return order
-
-    def _place(self, number: int, home: Mapping[int, int], holder: int, copy: int) -> tuple[int, int]:
-        """Which copy of what number `number` is meant by copy `copy` of something in layer `holder`."""
-        of = home.get(number, -1)
-        if holder == 2:
-            if of == 2:
-                return number, copy
-            onwards = self.next_value if home is self.home else self.next_node
-            if of == 1 and copy > 0:
-                return onwards[number], copy - 1
-            if of == 3 and copy < self.num:
-                backwards = self.previous_value if home is self.home else self.previous_node
-                return backwards[number], copy + 1
-        elif holder == 3 and of == 2:
-            return number, self.num
-        return number, 0
-
     def _value_number(self, value: int, holder: int, copy: int) -> int:
-        return self.number[self._place(value, self.home, holder, copy)]
+        return self.number[self.values.place(value, holder, copy, self.num)]
 
     def _node_number(self, node: int, holder: int, copy: int) -> int:
-        return -1 if node < 0 else self.number_of_node[self._place(node, self.home_of_node, holder, copy)]
+        return -1 if node < 0 else self.number_of_node[self.nodes.place(node, holder, copy, self.num)]
 
     def _name(self, name: str, copy: int) -> str:
         """A name of the template as that of its copy."""
@@ -308,7 +312,7 @@ class _Expansion:
         return name if own is None or copy == 0 else self.repeat.layer(self.repeat.missing[copy - 1]) + own
 
     def _value(self, value: int, copy: int) -> Value:
-        found, holder = self.old.values[value], self.home.get(value, -1)
+        found, holder = self.old.values[value], self.values.home.get(value, -1)
         return Value(
             self.number[value, copy],
             found.meta,
@@ -320,7 +324,7 @@ class _Expansion:
         )
 
     def _node(self, node: int, copy: int) -> Node:
-        found, holder = self.old.nodes[node], self.home_of_node.get(node, -1)
+        found, holder = self.old.nodes[node], self.nodes.home.get(node, -1)
 
         def number(value: int) -> int:
             return self._value_number(value, holder, copy)
@@ -357,13 +361,13 @@ class _Expansion:
                     yield from ((self._name(each, copy), self.number[what, copy]) for each, what in own)
 
     def _gradients(self) -> Iterator[tuple[int, int]]:
-        for value, copy in self._in_order(self.old.gradients):
-            holder, gradient = self.home.get(value, -1), self.old.gradients[value]
+        for value, copy in self.values.in_order(self.old.gradients, self.num):
+            holder, gradient = self.values.home.get(value, -1), self.old.gradients[value]
             yield self.number[value, copy], self._value_number(gradient, holder, copy)
 
     def _contributions(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
-        for gradient, copy in self._in_order(self.old.contributions):
-            holder = self.home.get(gradient, -1)
+        for gradient, copy in self.values.in_order(self.old.contributions, self.num):
+            holder = self.values.home.get(gradient, -1)
             yield (
                 self.number[gradient, copy],
                 tuple(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES, TensorMeta, contiguous
-from stagewright.graph.tensor_parallel import parallelism
+from stagewright.graph.tensor_parallel import tensor_width
 
 ALIGNMENT_BYTES = 128
 """Every parameter and every shard starts at a multiple of this: a cache line of a GPU."""
@@ -106,8 +106,7 @@ def _sparse(stage: Stage) -> dict[int, int]:
     shared = expert_parallelism(stage.graph)
     if shared is None:
         return {}
-    tensor = parallelism(stage.graph)
-    every = shared.spacing // (tensor.size if tensor else 1)
+    every = shared.spacing // tensor_width(stage.graph)
     return dict.fromkeys((stage.graph.parameters[name] for name in shared.parameters), every)
 
 

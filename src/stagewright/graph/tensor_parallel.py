@@ -102,14 +102,19 @@ def group_of(node: Node) -> tuple[str, int]:
 
 def neighbour_strides(graph: OperatorGraph) -> dict[str, int]:
     """By the name of a group that collectives of `graph` take part in, how far apart in number its ranks are."""
-    found, experts = parallelism(graph), expert_parallelism(graph)
-    size = found.size if found else 1
+    size, experts = tensor_width(graph), expert_parallelism(graph)
     return {GROUP: 1, CONTEXT_GROUP: size, EXPERT_GROUP: experts.stride if experts else size}
 
 
 def parallelism(graph: OperatorGraph) -> TensorParallel | None:
     """The tensor parallelism that `graph` was traced with; None where every layer is whole."""
     return graph.facts.get("tensor_parallel")
+
+
+def tensor_width(graph: OperatorGraph) -> int:
+    """How many ranks share every layer of `graph`."""
+    found = parallelism(graph)
+    return found.size if found else 1
 
 
 def local_values(graph: OperatorGraph) -> frozenset[int]:

@@ -14,11 +14,11 @@ from stagewright.estimation.state import ResidentBytes, resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import Carving
-from stagewright.graph.depth import expanded, is_pattern
+from stagewright.graph.depth import IrregularLayers, expanded
 from stagewright.graph.flat import Flat, flats
 from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.stage import Stage
-from stagewright.graph.tensor_parallel import parallelism
+from stagewright.graph.tensor_parallel import parallelism, tensor_width
 from stagewright.planning.job import Job
 from stagewright.planning.sharding import Collectives, reduced_flats
 from stagewright.schedule import Program
@@ -146,8 +146,7 @@ def pipeline(
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
     carving = Carving(body.graph, cuts)
     memories = tuple(StageMemory(stage) for stage in carving.stages(policies))
-    shared = parallelism(body.graph)
-    tp = shared.size if shared else 1
+    tp = tensor_width(body.graph)
     costings = _costings(body, cluster, program, num_holders * tp)
     summaries = tuple(map(summarise, memories, costings))
     return Pipeline(memories, summaries, program, cluster, job, num_holders, carving, tp=tp)
@@ -212,11 +211,11 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
     """`graph`, as the job's runtime runs it and with the layers that it leaves out, with the costs of its ranges of
     operators; raises as `costing` does."""
-    rewritten = job.profile.rewrite(graph)
-    if not is_pattern(rewritten):  # a kernel reaches from one layer into the next
-        rewritten = job.profile.rewrite(expanded(graph))
-    rewritten = expanded(rewritten)
-    return BodyCosts(rewritten, costing(rewritten, cluster, job))
+    try:
+        whole = expanded(job.profile.rewrite(graph))
+    except IrregularLayers:  # a kernel reaches from one layer into the next
+        whole = job.profile.rewrite(expanded(graph))
+    return BodyCosts(whole, costing(whole, cluster, job))
 
 
 def reserved_bytes(memory: RankMemory, device: Device) -> int:

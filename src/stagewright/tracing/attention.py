@@ -48,10 +48,9 @@ def attention_of(kind: str, cp: int = 1) -> Iterator[None]:
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         if attn_mask is None and query.shape[-1] != value.shape[-1] and query.shape[-2] == key.shape[-2]:
-            own = (
-                value.transpose(1, 2).contiguous().transpose(1, 2)
-            )  # not a view of what the keys are made of too
-            return over_all_parts(1, query, key, own, is_causal, scale)  # which a CPU has no kernel for
+            # A CPU has no kernel for it; values are no view of what the keys are made of too.
+            own = value.transpose(1, 2).contiguous().transpose(1, 2)
+            return over_all_parts(1, query, key, own, is_causal, scale)
         return fused(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     def in_parts(

@@ -99,14 +99,13 @@ def trace(
     }
     path = _entry(facts) if use_cache else None
     graph = _load(path) if path is not None else None
-    if graph is not None:
-        return expanded(graph) if expand else graph
-    report("importing torch")
-    from stagewright.tracing.trace import trace_reference
+    if graph is None:
+        report("importing torch")
+        from stagewright.tracing.trace import trace_reference
 
-    graph = trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, report)
-    if path is not None:
-        _store(path, graph)
+        graph = trace_reference(reference, microbatch_size, sequence_length, dtype, device, facts, report)
+        if path is not None:
+            _store(path, graph)
     return expanded(graph) if expand else graph
 
 

@@ -93,9 +93,10 @@ class _Surgeon:
 
     def _is_whole(self, path: str) -> bool:
         """Whether this is of experts that ranks share out, each with the tokens of its part of the sequence."""
-        owner = self.net.get_submodule(path.rpartition(".")[0])
-        module = getattr(owner, path.rpartition(".")[2])
-        return self.sequence and (are_shared_out(owner) or are_shared_out(module))
+        if not self.sequence:
+            return False
+        owner, name = self._owner(path)
+        return are_shared_out(owner) or are_shared_out(getattr(owner, name))
 
     def _check_heads(self, plan: dict[str, str]) -> None:
         """Heads that are split over ranks must be whole on each."""
