@@ -45,14 +45,16 @@ class Asked:
     @property
     def label(self) -> str:
         """The sizes that tell runs apart."""
-        layers = next(self.changes[key] for key in ("n_layer", "num_hidden_layers") if key in self.changes)
+        layers = [
+            f" L={self.changes[key]}" for key in ("n_layer", "num_hidden_layers") if key in self.changes
+        ]
         width = f" h={self.changes['n_embd']}" if "n_embd" in self.changes else ""
         how = " ".join(
             f"{key}={value}"
             for key, value in self.options.items()
             if not isinstance(value, list | tuple | None)
         )
-        return f"{self.model} L={layers}{width} batch={self.job['global_batch']} {how}"
+        return f"{self.model}{''.join(layers)}{width} batch={self.job['global_batch']} {how}"
 
     def predictions(self) -> Predictions:
         """What is printed for it."""
@@ -245,6 +247,42 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     ]
 
 
+_CARDS = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}
+_FLASH2 = {"MPT-1b", "MPT-3b", "MPT-7b"}
+
+
+def mpt(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of llm-foundry's, as GPT-2 with the same widths; which attention it had is what `sweep.py` and the defaults of
+    `submit_benchmarks.py` say at the commit that published the table.
+
+    Ignores: that MPT has no biases. Of memory nothing was published but that it was enough.
+    """
+    if record["precision"] == "amp_fp8":
+        return "what Transformer Engine 0.10 casts in fp8 is not known"
+    num, tokens, size = (int(record[key]) for key in ("n_gpus", "seq_len", "micro_batch_per_gpu"))
+    has_flash2 = record["gpu"] == "h100_80gb" and num >= 128 and record["model"] in _FLASH2
+    runtime = DATA / "fsdp" / ("llm-foundry-flash2.toml" if has_flash2 else "llm-foundry.toml")
+    plain = {"activation_function": "gelu", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    asked = Asked(
+        "gpt2", _gpt(record, int(record["vocab"])) | plain, _nodes(_CARDS[record["gpu"]], num),
+        {
+            "global_batch": num * size * int(record["grad_accum"]), "sequence_length": tokens, "dtype": "bf16",
+            "runtime": str(runtime),
+        },
+        {
+            "dp": num, "pp": 1, "microbatch": size, "zero": {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2}[record["fsdp_strategy"]],
+            "reduce_dtype": "bf16" if record["fsdp_mixed_precision"] == "PURE" else "fp32",
+            "recompute": "full" if record["act_ckpt_full_block"] == "True" else "none",
+        },
+    )  # fmt: skip
+    device = _cluster(asked.cluster).device
+    room = (device.memory_bytes - device.context_bytes) / MIB
+    return asked, [
+        Judged("time", "s", float(record["step_time_s"]), _step),
+        Judged(ROOM, "MiB", room, _reserved),
+    ]
+
+
 def narayanan(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of Narayanan et al. 2021, whose TFLOP/s count 96 B s l h^2 (1 + s/6h + V/16lh) for a step with recomputation:
     microbatches of one sample, two chunks where they divide the layers."""
@@ -308,6 +346,54 @@ def weak_scaling(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, [Judged("time", "s", flop / num / 1e12 / float(record["tflops_per_gpu"]), _step)]
 
 
+ASYNC_TP = DATA / "throughput" / "torch-fsdp-async-tp.toml"
+_TITAN_MODELS = {
+    "Llama3-8B": "llama-3-8b", "Llama3.1-8B": "llama-3-8b", "Llama3-70B": "llama-3-70b", "Llama3.1-70B": "llama-3-70b",
+    "Llama3.1-405B": "llama-3-405b",
+}  # fmt: skip
+_TITAN_SCHEDULES = {"": "1f1b", "1F1B": "1f1b", "Interleaved1F1B": "interleaved-1f1b"}
+
+
+def torchtitan(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of torchtitan's on H100 with HBM2e.
+
+    A pipeline has as many microbatches as ranks and, where it is interleaved, two stages a rank, and keeps what it has
+    gathered until its step ends, as the defaults of December 2024 have it.
+    """
+    technique, tokens = record["technique"].lower(), int(record["seq_len"])
+    if not record["local_batch"] or not record["tps_per_gpu"]:
+        return "no batch or no rate was published"
+    if record["table"] == "issue773-8B":
+        return "the devices of a user's report are not named"
+    if "rowwise" in technique:
+        return "the speed of row-wise fp8 products is not known"
+    if record["schedule"] not in _TITAN_SCHEDULES:
+        return f"schedule {record['schedule']} ran without what its row names"
+    num, tp, pp, cp, size = (int(record[key]) for key in ("n_gpus", "tp", "pp", "cp", "local_batch"))
+    dp = num // (tp * pp * cp)
+    count = pp if pp > 1 else 1
+    interleaved = {"chunks": 2} if record["schedule"] == "Interleaved1F1B" else {}
+    asked = Asked(
+        _TITAN_MODELS[record["model"]], {}, _nodes("h100-hbm2e", num),
+        {
+            "global_batch": dp * size, "sequence_length": tokens,
+            "runtime": str(ASYNC_TP) if "async" in technique else "torch-fsdp",
+            **({"dtype": "fp8"} if "float8" in technique else {}),
+            **({"compiled": True} if "compile" in technique else {}),
+        },
+        {
+            "tp": tp, "pp": pp, "dp": dp, "cp": cp, "microbatch": size // count, "zero": 3 if pp == 1 else 1,
+            "sequence_parallel": tp > 1, "schedule": _TITAN_SCHEDULES[record["schedule"]], **interleaved,
+            "recompute": "selective" if "selective" in record["ac"] else record["ac"],
+        },
+    )  # fmt: skip
+    seconds = dp * size * tokens / num / float(record["tps_per_gpu"])
+    figures = [Judged("time", "s", seconds, _step)]
+    if record["peak_mem_gib"].replace(".", "").isdigit():
+        figures.append(Judged("reserved", "MiB", float(record["peak_mem_gib"]) * 1024, _reserved))
+    return asked, figures
+
+
 @dataclass(frozen=True)
 class Source:
     """A table of runs: where it is, how a row is asked, every so many of which constants were fitted on (0:
@@ -330,6 +416,8 @@ SOURCES = {
     "megatron_core_h100_weak_scaling.csv": Source("throughput", weak_scaling, 0, {"time": 0.13}),
     "megascale_tab2_fig9.csv": Source("throughput", megascale, 0, {"time": 0.13}),
     "bloom_megatron_deepspeed_a100.csv": Source("bloom", bloom, 0, {"time": 0.15}),
+    "mpt_fsdp_llmfoundry.csv": Source("fsdp", mpt, 0, {"time": 0.15}),
+    "torchtitan_benchmarks.csv": Source("throughput", torchtitan, 0, {"time": 0.13, "reserved": 0.05}),
     "zero_bubble_measured.csv": Source("footprints", zero_bubble, 3, {"time": 0.03, "memory": 0.05}),
 }
 

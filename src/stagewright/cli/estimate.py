@@ -76,7 +76,7 @@ def estimate(
         str | None,
         typer.Option(
             metavar="WAY",
-            help="none, full, selective (attention's scores), or model (the default where the model's code checkpoints).",
+            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).",
         ),
     ] = None,
     zero: Zero = None,

@@ -216,6 +216,16 @@ class Device(SourcedModel):
         )
         return flop / self.matmul_flops(dtype) + self.matmul_half_flop / self.matmul_flops(next(known, dtype))
 
+    def with_attention(self, rate: float) -> Device:
+        """This device with attention kernels that are `rate` times as fast."""
+        if rate == 1.0:
+            return self
+        faster = {
+            "attention_efficiency": self.attention_efficiency * rate,
+            "attention_backward_efficiency": self.attention_backward_efficiency * rate,
+        }
+        return self.model_copy(update=faster)
+
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of a kernel that streams `num_bytes` of device memory, or of its cache. Ignores: launch."""
         return self._traffic(num_bytes) / (self.memory_bandwidth * self.memory_efficiency)

@@ -85,10 +85,21 @@ class Waits(StrictModel):
 
     * `product_s`: around a matrix product, beyond its ramp-up.
     * `collective_s`: in a collective, for the slowest of its members, whatever its size.
+    * `beside_share`: part of its processors that collectives of shared-out parameters and gradients take from the
+      computations they run beside.
     """
 
     product_s: Seconds = 0.0
     collective_s: Seconds = 0.0
+    beside_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+
+class Selective(StrictModel):
+    """What checkpointed layers keep under selective recomputation: what operators of the short names `keeps` make, of those
+    that are also `every_second` only what the first, the third, ... call in each layer makes."""
+
+    keeps: tuple[str, ...] = Field(min_length=1)
+    every_second: tuple[str, ...] = ()
 
 
 class Optimizer(StrictModel):
@@ -100,6 +111,8 @@ class Optimizer(StrictModel):
     * `keeps_gradients`: whether gradients as backwards make them stay beside those of another type that they are added to.
     * `moves_parameters`: whether parameters, made one by one, move into the buffers that replicas share out, of which state
       is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
+    * `gathers_masters`: whether shared-out parameters are cast and gathered from their master copies, so that nothing else
+      of them stays.
     * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
     """
 
@@ -107,6 +120,7 @@ class Optimizer(StrictModel):
     state: Literal["float32"] | None = None
     keeps_gradients: bool = False
     moves_parameters: bool = False
+    gathers_masters: bool = False
     step_bytes: _Count | None = None
 
 
@@ -117,6 +131,12 @@ class Runtime(SourcedModel):
     * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as the device computes them
       that traces (``traced``).
     * `experts`: as the model's own code computes them, or ``grouped``, with weights between their products.
+    * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
+      replaced it, is 1.
+    * `shard_units`: in what replicas gather and reduce a stage that they share out: in the pieces that are ``fastest``, or
+      each of its ``layers`` on its own and what is in front of and behind them.
+    * `copies_parts`: whether collectives copy what they send or put together, whose parts do not lie one behind
+      the other.
     * `workspace_bytes`: what its kernels keep beside the matrix library's own workspace.
     * `overlaps_reduction`: whether gradients are reduced beside the last backward, and parameters gathered beside the first
       forward, layer by layer.
@@ -126,6 +146,7 @@ class Runtime(SourcedModel):
     * `checks_after`: whether the optimizer looks at all gradients after its step, so that with split backwards a rank goes
       on to the next one while others end theirs.
     * `recomputes`: short names of operators whose results are always made again for the backward.
+    * `selective`: what is kept under selective recomputation; None: all but attention's scores.
     * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
     * `recomputes_head`: whether what surrounds the layers is recomputed too where they are.
@@ -146,6 +167,9 @@ class Runtime(SourcedModel):
     recomputes_head: bool = True
     transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
     scatters_boundaries: bool = False
+    attention_rate: Annotated[float, Field(gt=0, le=10)] = 1.0
+    copies_parts: bool = False
+    shard_units: Literal["fastest", "layers"] = "fastest"
     workspace_bytes: Annotated[int, BeforeValidator(parse_amount), Field(ge=0)] = 0
     overlaps_reduction: bool = False
     overlapped_collectives: Literal["none", "backward", "all"] = "none"
@@ -153,6 +177,7 @@ class Runtime(SourcedModel):
     sums_once: bool = False
     checks_after: bool = False
     recomputes: tuple[str, ...] = ()
+    selective: Selective | None = None
     optimizer: Optimizer = Optimizer()
     host: HostCosts = HostCosts()
     waits: Waits = Waits()
@@ -231,7 +256,7 @@ def load_runtime(name: str) -> Runtime:
     ()
     """
     if name == STAGEWRIGHT:
-        return Runtime(name=STAGEWRIGHT, attention="traced")
+        return Runtime(name=STAGEWRIGHT, attention="traced", copies_parts=True)
     if name.endswith(".toml"):
         return _made(name, read_toml(Path(name), "runtime file"), name)
     if name not in runtime_names():

@@ -85,7 +85,7 @@ def resident_bytes(
             if value not in summed:
                 sizes["gradients"][value] = gradient
     for flat in flats:
-        _add_flat(sizes, flat, runtime.precision(flat.dtype))
+        _add_flat(sizes, flat, runtime)
     if runtime.optimizer.keeps_gradients:
         trained = {value: stage.value(value).meta for stage in stages for value, _ in stage.gradients}
         sizes["gradients"] |= {
@@ -115,10 +115,12 @@ def resident_bytes(
     )
 
 
-def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat, precision: Precision) -> None:
+def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat, runtime: Runtime) -> None:
     """The part of a flat buffer that one replica keeps; gradients that are sharded come and go."""
+    precision = runtime.precision(flat.dtype)
+    from_master = runtime.optimizer.gathers_masters and precision.has_master and flat.is_trained
     item, gradient = ITEM_BYTES[flat.dtype], ITEM_BYTES[precision.gradient]
-    if flat.level >= OPTIMIZER:
+    if flat.level >= OPTIMIZER and not (from_master and flat.level >= PARAMETERS):
         whole = flat.level < PARAMETERS
         sizes["parameters"][flat] = item * (flat.num_elements if whole else flat.shard_elements)
     if flat.is_trained and flat.level < GRADIENTS:

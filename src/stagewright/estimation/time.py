@@ -16,7 +16,7 @@ from stagewright.estimation.collectives import collective_seconds
 from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
-from stagewright.estimation.runtime import STAGEWRIGHT, runtime_of
+from stagewright.estimation.runtime import runtime_of
 from stagewright.graph import Node, OperatorGraph, Part
 from stagewright.graph.graph import short_name
 from stagewright.graph.tensor_parallel import (
@@ -142,7 +142,7 @@ class Costing:
         self.fusions: dict[int, Fusion] = fused(graph) if compiled else {}
         self.runtime = runtime_of(graph)
         self.graph = graph
-        self.device = device
+        self.device = device.with_attention(self.runtime.attention_rate)
         found = parallelism(graph)
         self._strides = neighbour_strides(graph)
         if found is not None and cluster is None:
@@ -184,10 +184,10 @@ class Costing:
         return plain
 
     def _sent(self, node: Node, value: Lookup, plain: Cost) -> Cost:
-        """A collective: `plain` is the copy that it makes in our own runtime; others send in place."""
+        """A collective: `plain` is the copy that some runtimes make of its parts; others send in place."""
         assert self.cluster is not None
         runtime = self.runtime
-        copied_s = plain.device_s if runtime.name == STAGEWRIGHT else 0.0
+        copied_s = plain.device_s if runtime.copies_parts else 0.0
         sent_s = collective_seconds(node, value, self.cluster, self._strides) + runtime.waits.collective_s
         beside = self._is_overlapped(node)
         return replace(

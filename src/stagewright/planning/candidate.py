@@ -34,12 +34,13 @@ from stagewright.planning.regions import (
     kept_policy,
     layers_policy,
     named_policy,
+    selective_policy,
     with_recomputation,
 )
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program
 from stagewright.planning.shortening import built
-from stagewright.planning.units import numbers_to_try, unit_cuts
+from stagewright.planning.units import units_to_try
 from stagewright.schedule import Kind, Program, subdivided
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
@@ -98,7 +99,7 @@ class Choice:
     layers_per_stage: tuple[int, ...] | None = None
     """Numbered layers of every stage; None lets a partition be found."""
     selective: bool = False
-    """Whether stages recompute attention's scores and what is made of them until the values are weighted."""
+    """Whether stages recompute the part that `stagewright.planning.regions.selective_policy` says."""
     whole_stages: bool = False
     """Whether stages that recompute keep only what enters them, and that where several microbatches are in flight:
     torchgpipe's way."""
@@ -157,7 +158,7 @@ class Candidate:
     cuts: tuple[int, ...]
     memories: tuple[RankMemory, ...]
     excess_bytes: int
-    memory_policy: tuple[Literal["keep", "layers", "recompute", "scores"] | StagePolicy, ...]
+    memory_policy: tuple[Literal["keep", "layers", "recompute", "selective"] | StagePolicy, ...]
 
     def for_job(self, job: Job) -> Candidate:
         """The same for a job that differs in its memory limit only."""
@@ -179,7 +180,7 @@ def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Pol
     """The memory policy of every stage that `program` says: recompute as `choice` does, or keep everything."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
     if choice.selective:
-        return [kept_policy(graph, selective=True)] * program.num_stages
+        return [selective_policy(graph)] * program.num_stages
     kept = again = kept_policy(graph)
     if recomputed:
         again = RECOMPUTE_ALL if choice.whole_stages else layers_policy(graph)
@@ -271,11 +272,10 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    asked = choice.layers_per_stage
-    if asked is None and job.profile.partition == "layers":
-        asked = even_layers(body.graph, make_program(choice).num_stages)
+    asked, wanted = choice.layers_per_stage, make_program(choice).num_stages
+    if asked is None and wanted > 1 and job.profile.partition == "layers":
+        asked = even_layers(body.graph, wanted)
     if asked is not None:
-        wanted = make_program(choice).num_stages
         if len(asked) != wanted:
             raise PlanError(
                 f"{len(asked)} numbers of layers per stage for {wanted} stages: give one for each of the stages of schedule "
@@ -340,8 +340,7 @@ def _best_in_units(
     """The given partition in the sharding units that `choice` names, or in those that are fastest within memory; in the
     smallest, which take least, where these do not fit."""
     found: list[Candidate] = []
-    for numbers in numbers_to_try(body, cuts, choice.shard_units):
-        inside = unit_cuts(body, cuts, numbers)
+    for inside in units_to_try(body, cuts, choice.shard_units):
         every = sorted([*cuts, *(cut for own in inside for cut in own)])
         divided = subdivided(program, [len(own) + 1 for own in inside])
         line = _carved(body, choice, every, divided, cluster, job)
@@ -389,12 +388,12 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
 
 def _named(
     choice: Choice, line: Pipeline
-) -> tuple[Literal["keep", "layers", "recompute", "scores"] | StagePolicy, ...]:
+) -> tuple[Literal["keep", "layers", "recompute", "selective"] | StagePolicy, ...]:
     """The policies of `policies`, as plans name them, or what the model says."""
     if choice.as_model:
         return tuple(named_policy(stage) for stage in line.stages)
     if choice.selective:
-        return ("scores",) * line.program.num_stages
+        return ("selective",) * line.program.num_stages
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
     again = "recompute" if choice.whole_stages else "layers"
     return tuple(again if stage in recomputed else "keep" for stage in range(line.program.num_stages))

@@ -67,12 +67,12 @@ def estimate(
     number of devices (by default one replica), and the partition is the one a search would take; `tp` ranks share every
     layer, and with `sequence_parallel` split the sequence between layers; `cp` ranks divide every sample's tokens; `ep` of
     the ranks of one stage share every layer's experts out. `recompute` is what stages recompute of what they save:
-    ``none``, ``selective`` (attention's scores) or ``full`` of it, or what the ``model``'s own code checkpoints, as by
-    default where it does; `chunks` stages per rank are for schedules that place several, and `layers_per_stage` says how
-    many numbered layers each has; `zero` is what replicas share out (0 to 3), at most `shard_size` of them among each
-    other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in `shard_units` pieces (by
-    default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with ``auto`` in several where
-    logits are large. `stack` names whose execution is predicted, by default Stagewright's own.
+    ``none``, ``selective`` (attention's scores, or what the runtime says) or ``full`` of it, or what the ``model``'s own
+    code checkpoints, as by default where it does; `chunks` stages per rank are for schedules that place several, and
+    `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at most
+    `shard_size` of them among each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in
+    `shard_units` pieces (by default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with
+    ``auto`` in several where logits are large. `stack` names whose execution is predicted, by default Stagewright's own.
 
     The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
 
@@ -251,7 +251,7 @@ def _recomputation(asked: str | None, graph: OperatorGraph, job: Job) -> dict[st
                 "recompute 'selective' is what runtimes do that store attention's scores; Stagewright's own recomputes what "
                 "`plan` chooses, or give none or full"
             )
-        if not attention_scores(graph):
+        if job.profile.selective is None and not attention_scores(graph):
             raise InputError(
                 "recompute 'selective' makes attention's scores again, which this runtime never stores: give none or full"
             )

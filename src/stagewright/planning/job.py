@@ -217,7 +217,7 @@ class Job(StrictModel):
             InputError: there is no such runtime, or it does not train in this precision or compile.
         """
         self.profile.check_dtype(self.dtype)
-        if self.compiled and self.runtime != STAGEWRIGHT:
+        if self.compiled and self.profile.kernels:
             raise InputError(
                 f"runtime '{self.runtime}' says itself which operators are one kernel: leave out --compiled, or --runtime"
             )

@@ -189,9 +189,9 @@ class Plan(StrictModel):
     program: tuple[tuple[str, ...], ...]
     """Texts of the actions of every pipeline rank, in order, without transfers between ranks: computations, and where
     replicas share stages out GATHER, RELEASE and REDUCE."""
-    memory_policy: tuple[Literal["keep", "layers", "recompute", "scores"] | StagePolicy, ...]
+    memory_policy: tuple[Literal["keep", "layers", "recompute", "selective"] | StagePolicy, ...]
     """Per stage: keep saved values, keep what enters each layer and recompute the rest, recompute all from what enters the
-    stage, recompute attention's scores (of other runtimes), or treat some values so."""
+    stage, recompute a part that the runtime chooses, or treat some values so."""
     sharding: tuple[Literal[0, 1, 2, 3], ...] = ()
     """Per stage, what its replicas share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also parameters.
     None given: 0 for all."""

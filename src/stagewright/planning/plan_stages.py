@@ -9,7 +9,7 @@ from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.regions import kept_policy, layers_policy
+from stagewright.planning.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 
 
@@ -67,8 +67,8 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
             )
         if text == "layers":
             return layers_policy(graph)
-        if text == "scores":
-            return kept_policy(graph, selective=True)
+        if text == "selective":
+            return selective_policy(graph)
         return RECOMPUTE_ALL if text == "recompute" else kept_policy(graph)
 
     return [policy(text) for text in plan.memory_policy]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -146,25 +147,28 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
     flights = flight_seconds(line, edges)
     forward_posts, backward_posts = posting_seconds(line, edges)
     pass_s = line.job.profile.host.pass_s
+    gather_s = [line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages]
+    reduce_s = [_reduce_seconds(line, stage) for stage in stages]
+    slowed_s = _slowed_seconds(line, gather_s, reduce_s)
     rebuild_s = np.array([summary.rebuild_s for summary in line.summaries])
     early_s, late_s = rebuild_s, 0.0 * rebuild_s
     if not line.job.profile.recomputes_ahead:
         early_s, late_s = late_s, early_s
     updates = _update_seconds(line) if steps and steps_early(line.program) else []
     return StepCosts(
-        forward_seconds=_column(pass_s + forward_posts + [summary.forward_s for summary in line.summaries]),
+        forward_seconds=_column(
+            pass_s + slowed_s + forward_posts + [summary.forward_s for summary in line.summaries]
+        ),
         input_grad_seconds=_column(
-            late_s + pass_s + backward_posts + [summary.input_grad_s for summary in line.summaries]
+            late_s + pass_s + slowed_s + backward_posts + [summary.input_grad_s for summary in line.summaries]
         ),
         weight_grad_seconds=tuple(summary.weight_grad_s for summary in line.summaries),
         backward_seconds=_column(
-            late_s + pass_s + backward_posts + [summary.backward_s for summary in line.summaries]
+            late_s + pass_s + slowed_s + backward_posts + [summary.backward_s for summary in line.summaries]
         ),
         recompute_seconds=_unless_zero(early_s.tolist()),
-        gather_seconds=_unless_zero(
-            line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages
-        ),
-        reduce_seconds=_unless_zero(_reduce_seconds(line, stage) for stage in stages),
+        gather_seconds=_unless_zero(gather_s),
+        reduce_seconds=_unless_zero(reduce_s),
         update_seconds=_unless_zero(sum(updates[rank]) for rank in placed if updates),
         transfers=tuple(
             TransferCosts(
@@ -186,6 +190,17 @@ def _reduce_seconds(line: Pipeline, stage: int) -> float:
     if not line.job.profile.overlaps_reduction:
         return reduce_s
     return _exposed(reduce_s, line.summaries[stage].backward_s, len(_layers_in(line.stages[stage])) or 1)
+
+
+def _slowed_seconds(line: Pipeline, gather_s: Sequence[float], reduce_s: Sequence[float]) -> Floats:
+    """By how much a pass of each stage is slower on the average for collectives that take processors from it."""
+    share = line.job.profile.waits.beside_share
+    taken = np.zeros(len(line.stages))
+    if share:
+        for kind, seconds in ((Kind.GATHER, gather_s), (Kind.REDUCE, reduce_s)):
+            counts = Counter(action.stage for action in line.program if action.kind is kind)
+            taken += [counts[stage] * each for stage, each in enumerate(seconds)]
+    return share * taken / (2 * line.program.num_microbatches)
 
 
 def _column(seconds: Floats) -> tuple[float, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Literal
 
 from stagewright.cluster import Cluster
+from stagewright.estimation.operators import KERNELS
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import Node, OperatorGraph, Part
@@ -33,15 +35,29 @@ def layers_policy(graph: OperatorGraph) -> Policy:
     return Policy(everything=True, checkpoints=kept)
 
 
-def kept_policy(graph: OperatorGraph, selective: bool = False) -> Policy:
-    """Of stages that are asked to keep all they save: all but what the runtime of `graph` always makes again, and where it
-    is `selective` all but attention's scores."""
+def kept_policy(graph: OperatorGraph, without: frozenset[int] = frozenset()) -> Policy:
+    """Of stages that are asked to keep all they save, but for the values `without`: all but what the runtime of `graph`
+    always makes again."""
     names = runtime_of(graph).recomputes
     again = [graph.nodes[node] for node in graph.body if short_name(graph.nodes[node].op) in names]
-    made = frozenset(value for node in again for value in node.outputs if value is not None)
-    made |= attention_scores(graph) if selective else frozenset()
+    made = without | {value for node in again for value in node.outputs if value is not None}
     given = frozenset(graph.values[value].storage for node in again for value in node.inputs)
     return Policy(recompute=made, checkpoints=given) if made else KEEP
+
+
+def selective_policy(graph: OperatorGraph) -> Policy:
+    """Of stages that recompute what is cheap to make again: what the runtime of `graph` says; else attention's scores."""
+    which = runtime_of(graph).selective
+    if which is None:
+        return kept_policy(graph, attention_scores(graph))
+    kept, calls = set(layers_policy(graph).checkpoints), Counter[tuple[str, str]]()
+    for node in map(graph.nodes.__getitem__, graph.body):
+        name, layer = short_name(node.op), layer_of(node.module)
+        name = KERNELS.get(name, name)
+        calls[layer, name] += 1
+        if name in which.keeps and not (name in which.every_second and calls[layer, name] % 2 == 0):
+            kept.update(graph.values[value].storage for value in node.outputs if value is not None)
+    return Policy(everything=True, checkpoints=frozenset(kept))
 
 
 def default_policies(graph: OperatorGraph, cuts: Sequence[int]) -> list[Policy]:

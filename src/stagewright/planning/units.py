@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import InputError
+from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.layers import layers_of
@@ -38,9 +39,24 @@ def check_shard_units(zero: int | None, shard_units: int | None) -> None:
         raise InputError(f"shard_units = {shard_units}: a stage is one unit at least; give 1 or more")
 
 
-def numbers_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> list[tuple[int, ...]]:
-    """Numbers of units of every stage between `cuts`: those `asked` for; or units of about a layer, then of about four, two
-    units, and whole stages."""
+def units_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> Iterator[list[list[int]]]:
+    """Ways to divide every stage between `cuts`, as the cuts inside it: into so many units as are `asked` for; or as the
+    runtime does; or into units of about a layer, then of about four, two units, and whole stages."""
+    if asked is None and runtime_of(body.graph).shard_units == "layers":
+        yield _between_layers(body, cuts)
+        return
+    for numbers in _numbers_to_try(body, cuts, asked):
+        yield unit_cuts(body, cuts, numbers)
+
+
+def _between_layers(body: BodyCosts, cuts: Sequence[int]) -> list[list[int]]:
+    """Of every stage, the legal cuts inside it at which a layer begins or the last one ends."""
+    inside = np.intersect1d(np.flatnonzero(_begins_layer(body)), body.legal_cuts).tolist()
+    return [[at for at in inside if start < at < stop] for start, stop in pairwise((0, *cuts, body.size))]
+
+
+def _numbers_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> list[tuple[int, ...]]:
+    """Numbers of units of every stage."""
     if asked is not None:
         return [(asked,) * (len(cuts) + 1)]
     layers = [_num_layers(body, start, stop) for start, stop in pairwise((0, *cuts, body.size))]
