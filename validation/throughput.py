@@ -13,10 +13,9 @@ from verdict import Row, arguments, grouped, show
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import StagewrightError
-from stagewright.estimation.megatron import Layout, Shape, find_megatron_stack, shape_of
+from stagewright.estimation.megatron import Layout, Shape, find_megatron_stack
 from stagewright.estimation.megatron.fusion import Gathers, find_fusion
 from stagewright.planning.configure.iteration import Run
-from stagewright.tracing.models.reference import resolve
 
 BAR = 0.15
 DATA = Path(__file__).parent / "data" / "throughput"
@@ -27,12 +26,6 @@ MODERN = "megatron-core+te"
 Record = dict[str, str]
 Judged = tuple[str, float, float]
 """Label, predicted and published figure."""
-
-
-LOW_POWER_H100 = {"device.peak_flops.bf16": 912e12, "device.memory_bandwidth": 2.4e12}
-"""TorchTitan's authors state that their H100 have HBM2e, a lower power limit, and a peak between those of SXM and NVL
-(Liang et al. 2024, arXiv 2410.06511): the middle of 989 and 835 TFLOP/s, and six stacks of which the PCIe card's five
-give 2 TB/s."""
 
 
 def nodes_of_eight(device: str, num: int, given: dict[str, float] | None = None) -> Cluster:
@@ -124,40 +117,11 @@ def bridge(record: Record) -> Judged | None:
     return megatron_bridge.label_of(record), rate, float(record["tokens_per_s_per_gpu"])
 
 
-def torchtitan(record: Record) -> Judged | None:
-    """Tokens per second and device of rows in bf16; parameters sharded as an optimizer is, whose gathers FSDP hides.
-
-    Asynchronous tensor parallelism is taken to hide what needs no product in front of it: its rows gain no more.
-    """
-    technique = record["technique"]
-    if "float8" in technique or not record["local_batch"] or record["pp"] != "1":
-        return None
-    names = {"Llama3.1-8B": "llama-3-8b", "Llama3.1-70B": "llama-3-70b"}
-    config = resolve(names[record["model"]]).config
-    assert config is not None
-    num, tp, tokens, size = _numbers(record, "n_gpus", "tp", "seq_len", "local_batch")
-    num_layers = shape_of(config).num_layers
-    again = (
-        num_layers if record["ac"] == "full" else num_layers // 2
-    )  # of every two products one is made again
-    layout = Layout(
-        tokens, tp=tp, dp=num // tp, microbatch_size=size, sequence_parallel=tp > 1, shards_optimizer=True,
-        recomputed_layers=(again,),
-    )  # fmt: skip
-    cluster = nodes_of_eight("h100", num, LOW_POWER_H100)
-    seconds = step_seconds(
-        shape_of(config), layout, cluster, hidden_gathers="backward" if "async TP" in technique else "none"
-    )
-    label = f"{record['model']} on {num}: {technique}"
-    return label, num // tp * size * tokens / seconds / num, float(record["tps_per_gpu"])
-
-
 SOURCES: dict[str, Callable[[Record], Judged | None]] = {
     "megatron_sc21_table1.csv": narayanan,
     "megatron_core_h100_weak_scaling.csv": weak_scaling,
     "megascale_tab2_fig9.csv": megascale,
     BRIDGE: bridge,
-    "torchtitan_benchmarks.csv": torchtitan,
 }
 
 

@@ -16,6 +16,8 @@ from verdict import summary
     [
         ("megatron_core_b200.csv", 5, ("time", "allocated")),
         ("zero_bubble_measured.csv", 9, ("memory",)),
+        ("mpt_fsdp_llmfoundry.csv", 20, ("time",)),
+        ("torchtitan_benchmarks.csv", 5, ("reserved",)),
         ("megatron_a100_single_node.csv", 150, ("time",)),
     ],
 )

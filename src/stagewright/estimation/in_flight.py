@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Change, Event, Rank
@@ -58,6 +59,14 @@ class Happenings:
                     yield sent.popleft(), (False, *channel)
                 sent.append(microbatch)
             yield microbatch, (True, kind, part.stage, part.peer)
+
+
+@lru_cache(maxsize=512)
+def in_flight(
+    memories: tuple[StageMemory, ...], rank_of_stage: tuple[int, ...], rank: int, is_scripted: bool = False
+) -> InFlight:
+    """The states of a microbatch on `rank`, kept for programs that differ in the order of actions only."""
+    return InFlight(memories, rank_of_stage, rank, is_scripted)
 
 
 class InFlight:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Event
 from stagewright.estimation.flat_bytes import FlatBytes
-from stagewright.estimation.in_flight import Happenings, InFlight
+from stagewright.estimation.in_flight import Happenings, in_flight
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
@@ -98,7 +98,7 @@ class _Replay:
         self.fixed = resident.total
         """What is there whatever the microbatches hold; while flat buffers are whole, these too."""
         self.actions = program.actions(rank)
-        self.flight = InFlight(memories, program.placement.rank_of_stage, rank)
+        self.flight = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
         self.happenings = Happenings()
         self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)

@@ -9,7 +9,7 @@ import numpy as np
 
 from stagewright.estimation.allocator import Block, CachingAllocator
 from stagewright.estimation.allocator_kernels import NONE, Ints
-from stagewright.estimation.in_flight import Happenings, InFlight
+from stagewright.estimation.in_flight import Happenings, in_flight
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
@@ -80,7 +80,7 @@ class _Replay:
         self.actions = program.actions(rank)
         self.num_microbatches = program.num_microbatches
         placed = program.placement.rank_of_stage
-        self.flight = InFlight(memories, placed, rank, is_scripted=True)
+        self.flight = in_flight(tuple(memories), placed, rank, is_scripted=True)
         self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
         self.allocator = CachingAllocator()
         self.numbers: dict[Key, int] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from stagewright.errors import PlanError
 from stagewright.graph.graph import OperatorGraph, Part
 
 
+@lru_cache(maxsize=4096)
 def layer_of(module: str) -> str:
     """The path of a module up to the first number in it; empty where there is none.
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from stagewright.graph.graph import Node, OperatorGraph, Value
 
@@ -90,7 +91,7 @@ class Stage:
         """Whether B or I returns the loss, and not F."""
         return self.computes_loss and self.graph.loss in made_by(self.late)
 
-    @property
+    @cached_property
     def after_rebuild(self) -> frozenset[int]:
         """What F saves and R makes is there from then on if it is among these: the backward uses it, whole or split."""
         return frozenset((*self.backward.inputs, *self.input_grad.inputs, *self.relayed))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device
 from stagewright.estimation.memory import RankMemory
@@ -144,12 +146,31 @@ def pipeline(
     policies: Sequence[Policy] = (),
 ) -> Pipeline:
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
-    carving = Carving(body.graph, cuts)
-    memories = tuple(StageMemory(stage) for stage in carving.stages(policies))
+    carving, memories = _carved(body, tuple(cuts), tuple(policies))
     tp = tensor_width(body.graph)
-    costings = _costings(body, cluster, program, num_holders * tp)
-    summaries = tuple(map(summarise, memories, costings))
+    if cluster.is_homogeneous:
+        summaries = _summaries(body, tuple(cuts), tuple(policies))
+    else:
+        summaries = tuple(map(summarise, memories, _costings(body, cluster, program, num_holders * tp)))
     return Pipeline(memories, summaries, program, cluster, job, num_holders, carving, tp=tp)
+
+
+@lru_cache(
+    maxsize=16
+)  # configurations that differ in schedule, microbatches or sharding have the same stages
+def _carved(
+    body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
+) -> tuple[Carving, tuple[StageMemory, ...]]:
+    carving = Carving(body.graph, cuts)
+    return carving, tuple(StageMemory(stage) for stage in carving.stages(policies))
+
+
+@lru_cache(maxsize=16)
+def _summaries(
+    body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
+) -> tuple[StageSummary, ...]:
+    """Of every stage, on the devices of `body`."""
+    return tuple(summarise(memory, body.costing) for memory in _carved(body, cuts, policies)[1])
 
 
 class Variants:
@@ -210,12 +231,30 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
 
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
     """`graph`, as the job's runtime runs it and with the layers that it leaves out, with the costs of its ranges of
-    operators; raises as `costing` does."""
+    operators; raises as `costing` does. Of the same graph, cluster and way to compute it is worked out once."""
+    asked = _Asked(graph, cluster, job.runtime, job.products, job.compiled)
+    for known, body in _KNOWN:
+        if known.graph is asked.graph and known[1:] == asked[1:]:
+            return body
     try:
         whole = expanded(job.profile.rewrite(graph))
     except IrregularLayers:  # a kernel reaches from one layer into the next
         whole = job.profile.rewrite(expanded(graph))
-    return BodyCosts(whole, costing(whole, cluster, job))
+    body = BodyCosts(whole, costing(whole, cluster, job))
+    _KNOWN.append((asked, body))
+    return body
+
+
+class _Asked(NamedTuple):
+    graph: OperatorGraph
+    cluster: Cluster
+    runtime: str
+    products: str | None
+    compiled: bool
+
+
+_KNOWN: deque[tuple[_Asked, BodyCosts]] = deque(maxlen=8)
+"""What was asked for last: configurations of one model that differ in schedule, stages or sharding have the same."""
 
 
 def reserved_bytes(memory: RankMemory, device: Device) -> int:

@@ -141,7 +141,7 @@ def _entry(facts: dict[str, Any]) -> Path | None:
 def _load(path: Path) -> OperatorGraph | None:
     """The graph that is kept in a file; None, with a word of warning unless there is no file, if it cannot be trusted."""
     try:
-        return graph_from_bytes(_own_bytes(path))
+        return _own_graph(path)
     except FileNotFoundError:
         return None
     except DamagedGraph as error:
@@ -152,11 +152,11 @@ def _load(path: Path) -> OperatorGraph | None:
     return None
 
 
-def _own_bytes(path: Path) -> bytes:
-    """The contents of a file that only this user can have written.
+def _own_graph(path: Path) -> OperatorGraph:
+    """The graph in a file that only this user can have written; read once, unless it has changed since.
 
     Raises:
-        DamagedGraph: it is a link, no file, somebody else's or writable by others.
+        DamagedGraph: it is a link, no file, somebody else's or writable by others, or no graph.
         OSError: it cannot be read.
     """
     # A link is not followed, and a pipe not waited for.
@@ -166,7 +166,19 @@ def _own_bytes(path: Path) -> bytes:
             raise DamagedGraph("it is no file")
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise DamagedGraph("it belongs to another user, or others may write to it")
-        return file.read()
+        version = found.st_ino, found.st_mtime_ns, found.st_size
+        known = _READ.pop(path, None)
+        if known is None or known[0] != version:
+            known = version, graph_from_bytes(file.read())
+        _READ[path] = known
+        while len(_READ) > _MOST_READ:
+            del _READ[next(iter(_READ))]
+        return known[1]
+
+
+_MOST_READ = 16
+_READ: dict[Path, tuple[tuple[int, int, int], OperatorGraph]] = {}
+"""Graphs that were read last, with what tells versions of their files apart: estimates of one model ask for few."""
 
 
 def _store(path: Path, graph: OperatorGraph) -> None:

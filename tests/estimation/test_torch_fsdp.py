@@ -1,0 +1,121 @@
+"""PyTorch's fully sharded data parallelism as a runtime: its units, what it keeps, and what its collectives cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError
+from stagewright.estimation.runtime import load_runtime
+from stagewright.graph.graph import short_name
+from stagewright.graph.layers import layer_of
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.pipeline import body_costs
+from stagewright.planning.plan import Plan
+from stagewright.planning.regions import layers_policy, selective_policy
+from stagewright.tracing.cache import trace
+
+CLUSTER = load_cluster("8x-h100")
+
+
+def estimated(runtime: str = "torch-fsdp", compiled: bool = False, **options: object) -> Plan:
+    job = Job(global_batch=32, sequence_length=64, dtype="bf16", runtime=runtime, compiled=compiled)
+    return estimate("tiny-llama", CLUSTER, job, dp=8, pp=1, microbatch=2, **options)  # type: ignore[arg-type]
+
+
+def changed(folder: Path, text: str) -> str:
+    path = folder / "other.toml"
+    path.write_text(f'based_on = "torch-fsdp"\n{text}\n')
+    return str(path)
+
+
+def test_every_layer_is_gathered_and_reduced_on_its_own() -> None:
+    found = estimated(zero=3)
+    graph = trace("tiny-llama", 2, 64, "bfloat16", target="cuda", attention="fused")
+    layers = [layer_of(graph.nodes[node].module) for node in graph.body]
+    units = [one for index, one in enumerate(layers) if index == 0 or layers[index - 1] != one]
+    assert found.num_stages == len(units) == len(set(layers) - {""}) + 2
+    (actions,) = found.program
+    # Each of two microbatches is gathered twice but where forward and backward meet, and reduced once.
+    assert [actions.count(f"{unit}REDUCE") for unit in range(found.num_stages)] == [2] * found.num_stages
+    assert actions.count("2GATHER") == 4
+
+
+def test_shards_are_fp32_masters_and_nothing_else(tmp_path: Path) -> None:
+    found = estimated(zero=3).predictions.ranks[0]
+    other = estimated(changed(tmp_path, "[optimizer]\ngathers_masters = false"), zero=3).predictions.ranks[0]
+    assert found.categories["parameters"] == 0 < other.categories["parameters"]
+    assert found.categories["master"] == other.categories["master"] == 2 * other.categories["parameters"]
+
+
+def test_selective_recomputation_keeps_every_second_product() -> None:
+    job = Job(global_batch=8, sequence_length=64, dtype="bf16", runtime="torch-fsdp")
+    graph = body_costs(
+        trace("tiny-llama", 2, 64, "bfloat16", target="cuda", attention="fused"), CLUSTER, job
+    ).graph
+    kept = selective_policy(graph).checkpoints - layers_policy(graph).checkpoints
+    makers = [graph.nodes[graph.values[value].node] for value in kept]
+    first = [node for node in makers if layer_of(node.module).endswith(".0")]
+    names = sorted(node.module.rpartition(".")[2] for node in first if short_name(node.op) == "mm")
+    assert names == ["down_proj", "gate_proj", "q_proj", "v_proj"]
+    assert any("attention" in node.op for node in first)
+
+    plans = [estimated(zero=3, recompute=how) for how in ("none", "selective", "full")]
+    peaks = [one.predictions.ranks[0].allocated_peak_bytes for one in plans]
+    seconds = [one.predictions.ranks[0].busy_seconds for one in plans]
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert seconds[0] < seconds[1] < seconds[2]
+    assert set(plans[1].memory_policy) == {"selective"}
+
+
+def test_collectives_slow_what_runs_beside_them(tmp_path: Path) -> None:
+    slowed, alone = estimated(zero=3), estimated(changed(tmp_path, "[waits]\nbeside_share = 0.0"), zero=3)
+    costs = slowed.predictions.costs
+    gathers = sum(
+        costs.gather_seconds[int(text.removesuffix("GATHER"))]
+        for text in slowed.program[0]
+        if "GATHER" in text
+    )
+    reductions = 2 * sum(costs.reduce_seconds)
+    longer = slowed.predictions.ranks[0].busy_seconds - alone.predictions.ranks[0].busy_seconds
+    share = load_runtime("torch-fsdp").waits.beside_share
+    assert longer == pytest.approx(share * (gathers + reductions), rel=1e-6)
+
+
+def test_attention_kernels_of_another_speed(tmp_path: Path) -> None:
+    device = CLUSTER.device
+    graph = trace("tiny-llama", 1, 4096, "bfloat16", target="cuda", attention="fused")
+    job = Job(global_batch=1, sequence_length=4096, dtype="bf16", runtime="torch-fsdp")
+    slow = job.model_copy(update={"runtime": changed(tmp_path, "attention_rate = 0.5")})
+    plain, other = (body_costs(graph, CLUSTER, one).costing.arrays[0] for one in (job, slow))
+    names = [short_name(node.op) for node in graph.nodes]
+    attention = [index for index, name in enumerate(names) if "attention" in name]
+    rest = [index for index in range(len(names)) if index not in attention]
+    assert len(attention) > 1
+    assert (other[attention] > 1.2 * plain[attention]).all()
+    assert (other[rest] == plain[rest]).all()
+    assert device.with_attention(1.0) is device
+    half = device.with_attention(0.5)
+    assert half.attention_efficiency == device.attention_efficiency / 2
+    assert half.attention_backward_efficiency == device.attention_backward_efficiency / 2
+
+
+def test_compiled_where_the_runtime_names_no_kernels(tmp_path: Path) -> None:
+    eager, compiled = (estimated(compiled=one, zero=3).predictions for one in (False, True))
+    assert compiled.ranks[0].busy_seconds < eager.ranks[0].busy_seconds
+    kernel = '[[kernels]]\nname = "gate"\naround = ["silu"]\nabsorbs = ["mul"]\nsources.absorbs = "here"'
+    with pytest.raises(InputError, match="leave out --compiled"):
+        estimated(changed(tmp_path, kernel), compiled=True, zero=3)
+
+
+def test_what_was_asked_before_is_not_worked_out_again() -> None:
+    job = Job(global_batch=8, sequence_length=64, dtype="bf16", runtime="torch-fsdp")
+    asked = {"target": "cuda", "attention": "fused"}
+    graph = trace("tiny-llama", 2, 64, "bfloat16", **asked)  # type: ignore[arg-type]
+    known = body_costs(graph, CLUSTER, job)
+    assert body_costs(graph, CLUSTER, job.model_copy(update={"global_batch": 16})) is known
+    assert body_costs(graph, CLUSTER, job.model_copy(update={"compiled": True})) is not known
+    assert body_costs(graph, load_cluster("8x-a100-80"), job) is not known
