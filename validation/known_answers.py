@@ -9,18 +9,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_bridge import CAST_BYTES
-from throughput import MODERN, selene_layout, step_seconds
-
-from stagewright.cluster import load_cluster
-from stagewright.estimation.megatron import Layout, Shape, shape_of
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.estimation.megatron import Layout, Shape, find_megatron_stack, shape_of
+from stagewright.estimation.megatron.fusion import find_fusion
+from stagewright.planning.configure.iteration import Run
 from stagewright.planning.configure.search import Configuration, configure, described
 from stagewright.planning.configure.space import Bounds
 from stagewright.planning.job import Job
 from stagewright.tracing.models.reference import resolve
+
+MODERN = "megatron-core+te"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Known:
     ran: Layout | None = None
     runtime: str = MODERN
     policy: dict[str, Any] = field(default_factory=dict)
-    """How the run differed from its runtime, as `step_seconds` takes it."""
+    """How the run differed from its runtime, as fields of `Fusion`."""
     stack: str = MODERN
     """The runtime of `theirs` and `ours`."""
 
@@ -53,10 +54,19 @@ SHAPES = {
 }  # fmt: skip
 
 
+def _selene_layout(num_layers: int, tokens: int, tp: int, pp: int, dp: int, num_microbatches: int) -> Layout:
+    """As Narayanan et al. 2021 trained: microbatches of one sample, everything recomputed, two chunks where they divide."""
+    chunks = 2 if pp > 1 and num_layers % (2 * pp) == 0 and num_microbatches % pp == 0 else 1
+    return Layout(
+        tokens, tp=tp, pp=pp, dp=dp, num_microbatches=num_microbatches, recompute="full", num_chunks=chunks,
+        schedule="interleaved-1f1b" if chunks > 1 else "1f1b",
+    )  # fmt: skip
+
+
 def _selene(name: str, nodes: int, tp: int, pp: int, batch: int, share: float) -> Known:
     """A row of Narayanan et al. 2021, table 1; its share of the peak counts recomputation, a quarter of the work."""
     dp = nodes * 8 // (tp * pp)
-    ran = selene_layout(SHAPES[name].num_layers, 2048, tp, pp, dp, batch // dp)
+    ran = _selene_layout(SHAPES[name].num_layers, 2048, tp, pp, dp, batch // dp)
     widths, source = Bounds(tp=tp, cp=1, pp=pp), "Narayanan et al. 2021, table 1"
     return Known(
         name, f"{nodes}x8x-a100-80", batch, 2048, widths, source, 0.75 * share, ran, runtime="megatron-lm"
@@ -73,7 +83,7 @@ _DEEPSEEK_V3_RATE = 1e12 / (180_000 * 3600)
 _DEEPSEEK_V3 = Layout(4096, pp=16, dp=128, ep=64, num_microbatches=120, shards_optimizer=True)
 """Sections 3.2 and 3.3 of its report: eight bits; tokens go to at most four nodes, beside another microbatch."""
 _DUAL_PIPE = {
-    "computes_in": "fp8", "cast_bytes": CAST_BYTES, "dispatch": "once per node", "hides_dispatch": True,
+    "computes_in": "fp8", "cast_bytes": 4, "dispatch": "once per node", "hides_dispatch": True,
     "transfers": "overlapped",
 }  # fmt: skip
 KNOWN = (
@@ -110,15 +120,23 @@ def answer(known: Known) -> dict[str, object]:
     theirs = configure(shape, cluster, job, keep=1, bounds=known.widths, stack=known.stack).configurations[0]
     found = {"theirs": _figures(theirs), "ours": _figures(ours)}
     if known.ran is not None:
-        seconds = step_seconds(
-            shape, known.ran, cluster, known.runtime, hidden_gathers="none", **known.policy
-        )
+        seconds = _step_seconds(shape, known, cluster)
         mfu = theirs.mfu * theirs.step_s / seconds
         found = {"ran": {"layout": described(known.ran), "step_s": seconds, "mfu": mfu}} | found
     return {
         "name": known.name, "cluster": known.cluster, "source": known.source, "published_mfu": known.published_mfu,
         "found": found, "faster_by": theirs.step_s / ours.step_s - 1, "search_s": took,
     }  # fmt: skip
+
+
+def _step_seconds(shape: Shape, known: Known, cluster: Cluster) -> float:
+    """Of `known` as it ran; modern runs reduce gradients beside computations."""
+    assert known.ran is not None
+    policy, modern = dict(known.policy), known.runtime != "megatron-lm"
+    stack = find_megatron_stack(known.runtime if modern else "megatron-deepspeed")
+    stack = replace(stack, computes_in=policy.pop("computes_in", None))
+    fusion = replace(find_fusion(known.runtime), hidden_gathers="none", **policy)
+    return Run(shape, replace(known.ran, overlaps_reduction=modern), stack, fusion, cluster).step().seconds
 
 
 def _figures(one: Configuration) -> dict[str, object]:

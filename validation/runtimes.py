@@ -346,6 +346,99 @@ def weak_scaling(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, [Judged("time", "s", flop / num / 1e12 / float(record["tflops_per_gpu"]), _step)]
 
 
+_BRIDGE_MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "LLAMA3_8B": ("llama-3-8b", {}),
+    "LLAMA3_70B": ("llama-3-70b", {}),
+    "LLAMA3.1_405B": ("llama-3-405b", {}),
+    "Qwen3_30B_a3B": ("qwen3-30b-a3b", {}),
+    "DeepSeekV3": ("deepseek-v3", {}),
+    "Qwen3_235B_a22B": ("qwen3-30b-a3b", {  # the sizes of Qwen3-235B-A22B's config
+        "num_hidden_layers": 94, "hidden_size": 4096, "num_attention_heads": 64, "moe_intermediate_size": 1536,
+    }),
+}  # fmt: skip
+_BRIDGE_SYSTEMS = {
+    "DGX-H100": "h100", "DGX-B200": "b200", "DGX-B300": "b300", "DGX-GB200": "gb200", "DGX-GB300": "gb300",
+}  # fmt: skip
+_RECIPES = {
+    **{("DeepSeekV3", device): "-once-beside-graphs" for device in ("b200", "b300", "gb200", "gb300")},
+    **{("Qwen3_30B_a3B", device): "-once-graphs" for device in ("b200", "b300", "gb200", "gb300")},
+    ("Qwen3_30B_a3B", "h100"): "-once", ("Qwen3_235B_a22B", "gb200"): "-once-graphs",
+    ("Qwen3_235B_a22B", "gb300"): "-once-graphs", ("Qwen3_235B_a22B", "h100"): "-beside",
+}  # fmt: skip
+"""Files of recipes that differ from the plain one.
+
+Source: Megatron-Bridge, scripts/performance/configs, *_workload_base_configs.py of releases from 26.02 on (dispatchers
+DeepEP and HybridEP; `moe_a2a_overlap`; `cuda_graph_scope`). Earlier ones ran the plain dispatcher without graphs.
+"""
+
+
+def bridge(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A row of Megatron-Bridge's performance summary. Ignores: what few recipes recompute."""
+    system = record["system"].removeprefix("System: ")
+    if record["phase"] != "Pre-Training Performance":
+        return "not pre-training"
+    if system not in _BRIDGE_SYSTEMS:
+        return "a device that is not in the catalog"
+    if record["model"] not in _BRIDGE_MODELS:
+        return "layers or routing that no bundled model has"
+    if record["precision"] not in ("BF16", "FP8", "FP8-CS", "FP8-MX", "MXFP8"):
+        return "four-bit precision, or precision not stated"
+    num, batch, size, tokens, tp, pp, cp = (
+        int(record[key]) for key in ("n_gpus", "global_batch", "micro_batch", "seq_len", "tp", "pp", "cp")
+    )
+    (model, sizes), device = _BRIDGE_MODELS[record["model"]], _BRIDGE_SYSTEMS[system]
+    chunks = int(record["vp"]) if record["vp"].isdigit() else 1
+    layers, stages = _num_layers(model, sizes), pp * chunks
+    has_lighter_ends = (layers + 2) % stages == 0 and layers % stages != 0
+    early = record["release"].startswith("25.") and record["model"] != "Qwen3_235B_a22B"
+    way = "" if early else _RECIPES.get((record["model"], device), "")
+    interleaved = {"schedule": "interleaved-1f1b", "chunks": chunks} if chunks > 1 else {}
+    has_fsdp = record["fsdp"].isdigit() and int(record["fsdp"]) > 1
+    in_domains = f"{num // 64}x64x-{device}" if device.startswith("gb") and num > 64 else f"{num}x-{device}"
+    asked = Asked(
+        model, sizes, in_domains,
+        {
+            "global_batch": batch, "sequence_length": tokens, "dtype": "bf16" if record["precision"] == "BF16" else "fp8",
+            "runtime": str(DATA / "throughput" / f"megatron-bridge{way}.toml"),
+        },
+        {
+            "tp": tp, "pp": pp, "dp": num // (tp * pp * cp), "cp": cp, "microbatch": size, "zero": 3 if has_fsdp else 1,
+            "ep": int(record["ep"]) if record["ep"].isdigit() else 1, "sequence_parallel": tp > 1, **interleaved,
+            "layers_per_stage": with_lighter_ends(layers, stages) if has_lighter_ends else None,
+        },
+    )  # fmt: skip
+    seconds = batch * tokens / num / float(record["tokens_per_s_per_gpu"])
+    return asked, [Judged("time", "s", seconds, _step)]
+
+
+def mixture(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of Megatron-MoE-ModelZoo's on H100."""
+    num, batch, tokens, tp, pp, chunks, ep = (
+        int(record[key]) for key in ("n_gpus", "global_batch", "seq_len", "tp", "pp", "vp", "ep")
+    )
+    way = "-once" * (record["dispatcher"] == "DeepEP") + "-beside" * (record["overlap"] == "1")
+    (model, sizes), dp = _BRIDGE_MODELS[record["model"]], num // (tp * pp)
+    asked = Asked(
+        model, sizes, _nodes("h100", num),
+        {
+            "global_batch": batch, "sequence_length": tokens,
+            "runtime": str(DATA / "throughput" / f"megatron-bridge{way}.toml"),
+        },
+        {
+            "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch"]), "zero": 1, "ep": ep,
+            "sequence_parallel": True, "schedule": "interleaved-1f1b", "chunks": chunks,
+            "layers_per_stage": with_lighter_ends(_num_layers(model, sizes), pp * chunks),
+        },
+    )  # fmt: skip
+    return asked, [Judged("time", "s", float(record["step_s"]), _step)]
+
+
+def _num_layers(model: str, sizes: dict[str, int]) -> int:
+    config = resolve(model, sizes).config
+    assert config is not None
+    return int(config["num_hidden_layers"])
+
+
 ASYNC_TP = DATA / "throughput" / "torch-fsdp-async-tp.toml"
 _TITAN_MODELS = {
     "Llama3-8B": "llama-3-8b", "Llama3.1-8B": "llama-3-8b", "Llama3-70B": "llama-3-70b", "Llama3.1-70B": "llama-3-70b",
@@ -417,6 +510,8 @@ SOURCES = {
     "megascale_tab2_fig9.csv": Source("throughput", megascale, 0, {"time": 0.13}),
     "bloom_megatron_deepspeed_a100.csv": Source("bloom", bloom, 0, {"time": 0.15}),
     "mpt_fsdp_llmfoundry.csv": Source("fsdp", mpt, 0, {"time": 0.15}),
+    "megatron_bridge_performance.csv": Source("throughput", bridge, 0, {"time": 0.13}),
+    "megatron_moe_zoo.csv": Source("throughput", mixture, 1, {"time": 0.13}),
     "torchtitan_benchmarks.csv": Source("throughput", torchtitan, 0, {"time": 0.13, "reserved": 0.05}),
     "zero_bubble_measured.csv": Source("footprints", zero_bubble, 3, {"time": 0.03, "memory": 0.05}),
 }

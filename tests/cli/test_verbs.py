@@ -42,9 +42,7 @@ def test_models_and_clusters_are_listed() -> None:
     assert "llama-3-8b" in call("models").stdout.split()
     assert "llama-3-8b" in document("models")["models"]
     assert "h100" in call("clusters").stdout
-    (h100,) = (
-        device for device in document("clusters")["devices"] if device["name"].lower().startswith("h100")
-    )
+    (h100,) = (device for device in document("clusters")["devices"] if device["name"] in ("h100", "H100"))
     assert h100["peak_flops"]["bf16"] == pytest.approx(989.4e12)
 
 

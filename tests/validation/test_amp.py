@@ -5,7 +5,6 @@ from __future__ import annotations
 import amp
 import pytest
 import ranking
-import throughput
 from verdict import summary
 
 
@@ -20,17 +19,3 @@ def test_trials_are_ordered_as_measured_and_the_best_is_picked(name: str) -> Non
     found = ranking.verdict(list(ranking.rows(name)))
     assert found["spearman"] >= ranking.BARS[name]
     assert found["picked_over_best"] <= ranking.PICKED
-
-
-def test_published_throughput_is_predicted() -> None:
-    folder = throughput.DATA
-    everything = list(throughput.rows(folder))
-    bridge = [row for row in everything if row.group == "megatron_bridge_performance"]
-    assert (
-        len(bridge) >= 89
-        and summary("bridge", bridge).median <= 0.11
-        and summary("bridge", bridge).mean <= 0.15
-    )
-    found = [row for row in everything if row.group.startswith("meg") and row not in bridge]
-    assert len(found) >= 15
-    assert summary("all", found).median <= 0.1

@@ -18,6 +18,8 @@ from verdict import summary
         ("zero_bubble_measured.csv", 9, ("memory",)),
         ("mpt_fsdp_llmfoundry.csv", 20, ("time",)),
         ("torchtitan_benchmarks.csv", 5, ("reserved",)),
+        ("megatron_bridge_performance.csv", 13, ("time",)),
+        ("megatron_moe_zoo.csv", 3, ("time",)),
         ("megatron_a100_single_node.csv", 150, ("time",)),
     ],
 )

@@ -119,8 +119,7 @@ class Device(SourcedModel):
     * `matmul_half_flop`: size (FLOP) of a product in bf16 that runs at half of that rate; below it the device is not
       filled. It stands for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
     * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak that fused attention
-    reaches,
-      counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again).
+      reaches, counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again).
     * `memory_efficiency`: fraction of `memory_bandwidth` that a streaming kernel attains.
     * `norm_efficiency`: the same for layer and group norms; None where it is not known to be less.
     """
@@ -144,6 +143,9 @@ class Device(SourcedModel):
     """
     attention_efficiency: Fraction
     attention_backward_efficiency: Fraction
+    best_attention_efficiency: Fraction | None = None
+    """The same of the best kernels there are, which not every runtime calls; None where they are not known to be faster."""
+    best_attention_backward_efficiency: Fraction | None = None
     memory_efficiency: Fraction
     norm_efficiency: Fraction | None = None
     function_rate: Rate | None = None
@@ -216,15 +218,21 @@ class Device(SourcedModel):
         )
         return flop / self.matmul_flops(dtype) + self.matmul_half_flop / self.matmul_flops(next(known, dtype))
 
-    def with_attention(self, rate: float) -> Device:
-        """This device with attention kernels that are `rate` times as fast."""
-        if rate == 1.0:
-            return self
-        faster = {
-            "attention_efficiency": self.attention_efficiency * rate,
-            "attention_backward_efficiency": self.attention_backward_efficiency * rate,
+    def with_attention(self, rate: float, best: bool = False) -> Device:
+        """This device with other attention kernels: `rate` times as fast, or the `best` there are, where that is known."""
+        shares = self.attention_efficiency, self.attention_backward_efficiency
+        if best:
+            known = self.best_attention_efficiency, self.best_attention_backward_efficiency
+            shares = tuple(other or own for own, other in zip(shares, known, strict=True))
+        changed = {
+            "attention_efficiency": shares[0] * rate,
+            "attention_backward_efficiency": shares[1] * rate,
         }
-        return self.model_copy(update=faster)
+        return (
+            self
+            if all(getattr(self, name) == share for name, share in changed.items())
+            else self.model_copy(update=changed)
+        )
 
     def memory_seconds(self, num_bytes: float) -> float:
         """Time of a kernel that streams `num_bytes` of device memory, or of its cache. Ignores: launch."""

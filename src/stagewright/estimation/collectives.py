@@ -10,6 +10,7 @@ from stagewright.cluster import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    dispatch_seconds,
     reduce_scatter_seconds,
 )
 from stagewright.estimation.liveness import Lookup
@@ -26,9 +27,12 @@ _SECONDS: dict[str, Callable[[Cluster, float, range], float]] = {
 _PROBED_BYTES = 2.0**20
 
 
-def collective_seconds(node: Node, value: Lookup, cluster: Cluster, strides: Mapping[str, int]) -> float:
+def collective_seconds(
+    node: Node, value: Lookup, cluster: Cluster, strides: Mapping[str, int], once_per_node: bool = False
+) -> float:
     """What a collective of the graph takes to send; none for any other operator. `strides` say how far apart the
-    ranks of a group are, as `stagewright.graph.tensor_parallel.neighbour_strides`.
+    ranks of a group are, as `stagewright.graph.tensor_parallel.neighbour_strides`; with `once_per_node` tokens travel to
+    every node of their experts once, not once for each.
 
     Source: `stagewright.cluster.collectives`, for the slowest of the groups of neighbouring ranks. Ignores: that
     groups of one node, replicas and pipeline transfers share links; overlap with computations.
@@ -40,7 +44,23 @@ def collective_seconds(node: Node, value: Lookup, cluster: Cluster, strides: Map
     assert whole is not None, "a collective makes what it is for"
     name, size = group_of(node)
     ranks = slowest_group(cluster, size, strides[name])
-    return found(cluster, float(value(whole).meta.payload_bytes), ranks)
+    num_bytes = float(value(whole).meta.payload_bytes)
+    if node.op == ALL_TO_ALL and once_per_node:
+        copies, num_nodes = node.args[3], len({cluster.node_of(rank) for rank in ranks})
+        met = distinct(copies, len(ranks)), distinct(copies, num_nodes)
+        return dispatch_seconds(cluster, num_bytes / copies, ranks, *met)
+    return found(cluster, num_bytes, ranks)
+
+
+def distinct(num_draws: int, num_parts: int) -> float:
+    """How many of so many equal parts are drawn at least once, on the average.
+
+    Ignores: that no expert is drawn twice, and groups of experts to which some models limit a token.
+
+    >>> distinct(8, 1), distinct(1, 4), round(distinct(8, 8), 2)
+    (1.0, 1.0, 5.25)
+    """
+    return num_parts * (1 - (1 - 1 / num_parts) ** num_draws)
 
 
 @lru_cache(maxsize=64)

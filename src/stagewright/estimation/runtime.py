@@ -85,12 +85,15 @@ class Waits(StrictModel):
 
     * `product_s`: around a matrix product, beyond its ramp-up.
     * `collective_s`: in a collective, for the slowest of its members, whatever its size.
-    * `beside_share`: part of its processors that collectives of shared-out parameters and gradients take from the
-      computations they run beside.
+    * `routing_s`: in a layer of experts that ranks share out, in either direction, for hosts that read how many tokens go
+      where.
+    * `beside_share`: part of its processors that collectives of shared-out parameters and gradients, and hidden dispatches,
+      take from the computations they run beside.
     """
 
     product_s: Seconds = 0.0
     collective_s: Seconds = 0.0
+    routing_s: Seconds = 0.0
     beside_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
 
@@ -133,6 +136,9 @@ class Runtime(SourcedModel):
     * `experts`: as the model's own code computes them, or ``grouped``, with weights between their products.
     * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
       replaced it, is 1.
+    * `attention_kernels`: whether its fused attention is that which the device's file describes, or the ``best`` there is.
+    * `casts`: with products in fp8, whether operands are cast for ``every product``, or activations and gradients ``once``
+      for both products that take them, and weights once per step.
     * `shard_units`: in what replicas gather and reduce a stage that they share out: in the pieces that are ``fastest``, or
       each of its ``layers`` on its own and what is in front of and behind them.
     * `copies_parts`: whether collectives copy what they send or put together, whose parts do not lie one behind
@@ -147,6 +153,9 @@ class Runtime(SourcedModel):
       on to the next one while others end theirs.
     * `recomputes`: short names of operators whose results are always made again for the backward.
     * `selective`: what is kept under selective recomputation; None: all but attention's scores.
+    * `dispatch`: what travels to experts of other ranks: a copy of a token for each of them, or one to each node that has
+      any, which hands it on inside.
+    * `hides_dispatch`: whether tokens travel beside products, of another microbatch. Ignores: that one more is alive then.
     * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
     * `recomputes_head`: whether what surrounds the layers is recomputed too where they are.
@@ -162,6 +171,8 @@ class Runtime(SourcedModel):
     dtypes: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"], ...] = ()
     attention: Literal["traced", "fused", "explicit"] = "fused"
     experts: Literal["traced", "grouped"] = "traced"
+    dispatch: Literal["every copy", "once per node"] = "every copy"
+    hides_dispatch: bool = False
     partition: Literal["balanced", "layers"] = "balanced"
     recomputes_ahead: bool = True
     recomputes_head: bool = True
@@ -169,6 +180,8 @@ class Runtime(SourcedModel):
     scatters_boundaries: bool = False
     attention_rate: Annotated[float, Field(gt=0, le=10)] = 1.0
     copies_parts: bool = False
+    attention_kernels: Literal["described", "best"] = "described"
+    casts: Literal["every product", "once"] = "every product"
     shard_units: Literal["fastest", "layers"] = "fastest"
     workspace_bytes: Annotated[int, BeforeValidator(parse_amount), Field(ge=0)] = 0
     overlaps_reduction: bool = False
@@ -258,7 +271,13 @@ def load_runtime(name: str) -> Runtime:
     if name == STAGEWRIGHT:
         return Runtime(name=STAGEWRIGHT, attention="traced", copies_parts=True)
     if name.endswith(".toml"):
-        return _made(name, read_toml(Path(name), "runtime file"), name)
+        if name in _BEING_READ:
+            raise InputError(f"runtime file '{name}' is based on itself: name another one in based_on")
+        _BEING_READ.append(name)
+        try:
+            return _made(name, read_toml(Path(name), "runtime file"), name)
+        finally:
+            _BEING_READ.pop()
     if name not in runtime_names():
         raise InputError(
             f"no runtime '{name}'{nearest(name, runtime_names())}: use one of {', '.join(runtime_names())}, or the path of "
@@ -270,10 +289,13 @@ def load_runtime(name: str) -> Runtime:
     return _made(name, tomllib.loads(text), f"runtime '{name}'")
 
 
+_BEING_READ: list[str] = []
+
+
 def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
     """The runtime that a file describes; what it does not say is as in the one that it is `based_on`."""
     if (based_on := document.pop("based_on", None)) is not None:
-        base = _document_of(str(based_on), origin)
+        base = _document_of(str(based_on), name, origin)
         changed = {key for key, value in document.items() if not isinstance(value, dict)}
         changed |= {
             f"{key}.{name}" for key, table in document.items() if isinstance(table, dict) for name in table
@@ -285,11 +307,14 @@ def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
     return validated(Runtime, {**document, "name": name}, origin)
 
 
-def _document_of(name: str, origin: str) -> dict[str, Any]:
+def _document_of(name: str, child: str, origin: str) -> dict[str, Any]:
+    """What the runtime called `name`, or a file beside that of `child`, says."""
+    if name.endswith(".toml"):
+        return load_runtime(str(Path(child).parent / name)).model_dump(exclude_unset=True)
     if name not in runtime_names():
         raise InputError(
             f"{origin}: based_on = {name!r} is no bundled runtime{nearest(name, runtime_names())}: use one of "
-            f"{', '.join(runtime_names())}"
+            f"{', '.join(runtime_names())}, or a file beside this one that ends in .toml"
         )
     return load_runtime(name).model_dump(exclude_unset=True)
 

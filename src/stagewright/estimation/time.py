@@ -17,8 +17,10 @@ from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.runtime import runtime_of
-from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph import Node, OperatorGraph, Origin, Part, Value
+from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.graph import short_name
+from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import (
     ALL_GATHER,
     COLLECTIVES,
@@ -46,6 +48,9 @@ cache, which serves a quarter of the multiply-adds, and neighbouring filters sha
 _CASTS = 2
 """Kernels that cast the operands of a product in fp8."""
 
+_CAST_BYTES = 4
+"""Half precision read, and a copy in eight bits written for each of the two products that take it."""
+
 _NOT_RECOMPUTED = 4 / 5
 """Of the five products of fused attention's backward, one computes the scores again."""
 
@@ -64,6 +69,8 @@ class Cost:
     """Of a collective that runs beside the products of its function, in place of `device_s`."""
     product_s: float = 0.0
     """What of `device_s` a product takes."""
+    hidden_s: float = 0.0
+    """Of a collective that runs beside another microbatch's computations, in place of `device_s`."""
 
 
 def kernel_seconds(found: Work, device: Device) -> float:
@@ -142,7 +149,9 @@ class Costing:
         self.fusions: dict[int, Fusion] = fused(graph) if compiled else {}
         self.runtime = runtime_of(graph)
         self.graph = graph
-        self.device = device.with_attention(self.runtime.attention_rate)
+        self.device = device.with_attention(
+            self.runtime.attention_rate, best=self.runtime.attention_kernels == "best"
+        )
         found = parallelism(graph)
         self._strides = neighbour_strides(graph)
         if found is not None and cluster is None:
@@ -159,19 +168,26 @@ class Costing:
         """The cost of a node, of the graph or made by carving."""
         if node.id in self.fusions and self.graph.nodes[node.id] is node:
             return self._fused(node)
-        known = self._by_signature.get(node.signature) if node.signature >= 0 else None
+        kind = self._kind(node)
+        known = self._by_signature.get(kind) if node.signature >= 0 else None
         if known is not None:
             return known
         found = work(node, value)
         if not found.has_rule:
             self.without_rule.add(short_name(node.op))
-        made = self._in_products(found)
+        made = self._in_products(found, node, value)
         made = self._under_runtime(made, found)
         if node.op in COLLECTIVES:
             made = self._sent(node, value, made)
         if node.signature >= 0:
-            self._by_signature[node.signature] = made
+            self._by_signature[kind] = made
         return made
+
+    def _kind(self, node: Node) -> int:
+        """A number that nodes of equal cost share: their signature, and in eight bits also what else decides."""
+        if self.products != "fp8":
+            return node.signature
+        return (node.signature * len(Part) + node.part) * 2 + self._takes_fp8(node)
 
     def _under_runtime(self, plain: Cost, found: Work) -> Cost:
         """What the runtime's host spends in place of eager execution's, and how long the device waits."""
@@ -188,19 +204,30 @@ class Costing:
         assert self.cluster is not None
         runtime = self.runtime
         copied_s = plain.device_s if runtime.copies_parts else 0.0
-        sent_s = collective_seconds(node, value, self.cluster, self._strides) + runtime.waits.collective_s
+        once = runtime.dispatch == "once per node"
+        sent_s = (
+            collective_seconds(node, value, self.cluster, self._strides, once) + runtime.waits.collective_s
+        )
         beside = self._is_overlapped(node)
+        if node.op == ALL_TO_ALL:
+            copied_s += runtime.waits.beside_share * sent_s if beside else 0.0
+            meta = value(node.inputs[0]).meta
+            if len(meta.shape) == 1 and meta.is_differentiable:  # routing weights, or their gradients
+                copied_s += runtime.waits.routing_s
         return replace(
             plain,
             device_s=copied_s + (0.0 if beside else sent_s),
-            overlapped_s=sent_s if beside else 0.0,
+            overlapped_s=sent_s if beside and node.op != ALL_TO_ALL else 0.0,
+            hidden_s=sent_s if beside and node.op == ALL_TO_ALL else 0.0,
             host_s=plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s,
         )
 
     def _is_overlapped(self, node: Node) -> bool:
         """Whether a collective runs in parts beside products, as Transformer Engine's layers and asynchronous tensor
-        parallelism have it."""
+        parallelism have it, or beside those of another microbatch."""
         which = self.runtime.overlapped_collectives
+        if node.op == ALL_TO_ALL:
+            return self.runtime.hides_dispatch
         if node.op not in (ALL_GATHER, REDUCE_SCATTER) or which == "none":
             return False
         return which == "all" or node.part > Part.FORWARD
@@ -224,37 +251,56 @@ class Costing:
             self._fused_costs[node.id] = known
         return known
 
-    def _in_products(self, found: Work) -> Cost:
+    def _in_products(self, found: Work, node: Node, value: Lookup) -> Cost:
         """The cost of an operator, with its product in the type that the job computes products in."""
         if self.products is None or found.kernel is not Kernel.MATMUL:
             return cost(found, self.device)
         if self.products == "tf32":
             return cost(replace(found, dtype="tf32") if found.dtype == "float32" else found, self.device)
-        if precision_name(found.dtype) not in ("bf16", "fp16") or not self._has_fp8:
+        if precision_name(found.dtype) not in ("bf16", "fp16") or not self._takes_fp8(node):
             return cost(found, self.device)
-        # Both operands are scaled and cast first: read in two bytes, written in one, which the product reads.
         plain = cost(replace(found, dtype="fp8"), self.device)
-        casts_s = self.device.memory_seconds(found.bytes_moved) + _CASTS * self.device.launch_overhead_s
-        host_s = plain.host_s + _CASTS * self.device.host_overhead_s
+        num_bytes, num_casts = (
+            found.bytes_moved,
+            _CASTS,
+        )  # read in two bytes, written in one, which the product reads
+        if self.runtime.casts == "once":
+            operands = [value(number) for number in dict.fromkeys(node.inputs)]
+            cast = [one for one in operands if one.meta.is_differentiable and not self._is_weight(one)]
+            cast = cast if node.part < Part.WEIGHT_GRAD else []
+            num_bytes, num_casts = sum(_CAST_BYTES * one.meta.num_elements for one in cast), len(cast)
+        casts_s = self.device.memory_seconds(num_bytes) + num_casts * self.device.launch_overhead_s
+        host_s = plain.host_s + num_casts * self.device.host_overhead_s
         return replace(plain, device_s=plain.device_s + casts_s, host_s=host_s)
 
-    @property
-    def _has_fp8(self) -> bool:
-        return bool(self.device.peak_flops.fp8 and self.device.matmul_efficiency.fp8)
+    def _is_weight(self, value: Value) -> bool:
+        root = value.storage
+        return root < len(self.graph.values) and self.graph.values[root].origin is Origin.PARAMETER
+
+    def _takes_fp8(self, node: Node) -> bool:
+        """Whether a product is in eight bits: what surrounds numbered layers, the head above all, stays as it is."""
+        if not (self.device.peak_flops.fp8 and self.device.matmul_efficiency.fp8):
+            return False
+        return bool(layer_of(node.module)) or not self._has_layers
+
+    @cached_property
+    def _has_layers(self) -> bool:
+        return any(layer_of(node.module) for node in self.graph.nodes)
 
     def seconds(self, nodes: Iterable[Node], value: Lookup | None = None) -> float:
         """Time of a function: the device's work or the host's, whichever takes longer.
 
         Ignores: that a device waits where the host falls behind for a while only.
         """
-        device_s = host_s = overlapped_s = product_s = 0.0
+        device_s = host_s = overlapped_s = product_s = hidden_s = 0.0
         for node in nodes:
             found = self.of(node, value or self._of_graph)
             device_s += found.device_s
             host_s += found.host_s
             overlapped_s += found.overlapped_s
             product_s += found.product_s
-        return max(device_s + max(0.0, overlapped_s - product_s), host_s)
+            hidden_s += found.hidden_s
+        return max(device_s + max(0.0, overlapped_s - product_s), hidden_s, host_s)
 
     @cached_property
     def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
@@ -263,7 +309,7 @@ class Costing:
             found = [self.of(node, self._of_graph) for node in self.graph.nodes]
             each = np.array([(c.device_s, c.host_s, c.flop, c.model_flop) for c in found]).reshape(-1, 4)
             return each[:, 0], each[:, 1], each[:, 2], each[:, 3]
-        signatures = np.fromiter((node.signature for node in self.graph.nodes), np.int64)
+        signatures = np.fromiter(map(self._kind, self.graph.nodes), np.int64)
         distinct, first, inverse = np.unique(signatures, return_index=True, return_inverse=True)
         costs = [self.of(self.graph.nodes[index], self._of_graph) for index in first]
         rows = [(c.device_s, c.host_s, c.flop, c.model_flop) for c in costs]

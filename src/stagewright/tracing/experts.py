@@ -87,14 +87,16 @@ class _Grouped:
         rows, weights = permute_rows(hidden_states, order, copies), top_k_weights.reshape(-1)[order]
         if self.num_parts == 1:
             return unpermute_rows(self._computed(rows, weights, expert), order, copies)
-        rows, weights, expert = (self._sent(one) for one in (rows, weights, expert % self.num_experts))
+        local = expert % self.num_experts
+        rows, weights, expert = (self._sent(one, copies) for one in (rows, weights, local))
         expert, inner = torch.sort(expert)
         made = self._computed(permute_rows(rows, inner, 1), weights[inner], expert)
-        return unpermute_rows(self._sent(unpermute_rows(made, inner, 1)), order, copies)
+        return unpermute_rows(self._sent(unpermute_rows(made, inner, 1), copies), order, copies)
 
-    def _sent(self, x: Tensor) -> Tensor:
-        """Rows of which every rank of the group has sent an equal part; as many as this rank has sent."""
-        return torch.ops.stagewright.all_to_all(x, EXPERT_GROUP, self.num_parts)
+    def _sent(self, x: Tensor, copies: int) -> Tensor:
+        """Rows of which every rank of the group has sent an equal part; as many as this rank has sent, `copies` of every
+        token."""
+        return torch.ops.stagewright.all_to_all(x, EXPERT_GROUP, self.num_parts, copies)
 
     def _computed(self, rows: Tensor, weights: Tensor, expert: Tensor) -> Tensor:
         """Of (copies, width), sorted by `expert`, the experts' results times their `weights`."""
@@ -149,7 +151,7 @@ def _lay_out_sums(x: Tensor, order: Tensor, copies: int) -> Tensor:
     return x.new_empty((x.shape[0] // copies, *x.shape[1:]))
 
 
-def _lay_out_sent(x: Tensor, group: str, size: int) -> Tensor:
+def _lay_out_sent(x: Tensor, group: str, size: int, copies: int) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -167,7 +169,7 @@ def _unpermute_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
 
 
 def _sent_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-    return torch.ops.stagewright.all_to_all(cotangent, *ctx.arguments), None, None
+    return torch.ops.stagewright.all_to_all(cotangent, *ctx.arguments), None, None, None
 
 
 define(
@@ -184,4 +186,9 @@ define(
     _unpermute_backward,
     _keep_order,
 )
-define("all_to_all(Tensor x, str group, int size) -> Tensor", _not_run, _lay_out_sent, _sent_backward)
+define(
+    "all_to_all(Tensor x, str group, int size, int copies) -> Tensor",
+    _not_run,
+    _lay_out_sent,
+    _sent_backward,
+)

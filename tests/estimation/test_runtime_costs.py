@@ -1,0 +1,128 @@
+"""What runtimes pay for products in eight bits and for experts that ranks share out."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.cluster.collectives import dispatch_seconds
+from stagewright.errors import InputError
+from stagewright.estimation.collectives import collective_seconds, distinct
+from stagewright.estimation.runtime import load_runtime
+from stagewright.estimation.time import Costing
+from stagewright.graph import Node, OperatorGraph, Part
+from stagewright.graph.expert_parallel import ALL_TO_ALL
+from stagewright.graph.graph import short_name
+from stagewright.graph.layers import layer_of
+from stagewright.graph.tensor_parallel import neighbour_strides
+from stagewright.planning.job import Job
+from stagewright.planning.pipeline import body_costs
+from stagewright.tracing.cache import trace
+
+CLUSTER = load_cluster("2x4x-h100")
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.toml"
+    path.write_text(f"{text}\n")
+    return str(path)
+
+
+@cache
+def dense() -> OperatorGraph:
+    return trace("tiny-llama", 2, 64, "bfloat16", target="cuda", attention="fused")
+
+
+@cache
+def mixture() -> OperatorGraph:
+    return trace("tiny-mixtral", 2, 64, "bfloat16", target="cuda", attention="fused", experts="grouped", ep=4)
+
+
+def costing(runtime: str, graph: OperatorGraph, dtype: str = "bf16") -> Costing:
+    job = Job(global_batch=16, sequence_length=64, dtype=dtype, runtime=runtime)  # type: ignore[arg-type]
+    return body_costs(graph, CLUSTER, job).costing
+
+
+def device_s(found: Costing, node: Node) -> float:
+    return found.of(node, found.graph.values.__getitem__).device_s
+
+
+def products(graph: OperatorGraph) -> list[Node]:
+    return [node for node in graph.nodes if short_name(node.op) == "mm"]
+
+
+def test_eight_bits_spare_the_head() -> None:
+    half, eight = (costing("torch-fsdp", dense(), dtype) for dtype in ("bf16", "fp8"))
+    same = {bool(layer_of(node.module)): set() for node in products(dense())}
+    for node in products(dense()):
+        same[bool(layer_of(node.module))].add(device_s(half, node) == device_s(eight, node))
+    assert same == {True: {False}, False: {True}}
+
+
+def test_what_is_cast_once_is_not_cast_for_every_product(tmp_path: Path) -> None:
+    once = written(tmp_path, "once", 'based_on = "torch-fsdp"\ncasts = "once"')
+    every, cast = (costing(one, dense(), "fp8") for one in ("torch-fsdp", once))
+    inside = [node for node in products(dense()) if layer_of(node.module)]
+    for node in inside:
+        assert device_s(cast, node) < device_s(every, node)
+    weights = [node for node in inside if node.part is Part.WEIGHT_GRAD]
+    device = CLUSTER.device
+    for node in weights:  # nothing is cast for them but what the other two products have cast
+        flop = cast.of(node, dense().values.__getitem__).flop
+        assert device_s(cast, node) < device.matmul_seconds(flop, "fp8") + 2 * device.launch_overhead_s
+
+
+def test_tokens_travel_once_per_node() -> None:
+    graph = mixture()
+    sent = [node for node in graph.nodes if node.op == ALL_TO_ALL]
+    rows = next(node for node in sent if len(graph.values[node.inputs[0]].meta.shape) == 2)
+    num_bytes, copies = graph.values[rows.inputs[0]].meta.payload_bytes, 2
+    over_nodes = load_cluster("4x2x-h100")
+    lookup, strides = graph.values.__getitem__, neighbour_strides(graph)
+    every, once = (collective_seconds(rows, lookup, over_nodes, strides, one) for one in (False, True))
+    expected = dispatch_seconds(over_nodes, num_bytes / copies, range(4), distinct(2, 4), distinct(2, 2))
+    assert once == pytest.approx(expected)
+    assert once != every
+    assert distinct(2, 2) == 1.5
+
+
+def test_dispatches_beside_another_microbatch_take_no_time_of_their_own(tmp_path: Path) -> None:
+    graph = mixture()
+    lines = 'based_on = "megatron-core+te"\n'
+    hidden = written(tmp_path, "hidden", lines + "hides_dispatch = true\n[waits]\nbeside_share = 0.2")
+    waits = written(tmp_path, "waits", lines + "[waits]\nrouting_s = 1e-3")
+    plain, beside, waiting = (costing(one, graph) for one in ("megatron-core+te", hidden, waits))
+    whole = plain.graph
+    sent = [node for node in whole.nodes if node.op == ALL_TO_ALL]
+    one = next(node for node in sent if len(whole.values[node.inputs[0]].meta.shape) == 2)
+    shown, away = (each.of(one, whole.values.__getitem__) for each in (plain, beside))
+    assert away.hidden_s == pytest.approx(shown.device_s)
+    assert away.device_s == pytest.approx(0.2 * shown.device_s)
+    longer = waiting.arrays[0].sum() - plain.arrays[0].sum()
+    num_layers = len({layer_of(node.module) for node in sent})
+    assert longer == pytest.approx(2 * num_layers * 1e-3)
+    others = [node for node in whole.nodes if node.op != ALL_TO_ALL]
+    assert beside.seconds(others) == plain.seconds(others)
+
+
+def test_the_best_attention_there_is_where_a_device_says_so(tmp_path: Path) -> None:
+    best = load_runtime(written(tmp_path, "best", 'based_on = "torch-fsdp"\nattention_kernels = "best"'))
+    assert best.attention_kernels == "best"
+    device = load_cluster("8x-h100").device.with_attention(1.0, best=True)
+    assert (device.attention_efficiency, device.attention_backward_efficiency) == (0.6, 0.5)
+    other = load_cluster("8x-a100-80").device
+    assert other.with_attention(1.0, best=True) is other
+
+
+def test_files_are_based_on_files_beside_them(tmp_path: Path) -> None:
+    written(tmp_path, "base", 'based_on = "torch-fsdp"\nattention_rate = 0.5')
+    child = load_runtime(written(tmp_path, "child", 'based_on = "base.toml"\ncasts = "once"'))
+    assert (child.attention_rate, child.casts, child.shard_units) == (0.5, "once", "layers")
+    written(tmp_path, "one", 'based_on = "two.toml"')
+    with pytest.raises(InputError, match="is based on itself"):
+        load_runtime(written(tmp_path, "two", 'based_on = "one.toml"'))
+    with pytest.raises(InputError, match="cannot be read"):
+        load_runtime(written(tmp_path, "lone", 'based_on = "none.toml"'))
