@@ -247,6 +247,47 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     ]
 
 
+_BESIDE_TORCH = 3.0e9
+"""What `nvidia-smi` showed beside PyTorch's own memory where layers were split, as Sailor's simulator has it."""
+
+
+def sailor(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run published with Sailor: its models in Megatron-DeepSpeed on GH200, GPT-2's vocabulary padded for its ranks.
+
+    Source: github.com/eth-easl/sailor, third_party/Megatron-DeepSpeed/megatron/model/opt_model.py and gpt_neo_model.py. Its
+    stages list embedding and head as layers of their own. Memory is what `nvidia-smi` showed.
+    """
+    if record["site"] != "clariden":
+        return "nodes whose devices differ"
+    layers, hidden, heads = {"OPT-350": (24, 1024, 16), "GPT-NEO": (32, 2560, 20)}[record["model"]]
+    pp, size = int(record["num_stages"]), int(record["micro_batch"])
+    (tp,) = {width for stage in json.loads(record["tp_per_stage_replica"]) for width in stage}
+    (dp,) = set(json.loads(record["dp_per_stage"]))
+    counts = [last - first + 1 for first, last in json.loads(record["stage_layers_first_last"])]
+    counts[0] -= 1
+    counts[-1] -= 1
+    padded = -(-50_257 // (128 * tp)) * 128 * tp
+    drops = 0.1 if record["model"] == "GPT-NEO" else 0.0
+    sizes: dict[str, Any] = {
+        "n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": 2048, "vocab_size": padded,
+        "activation_function": "gelu" if record["model"] == "GPT-NEO" else "relu", "tie_word_embeddings": False,
+        "resid_pdrop": drops, "embd_pdrop": drops, "attn_pdrop": 0.0,
+    }  # fmt: skip
+    nodes = int(record["nodes"])
+    asked = Asked(
+        "gpt2", sizes, "4x-gh200" if nodes == 1 else f"{nodes}x4x-gh200",
+        {
+            "global_batch": int(record["global_batch"]), "sequence_length": 2048, "dtype": "tf32",
+            "runtime": "deepspeed-tf32",
+        },
+        {"tp": tp, "pp": pp, "dp": dp, "microbatch": size, "recompute": "none", "layers_per_stage": counts},
+    )  # fmt: skip
+    return asked, [
+        Judged("time", "s", float(record["iteration_s"]), _step),
+        Judged("memory", "MiB", (float(record["max_memory_bytes"]) - _BESIDE_TORCH) / MIB, _reserved),
+    ]
+
+
 _CARDS = {"h100_80gb": "h100", "a100_80gb": "a100-80", "a100_40gb": "a100-40"}
 _FLASH2 = {"MPT-1b", "MPT-3b", "MPT-7b"}
 
@@ -512,6 +553,7 @@ SOURCES = {
     "mpt_fsdp_llmfoundry.csv": Source("fsdp", mpt, 0, {"time": 0.15}),
     "megatron_bridge_performance.csv": Source("throughput", bridge, 0, {"time": 0.13}),
     "megatron_moe_zoo.csv": Source("throughput", mixture, 1, {"time": 0.13}),
+    "sailor_measured.csv": Source("sailor", sailor, 0, {"time": 0.07, "memory": 0.05}),
     "torchtitan_benchmarks.csv": Source("throughput", torchtitan, 0, {"time": 0.13, "reserved": 0.05}),
     "zero_bubble_measured.csv": Source("footprints", zero_bubble, 3, {"time": 0.03, "memory": 0.05}),
 }
@@ -541,6 +583,19 @@ def rows(
         half = "fit" if source.fitted and index % source.fitted == 0 else "other"
         for one in figures:
             yield one.unit, Row(question.label, one.figure, one.take(answer), one.measured, half)
+
+
+MEMORY = ("allocated", "reserved", "memory")
+
+
+def _is_unsafe(row: Row) -> bool:
+    """Whether a run took more than a device would have that is just large enough by the prediction, with what plans leave
+    free."""
+    return row.measured > row.predicted / (1 - _HELD_BACK)
+
+
+_HELD_BACK = _cluster("1x-a100-80").device.reserve_fraction
+"""Of every device in the catalog."""
 
 
 def _is_wrong(row: Row) -> bool:
@@ -577,6 +632,19 @@ def main() -> None:
                     continue
                 print(f"{name}: {figure}, {len({row.predicted for row in only})} distinct predictions")
                 show(only, bar, judged[0][0], False, every_row=len(only) < 100)
+                print()
+            taken = [row for _, row in found if row.group in MEMORY]
+            unsafe = [row for row in taken if _is_unsafe(row)]
+            if unsafe:
+                missed.append(f"{name}, memory safety")
+            if given.json and taken:
+                documents[f"{name}, memory safety"] = {"rows": len(taken), "wrong": len(unsafe)}
+            elif taken:
+                print(
+                    f"{name}: {len(unsafe)} of {len(taken)} took more than a device that is just large enough has"
+                )
+                for row in unsafe:
+                    print(f"  {row.label}: {row.group} {row.predicted:,.1f}, {row.measured:,.1f} measured")
                 print()
             for figure in (ROOM, NO_ROOM):
                 judged = [row for _, row in found if row.group == figure]
