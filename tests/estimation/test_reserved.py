@@ -6,7 +6,6 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.estimation.reserved import reserved_on
-from stagewright.graph.flat import of_stages
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Pipeline, reserved_bytes
@@ -27,7 +26,17 @@ def pipeline(
 
 @pytest.mark.parametrize(
     ("schedule", "dp", "zero"),
-    [("1f1b", 1, None), ("gpipe", 1, None), ("zb-h1", 1, None), ("1f1b", 2, None), ("1f1b", 2, 0)],
+    [
+        ("1f1b", 1, None),
+        ("gpipe", 1, None),
+        ("zb-h1", 1, None),
+        ("1f1b", 2, None),
+        ("1f1b", 2, 0),
+        ("1f1b", 2, 1),
+        ("1f1b", 2, 2),
+        ("1f1b", 2, 3),
+        ("gpipe", 2, 3),
+    ],
 )
 @pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
 def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
@@ -36,9 +45,7 @@ def test_active_bytes_are_the_replayed_ones_in_whole_blocks(
     line = pipeline(model, schedule, dp=dp, zero=zero)
     program = lowered(line.program, stage_edges(line.stages))
     for memory in rank_memories(line):
-        state = sum(line.resident(memory.rank).categories.values())
-        flats = of_stages(line.flats, (stage.index for stage in line.stages_of(memory.rank)))
-        found = reserved_on(line.memories, program, memory.rank, state, flats=flats)
+        found = reserved_on(line.memories, program, memory.rank, line.resident(memory.rank))
         inside = sum(
             stage.graph.storage_bytes[v] > 0 for stage in line.stages for v in stage.graph.storage_bytes
         )
@@ -51,8 +58,9 @@ def test_another_step_reserves_nothing_more() -> None:
     """What a batch leaves in the cache serves the next."""
     line = pipeline("tiny-llama", "1f1b")
     program = lowered(line.program, stage_edges(line.stages))
-    state = sum(line.resident(0).categories.values())
-    two, four = (reserved_on(line.memories, program, 0, state, num_steps=steps) for steps in (2, 4))
+    two, four = (
+        reserved_on(line.memories, program, 0, line.resident(0), num_steps=steps) for steps in (2, 4)
+    )
     assert two == four
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from stagewright.estimation.sharded import Moves, moves
 from stagewright.estimation.state import ResidentBytes
@@ -11,6 +12,46 @@ from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule.action import Action
 
 GATHERED, WHOLE, SUMMED, SHARDS = "gathered", "whole_gradients", "reducing", "gradient_shards"
+
+
+@dataclass(frozen=True)
+class FlatSizes:
+    """Bytes of the flat buffers of a rank whose resident bytes are `resident`."""
+
+    resident: ResidentBytes
+
+    def parameter(self, flat: Flat) -> int:
+        """Of its parameters, whole."""
+        return flat.num_elements * ITEM_BYTES[flat.dtype]
+
+    def derived(self, stage: int) -> int:
+        """Of what a stage derives from its parameters."""
+        derived = self.resident.derived.get(stage)
+        return sum(derived.kept.values()) if derived is not None else 0
+
+    def deriving(self, stage: int) -> int:
+        """The most beside that while it does."""
+        return max(self.resident.derived[stage].peak(()).above_entry - self.derived(stage), 0)
+
+    def is_cast(self, flat: Flat) -> bool:
+        """Whether its gradients are summed in another type."""
+        return self.resident.wire not in (None, self.resident.runtime.precision(flat.dtype).gradient)
+
+    def gradient(self, flat: Flat) -> int:
+        """Of its gradients, whole."""
+        return flat.num_elements * ITEM_BYTES[self.resident.runtime.precision(flat.dtype).gradient]
+
+    def summed(self, flat: Flat) -> int:
+        """Of a sum on its way, beyond the gradients that are kept anyway."""
+        if self.resident.wire is not None and self.is_cast(flat):
+            return flat.num_elements * ITEM_BYTES[self.resident.wire]
+        return self.gradient(flat) if flat.level >= GRADIENTS else 0
+
+    def crossing(self, flat: Flat) -> int:
+        """Of a sum over copies, which lasts to the end of the batch where it is of another type."""
+        if self.resident.wire is None or flat.num_copies == 1 or not self.is_cast(flat):
+            return 0
+        return flat.summed_elements * ITEM_BYTES[self.resident.wire]
 
 
 class FlatBytes:
@@ -22,6 +63,7 @@ class FlatBytes:
 
     def __init__(self, resident: ResidentBytes, actions: Sequence[Action]) -> None:
         self.resident = resident
+        self.sizes = FlatSizes(resident)
         *self._moves, self._last = moves(actions, resident.flats)
         self.categories: dict[str, int] = (
             dict.fromkeys((GATHERED, WHOLE, SUMMED, SHARDS), 0) if resident.flats else {}
@@ -48,59 +90,37 @@ class FlatBytes:
     def _apply(self, change: Moves) -> Iterator[int]:
         live = self.categories
         for stage in change.leaves:
-            live[GATHERED] -= self._derived_bytes(stage)
+            live[GATHERED] -= self.sizes.derived(stage)
         for flat in change.settles:
             yield from self._settle(flat)
         for flat in change.crosses:
             yield from self._cross(flat)
         for flat in change.releases:
-            live[GATHERED] -= _parameter_bytes(flat)
+            live[GATHERED] -= self.sizes.parameter(flat)
         for flat in change.gathers:
-            live[GATHERED] += _parameter_bytes(flat)
+            live[GATHERED] += self.sizes.parameter(flat)
             yield 0
         for flat in change.opens:
-            live[WHOLE] += self._gradient_bytes(flat)
+            live[WHOLE] += self.sizes.gradient(flat)
             yield 0
         for flat in change.reduces:
-            live[SUMMED] += self._summed_bytes(flat)
-            closed = self._gradient_bytes(flat) if flat.level >= GRADIENTS else 0
+            live[SUMMED] += self.sizes.summed(flat)
+            closed = self.sizes.gradient(flat) if flat.level >= GRADIENTS else 0
             live[WHOLE] -= closed
-            yield closed if self._is_cast(flat) else 0
+            yield closed if self.sizes.is_cast(flat) else 0
         for stage in change.uses:
             if stage in self.resident.derived:
-                live[GATHERED] += self._derived_bytes(stage)
-                peak = self.resident.derived[stage].peak(()).above_entry
-                yield max(peak - self._derived_bytes(stage), 0)
+                live[GATHERED] += self.sizes.derived(stage)
+                yield self.sizes.deriving(stage)
 
     def _settle(self, flat: Flat) -> Iterator[int]:
         if flat.level >= GRADIENTS and flat not in self._has_shard:
             self._has_shard.add(flat)
-            self.categories[SHARDS] += self._gradient_bytes(flat) // flat.num_shards
+            self.categories[SHARDS] += self.sizes.gradient(flat) // flat.num_shards
             yield 0
-        self.categories[SUMMED] -= self._summed_bytes(flat)
+        self.categories[SUMMED] -= self.sizes.summed(flat)
 
     def _cross(self, flat: Flat) -> Iterator[int]:
-        """A sum over copies takes bytes of its own, to the end of the batch, where it is of another type."""
-        if self.resident.wire is not None and flat.num_copies > 1 and self._is_cast(flat):
-            self.categories[SUMMED] += flat.summed_elements * ITEM_BYTES[self.resident.wire]
+        if crossing := self.sizes.crossing(flat):
+            self.categories[SUMMED] += crossing
             yield 0
-
-    def _derived_bytes(self, stage: int) -> int:
-        derived = self.resident.derived.get(stage)
-        return sum(derived.kept.values()) if derived is not None else 0
-
-    def _is_cast(self, flat: Flat) -> bool:
-        return self.resident.wire not in (None, self.resident.runtime.precision(flat.dtype).gradient)
-
-    def _gradient_bytes(self, flat: Flat) -> int:
-        return flat.num_elements * ITEM_BYTES[self.resident.runtime.precision(flat.dtype).gradient]
-
-    def _summed_bytes(self, flat: Flat) -> int:
-        """Bytes that a sum on its way takes beyond the gradients that are kept anyway."""
-        if self.resident.wire is not None and self._is_cast(flat):
-            return flat.num_elements * ITEM_BYTES[self.resident.wire]
-        return self._gradient_bytes(flat) if flat.level >= GRADIENTS else 0
-
-
-def _parameter_bytes(flat: Flat) -> int:
-    return flat.num_elements * ITEM_BYTES[flat.dtype]

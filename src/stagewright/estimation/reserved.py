@@ -9,15 +9,20 @@ import numpy as np
 
 from stagewright.estimation.allocator import Block, CachingAllocator
 from stagewright.estimation.allocator_kernels import NONE, Ints
+from stagewright.estimation.flat_bytes import GATHERED, SHARDS, SUMMED, WHOLE, FlatSizes
 from stagewright.estimation.in_flight import Happenings, in_flight
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.runtime import Runtime, runtime_of
+from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.estimation.stage_memory import StageMemory
+from stagewright.estimation.state import ResidentBytes, kept_parameters
 from stagewright.estimation.storages import Key
-from stagewright.graph.flat import OPTIMIZER, Flat
+from stagewright.graph.flat import GRADIENTS, OPTIMIZER, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.schedule import Program
+from stagewright.schedule import Action, Program
+
+DERIVED, CROSSING = "derived", "crossing"
 
 _STEP_BYTES = 4
 """AdamW's step counter of a parameter."""
@@ -36,31 +41,28 @@ def reserved_on(
     memories: Sequence[StageMemory],
     program: Program,
     rank: int,
-    state_bytes: int,
+    resident: ResidentBytes,
     workspace_bytes: int = 0,
     num_steps: int = 2,
     *,
     host_optimizer: bool = False,
-    flats: Sequence[Flat] = (),
 ) -> Reserved:
-    """Replay `num_steps` optimizer steps of the lowered `program` on `rank`.
+    """Replay `num_steps` optimizer steps of the lowered `program` on `rank`, which keeps what is `resident`.
 
     Storages are made in the order of the executor: parameters, gradients and master weights at the start, the matrix
-    library's workspace in front of the first pass, the user inputs of the batch, then every action's; AdamW's state in
-    the first optimizer step, between what the batch has left in the cache.
+    library's workspace in front of the first pass, the user inputs of the batch, then every action's, flat buffers that
+    come and go among them; AdamW's state in the first optimizer step, between what the batch has left in the cache.
 
-    `state_bytes` are those of all that lasts; what is not a parameter, gradient, moment or master weight of them is
-    taken to be one storage. With `host_optimizer` there are neither moments nor master weights. The gradients of `flats`,
-    those of the rank's stages, which replicas hold whole, are one storage each.
+    What is not a parameter, gradient, moment or master weight of the resident bytes is taken to be one storage. With
+    `host_optimizer` there are neither moments nor master weights. Gradients that replicas hold whole are one storage for
+    each flat buffer.
 
-    Ignores: buffers of `flats` that come and go, as those of shared gradients and parameters do; several streams.
+    Ignores: several streams.
 
     Raises:
         ScheduleError: the program uses a value before it is made.
     """
-    return _Replay(memories, program, rank, state_bytes, workspace_bytes, host_optimizer, flats).run(
-        num_steps
-    )
+    return _Replay(memories, program, rank, resident, workspace_bytes, host_optimizer).run(num_steps)
 
 
 class _Replay:
@@ -69,24 +71,24 @@ class _Replay:
         memories: Sequence[StageMemory],
         program: Program,
         rank: int,
-        state_bytes: int,
+        resident: ResidentBytes,
         workspace_bytes: int,
         host_optimizer: bool,
-        flats: Sequence[Flat],
     ) -> None:
         self.rank = rank
         self.host_optimizer = host_optimizer
-        self.flats = [flat for flat in flats if flat.is_trained]
+        self.flats = resident.flats
         self.actions = program.actions(rank)
         self.num_microbatches = program.num_microbatches
         placed = program.placement.rank_of_stage
         self.flight = in_flight(tuple(memories), placed, rank, is_scripted=True)
         self.stages = [memory.stage for memory in memories if placed[memory.stage.index] == rank]
         self.allocator = CachingAllocator()
+        self.buffers = _Buffers(resident, self.actions, self.allocator)
         self.numbers: dict[Key, int] = {}
         self.scripts: dict[int, tuple[Ints, Ints]] = {}  # by the identity of steps, which `flight` keeps
         self.held = np.full((self.num_microbatches, 64), NONE, np.int64)
-        self.state_bytes = state_bytes
+        self.state_bytes = resident.total
         self.workspace_bytes = workspace_bytes
 
     def run(self, num_steps: int) -> Reserved:
@@ -99,6 +101,7 @@ class _Replay:
                 for size in gradients:
                     for num_bytes in (_STEP_BYTES, size, size):
                         self.allocator.allocate(num_bytes)
+            self.buffers.step()
         return Reserved(self.rank, self.allocator.peak_active_bytes, self.allocator.peak_reserved_bytes)
 
     def _load(self) -> list[int]:
@@ -108,29 +111,35 @@ class _Replay:
         trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
         flat = {value for buffer in self.flats for value in buffer.values}
         shared = [buffer for buffer in self.flats if buffer.level >= OPTIMIZER]
+        trained_flats = [buffer for buffer in self.flats if buffer.is_trained]
         moved = {value for buffer in shared for value in buffer.values}
         own = {value: meta for value, meta in trained.items() if value not in moved}
-        fixed = [*_fixed(self.stages, moved), *(one.num_elements * ITEM_BYTES[one.dtype] for one in shared)]
+        fixed = [*_fixed(self.stages, moved), *(kept_parameters(one, runtime) for one in shared)]
         gradients = [
             *(
                 meta.num_elements * ITEM_BYTES[runtime.precision(meta.dtype).gradient]
                 for value, meta in own.items()
                 if value not in flat
             ),
-            *(one.num_elements * ITEM_BYTES[runtime.precision(one.dtype).gradient] for one in self.flats),
+            *(self.buffers.sizes.gradient(one) for one in trained_flats if one.level < GRADIENTS),
         ]
         if self.host_optimizer:
             self._allocate(fixed, gradients, self.state_bytes)
             return []
         sizes = [
             *((meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()),
-            *((count, runtime.precision(one.dtype)) for one in shared for count in _cut(one, runtime)),
+            *(
+                (count, runtime.precision(one.dtype))
+                for one in shared
+                if one.is_trained
+                for count in _cut(one, runtime)
+            ),
         ]
         states = [count * ITEM_BYTES[kind.state] for count, kind in sizes]
         masters = [size for size, (_, kind) in zip(states, sizes, strict=True) if kind.has_master]
         moments = 2 * sum(states) + _STEP_BYTES * len(states)
         made: list[Block] = []
-        if runtime.optimizer.moves_parameters and len(shared) == len(self.flats):
+        if runtime.optimizer.moves_parameters and len(shared) == len(trained_flats):
             made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
             fixed = [sum(fixed)]
         self._allocate(fixed, gradients, self.state_bytes - moments - sum(masters))
@@ -152,7 +161,8 @@ class _Replay:
         inputs = self._script(self.flight.start_sizes.items())
         for own in self.held:
             self.allocator.run(*inputs, own)
-        for action in self.actions:
+        for index, action in enumerate(self.actions):
+            self.buffers.before(index)
             for microbatch, event in happenings.of(action):
                 step = self.flight.step(states[microbatch], event)
                 states[microbatch] = step.after
@@ -160,6 +170,7 @@ class _Replay:
                 if script is None:
                     script = self.scripts[id(step)] = self._script(step.script)
                 self.allocator.run(*script, self.held[microbatch])
+        self.buffers.end()
         for own in self.held:
             left = np.flatnonzero(own != NONE)
             self.allocator.run(left, np.full(len(left), FREED), own)
@@ -175,8 +186,83 @@ class _Replay:
         return np.array(keys, np.int64), np.array([size for _, size in given], np.int64)
 
 
+class _Buffers:
+    """Flat buffers that come and go, as blocks of the allocator; `FlatBytes` counts the same bytes."""
+
+    def __init__(
+        self, resident: ResidentBytes, actions: Sequence[Action], allocator: CachingAllocator
+    ) -> None:
+        self.sizes, self.allocator = FlatSizes(resident), allocator
+        *self._moves, self._last = moves(actions, resident.flats)
+        self._has_any = bool(resident.flats)
+        self._blocks: dict[tuple[str, Flat | int], Block] = {}
+
+    def before(self, index: int) -> None:
+        """What action `index` changes before it does anything else."""
+        if self._has_any and self._moves[index] is not NOTHING:
+            self._apply(self._moves[index])
+
+    def end(self) -> None:
+        """The end of a batch: nothing but the summed parts of gradients is left."""
+        self._apply(self._last)
+        for flat in self._last.reduces:
+            self._settle(flat)
+            self._make(CROSSING, flat, self.sizes.crossing(flat))
+        for kind, of in list(self._blocks):
+            if kind in (SUMMED, CROSSING):
+                self._drop(kind, of)
+
+    def step(self) -> None:
+        """The optimizer has used these parts."""
+        for kind, of in list(self._blocks):
+            if kind == SHARDS:
+                self._drop(kind, of)
+
+    def _apply(self, change: Moves) -> None:
+        sizes = self.sizes
+        for stage in change.leaves:
+            self._drop(DERIVED, stage)
+        for flat in change.settles:
+            self._settle(flat)
+        for flat in change.crosses:
+            self._make(CROSSING, flat, sizes.crossing(flat))
+        for flat in change.releases:
+            self._drop(GATHERED, flat)
+        for flat in change.gathers:
+            self._make(GATHERED, flat, sizes.parameter(flat))
+        for flat in change.opens:
+            self._make(WHOLE, flat, sizes.gradient(flat))
+        for flat in change.reduces:
+            if flat.level >= GRADIENTS and not sizes.is_cast(flat):
+                self._blocks[SUMMED, flat] = self._blocks.pop((WHOLE, flat))
+            else:
+                self._make(SUMMED, flat, sizes.summed(flat))
+                self._drop(WHOLE, flat)
+        for stage in change.uses:
+            if stage in sizes.resident.derived:
+                self._make(DERIVED, stage, sizes.derived(stage))
+                if most := sizes.deriving(stage):
+                    self.allocator.free(self.allocator.allocate(most))
+
+    def _settle(self, flat: Flat) -> None:
+        if flat.level >= GRADIENTS and (SHARDS, flat) not in self._blocks:
+            self._make(SHARDS, flat, self.sizes.gradient(flat) // flat.num_shards)
+        self._drop(SUMMED, flat)
+
+    def _make(self, kind: str, of: Flat | int, num_bytes: int) -> None:
+        if num_bytes:
+            self._blocks[kind, of] = self.allocator.allocate(num_bytes)
+
+    def _drop(self, kind: str, of: Flat | int) -> None:
+        block = self._blocks.pop((kind, of), None)
+        if block is not None:
+            self.allocator.free(block)
+
+
 def _cut(flat: Flat, runtime: Runtime) -> list[int]:
     """Elements of the tensors in which optimizer state of the first shard of a buffer is kept."""
+    if runtime.optimizer.gathers_masters:
+        return [entry.meta.num_elements // flat.num_shards for entry in flat.entries]
     if not runtime.optimizer.moves_parameters:
         return [flat.shard_elements]
     ends = [*(entry.offset for entry in flat.entries[1:]), flat.num_elements]

@@ -141,6 +141,8 @@ class Runtime(SourcedModel):
       for both products that take them, and weights once per step.
     * `shard_units`: in what replicas gather and reduce a stage that they share out: in the pieces that are ``fastest``, or
       each of its ``layers`` on its own and what is in front of and behind them.
+    * `keeps_root`: whether what surrounds the layers of a lone pipeline rank is gathered in front of a forward and
+      released, and its gradients reduced, behind its backward.
     * `copies_parts`: whether collectives copy what they send or put together, whose parts do not lie one behind
       the other.
     * `workspace_bytes`: what its kernels keep beside the matrix library's own workspace.
@@ -179,6 +181,7 @@ class Runtime(SourcedModel):
     transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
     scatters_boundaries: bool = False
     attention_rate: Annotated[float, Field(gt=0, le=10)] = 1.0
+    keeps_root: bool = False
     copies_parts: bool = False
     attention_kernels: Literal["described", "best"] = "described"
     casts: Literal["every product", "once"] = "every product"

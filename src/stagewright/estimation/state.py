@@ -115,14 +115,21 @@ def resident_bytes(
     )
 
 
+def kept_parameters(flat: Flat, runtime: Runtime) -> int:
+    """Bytes of a shared-out buffer's parameters that one replica keeps from step to step, in their own type."""
+    if flat.level < PARAMETERS:
+        return flat.num_elements * ITEM_BYTES[flat.dtype]
+    has_master = flat.is_trained and runtime.precision(flat.dtype).has_master
+    from_master = runtime.optimizer.gathers_masters and has_master
+    return 0 if from_master else flat.shard_elements * ITEM_BYTES[flat.dtype]
+
+
 def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat, runtime: Runtime) -> None:
     """The part of a flat buffer that one replica keeps; gradients that are sharded come and go."""
     precision = runtime.precision(flat.dtype)
-    from_master = runtime.optimizer.gathers_masters and precision.has_master and flat.is_trained
-    item, gradient = ITEM_BYTES[flat.dtype], ITEM_BYTES[precision.gradient]
-    if flat.level >= OPTIMIZER and not (from_master and flat.level >= PARAMETERS):
-        whole = flat.level < PARAMETERS
-        sizes["parameters"][flat] = item * (flat.num_elements if whole else flat.shard_elements)
+    gradient = ITEM_BYTES[precision.gradient]
+    if flat.level >= OPTIMIZER:
+        sizes["parameters"][flat] = kept_parameters(flat, runtime)
     if flat.is_trained and flat.level < GRADIENTS:
         sizes["gradients"][flat] = gradient * flat.num_elements
     if flat.is_trained and flat.level >= OPTIMIZER:

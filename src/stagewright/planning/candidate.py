@@ -18,7 +18,7 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.graph.flat import GRADIENTS
+from stagewright.graph.flat import GRADIENTS, PARAMETERS
 from stagewright.graph.layers import even_layers, layer_cuts
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.cutting.line import cuts_to_try
@@ -40,7 +40,7 @@ from stagewright.planning.regions import (
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.sharding import sharded_program
 from stagewright.planning.shortening import built
-from stagewright.planning.units import units_to_try
+from stagewright.planning.units import around_layers, units_to_try
 from stagewright.schedule import Kind, Program, subdivided
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
@@ -382,7 +382,8 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
     if choice.zero is None:
         return line
     levels = (choice.level,) * len(line.stages)
-    program = sharded_program(line.program, line.stages, levels)
+    held = around_layers(line) if choice.level >= PARAMETERS and line.job.profile.keeps_root else ()
+    program = sharded_program(line.program, line.stages, levels, held)
     return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
 
 

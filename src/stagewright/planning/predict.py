@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -16,7 +15,7 @@ from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts, StageSummary
 from stagewright.estimation.time import host_optimizer_seconds, optimizer_seconds
-from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, of_stages
+from stagewright.graph.flat import OPTIMIZER, PARAMETERS, of_stages
 from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
@@ -373,8 +372,7 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
     """What the allocator of each rank reserves: on a GPU by replay of every allocation.
 
     In a long pipeline that is done for the fullest ranks, and the others are taken to lose as large a share to
-    fragmentation as the worst of these. Where replicas share out more than the optimizer's state, a rank is taken to
-    lose what it would lose alone. Ignores: what shared buffers that come and go lose beyond that.
+    fragmentation as the worst of these.
     """
     least = [reserved_bytes(memory, line.device_of(memory.rank)) for memory in memories]
     ranks = [rank for rank in range(line.pp) if line.device_of(rank).kind != "cpu"]
@@ -390,16 +388,10 @@ def reserved_peaks(line: Pipeline, memories: Sequence[RankMemory]) -> list[int]:
 
 
 def _replayed(line: Pipeline, program: Program, memory: RankMemory) -> int:
-    """What the allocator of a rank reserves; where buffers come and go, its own bytes and what it would lose alone."""
-    rank, shares = memory.rank, any(level >= GRADIENTS for level in line.sharding) and line.num_holders > 1
-    alone = replace(line, num_holders=1, sharding=(), shard_size=None) if shares else line
-    workspace = line.device_of(rank).workspace_bytes
+    """What the allocator of a rank reserves."""
+    rank = memory.rank
     found = reserved_on(
-        line.memories, program, rank, alone.resident(rank).total, workspace,
+        line.memories, program, rank, line.resident(rank), line.device_of(rank).workspace_bytes,
         host_optimizer=rank in line.host_optimizer,
-        flats=of_stages(alone.flats, (stage.index for stage in line.stages_of(rank))),
     )  # fmt: skip
-    if not shares:
-        return found.reserved_peak_bytes
-    lost = found.reserved_peak_bytes - found.active_peak_bytes
-    return reserved_bytes(replace(memory, peak_bytes=memory.peak_bytes + lost), line.device_of(rank))
+    return found.reserved_peak_bytes

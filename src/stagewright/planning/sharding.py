@@ -11,7 +11,7 @@ from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.schedule import Kind, Program, insert_gathers, insert_reductions
+from stagewright.schedule import Kind, Program, insert_gathers, insert_held, insert_reductions
 
 NUM_BUFFERS = 2
 """Stages of which a rank holds gathered parameters, or whole gradients to add to, at once: one in use, one on its way."""
@@ -28,13 +28,16 @@ def check_shard_size(zero: int | None, shard_size: int | None) -> None:
         )
 
 
-def sharded_program(program: Program, stages: Sequence[Stage], levels: Sequence[int]) -> Program:
-    """`program` with the actions that replicas need when `stages` are sharded as `levels` say.
+def sharded_program(
+    program: Program, stages: Sequence[Stage], levels: Sequence[int], held: Collection[int] = ()
+) -> Program:
+    """`program` with the actions that replicas need when `stages` are sharded as `levels` say; those of `held`, of one rank,
+    stay whole through each microbatch.
 
     Parameters of level 3 are gathered before use and released after; where gradients are sharded, those of two stages at
     most are whole at a time; other gradients are summed once, under the backwards that are left.
     """
-    everything = range(len(stages))
+    everything = sorted(set(range(len(stages))) - set(held))
     gathered = [stage for stage in everything if levels[stage] >= PARAMETERS]
     scattered = [stage for stage in everything if levels[stage] >= GRADIENTS]
     if gathered:
@@ -43,7 +46,8 @@ def sharded_program(program: Program, stages: Sequence[Stage], levels: Sequence[
     if scattered:
         program = insert_reductions(program, NUM_BUFFERS, scattered)
     rest = sorted(set(everything) - set(scattered))
-    return insert_reductions(program, None, rest) if rest else program
+    program = insert_reductions(program, None, rest) if rest else program
+    return insert_held(program, held) if held else program
 
 
 def sharded_like(program: Program, num_buffers: int | None, other: Program) -> Program:

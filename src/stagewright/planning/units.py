@@ -16,6 +16,7 @@ from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.layers import layers_of
+from stagewright.planning.pipeline import Pipeline
 
 _TRIED_PARTS = 2, 4
 """Tried beside whole stages and units of a layer: so many units a stage (as many as a rank has buffers for), and a unit for
@@ -53,6 +54,16 @@ def _between_layers(body: BodyCosts, cuts: Sequence[int]) -> list[list[int]]:
     """Of every stage, the legal cuts inside it at which a layer begins or the last one ends."""
     inside = np.intersect1d(np.flatnonzero(_begins_layer(body)), body.legal_cuts).tolist()
     return [[at for at in inside if start < at < stop] for start, stop in pairwise((0, *cuts, body.size))]
+
+
+def around_layers(line: Pipeline) -> tuple[int, ...]:
+    """The stages of a lone pipeline rank that hold no part of a numbered layer, where others do."""
+    if line.pp > 1:
+        return ()
+    graph = line.stages[0].graph
+    layers = layers_of(graph)
+    found = [stage.index for stage in line.stages if not any(layers[stage.start : stage.stop])]
+    return tuple(found) if len(found) < len(line.stages) else ()
 
 
 def _numbers_to_try(body: BodyCosts, cuts: Sequence[int], asked: int | None) -> list[tuple[int, ...]]:

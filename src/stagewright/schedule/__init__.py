@@ -6,7 +6,7 @@ from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 from stagewright.schedule.saving import insert_recomputation, merge_backwards
-from stagewright.schedule.sharding import insert_gathers, insert_reductions
+from stagewright.schedule.sharding import insert_gathers, insert_held, insert_reductions
 from stagewright.schedule.subdivide import subdivided
 from stagewright.schedule.tokens import Rules, chain
 from stagewright.schedule.torch_csv import read_torch_csv, write_torch_csv
@@ -23,6 +23,7 @@ __all__ = [
     "chain",
     "insert_communication",
     "insert_gathers",
+    "insert_held",
     "insert_recomputation",
     "insert_reductions",
     "merge_backwards",

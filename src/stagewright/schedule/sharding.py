@@ -46,6 +46,38 @@ def insert_gathers(
     )
 
 
+def insert_held(program: Program, stages: Collection[int]) -> Program:
+    """`program`, of one rank, with the weights of `stages` gathered in front of a microbatch's first forward and released,
+    and their gradients reduced, behind its last backward: a unit that stays whole in between.
+
+    >>> from stagewright.schedule.families import build
+    >>> print("\\n".join(insert_held(build("breadth-first", 1, 1, 3), [0, 2]).lines()))
+    0GATHER 2GATHER 0F0 1F0 2F0 2B0 1B0 0B0 0RELEASE 2RELEASE 0REDUCE 2REDUCE
+    """
+    held = sorted(set(stages))
+    return program.with_ranks(_with_held(actions, held) for actions in program.ranks)
+
+
+def _with_held(actions: Sequence[Action], held: Sequence[int]) -> Iterator[Action]:
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for index, action in enumerate(actions):
+        if action.microbatch is not None:
+            first.setdefault(action.microbatch, index)
+            last[action.microbatch] = index
+    begins, ends, num_open = set(first.values()), set(last.values()), 0
+    for index, action in enumerate(actions):
+        if index in begins:
+            if not num_open:
+                yield from (Action(Kind.GATHER, stage) for stage in held)
+            num_open += 1
+        yield action
+        if index in ends:
+            num_open -= 1
+            if not num_open:
+                yield from (Action(kind, stage) for kind in (Kind.RELEASE, Kind.REDUCE) for stage in held)
+
+
 def insert_reductions(
     program: Program, num_buffers: int | None = None, stages: Collection[int] | None = None
 ) -> Program:
