@@ -366,3 +366,13 @@ def test_gradients_as_made_stay_beside_those_in_fp32() -> None:
     megatron, deepspeed = gradients("megatron-deepspeed", "bf16"), gradients("deepspeed", "bf16")
     assert deepspeed == pytest.approx(1.5 * megatron, rel=0.02)
     assert gradients("megatron-deepspeed", "fp16") == gradients("deepspeed", "fp16")
+
+
+@pytest.mark.parametrize("runtime", ["deepspeed", "torch-fsdp"])
+def test_one_stage_that_recomputes_and_does_not_fit_is_predicted(runtime: str) -> None:
+    cluster = load_cluster("1x-a100-80", {"device.memory_bytes": 1_000_000_000})
+    job = Job(global_batch=8, sequence_length=64, dtype="bf16", runtime=runtime)
+    found = estimate("tiny-gpt2", cluster, job, dp=1, pp=1, microbatch=8, recompute="full")
+    assert found.memory_policy == ("layers",)
+    small = estimate("gpt2", cluster, job, dp=1, pp=1, microbatch=8, recompute="full")
+    assert small.predictions.ranks[0].reserved_peak_bytes > cluster.device.usable_bytes

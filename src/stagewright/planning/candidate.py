@@ -273,7 +273,9 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
         PlanError: more stages than legal cuts allow.
     """
     asked, wanted = choice.layers_per_stage, make_program(choice).num_stages
-    if asked is None and wanted > 1 and job.profile.partition == "layers":
+    if asked is None and job.profile.partition == "layers":
+        if wanted == 1:
+            return with_cuts(body, choice, (), cluster, job)
         asked = even_layers(body.graph, wanted)
     if asked is not None:
         if len(asked) != wanted:

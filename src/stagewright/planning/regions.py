@@ -31,7 +31,8 @@ def layers_policy(graph: OperatorGraph) -> Policy:
     kept = layer_inputs(graph)
     if not runtime_of(graph).recomputes_head:
         around = (graph.nodes[node] for node in graph.body if not layer_of(graph.nodes[node].module))
-        kept |= {value for node in around for value in node.outputs if value is not None}
+        made = (value for node in around for value in node.outputs if value is not None)
+        kept |= {graph.values[value].storage for value in made}
     return Policy(everything=True, checkpoints=kept)
 
 
