@@ -124,5 +124,18 @@ def test_files_are_based_on_files_beside_them(tmp_path: Path) -> None:
     written(tmp_path, "one", 'based_on = "two.toml"')
     with pytest.raises(InputError, match="is based on itself"):
         load_runtime(written(tmp_path, "two", 'based_on = "one.toml"'))
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match=r"lone\.toml.*there is no file"):
         load_runtime(written(tmp_path, "lone", 'based_on = "none.toml"'))
+    winding = written(tmp_path, "winding", f'based_on = "../{tmp_path.name}/winding.toml"')
+    with pytest.raises(InputError, match="is based on itself"):
+        load_runtime(winding)
+
+
+def test_compiled_kernels_cost_the_runtimes_host(tmp_path: Path) -> None:
+    slow = written(tmp_path, "slow", 'based_on = "torch-fsdp"\n[host]\nkernel_s = 1e-4')
+    job = Job(global_batch=16, sequence_length=64, runtime=slow, compiled=True)
+    found = body_costs(dense(), CLUSTER, job).costing
+    issued = {
+        found.of(found.graph.nodes[index], found.graph.values.__getitem__).host_s for index in found.fusions
+    }
+    assert issued == {0.0, 1e-4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from stagewright.errors import InputError
 from stagewright.estimation.runtime import load_runtime
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
-from stagewright.planning.estimate import estimate
+from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
+from stagewright.planning.predict import action_costs
 from stagewright.planning.regions import layers_policy, selective_policy
 from stagewright.tracing.cache import trace
 
@@ -113,6 +115,56 @@ def test_compiled_where_the_runtime_names_no_kernels(tmp_path: Path) -> None:
     kernel = '[[kernels]]\nname = "gate"\naround = ["silu"]\nabsorbs = ["mul"]\nsources.absorbs = "here"'
     with pytest.raises(InputError, match="leave out --compiled"):
         estimated(changed(tmp_path, kernel), compiled=True, zero=3)
+
+
+def test_what_runs_beside_computations_slows_them_hidden_or_not() -> None:
+    found = estimated(zero=1)
+    summed = found.predictions.costs.reduce_seconds[0]  # as far as nothing hides it
+    line = line_of(found, CLUSTER)
+    assert line.reduce_seconds(0) > summed
+    own = Job(global_batch=32, sequence_length=64, dtype="bf16")
+    alone = action_costs(replace(line, job=own))
+    slowed = action_costs(line)
+    longer = slowed.forward_seconds[0] - alone.forward_seconds[0]
+    share = load_runtime("torch-fsdp").waits.beside_share
+    assert longer == pytest.approx(share * line.reduce_seconds(0) / (2 * line.program.num_microbatches))
+
+
+FACTORIES = """
+import torch
+from torch import nn
+
+class Flat(nn.Module):
+    def __init__(self, empty):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.empty = nn.Parameter(torch.zeros(0, 8, dtype=torch.float64)) if empty else None
+
+    def forward(self, x):
+        y = self.outer(torch.relu(self.inner(x))).square().mean()
+        return y if self.empty is None else y + self.empty.sum().to(y.dtype)
+
+def flat():
+    return Flat(False), (torch.zeros(2, 8),)
+
+def empty():
+    return Flat(True), (torch.zeros(2, 8),)
+"""
+
+
+def test_parameters_without_elements_are_no_buffers(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(FACTORIES)
+    job = Job(global_batch=16, sequence_length=64, dtype="fp32", runtime="torch-fsdp")
+    for zero in (2, 3):
+        found = estimate(f"{tmp_path}/made.py:empty", CLUSTER, job, dp=8, pp=1, zero=zero, recompute="none")
+        assert found.predictions.ranks[0].reserved_peak_bytes > 0
+
+
+def test_selective_recomputation_needs_layers(tmp_path: Path) -> None:
+    (tmp_path / "made.py").write_text(FACTORIES)
+    job = Job(global_batch=16, sequence_length=64, dtype="fp32", runtime="torch-fsdp")
+    with pytest.raises(InputError, match="this model has none"):
+        estimate(f"{tmp_path}/made.py:flat", CLUSTER, job, dp=8, pp=1, recompute="selective")
 
 
 def test_what_was_asked_before_is_not_worked_out_again() -> None:

@@ -50,7 +50,7 @@ RuntimeName = Annotated[
         "--runtime",
         metavar="NAME",
         help="Whose execution is predicted: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "
-        "deepspeed, zero-bubble, or a runtime.toml.",
+        "deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.",
     ),
 ]
 MemoryLimit = Annotated[

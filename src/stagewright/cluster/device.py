@@ -225,8 +225,8 @@ class Device(SourcedModel):
             known = self.best_attention_efficiency, self.best_attention_backward_efficiency
             shares = tuple(other or own for own, other in zip(shares, known, strict=True))
         changed = {
-            "attention_efficiency": shares[0] * rate,
-            "attention_backward_efficiency": shares[1] * rate,
+            "attention_efficiency": min(1.0, shares[0] * rate),
+            "attention_backward_efficiency": min(1.0, shares[1] * rate),
         }
         return (
             self

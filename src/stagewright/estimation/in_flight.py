@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import Lock
 
 from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Change, Event, Rank
@@ -92,6 +93,7 @@ class InFlight:
         self.start_sizes = dict(start.size)
         self._states = [start]
         self._steps: dict[tuple[int, Event], Step] = {}
+        self._working = Lock()
 
     def step(self, state: int, event: Event) -> Step:
         """The change that `event` makes to a microbatch in `state`; states are numbered from 0, the first.
@@ -101,7 +103,10 @@ class InFlight:
         """
         known = self._steps.get((state, event))
         if known is None:
-            known = self._steps[state, event] = self._worked_out(state, event)
+            with self._working:  # kept ones serve every thread
+                known = self._steps.get((state, event))
+                if known is None:
+                    known = self._steps[state, event] = self._worked_out(state, event)
         return known
 
     def sending_bytes(self, state: int) -> int:

@@ -139,7 +139,7 @@ class _Replay:
         masters = [size for size, (_, kind) in zip(states, sizes, strict=True) if kind.has_master]
         moments = 2 * sum(states) + _STEP_BYTES * len(states)
         made: list[Block] = []
-        if runtime.optimizer.moves_parameters and len(shared) == len(trained_flats):
+        if runtime.optimizer.moves_parameters and all(one.level >= OPTIMIZER for one in trained_flats):
             made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
             fixed = [sum(fixed)]
         self._allocate(fixed, gradients, self.state_bytes - moments - sum(masters))
@@ -234,7 +234,9 @@ class _Buffers:
             self._make(WHOLE, flat, sizes.gradient(flat))
         for flat in change.reduces:
             if flat.level >= GRADIENTS and not sizes.is_cast(flat):
-                self._blocks[SUMMED, flat] = self._blocks.pop((WHOLE, flat))
+                whole = self._blocks.pop((WHOLE, flat), None)
+                if whole is not None:  # parameters without elements have none
+                    self._blocks[SUMMED, flat] = whole
             else:
                 self._make(SUMMED, flat, sizes.summed(flat))
                 self._drop(WHOLE, flat)

@@ -157,7 +157,8 @@ class Runtime(SourcedModel):
     * `selective`: what is kept under selective recomputation; None: all but attention's scores.
     * `dispatch`: what travels to experts of other ranks: a copy of a token for each of them, or one to each node that has
       any, which hands it on inside.
-    * `hides_dispatch`: whether tokens travel beside products, of another microbatch. Ignores: that one more is alive then.
+    * `hides_dispatch`: whether tokens travel beside another microbatch. Ignores: that one more is alive then, and
+      that there may be no other.
     * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
     * `recomputes_head`: whether what surrounds the layers is recomputed too where they are.
@@ -274,9 +275,10 @@ def load_runtime(name: str) -> Runtime:
     if name == STAGEWRIGHT:
         return Runtime(name=STAGEWRIGHT, attention="traced", copies_parts=True)
     if name.endswith(".toml"):
-        if name in _BEING_READ:
+        path = Path(name).resolve()
+        if path in _BEING_READ:
             raise InputError(f"runtime file '{name}' is based on itself: name another one in based_on")
-        _BEING_READ.append(name)
+        _BEING_READ.append(path)
         try:
             return _made(name, read_toml(Path(name), "runtime file"), name)
         finally:
@@ -292,7 +294,7 @@ def load_runtime(name: str) -> Runtime:
     return _made(name, tomllib.loads(text), f"runtime '{name}'")
 
 
-_BEING_READ: list[str] = []
+_BEING_READ: list[Path] = []
 
 
 def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
@@ -313,7 +315,12 @@ def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
 def _document_of(name: str, child: str, origin: str) -> dict[str, Any]:
     """What the runtime called `name`, or a file beside that of `child`, says."""
     if name.endswith(".toml"):
-        return load_runtime(str(Path(child).parent / name)).model_dump(exclude_unset=True)
+        path = Path(child).resolve().parent / name
+        if not path.is_file():
+            raise InputError(
+                f"{origin}: based_on = {name!r}, but there is no file '{path}': name one beside this file"
+            )
+        return load_runtime(str(path.resolve())).model_dump(exclude_unset=True)
     if name not in runtime_names():
         raise InputError(
             f"{origin}: based_on = {name!r} is no bundled runtime{nearest(name, runtime_names())}: use one of "

@@ -241,7 +241,9 @@ class Costing:
             busy = kernel_seconds(replace(found, bytes_moved=fusion.bytes_moved), self.device)
             if fusion.is_launched:
                 busy += self.device.launch_overhead_s
-            host = self.device.host_overhead_s if fusion.is_launched else 0.0
+            kernel_s = self.runtime.host.kernel_s
+            host = self.device.host_overhead_s if kernel_s is None else kernel_s
+            host = host if fusion.is_launched else 0.0
             on_cpu = self.device.kind == "cpu"
             known = (
                 Cost(busy + host, 0.0, found.flop, found.flop)
@@ -260,10 +262,8 @@ class Costing:
         if precision_name(found.dtype) not in ("bf16", "fp16") or not self._takes_fp8(node):
             return cost(found, self.device)
         plain = cost(replace(found, dtype="fp8"), self.device)
-        num_bytes, num_casts = (
-            found.bytes_moved,
-            _CASTS,
-        )  # read in two bytes, written in one, which the product reads
+        # Read in two bytes, written in one, which the product reads.
+        num_bytes, num_casts = found.bytes_moved, _CASTS
         if self.runtime.casts == "once":
             operands = [value(number) for number in dict.fromkeys(node.inputs)]
             cast = [one for one in operands if one.meta.is_differentiable and not self._is_weight(one)]

@@ -14,6 +14,7 @@ from stagewright.estimation.stack import find_stack, step_memory
 from stagewright.graph import OperatorGraph
 from stagewright.graph.attention import attention_scores
 from stagewright.graph.expert_parallel import width_fault
+from stagewright.graph.layers import layer_begins
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.fitting import Recompute, recompute_of
 from stagewright.planning.job import Job
@@ -254,6 +255,10 @@ def _recomputation(asked: str | None, graph: OperatorGraph, job: Job) -> dict[st
         if job.profile.selective is None and not attention_scores(graph):
             raise InputError(
                 "recompute 'selective' makes attention's scores again, which this runtime never stores: give none or full"
+            )
+        if job.profile.selective is not None and not layer_begins(graph):
+            raise InputError(
+                "recompute 'selective' is of numbered layers, and this model has none: give none or full"
             )
         return {"selective": True}
     meant = recompute_of(cast("Recompute | None", asked), graph)

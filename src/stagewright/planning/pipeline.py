@@ -155,12 +155,11 @@ def pipeline(
     return Pipeline(memories, summaries, program, cluster, job, num_holders, carving, tp=tp)
 
 
-@lru_cache(
-    maxsize=16
-)  # configurations that differ in schedule, microbatches or sharding have the same stages
+@lru_cache(maxsize=16)
 def _carved(
     body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
 ) -> tuple[Carving, tuple[StageMemory, ...]]:
+    """Kept: configurations that differ in schedule, microbatches or sharding have the same stages."""
     carving = Carving(body.graph, cuts)
     return carving, tuple(StageMemory(stage) for stage in carving.stages(policies))
 
@@ -233,7 +232,7 @@ def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
     """`graph`, as the job's runtime runs it and with the layers that it leaves out, with the costs of its ranges of
     operators; raises as `costing` does. Of the same graph, cluster and way to compute it is worked out once."""
     asked = _Asked(graph, cluster, job.runtime, job.products, job.compiled)
-    for known, body in _KNOWN:
+    for known, body in tuple(_KNOWN):
         if known.graph is asked.graph and known[1:] == asked[1:]:
             return body
     try:

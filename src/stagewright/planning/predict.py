@@ -148,7 +148,7 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
     pass_s = line.job.profile.host.pass_s
     gather_s = [line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages]
     reduce_s = [_reduce_seconds(line, stage) for stage in stages]
-    slowed_s = _slowed_seconds(line, gather_s, reduce_s)
+    slowed_s = _slowed_seconds(line, gather_s, [line.reduce_seconds(stage) for stage in stages])
     rebuild_s = np.array([summary.rebuild_s for summary in line.summaries])
     early_s, late_s = rebuild_s, 0.0 * rebuild_s
     if not line.job.profile.recomputes_ahead:

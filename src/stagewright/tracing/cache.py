@@ -15,6 +15,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any, Literal
 
 from stagewright.errors import InputError
@@ -167,16 +168,18 @@ def _own_graph(path: Path) -> OperatorGraph:
         if found.st_uid != os.geteuid() or found.st_mode & 0o022:
             raise DamagedGraph("it belongs to another user, or others may write to it")
         version = found.st_ino, found.st_mtime_ns, found.st_size
-        known = _READ.pop(path, None)
-        if known is None or known[0] != version:
-            known = version, graph_from_bytes(file.read())
-        _READ[path] = known
-        while len(_READ) > _MOST_READ:
-            del _READ[next(iter(_READ))]
+        with _READING:
+            known = _READ.pop(path, None)
+            if known is None or known[0] != version:
+                known = version, graph_from_bytes(file.read())
+            _READ[path] = known
+            while len(_READ) > _MOST_READ:
+                del _READ[next(iter(_READ))]
         return known[1]
 
 
 _MOST_READ = 16
+_READING = Lock()
 _READ: dict[Path, tuple[tuple[int, int, int], OperatorGraph]] = {}
 """Graphs that were read last, with what tells versions of their files apart: estimates of one model ask for few."""
 

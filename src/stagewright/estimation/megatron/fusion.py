@@ -80,7 +80,7 @@ class Fusion:
 # Megatron-Core 0.14 and Transformer Engine 2.11: norms with their products, gated activations, rotary embedding and
 # vocabulary-parallel cross entropy are single kernels; weight gradients add up in their products, which read and
 # write fp32. Fitted on half of the rows of `validation/megatron_core.py`: `product_gap_s`, `step_host_s`; on the four
-# rows of `validation/mixtures.py`: `routing_wait_s`.
+# rows of `validation/data/throughput/megatron_moe_zoo.csv`: `routing_wait_s`.
 _CORE = Fusion(
     "megatron-core+te",
     softmax_forward=2,
