@@ -104,6 +104,17 @@ def _gpt(record: Record, vocabulary: int = 51_200) -> dict[str, int]:
     return {key: int(record[column]) for key, column in keys.items()} | {"vocab_size": vocabulary}
 
 
+def _interleaved(chunks: int) -> dict[str, Any]:
+    """The options of interleaved 1F1B, where there are several chunks."""
+    return {"schedule": "interleaved-1f1b", "chunks": chunks} if chunks > 1 else {}
+
+
+def _room(cluster: str) -> float:
+    """MiB that a framework has of a device."""
+    device = _cluster(cluster).device
+    return (device.memory_bytes - device.context_bytes) / MIB
+
+
 def _nodes(device: str, num: int) -> str:
     return f"{num // 8}x8x-{device}" if num > 8 and num % 8 == 0 else f"{num}x-{device}"
 
@@ -131,8 +142,7 @@ def vtrain(record: Record) -> tuple[Asked, list[Judged]] | str:
 
 def selene(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of Korthikanti et al. 2022."""
-    selective, chunks = record["recompute"] == "seqsel", int(record["chunks"])
-    interleaved = {"schedule": "interleaved-1f1b", "chunks": chunks} if chunks > 1 else {}
+    selective = record["recompute"] == "seqsel"
     asked = Asked(
         "gpt2", _gpt(record), _nodes("a100-80", int(record["num_gpus"])),
         {
@@ -142,7 +152,7 @@ def selene(record: Record) -> tuple[Asked, list[Judged]] | str:
         {
             "tp": int(record["tp"]), "pp": int(record["pp"]), "dp": int(record["dp"]),
             "microbatch": int(record["micro_batch"]), "recompute": "selective" if selective else "full",
-            "sequence_parallel": selective, **interleaved,
+            "sequence_parallel": selective, **_interleaved(int(record["chunks"])),
         },
     )  # fmt: skip
     return asked, [Judged("time", "s", float(record["iteration_s"]), _step)]
@@ -237,8 +247,7 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
             "zero": int(record["zero_stage"]) or None, "recompute": "full", "layers_per_stage": counts,
         },
     )  # fmt: skip
-    device = _cluster("1x-a100-80").device
-    room = (device.memory_bytes - device.context_bytes) / MIB
+    room = _room(asked.cluster)
     if record["status"] == "OOM":
         return asked, [Judged(NO_ROOM, "MiB", room, _reserved)]
     return asked, [
@@ -316,11 +325,9 @@ def mpt(record: Record) -> tuple[Asked, list[Judged]] | str:
             "recompute": "full" if record["act_ckpt_full_block"] == "True" else "none",
         },
     )  # fmt: skip
-    device = _cluster(asked.cluster).device
-    room = (device.memory_bytes - device.context_bytes) / MIB
     return asked, [
         Judged("time", "s", float(record["step_time_s"]), _step),
-        Judged(ROOM, "MiB", room, _reserved),
+        Judged(ROOM, "MiB", _room(asked.cluster), _reserved),
     ]
 
 
@@ -337,7 +344,7 @@ def narayanan(record: Record) -> tuple[Asked, list[Judged]] | str:
         {"global_batch": batch, "sequence_length": tokens, "dtype": "fp16", "runtime": "megatron-lm"},
         {
             "tp": tp, "pp": pp, "dp": dp, "recompute": "full",
-            **({"schedule": "interleaved-1f1b", "chunks": 2} if has_chunks else {}),
+            **_interleaved(2 if has_chunks else 1),
         },
     )  # fmt: skip
     extra = 1 + tokens / (6 * hidden) + vocabulary / (16 * layers * hidden)
@@ -433,7 +440,6 @@ def bridge(record: Record) -> tuple[Asked, list[Judged]] | str:
     has_lighter_ends = (layers + 2) % stages == 0 and layers % stages != 0
     early = record["release"].startswith("25.") and record["model"] != "Qwen3_235B_a22B"
     way = "" if early else _RECIPES.get((record["model"], device), "")
-    interleaved = {"schedule": "interleaved-1f1b", "chunks": chunks} if chunks > 1 else {}
     has_fsdp = record["fsdp"].isdigit() and int(record["fsdp"]) > 1
     in_domains = f"{num // 64}x64x-{device}" if device.startswith("gb") and num > 64 else f"{num}x-{device}"
     asked = Asked(
@@ -444,7 +450,7 @@ def bridge(record: Record) -> tuple[Asked, list[Judged]] | str:
         },
         {
             "tp": tp, "pp": pp, "dp": num // (tp * pp * cp), "cp": cp, "microbatch": size, "zero": 3 if has_fsdp else 1,
-            "ep": int(record["ep"]) if record["ep"].isdigit() else 1, "sequence_parallel": tp > 1, **interleaved,
+            "ep": int(record["ep"]) if record["ep"].isdigit() else 1, "sequence_parallel": tp > 1, **_interleaved(chunks),
             "layers_per_stage": with_lighter_ends(layers, stages) if has_lighter_ends else None,
         },
     )  # fmt: skip
@@ -467,7 +473,7 @@ def mixture(record: Record) -> tuple[Asked, list[Judged]] | str:
         },
         {
             "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch"]), "zero": 1, "ep": ep,
-            "sequence_parallel": True, "schedule": "interleaved-1f1b", "chunks": chunks,
+            "sequence_parallel": True, **_interleaved(chunks),
             "layers_per_stage": with_lighter_ends(_num_layers(model, sizes), pp * chunks),
         },
     )  # fmt: skip
@@ -566,13 +572,21 @@ def _answer(asked: Asked) -> Predictions | str:
         return str(error)
 
 
+def _asked(source: Source, record: Record) -> tuple[Asked, list[Judged]] | str:
+    """What a row asks; of columns, models or devices that its reader does not know, that."""
+    try:
+        return source.reader(record)
+    except (KeyError, ValueError) as fault:
+        return f"its row cannot be read: {type(fault).__name__} {fault}"
+
+
 def rows(
     name: str, records: list[Record], left_out: Counter[str], pool: Executor, every: int = 1
 ) -> Iterator[tuple[str, Row]]:
     """(unit, row) of every figure that is predicted, of one of so many rows; those that are not are counted in `left_out`
     by their reason."""
     source = SOURCES[name]
-    asked = [(index, source.reader(records[index])) for index in range(0, len(records), every)]
+    asked = [(index, _asked(source, records[index])) for index in range(0, len(records), every)]
     left_out.update(made for _, made in asked if isinstance(made, str))
     wanted = [(index, made) for index, made in asked if not isinstance(made, str)]
     answers = pool.map(_answer, [made for _, (made, _) in wanted], chunksize=4)
@@ -585,22 +599,28 @@ def rows(
             yield one.unit, Row(question.label, one.figure, one.take(answer), one.measured, half)
 
 
+SAFETY = "memory safety"
+"""Of every measured peak: a run is against the prediction that took more than a device would have which is just large enough
+by it, with what plans leave free."""
+
 MEMORY = ("allocated", "reserved", "memory")
 
 
-def _is_unsafe(row: Row) -> bool:
-    """Whether a run took more than a device would have that is just large enough by the prediction, with what plans leave
-    free."""
-    return row.measured > row.predicted / (1 - _HELD_BACK)
+def _is_wrong(verdict: str, row: Row) -> bool:
+    """Whether a run that had room is predicted to have none, one that had none to have 5 % to spare, or one to be safe on
+    a device that is too small."""
+    if verdict == SAFETY:
+        held_back = _cluster("1x-a100-80").device.reserve_fraction  # as of every device in the catalog
+        return row.measured > row.predicted / (1 - held_back)
+    return row.error > 0 if verdict == ROOM else row.error < -0.05
 
 
-_HELD_BACK = _cluster("1x-a100-80").device.reserve_fraction
-"""Of every device in the catalog."""
-
-
-def _is_wrong(row: Row) -> bool:
-    """Whether a run that had room is predicted to have none, or one that had none to have 5 % to spare."""
-    return row.error > 0 if row.group == ROOM else row.error < -0.05
+def verdicts(found: list[Row]) -> Iterator[tuple[str, int, list[Row]]]:
+    """Of each kind that some rows are judged by: its name, how many they are, and those against the prediction."""
+    for verdict, figures in ((SAFETY, MEMORY), (ROOM, (ROOM,)), (NO_ROOM, (NO_ROOM,))):
+        judged = [row for row in found if row.group in figures]
+        if judged:
+            yield verdict, len(judged), [row for row in judged if _is_wrong(verdict, row)]
 
 
 def main() -> None:
@@ -620,6 +640,8 @@ def main() -> None:
                 records = list(csv.DictReader(file))
             left_out: Counter[str] = Counter()
             found = list(rows(name, records, left_out, pool, given.every))
+            if not found:
+                missed.append(f"{name}, of which nothing is judged")
             for figure, bar in source.bars.items():
                 judged = [(unit, row) for unit, row in found if row.group == figure]
                 if not judged:
@@ -633,31 +655,20 @@ def main() -> None:
                 print(f"{name}: {figure}, {len({row.predicted for row in only})} distinct predictions")
                 show(only, bar, judged[0][0], False, every_row=len(only) < 100)
                 print()
-            taken = [row for _, row in found if row.group in MEMORY]
-            unsafe = [row for row in taken if _is_unsafe(row)]
-            if unsafe:
-                missed.append(f"{name}, memory safety")
-            if given.json and taken:
-                documents[f"{name}, memory safety"] = {"rows": len(taken), "wrong": len(unsafe)}
-            elif taken:
-                print(
-                    f"{name}: {len(unsafe)} of {len(taken)} took more than a device that is just large enough has"
-                )
-                for row in unsafe:
-                    print(f"  {row.label}: {row.group} {row.predicted:,.1f}, {row.measured:,.1f} measured")
-                print()
-            for figure in (ROOM, NO_ROOM):
-                judged = [row for _, row in found if row.group == figure]
-                wrong = [row for row in judged if _is_wrong(row)]
+            for verdict, count, wrong in verdicts([row for _, row in found]):
                 if wrong:
-                    missed.append(f"{name}, {figure}")
-                if given.json and judged:
-                    documents[f"{name}, {figure}"] = {"rows": len(judged), "wrong": len(wrong)}
-                elif judged:
-                    print(f"{name}: {len(judged)} {figure}, {len(wrong)} of them against the prediction")
-                    for row in wrong:
-                        print(f"  {row.label}: {row.predicted:,.0f} of {row.measured:,.0f} MiB")
-                    print()
+                    missed.append(f"{name}, {verdict}")
+                if given.json:
+                    documents[f"{name}, {verdict}"] = {"rows": count, "wrong": len(wrong)}
+                    continue
+                print(f"{name}: {verdict}: {count} rows, {len(wrong)} against the prediction")
+                for row in wrong:
+                    print(
+                        f"  {row.label}: {row.group}, {row.predicted:,.1f} predicted, {row.measured:,.1f} measured"
+                    )
+                print()
+            if given.json:
+                documents[f"{name}, left out"] = dict(left_out)
             if not given.json:
                 for reason, count in left_out.most_common():
                     print(f"{name}: {count} rows left out: {reason}\n")

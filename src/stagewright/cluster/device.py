@@ -220,18 +220,16 @@ class Device(SourcedModel):
 
     def with_attention(self, rate: float, best: bool = False) -> Device:
         """This device with other attention kernels: `rate` times as fast, or the `best` there are, where that is known."""
-        shares = self.attention_efficiency, self.attention_backward_efficiency
-        if best:
-            known = self.best_attention_efficiency, self.best_attention_backward_efficiency
-            shares = tuple(other or own for own, other in zip(shares, known, strict=True))
-        changed = {
-            "attention_efficiency": min(1.0, shares[0] * rate),
-            "attention_backward_efficiency": min(1.0, shares[1] * rate),
-        }
-        return (
-            self
-            if all(getattr(self, name) == share for name, share in changed.items())
-            else self.model_copy(update=changed)
+        own = self.attention_efficiency, self.attention_backward_efficiency
+        known = self.best_attention_efficiency, self.best_attention_backward_efficiency
+        forward, backward = (
+            min(1.0, rate * ((other if best else None) or share))
+            for share, other in zip(own, known, strict=True)
+        )
+        if (forward, backward) == own:
+            return self
+        return self.model_copy(
+            update={"attention_efficiency": forward, "attention_backward_efficiency": backward}
         )
 
     def memory_seconds(self, num_bytes: float) -> float:

@@ -194,12 +194,11 @@ class _Buffers:
     ) -> None:
         self.sizes, self.allocator = FlatSizes(resident), allocator
         *self._moves, self._last = moves(actions, resident.flats)
-        self._has_any = bool(resident.flats)
         self._blocks: dict[tuple[str, Flat | int], Block] = {}
 
     def before(self, index: int) -> None:
         """What action `index` changes before it does anything else."""
-        if self._has_any and self._moves[index] is not NOTHING:
+        if self._moves[index] is not NOTHING:
             self._apply(self._moves[index])
 
     def end(self) -> None:

@@ -115,7 +115,7 @@ class Optimizer(StrictModel):
     * `moves_parameters`: whether parameters, made one by one, move into the buffers that replicas share out, of which state
       is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
     * `gathers_masters`: whether shared-out parameters are cast and gathered from their master copies, so that nothing else
-      of them stays.
+      of them stays; state is then kept parameter by parameter.
     * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
     """
 

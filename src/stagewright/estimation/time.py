@@ -17,7 +17,7 @@ from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.runtime import runtime_of
-from stagewright.graph import Node, OperatorGraph, Origin, Part, Value
+from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
@@ -208,26 +208,23 @@ class Costing:
         sent_s = (
             collective_seconds(node, value, self.cluster, self._strides, once) + runtime.waits.collective_s
         )
-        beside = self._is_overlapped(node)
-        if node.op == ALL_TO_ALL:
-            copied_s += runtime.waits.beside_share * sent_s if beside else 0.0
-            meta = value(node.inputs[0]).meta
-            if len(meta.shape) == 1 and meta.is_differentiable:  # routing weights, or their gradients
-                copied_s += runtime.waits.routing_s
+        beside, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
+        if hidden:
+            copied_s += runtime.waits.beside_share * sent_s
+        if node.op == ALL_TO_ALL and _is_of_routing(value(node.inputs[0]).meta):
+            copied_s += runtime.waits.routing_s
         return replace(
             plain,
-            device_s=copied_s + (0.0 if beside else sent_s),
-            overlapped_s=sent_s if beside and node.op != ALL_TO_ALL else 0.0,
-            hidden_s=sent_s if beside and node.op == ALL_TO_ALL else 0.0,
+            device_s=copied_s + (0.0 if beside or hidden else sent_s),
+            overlapped_s=sent_s if beside else 0.0,
+            hidden_s=sent_s if hidden else 0.0,
             host_s=plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s,
         )
 
     def _is_overlapped(self, node: Node) -> bool:
         """Whether a collective runs in parts beside products, as Transformer Engine's layers and asynchronous tensor
-        parallelism have it, or beside those of another microbatch."""
+        parallelism have it."""
         which = self.runtime.overlapped_collectives
-        if node.op == ALL_TO_ALL:
-            return self.runtime.hides_dispatch
         if node.op not in (ALL_GATHER, REDUCE_SCATTER) or which == "none":
             return False
         return which == "all" or node.part > Part.FORWARD
@@ -242,8 +239,8 @@ class Costing:
             if fusion.is_launched:
                 busy += self.device.launch_overhead_s
             kernel_s = self.runtime.host.kernel_s
-            host = self.device.host_overhead_s if kernel_s is None else kernel_s
-            host = host if fusion.is_launched else 0.0
+            issue_s = self.device.host_overhead_s if kernel_s is None else kernel_s
+            host = issue_s if fusion.is_launched else 0.0
             on_cpu = self.device.kind == "cpu"
             known = (
                 Cost(busy + host, 0.0, found.flop, found.flop)
@@ -325,6 +322,11 @@ class Costing:
     def model_flop(self) -> float:
         """FLOP of one microbatch without what is computed a second time."""
         return float(self.arrays[3].sum())
+
+
+def _is_of_routing(sent: TensorMeta) -> bool:
+    """Whether an all-to-all sends the weights of routed tokens, or their gradients: once a layer in either direction."""
+    return len(sent.shape) == 1 and sent.is_differentiable
 
 
 def host_optimizer_seconds(

@@ -272,20 +272,23 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    asked, wanted = choice.layers_per_stage, make_program(choice).num_stages
-    if asked is None and job.profile.partition == "layers":
-        if wanted == 1:
-            return with_cuts(body, choice, (), cluster, job)
-        asked = even_layers(body.graph, wanted)
-    if asked is not None:
-        if len(asked) != wanted:
-            raise PlanError(
-                f"{len(asked)} numbers of layers per stage for {wanted} stages: give one for each of the stages of schedule "
-                f"'{choice.schedule}' on pp {choice.pp}"
-            )
-        return with_cuts(body, choice, layer_cuts(body.graph, asked), cluster, job)
+    if choice.layers_per_stage is not None or job.profile.partition == "layers":
+        return with_cuts(body, choice, _cuts_between_layers(body.graph, choice), cluster, job)
     start = fastest_partition(body, choice, cluster)[0]
     return within_memory(with_cuts(body, choice, start, cluster, job), body)
+
+
+def _cuts_between_layers(graph: OperatorGraph, choice: Choice) -> tuple[int, ...]:
+    """Stages of as many layers as `choice` says; else of as even numbers as there can be."""
+    asked, wanted = choice.layers_per_stage, make_program(choice).num_stages
+    if asked is None:
+        return layer_cuts(graph, even_layers(graph, wanted)) if wanted > 1 else ()
+    if len(asked) != wanted:
+        raise PlanError(
+            f"{len(asked)} numbers of layers per stage for {wanted} stages: give one for each of the stages of schedule "
+            f"'{choice.schedule}' on pp {choice.pp}"
+        )
+    return layer_cuts(graph, asked)
 
 
 def within_memory(start: Candidate, body: BodyCosts) -> Candidate:

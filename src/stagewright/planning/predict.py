@@ -147,8 +147,8 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
     forward_posts, backward_posts = posting_seconds(line, edges)
     pass_s = line.job.profile.host.pass_s
     gather_s = [line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages]
-    reduce_s = [_reduce_seconds(line, stage) for stage in stages]
-    slowed_s = _slowed_seconds(line, gather_s, [line.reduce_seconds(stage) for stage in stages])
+    reduce_s = [line.reduce_seconds(stage) for stage in stages]
+    slowed_s = _slowed_seconds(line, gather_s, reduce_s)
     rebuild_s = np.array([summary.rebuild_s for summary in line.summaries])
     early_s, late_s = rebuild_s, 0.0 * rebuild_s
     if not line.job.profile.recomputes_ahead:
@@ -167,7 +167,9 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
         ),
         recompute_seconds=_unless_zero(early_s.tolist()),
         gather_seconds=_unless_zero(gather_s),
-        reduce_seconds=_unless_zero(reduce_s),
+        reduce_seconds=_unless_zero(
+            _exposed_reduction(line, stage, seconds) for stage, seconds in enumerate(reduce_s)
+        ),
         update_seconds=_unless_zero(sum(updates[rank]) for rank in placed if updates),
         transfers=tuple(
             TransferCosts(
@@ -183,9 +185,8 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
     )
 
 
-def _reduce_seconds(line: Pipeline, stage: int) -> float:
+def _exposed_reduction(line: Pipeline, stage: int, reduce_s: float) -> float:
     """REDUCE of a stage, as far as its last backward does not hide it."""
-    reduce_s = line.reduce_seconds(stage)
     if not line.job.profile.overlaps_reduction:
         return reduce_s
     return _exposed(reduce_s, line.summaries[stage].backward_s, len(_layers_in(line.stages[stage])) or 1)
