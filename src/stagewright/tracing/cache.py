@@ -23,6 +23,7 @@ from stagewright.files import cache_folder, write_whole
 from stagewright.graph import OperatorGraph
 from stagewright.graph.depth import expanded
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
+from stagewright.graph.sizes import Unlike, at_samples, at_width
 from stagewright.text import say
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.version import __version__
@@ -99,7 +100,7 @@ def trace(
         **({"experts": experts} if experts != "traced" else {}),
     }
     path = _entry(facts) if use_cache else None
-    graph = _load(path) if path is not None else None
+    graph = _known(facts, reference.kind != "factory") if use_cache else None
     if graph is None:
         report("importing torch")
         from stagewright.tracing.trace import trace_reference
@@ -108,6 +109,51 @@ def trace(
         if path is not None:
             _store(path, graph)
     return expanded(graph) if expand else graph
+
+
+def _known(facts: dict[str, Any], follows: bool) -> OperatorGraph | None:
+    """The graph of these facts, if it is kept or `follows` from kept ones of the same model.
+
+    Code of a factory may ask for sizes, and do what it likes; what is bundled and the classes of transformers are tried out.
+    """
+    path = _entry(facts)
+    graph = _load(path) if path is not None else None
+    if graph is not None or path is None or not follows:
+        return graph
+    if path not in _FOLLOWED:
+        found = _following(facts)
+        if found is None:
+            return None
+        while len(_FOLLOWED) >= _MOST_READ:
+            del _FOLLOWED[next(iter(_FOLLOWED))]
+        _FOLLOWED[path] = found
+    return _FOLLOWED[path]
+
+
+def _following(facts: dict[str, Any]) -> OperatorGraph | None:
+    """The graph of these facts on a line through two that are known."""
+    for axis, (follow, pairs) in _AXES.items():
+        size = facts.get(axis, 1)
+        for pair in (pair for pair in pairs if max(pair) < size):
+            known = [_known({**facts, axis: other}, follows=True) for other in pair]
+            if known[0] is None or known[1] is None:
+                continue
+            try:
+                return follow(known[0], known[1], pair, size)
+            except Unlike:
+                continue
+    return None
+
+
+_AXES = {
+    "microbatch_size": (at_samples, ((1, 2), (2, 4))),
+    "tp": (at_width, ((2, 4),)),
+    "cp": (at_width, ((2, 4),)),
+    "ep": (at_width, ((2, 4),)),
+}
+"""How larger sizes follow, and from which; what a rank does alone says nothing of what one of several does."""
+_FOLLOWED: dict[Path, OperatorGraph] = {}
+"""Graphs that followed last."""
 
 
 def _key(facts: dict[str, Any]) -> str:

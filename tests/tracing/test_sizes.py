@@ -1,0 +1,99 @@
+"""Graphs at other sizes follow from two, and are the graphs that would have been traced."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagewright.graph import OperatorGraph
+from stagewright.graph.sizes import Unlike, at_samples, at_width
+from stagewright.tracing import trace as tracing
+from stagewright.tracing.cache import trace
+
+SHARED = {"target": "cuda", "attention": "fused", "dtype": "bfloat16"}
+MODELS = [
+    "tiny-llama", "tiny-gpt2", "tiny-bert", "tiny-gemma", "tiny-t5", "tiny-vit", "tiny-mixtral", "tiny-nemotron-h",
+    "tiny-deepseek-v3",
+]  # fmt: skip
+
+
+def _traced(model: str, size: int, **options: Any) -> OperatorGraph:
+    return trace(model, size, 64, use_cache=False, **options)
+
+
+def _alike(one: OperatorGraph, other: OperatorGraph) -> bool:
+    """Equal, but that calls which are alike by chance of their sizes may count as different ones."""
+    classes: dict[int, set[int]] = {}
+    for mine, theirs in zip(one.nodes, other.nodes, strict=True):
+        classes.setdefault(mine.signature, set()).add(theirs.signature)
+    bare = [
+        replace(graph, nodes=tuple(replace(node, signature=0) for node in graph.nodes))
+        for graph in (one, other)
+    ]
+    return bare[0] == bare[1] and all(len(found) == 1 for found in classes.values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_larger_microbatches_follow_from_two(model: str) -> None:
+    two, three, five = (_traced(model, size) for size in (2, 3, 5))
+    assert _alike(at_samples(two, three, (2, 3), 5), five)
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-mixtral"])
+def test_where_one_sample_is_computed_as_two_they_tell_all(model: str) -> None:
+    one, two, four = (_traced(model, size) for size in (1, 2, 4))
+    assert _alike(at_samples(one, two, (1, 2), 4), four)
+
+
+def test_what_computes_one_sample_in_another_way_tells_nothing_of_more() -> None:
+    with pytest.raises(Unlike, match="other operators"):
+        at_samples(_traced("tiny-gpt2", 1), _traced("tiny-gpt2", 2), (1, 2), 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "axis", "options"),
+    [
+        ("tiny-llama", "cp", {}),
+        ("tiny-llama", "cp", {"tp": 2, "splits_sequence": True}),
+        ("tiny-deepseek-v3", "ep", {"experts": "grouped", "overrides": {"n_routed_experts": 16}}),
+        ("tiny-gpt2", "tp", {"overrides": {"n_head": 16}}),
+        ("tiny-gpt2", "tp", {"overrides": {"n_head": 16}, "splits_sequence": True}),
+    ],
+)
+def test_more_ranks_follow_from_two_and_four(model: str, axis: str, options: dict[str, Any]) -> None:
+    two, four, eight = (_traced(model, 2, **{axis: width}, **options, **SHARED) for width in (2, 4, 8))
+    assert _alike(at_width(two, four, (2, 4), 8), eight)
+
+
+def test_a_rank_with_one_head_does_not_follow_from_ranks_with_several() -> None:
+    options = {"overrides": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}, **SHARED}
+    two, four = (_traced("tiny-llama", 1, tp=width, **options) for width in (2, 4))
+    with pytest.raises(Unlike, match="at another size"):
+        at_width(two, four, (2, 4), 8)
+    with pytest.raises(Unlike, match="would be"):
+        at_width(two, four, (2, 4), 16)
+
+
+def test_larger_sizes_are_not_traced_where_smaller_ones_are_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path))
+    made: list[tuple[int, int]] = []
+    real = tracing.trace_reference
+
+    def counted(
+        reference: Any, size: int, length: int, dtype: str, device: str, facts: Any, report: Any
+    ) -> Any:
+        made.append((size, facts.get("cp", 1)))
+        return real(reference, size, length, dtype, device, facts, report)
+
+    monkeypatch.setattr(tracing, "trace_reference", counted)
+    for cp in (2, 4, 8):
+        for size in (1, 2, 4, 8):
+            found = trace("tiny-llama", size, 128, cp=cp, expand=False, **SHARED)
+            assert (found.facts["microbatch_size"], found.facts["cp"]) == (size, cp)
+            assert found.facts["num_tokens"] == size * 128 // cp
+    assert made == [(1, 2), (2, 2), (1, 4), (2, 4)]
