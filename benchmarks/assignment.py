@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from stagewright.planning.configure.assignment import Grid, assign, best_of_all
-from stagewright.planning.configure.assignment.kernels import NUM_MOVES, cost, move
+from stagewright.planning.assignment import Grid, assign, best_of_all
+from stagewright.planning.assignment.kernels import NUM_MOVES, cost, move
 
 LINKS = Path(__file__).parents[1] / "validation" / "data" / "links"
 THEIRS_S = 10.0
@@ -85,8 +85,8 @@ def theirs(one: Grid, seconds: float) -> float:
 
 def exact(num_clusters: int) -> dict[str, object]:
     """How often the annealer and its repairs alone reach the optimum of clusters of 4 to 8 hosts."""
-    from stagewright.planning.configure.assignment.kernels import anneal
-    from stagewright.planning.configure.assignment.solve import _repaired
+    from stagewright.planning.assignment.kernels import anneal
+    from stagewright.planning.assignment.solve import _repaired
 
     shapes = [(2, 2), (2, 3), (1, 7), (7, 1), (2, 4), (4, 2), (1, 8), (8, 1)]
     reached = 0

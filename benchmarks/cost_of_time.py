@@ -27,11 +27,11 @@ from typing import NamedTuple
 from breadth_first import BATCHES_PER_GPU, MODELS, NAMES, SCHEDULES, study
 from figures import write
 from stagewright.cluster import load_cluster
-from stagewright.estimation.megatron import Shape
 from stagewright.planning.configure.money import Bill, Target, bill
 from stagewright.planning.configure.objective import offers
 from stagewright.planning.job import Job
 from stagewright.report.pictures.colours import LIGHT
+from stagewright.tracing.models.reference import resolve
 
 MODEL = MODELS[0]
 NUM_DEVICES = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -81,11 +81,12 @@ def ways() -> Ways:
 
 def configured(target: Target) -> list[Way]:
     """The best offer of every size."""
-    shape = Shape.gpt(MODEL.num_layers, MODEL.hidden, MODEL.num_heads, MODEL.vocabulary, MODEL.sequence)
-    job = Job(global_batch=2048, sequence_length=MODEL.sequence, dtype="fp16")
+    sizes = {"n_layer": MODEL.num_layers, "n_embd": MODEL.hidden, "n_head": MODEL.num_heads}
+    model = resolve("gpt2", sizes | {"vocab_size": MODEL.vocabulary, "n_positions": MODEL.sequence})
+    job = Job(global_batch=2048, sequence_length=MODEL.sequence, dtype="fp16", runtime="megatron-deepspeed")
     cluster = load_cluster(f"{NUM_DEVICES[-1] // 8}x8x-v100-32")
     first: dict[int, Bill] = {}
-    for offer in offers(shape, cluster, job, "time-to-train", target, stack="megatron-deepspeed"):
+    for offer in offers(model, cluster, job, "time-to-train", target, keep=1):
         first.setdefault(offer.bill.num_devices, offer.bill)
     return [
         Way(num, one.global_batch / num, one.days, one.days * num)
@@ -108,7 +109,7 @@ def report(found: Ways) -> Iterator[str]:
     """The result as Markdown."""
     yield f"# Cost against time of the 52 B model on up to 4,096 V100, {date.today().isoformat()}\n"
     yield "Predicted, not measured.\n"
-    yield "Command: `python benchmarks/cost_of_time.py --output FILE --picture FILE` (a minute on one core).\n"
+    yield "Command: `python benchmarks/cost_of_time.py --output FILE --picture FILE` (an hour on one core).\n"
     yield from (__doc__ or "").split("\n\n", 2)[2].splitlines()
     yield f"\nCritical batch {critical_batch():,.0f} samples; {TOKENS:.0e} tokens with a small batch."
     yield "The picture is beside this file: `cost_of_time-" + date.today().isoformat() + ".svg`.\n"

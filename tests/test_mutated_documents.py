@@ -25,7 +25,6 @@ from records import record_of
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.errors import StagewrightError
-from stagewright.estimation.megatron import shape_of
 from stagewright.planning.job import load_job
 from stagewright.planning.plan import ClusterSection, Plan
 from stagewright.planning.plan_stages import stage_program
@@ -224,7 +223,6 @@ def shaped(path: Path) -> None:
     reference = resolve(str(path))
     if TORTURE:
         build_model(reference, 1, 16, fake=True)
-    shape_of(reference.config or {})
 
 
 KINDS = [

@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from stagewright.cli.app import app
 
-JOB = ["--cluster", "16x-h100", "--global-batch", "16", "--sequence-length", "4096", "--cp", "1"]
+JOB = [
+    "--cluster", "16x-h100", "--global-batch", "16", "--sequence-length", "4096", "--microbatch", "1", "--cp", "1",
+]  # fmt: skip
 
 
 def test_the_document_has_configurations_reasons_and_places(tmp_path: Path) -> None:
@@ -21,9 +23,9 @@ def test_the_document_has_configurations_reasons_and_places(tmp_path: Path) -> N
     best = size["configurations"][0]
     assert best["tp"] * best["pp"] * best["dp"] == 16
     assert best["lower_bound_seconds"] <= best["step_seconds"]
-    assert all(one["nearest"] for one in size["excluded"])
+    assert all(one["reason"] for one in size["excluded"])
+    assert best["runtime"] == "megatron-core+te" and best["recompute"] in ("none", "full")
     assert len(ranks.read_text().splitlines()) == 17
-    assert sorted(document["units"]) == list(range(16 // best["tp"]))
 
 
 def test_the_tables_name_the_objective_s_sizes() -> None:
@@ -68,3 +70,16 @@ def test_another_system_s_choice_is_shown_with_its_own_prediction() -> None:
     done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB[:-2], "--strategy", "pipette", "--json"])
     document = json.loads(done.stdout)
     assert document["strategy"] == "pipette" and document["strategy_seconds"] > 0
+
+
+def test_what_is_found_for_our_own_runtime_passes_check(tmp_path: Path) -> None:
+    path = tmp_path / "own.json"
+    job = ["--cluster", "2x-h100", "--global-batch", "4", "--sequence-length", "64", "--tp", "1", "--cp", "1"]
+    done = CliRunner().invoke(
+        app,
+        ["configure", "tiny-llama", *job, "--microbatch", "1", "--runtime", "stagewright", "-o", str(path)],
+    )
+    assert done.exit_code == 0, done.output
+    assert "options of Megatron-LM" not in done.stdout
+    checked = CliRunner().invoke(app, ["check", str(path)])
+    assert checked.exit_code == 0, checked.output

@@ -209,7 +209,7 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         ),
         (("estimate", *MODEL, *JOB), "give --cluster"),
         (("estimate", *MODEL, *CLUSTER, *JOB, "--recompute", "ful"), "did you mean 'full'?"),
-        (("estimate", *MODEL, *CLUSTER, *JOB, "--stack", "mist", "--zero", "1"), "give --shard-optimizer"),
+        (("estimate", *MODEL, *CLUSTER, *JOB, "--stack", "torch-eagr"), "did you mean 'torch-eager'?"),
         (("run", "no.json"), "plan 'no.json' cannot be read"),
         (("simulate", __file__), "is not valid JSON"),
     ],
@@ -253,7 +253,8 @@ def test_several_lengths_are_planned_for_and_shown(planned: dict, tmp_path: Path
     asked = ("estimate", *MODEL, *CLUSTER, "--microbatch", 2, "--job", job)
     assert [row["sequence_length"] for row in document(*asked)["lengths"]] == [32, 64]
     assert document(*asked, "--sequence-length", 64)["lengths"] == []
-    for verb in (("configure", "llama-3-8b"), ("estimate", "llama-3-8b", "--stack", "mist")):
+    for verb in (("configure", "llama-3-8b"), ("plan", "llama-3-8b", "--runtime", "megatron-core+te")):
+        job.write_text("global_batch = 8\nsequence_lengths = [32, 64]\n")
         refused = call(*verb, "--cluster", "8x-h100", "--job", job)
         assert refused.exit_code == 2 and "knows one length only" in refused.stderr
 
@@ -264,19 +265,17 @@ def test_a_missing_data_file_stops_a_run_before_it_starts(planned: dict, folder:
     assert "data file 'no.txt' cannot be read" in done.stderr
 
 
-def test_megatrons_stacks_have_widths_of_their_own() -> None:
-    words = ("llama-3-8b", "--cluster", "8x-h100", "--stack", "megatron-core+te", "--global-batch", 16)
-    found = document("estimate", *words, "--sequence-length", 4096, "--tp", 2, "--pp", 2, "--shard-optimizer")
-    assert (found["tp"], found["pp"], found["dp"]) == (2, 2, 2) and found["fits"]
-    assert len(found["ranks"]) == 2
-    for rank in found["ranks"]:
-        assert sum(rank["categories"].values()) == rank["allocated_peak_bytes"]
-    table = call("estimate", *words, "--sequence-length", 4096, "--recompute", "full")
-    assert table.exit_code == 0 and "recompute full" in table.stdout
-    wrong = call("estimate", *words, "--sequence-length", 4096, "--tp", 3)
-    assert wrong.exit_code != 0 and "tp 3" in wrong.stderr
-    foreign = call("estimate", "llama-3-8b", "--cluster", "8x-h100", "--shard-optimizer", "--global-batch", 8)
-    assert foreign.exit_code == 2 and "leave out --shard-optimizer, or give --stack" in foreign.stderr
+def test_plans_are_found_for_other_runtimes(folder: Path) -> None:
+    asked = ("tiny-llama", "--cluster", "4x-h100", "--global-batch", 8, "--sequence-length", 64, "--tp", 2)
+    path = folder / "elsewhere.json"
+    done = call("plan", *asked, "--runtime", "megatron-core+te", "--microbatch", 1, "-o", path)
+    assert done.exit_code == 0 and "which megatron-core+te runs, not Stagewright" in done.stdout
+    plan = json.loads(path.read_text())
+    assert (plan["tp"], plan["job"]["runtime"]) == (2, "megatron-core+te")
+    known = document("estimate", path)
+    assert known["step_seconds"] == pytest.approx(plan["predictions"]["step_seconds"])
+    refused = call("run", path)
+    assert refused.exit_code == 2 and "not ours to run" in refused.stderr
 
 
 def test_a_plan_that_predicts_nothing_of_its_ranks_is_checked_without(planned: dict, folder: Path) -> None:

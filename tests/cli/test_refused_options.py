@@ -23,7 +23,6 @@ ESTIMATE = (
     "16",
 )
 TINY = ("estimate", "tiny-gpt2", "--cluster", "2x-h100", "--global-batch", "8", "--sequence-length", "64")
-MEGATRON = (*ESTIMATE, "--stack", "megatron-core+te")
 
 
 @pytest.fixture(autouse=True)
@@ -73,14 +72,18 @@ def test_the_plan_of_a_run_needs_its_record() -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["--by layer", "--compiled", "--zero 1", "--reduce-dtype bf16", "--shard-size 2"]
+    "option",
+    [
+        "--schedule 1f1b",
+        "--recompute full",
+        "--no-offload",
+        "--host-optimizer always",
+        "--objective batch",
+        "--dp 2",
+    ],
 )
-def test_stacks_of_megatron_refuse_what_they_lack(option: str) -> None:
-    refused(*MEGATRON, option=option, remedy="another --stack")
-
-
-def test_other_stacks_refuse_what_is_megatrons() -> None:
-    refused(*ESTIMATE, option="--shard-optimizer", remedy="megatron-core+te")
+def test_another_runtime_is_searched_with_all_it_can_do(option: str) -> None:
+    refused(*MODEL, "--runtime", "megatron-core+te", option=option, remedy="plan without --runtime")
 
 
 @pytest.mark.parametrize("option", ["--zero 3", "--reduce-dtype bf16", "--shard-size 2"])

@@ -1,29 +1,41 @@
-"""Configurations on links that differ: what is predicted and chosen does not depend on how devices are numbered."""
+"""The search over all widths on measured links: what is slow is gone around, and said."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from stagewright.cluster import Cluster, MeasuredBandwidth, all_reduce_seconds, arranged, load_cluster
-from stagewright.estimation.megatron import Layout, Shape, find_megatron_stack
-from stagewright.estimation.megatron.fusion import find_fusion
-from stagewright.planning.configure.assignment import as_numbered, assign, grid_of
-from stagewright.planning.configure.iteration import Run
-from stagewright.planning.configure.placing import device_places, rearranged, unit_width
-from stagewright.planning.configure.ranks import rank_lines
-from stagewright.planning.configure.search import Configuration, configure
+from stagewright.planning.assignment import as_numbered, assign, grid_of
+from stagewright.planning.candidate import Choice, make_candidate
+from stagewright.planning.configure.search import configure
 from stagewright.planning.configure.space import Bounds
+from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
+from stagewright.planning.pipeline import Pipeline, body_costs
+from stagewright.planning.placing import (
+    device_places,
+    devices_of,
+    grid_of_line,
+    on_devices,
+    placed,
+    unit_width,
+)
+from stagewright.planning.plan import Plan, shared_layers
+from stagewright.planning.predict import gradient_bytes
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import ModelReference, resolve
 
-SHAPE = Shape(16, 4096, 14336, 32, 128256, 8, 128, gated=True, has_bias=False, tied=False)
-JOB = Job(global_batch=32, sequence_length=4096)
-STACK = "megatron-core+te"
+JOB = Job(global_batch=32, sequence_length=512, runtime="megatron-core+te")
 NODES = load_cluster("4x8x-a100-80")
+SMALL = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 8192}
+
+
+def model(**more: Any) -> ModelReference:
+    return resolve("llama-3-8b", SMALL | more)
 
 
 def with_links(rates: Sequence[Sequence[float]], cluster: Cluster = NODES) -> Cluster:
@@ -41,84 +53,63 @@ def with_slow(pair: tuple[int, int] | None) -> Cluster:
     return with_links(rates.tolist())
 
 
-def best(cluster: Cluster, bounds: Bounds | None = None) -> Configuration:
-    return configure(SHAPE, cluster, JOB, bounds=bounds, keep=1).configurations[0]
+def best(cluster: Cluster, bounds: Bounds) -> Plan:
+    return configure(model(), cluster, JOB, bounds=bounds, keep=1).plans[0]
 
 
-def run(cluster: Cluster, **layout: Any) -> Run:
-    made = Layout(4096, num_microbatches=4, shards_optimizer=True, **layout)
-    return Run(SHAPE, made, find_megatron_stack(STACK), find_fusion(STACK), cluster)
+def line(cluster: Cluster, dp: int, pp: int, tp: int = 1, cp: int = 1, ep: int = 1) -> Pipeline:
+    traced = JOB.traced("cuda") | shared_layers(tp, tp > 1, cp, ep) | {"expand": False}
+    body = body_costs(trace(model(), 1, **traced), cluster, JOB)
+    choice = Choice(dp, pp, 1, 32 // dp, "1f1b", zero=1, tp=tp, sequence_parallel=tp > 1, cp=cp, ep=ep)
+    return make_candidate(body, choice, cluster, JOB).line
+
+
+def seconds(cluster: Cluster, **widths: int) -> float:
+    options: Any = {"sequence_parallel": True, "zero": 1}
+    return estimate(model(), cluster, JOB, **widths, **options).predictions.step_seconds
 
 
 @pytest.mark.parametrize("pair", [(0, 2), (1, 3)])
 def test_the_slowest_replica_s_links_count(pair: tuple[int, int]) -> None:
-    """Nodes 0 and 1 hold the first stage, 2 and 3 the second: either pair of nodes joins a replica's stages."""
-    plain = run(with_slow(None), tp=8, pp=2, dp=2).step().seconds
-    slow = run(with_slow(pair), tp=8, pp=2, dp=2).step().seconds
-    assert slow > 1.1 * plain
-    assert slow == pytest.approx(run(with_slow((0, 2)), tp=8, pp=2, dp=2).step().seconds, rel=1e-12)
+    """Nodes 0 and 1 hold the first stage, 2 and 3 the second: either pair of nodes joins a replica's stages, and both are as
+    slow to a step whose ranks stay where they are."""
+    found = [
+        line(arranged(with_slow(one), range(32)), dp=2, pp=2, tp=8).cluster.blocks_seconds(1e6, 0, 16, 16)
+        for one in (None, pair)
+    ]
+    assert found[1] > 10 * found[0]
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-@pytest.mark.parametrize("pair", [(0, 1), (1, 0), (0, 2), (1, 3), (2, 3)])
+@pytest.mark.parametrize("pair", [(0, 1), (1, 3)])
 def test_one_slow_link_costs_nothing_where_ranks_can_go_around_it(pair: tuple[int, int], pp: int) -> None:
-    bounds = Bounds(tp=8, pp=pp, cp=1, microbatch=1, chunks=(1,))
+    bounds = Bounds(tp=8, pp=pp, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
     plain, slow = best(with_slow(None), bounds), best(with_slow(pair), bounds)
-    assert slow.step_s == pytest.approx(plain.step_s, rel=1e-9)
-    assert slow.bound_s <= slow.step_s
-
-
-def test_a_slow_link_does_not_change_what_is_chosen() -> None:
-    bounds = Bounds(largest_cp=2, chunks=(1,))
-    plain, slow = best(with_slow(None), bounds), best(with_slow((0, 1)), bounds)
-    assert slow.layout == plain.layout
-    assert slow.step_s == pytest.approx(plain.step_s, rel=1e-6)
-
-
-def test_numbers_of_equal_nodes_do_not_matter() -> None:
-    generator = np.random.default_rng(3)
-    rates = generator.uniform(2e9, 2e10, (4, 4))
-    order = generator.permutation(4)
-    bounds = Bounds(tp=8, cp=1, chunks=(1,))
-    first, second = (best(with_links(one.tolist()), bounds) for one in (rates, rates[np.ix_(order, order)]))
-    assert first.layout == second.layout
-    assert first.step_s == pytest.approx(second.step_s, rel=1e-9)
+    assert slow.predictions.step_seconds == pytest.approx(plain.predictions.step_seconds, rel=1e-6)
 
 
 def test_predictions_are_for_the_places_that_are_written() -> None:
-    cluster = with_slow((0, 1))
-    one = best(cluster, Bounds(tp=8, pp=2, cp=1, microbatch=1, chunks=(1,)))
-    assert one.assignment is not None and one.assignment.seconds < one.assignment.seconds_by_default
-    lines = [tuple(map(int, line.split(","))) for line in rank_lines(one)]
-    order = [8 * node + device for _, node, device in lines]
-    again = Run(SHAPE, one.layout, find_megatron_stack(STACK), find_fusion(STACK), arranged(cluster, order))
-    assert again.step().seconds == one.step_s
-    units = np.array(one.assignment.units).reshape(2, 2)
-    assert order == [
-        8 * units[replica, stage] + i for stage in (0, 1) for replica in (0, 1) for i in range(8)
-    ]
+    cluster = with_slow((0, 2))
+    bounds = Bounds(tp=8, pp=2, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
+    one = best(cluster, bounds)
+    assert one.devices and one.devices != tuple(range(32))
+    assert set(one.memory_policy) == {"keep"}  # though the runtime gathers parts of the sequence again
+    again = estimate(one, cluster).predictions.step_seconds
+    assert again == pytest.approx(one.predictions.step_seconds)
+    places = device_places(on_devices(cluster, one.devices))
+    assert [8 * node + device for node, device in places] == list(one.devices)
 
 
-def test_groups_of_context_and_experts_stay_together() -> None:
-    layout = Layout(4096, tp=2, cp=2, ep=4, dp=4, pp=2)
-    assert unit_width(layout) == 8
-    units = [3, 1, 0, 2]
-    places = device_places(rearranged(NODES, layout, units))
-    assert [places[rank] for rank in range(8)] == [(3, device) for device in range(8)]
-    assert {node for node, _ in places[8:16]} == {0}
-    bounds = Bounds(tp=2, cp=2, pp=4, microbatch=1, chunks=(1,))
-    placed = device_places(best(with_slow((0, 1)), bounds).cluster)
+def test_groups_of_context_parallelism_stay_together() -> None:
+    joined = line(NODES, dp=4, pp=2, tp=2, cp=2)
+    assert unit_width(joined) == 4
+    for units in ([3, 1, 0, 2], [0, 1, 2, 3]):
+        order = devices_of(units, 8, 2, 2)
+        assert [device // 8 for device in order[:8]] == [units[0]] * 8
+    bounds = Bounds(tp=2, cp=2, pp=4, microbatch=1, chunks=(1,), recompute=("none",))
+    places = device_places(on_devices(NODES, best(with_slow((0, 1)), bounds).devices or tuple(range(32))))
     for first in range(0, 32, 4):
-        assert len({node for node, _ in placed[first : first + 4]}) == 1
-
-
-def test_a_group_that_ends_inside_a_node_is_not_taken_for_all() -> None:
-    """Four of six devices: the second tensor-parallel group has two devices on each of two nodes."""
-    group = NODES.nodes[0].model_copy(update={"count": 2, "devices_per_node": 6})
-    sixes = Cluster(name="sixes", nodes=(group,))
-    inside = run(NODES, tp=4, dp=8).clocks[0].layer(0)[0].exposed_s
-    across = run(sixes, tp=4, dp=3).clocks[0].layer(0)[0].exposed_s
-    assert across > 1.5 * inside > 0
+        assert len({node for node, _ in places[first : first + 4]}) == 1
 
 
 def test_an_order_of_an_order_is_that_of_the_devices() -> None:
@@ -141,34 +132,41 @@ def test_links_whose_two_ways_add_up_to_the_same_are_told_apart() -> None:
         gradient_bytes=np.ones(3) * 1e8,
         num_exposed=1.0,
     )
-    grid = replace(grid, hop=np.full((units, units), 1e-3))
     found = assign(grid, num_steps=1000, num_starts=1)
     assert found.units != as_numbered(3, 3) or not found.is_proved
 
 
 def test_tied_stages_keep_off_a_slow_link() -> None:
     """Only the first and the last stage of the default order meet on it."""
-    shape = replace(SHAPE, tied=True)
-    bounds = Bounds(tp=8, pp=4, cp=1, microbatch=1, chunks=(1,))
+    bounds = Bounds(tp=8, pp=4, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
+    tied = model(tie_word_embeddings=True)
     plain, slow = (
-        configure(shape, with_slow(pair), JOB, bounds=bounds, keep=1).configurations[0]
-        for pair in (None, (3, 0))
+        configure(tied, with_slow(pair), JOB, bounds=bounds, keep=1).plans[0] for pair in (None, (3, 0))
     )
-    assert slow.step_s == pytest.approx(plain.step_s, rel=1e-9)
-    assert slow.assignment is not None and {slow.assignment.units[0], slow.assignment.units[-1]} != {0, 3}
+    assert slow.predictions.step_seconds == pytest.approx(plain.predictions.step_seconds, rel=1e-6)
+    assert {slow.devices[0] // 8, slow.devices[-1] // 8} != {0, 3}
 
 
 @pytest.mark.parametrize("replicas", [8, 16, 32])
 def test_rings_cross_nodes_with_all_of_their_devices(replicas: int) -> None:
     """What is weighed is what collectives are predicted to take."""
-    cluster = with_slow((1, 2))
-    one = run(cluster, dp=replicas, pp=32 // replicas)
-    sizes = np.array([one.gradient_bytes(*counts) for counts in one.parameters_of_ranks()])
+    cluster, stages = with_slow((1, 2)), 32 // replicas
+    one = line(cluster, dp=replicas, pp=stages)
+    sizes = 100 * np.array([sum(gradient_bytes(one.stages_of(rank)).values()) for rank in range(stages)])
     grid = grid_of(
-        cluster, tp=1, num_replicas=replicas, num_stages=32 // replicas, boundary_bytes=0.0, gradient_bytes=sizes,
+        cluster, tp=1, num_replicas=replicas, num_stages=stages, boundary_bytes=0.0, gradient_bytes=sizes,
         num_exposed=0.0,
     )  # fmt: skip
     predicted = [
-        all_reduce_seconds(cluster, sizes[rank], one.groups("dp", rank)[0]) for rank in range(32 // replicas)
+        all_reduce_seconds(cluster, float(sizes[rank]), one.replicas(rank)) for rank in range(stages)
     ]
     assert grid.seconds(grid.default) == pytest.approx(max(predicted), rel=0.01)
+
+
+def test_what_is_placed_is_no_slower() -> None:
+    slow = with_slow((0, 2))
+    one = line(slow, dp=2, pp=2, tp=8)
+    grid = grid_of_line(one)
+    assert grid.num_units == 4
+    moved, order = placed(one)
+    assert order and moved.cluster is not one.cluster

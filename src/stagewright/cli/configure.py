@@ -1,4 +1,4 @@
-"""`stagewright configure`: widths of every kind of parallelism for a model on a cluster, before anything is traced."""
+"""`stagewright configure`: widths of every kind of parallelism for a model on a cluster, under any runtime."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from stagewright.cli.options import Json, Model, Settings, parse_settings
+from stagewright.cli.options import Json, Model, Output, Settings, parse_settings
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.planning import (
     ClusterName,
@@ -20,7 +20,6 @@ from stagewright.cli.planning import (
     PipelineWidth,
     TensorWidth,
     check_one_length,
-    check_own_runtime,
     read_job,
     warn,
 )
@@ -30,10 +29,11 @@ from stagewright.files import write_whole
 from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
-    from stagewright.estimation.megatron import Shape
     from stagewright.planning.configure.objective import Objective, Offer
 
 _SHOWN = 5
+_DEFAULT = "megatron-core+te"
+"""The runtime that is predicted unless another one is named."""
 
 
 def configure(
@@ -49,9 +49,12 @@ def configure(
     cp: Annotated[int | None, typer.Option("--cp", min=1, help="Context-parallel width.")] = None,
     ep: Annotated[int | None, typer.Option("--ep", min=1, help="Expert-parallel width.")] = None,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
-    stack: Annotated[
-        str, typer.Option(metavar="NAME", help="The runtime whose kernels and memory are predicted.")
-    ] = "megatron-core+te",
+    runtime: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Whose execution is predicted; default megatron-core+te, or the job's."
+        ),
+    ] = None,
     objective: Annotated[str, typer.Option(metavar="WHAT", help="speed, cost, or time-to-train.")] = "speed",
     price: Annotated[float | None, typer.Option(min=0, help="Dollars per device and hour.")] = None,
     tokens: Annotated[
@@ -65,6 +68,7 @@ def configure(
         typer.Option(metavar="NAME", help="Choose as another system does: amp, megatron, pipette or varuna."),
     ] = None,
     settings: Settings = None,
+    output: Output = None,
     ranks: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write node and device of every rank of the best (CSV)."),
@@ -74,7 +78,8 @@ def configure(
 ) -> None:
     """Find the best widths of tensor, context, expert, pipeline and data parallelism for a cluster."""
     from stagewright.cluster import load_cluster
-    from stagewright.estimation.megatron import shape_of
+    from stagewright.estimation.runtime import STAGEWRIGHT
+    from stagewright.export.megatron import megatron_options
     from stagewright.planning.configure.money import Target
     from stagewright.planning.configure.objective import OBJECTIVES, offers
     from stagewright.planning.configure.space import Bounds
@@ -82,6 +87,7 @@ def configure(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(ranks)
+    check_writable(output)
     if objective not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise InputError(f"--objective {objective}{nearest(objective, OBJECTIVES)}: give one of {known}")
@@ -93,23 +99,24 @@ def configure(
         sequence_length=sequence_length,
         dtype=dtype,
         memory_limit=memory_limit,
+        runtime=runtime,
     )
+    if runtime is None and wanted.runtime == STAGEWRIGHT:
+        wanted = wanted.model_copy(update={"runtime": _DEFAULT})
     check_one_length(wanted, "configure")
-    check_own_runtime(wanted, "the --stack of configure")
     reference = resolve(model, parse_settings(settings))
-    if reference.config is None:
-        raise InputError(f"'{reference.text}' is a factory: configure reads widths from a model's config")
-    shape = shape_of(reference.config)
     with Progress(f"configuring {model}") as progress:
         found = offers(
-            shape, target, wanted, cast("Objective", objective),
-            Target(tokens, critical_batch), price_per_hour=price, stack=stack,
+            reference, target, wanted, cast("Objective", objective),
+            Target(tokens, critical_batch), price_per_hour=price, keep=top,
             bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), strategy=other, report=progress,
         )  # fmt: skip
-    warn([*target.cautions, *_warnings(found[0], objective, critical_batch)])
-    options = _megatron_options(found[0], shape, stack)
-    first = found[0].configured.configurations[0]
-    own = None if other is None else own_seconds(other, shape, first, stack)
+    warn([*target.cautions, *found[0].found.warnings, *_warnings(objective, critical_batch)])
+    best = found[0].best
+    options = megatron_options(best)
+    own = None if other is None else own_seconds(other, best, found[0].cluster)
+    if output is not None:
+        best.save(output)
     if ranks is not None:
         _write_ranks(ranks, found[0])
     if as_json:
@@ -120,7 +127,7 @@ def configure(
             document |= {"strategy": strategy, "strategy_seconds": own}
         print_document(document)
         return
-    _show(found, top, ranks)
+    _show(found)
     if own is not None:
         show(f"Chosen as {strategy} does, which itself predicts {format_seconds(own)} for the first.")
     if options:
@@ -130,57 +137,40 @@ def configure(
             "As options of Megatron-LM's pretrain_gpt.py, beside those of model and data:",
             shell_lines(options),
         )
+    for path in (output, ranks):
+        if path is not None:
+            show(f"Wrote {path}.")
 
 
-def _warnings(best: Offer, objective: str, critical_batch: float | None) -> Iterator[str]:
-    beyond = best.job.beyond(best.cluster.device) if best.cluster.is_homogeneous else None
-    if beyond is not None:
-        yield beyond
+def _warnings(objective: str, critical_batch: float | None) -> Iterator[str]:
     if objective == "time-to-train" and critical_batch is None:
         yield "without --critical-batch every batch is taken to need as many tokens, which favours large ones"
 
 
-def _megatron_options(best: Offer, shape: Shape, stack: str) -> tuple[str, ...]:
-    from stagewright.export.megatron import STACKS, megatron_options
-
-    if stack not in STACKS:
-        return ()
-    return megatron_options(best.configured.configurations[0], shape, best.job, stack)
-
-
 def _write_ranks(path: Path, best: Offer) -> None:
-    from stagewright.planning.configure.ranks import rank_lines
+    from stagewright.planning.placing import device_places, on_devices
 
-    lines = rank_lines(best.configured.configurations[0])
+    places = device_places(on_devices(best.cluster, best.best.devices))
+    lines = [f"{rank},{node},{device}" for rank, (node, device) in enumerate(places)]
     write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
 
 
-def _show(found: tuple[Offer, ...], top: int, ranks: Path | None) -> None:
-    from dataclasses import replace
-
+def _show(found: tuple[Offer, ...]) -> None:
     from stagewright.report.configurations import (
-        assignment_line,
         configurations_table,
         left_out_table,
         offers_table,
         stages_line,
     )
 
-    best = found[0]
-    configured = best.configured
-    shown = replace(configured, configurations=configured.configurations[:top])
-    job = best.job
-    show(f"{best.cluster.name}: {job.global_batch} samples of {job.sequence_length} tokens per step")
-    show(configurations_table(shown))
-    stages = stages_line(configured.configurations[0])
-    if stages is not None:
-        show(stages)
-    excluded = left_out_table(configured)
-    if excluded is not None:
-        show(excluded)
-    show(f"{configured.num_bounded} more cannot be faster than the ones found.", offers_table(found))
-    assignment = configured.configurations[0].assignment
-    if assignment is not None and assignment.seconds < assignment.seconds_by_default:
-        show(assignment_line(assignment))
-    if ranks is not None:
-        show(f"Wrote {ranks}.")
+    best, job = found[0], found[0].job
+    show(
+        f"{best.cluster.name}: {job.global_batch} samples of {job.sequence_length} tokens per step, under {job.runtime}"
+    )
+    show(configurations_table(best.found.plans))
+    for part in (stages_line(best.best, best.cluster), left_out_table(best.found)):
+        if part is not None:
+            show(part)
+    show(f"{best.found.num_bounded} more cannot be faster than the ones found.", offers_table(found))
+    if best.best.devices and best.cluster.measured is not None:
+        show("Ranks are on the devices that suit them by the measured links: --ranks FILE writes which.")

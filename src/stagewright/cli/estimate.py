@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -29,8 +29,6 @@ from stagewright.cli.planning import (
     ShardUnits,
     TensorWidth,
     Zero,
-    check_one_length,
-    check_own_runtime,
     checked_reduce_dtype,
     checked_shard_units,
     cluster_of,
@@ -44,15 +42,10 @@ from stagewright.cli.progress import Progress
 from stagewright.cli.quick import without_collection
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.errors import InputError, nearest
-from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
-    from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
-    from stagewright.tracing.models.reference import ModelReference
-
-_PANEL = "Megatron's stacks"
 
 
 def estimate(
@@ -88,7 +81,7 @@ def estimate(
         str,
         typer.Option(
             metavar="NAME",
-            help="Whose execution: stagewright, torch-eager on one device, megatron-core+te, megatron-deepspeed or mist.",
+            help="Whose memory, on one device: stagewright, or torch-eager; for others see --runtime.",
         ),
     ] = "stagewright",
     by: Annotated[
@@ -105,9 +98,6 @@ def estimate(
             metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it."
         ),
     ] = None,
-    shard_optimizer: Annotated[
-        bool, typer.Option("--shard-optimizer", help="The distributed optimizer.", rich_help_panel=_PANEL)
-    ] = False,
     settings: Settings = None,
     with_model: WithModel = False,
     as_json: Json = False,
@@ -122,27 +112,7 @@ def estimate(
     from stagewright.tracing.models.reference import resolve
 
     from_plan = is_plan(subject)
-    _refuse_unheard(context, stack, from_plan)
-    if stack in MEGATRON_STACKS and not from_plan:
-        wanted = read_job(
-            job,
-            global_batch=global_batch,
-            sequence_length=sequence_length,
-            dtype=dtype,
-            memory_limit=memory_limit,
-        )
-        check_one_length(wanted, f"--stack {stack}")
-        check_own_runtime(wanted, f"--stack {stack}")
-        given = {
-            "dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep, "num_chunks": chunks, "microbatch_size": microbatch,
-            "schedule": schedule, "sequence_parallel": sequence_parallel or None, "recompute": recompute,
-            "shards_optimizer": shard_optimizer or None,
-        }  # fmt: skip
-        megatron = {name: value for name, value in given.items() if value is not None}
-        _show_megatron(
-            resolve(subject, parse_settings(settings)), _cluster(cluster), wanted, stack, megatron, as_json
-        )
-        return
+    _refuse_unheard(context, from_plan)
     with without_collection(), Progress(f"estimating {subject}") as progress:
         if from_plan:
             plan = load_plan(subject)
@@ -205,30 +175,6 @@ def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
     return True
 
 
-def _show_megatron(
-    reference: ModelReference, on: Cluster, wanted: Job, stack: str, given: dict[str, Any], as_json: bool
-) -> None:
-    """The memory of a configuration of Megatron; a width that is left out takes what devices the others leave."""
-    from stagewright.estimation.megatron import Layout
-    from stagewright.planning.megatron import megatron_footprint
-    from stagewright.report.footprints import footprint_document, footprint_heading, footprint_table
-
-    ways = ("none", "selective", "full")
-    if given.get("recompute", "none") not in ways:
-        raise InputError(f"--recompute {given['recompute']}: use one of {', '.join(ways)}")
-    if "schedule" not in given and given.get("num_chunks", 1) > 1:
-        given["schedule"] = "interleaved-1f1b"
-    if "dp" not in given:
-        others = given.get("tp", 1) * given.get("cp", 1) * given.get("pp", 1)
-        given["dp"] = max(1, on.num_devices // others)
-    layout = Layout(wanted.sequence_length, **given)
-    found = megatron_footprint(reference, on, wanted, layout, stack)
-    if as_json:
-        print_document(footprint_document(found))
-    else:
-        show(footprint_heading(found), footprint_table(found))
-
-
 def _recomputes(way: str | None) -> Literal["none", "selective", "full", "model"] | None:
     ways = ("none", "selective", "full", "model")
     if way is not None and way not in ways:
@@ -236,8 +182,8 @@ def _recomputes(way: str | None) -> Literal["none", "selective", "full", "model"
     return way  # type: ignore[return-value]
 
 
-def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None:
-    """Refuses what neither a plan nor the stack would look at."""
+def _refuse_unheard(context: typer.Context, from_plan: bool) -> None:
+    """Refuses what would not be looked at."""
     if from_plan:
         refuse_all_but(
             context, ["subject", "cluster", "stack", "by", "with_model", "as_json"],
@@ -245,20 +191,6 @@ def _refuse_unheard(context: typer.Context, stack: str, from_plan: bool) -> None
         )  # fmt: skip
         return
     refuse(context, ["with_model"], "a model that is named is built anyway", "estimate a plan")
-    if stack in MEGATRON_STACKS:
-        refuse(
-            context,
-            ["zero", "reduce_dtype", "shard_size", "shard_units", "loss_pieces", "by", "compiled", "runtime",
-             "layers_per_stage"],
-            f"--stack {stack} knows Megatron's own options only, and predicts memory without time",
-            "take another --stack", {"zero": "give --shard-optimizer for the distributed optimizer"},
-        )  # fmt: skip
-    else:
-        refuse(
-            context, ["shard_optimizer"],
-            f"--stack {stack} ignores what belongs to Megatron's stacks",
-            f"give --stack with one of {', '.join(MEGATRON_STACKS)}, and a model",
-        )  # fmt: skip
 
 
 def _cluster(name: str | None) -> Cluster:

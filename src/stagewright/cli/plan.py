@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -24,10 +24,12 @@ from stagewright.cli.planning import (
     MemoryLimit,
     PipelineWidth,
     ReduceDtype,
+    RuntimeName,
     SequenceParallel,
     ShardSize,
     ShardUnits,
     Zero,
+    check_one_length,
     checked_reduce_dtype,
     checked_shard_units,
     parse_lengths,
@@ -41,7 +43,9 @@ from stagewright.errors import InputError, nearest
 from stagewright.units import parse_count
 
 if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
     from stagewright.planning.found import Found
+    from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
 
 _SHOWN = 5
@@ -57,6 +61,13 @@ _OF_STRATEGIES = frozenset(
     }
 )  # fmt: skip
 """All that goes with --strategy."""
+_OF_RUNTIMES = frozenset(
+    {
+        "model", "cluster", "job", "global_batch", "sequence_length", "dtype", "compiled", "memory_limit", "runtime", "pp",
+        "tp", "sequence_parallel", "microbatch", "zero", "settings", "output", "top", "as_json",
+    }
+)  # fmt: skip
+"""All that goes with --runtime."""
 _MEANT = {
     "microbatches": "--microbatch is the samples of one microbatch",
     "ranks": "--pp, --dp and --tp are the widths",
@@ -86,14 +97,16 @@ def plan(
     dtype: Dtype = None,
     compiled: Compiled = False,
     memory_limit: MemoryLimit = None,
+    runtime: RuntimeName = None,
     pp: PipelineWidth = None,
     dp: DataWidth = None,
     tp: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="N|auto", help="Ranks that share every layer; auto tries all widths within a node."
+            metavar="N|auto",
+            help="Ranks that share every layer; auto, the default with --runtime, tries all widths within a node; else 1.",
         ),
-    ] = "1",
+    ] = None,
     sequence_parallel: SequenceParallel = False,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
     schedule: Annotated[
@@ -187,6 +200,7 @@ def plan(
             "plan without --strategy",
         )
     from stagewright.cluster import load_cluster
+    from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.planning import fitting, search
     from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
@@ -209,8 +223,28 @@ def plan(
         dtype=dtype,
         compiled=compiled or None,
         memory_limit=memory_limit,
+        runtime=runtime,
     )
-    width = _tensor_width(tp)
+    width = _tensor_width(tp or ("1" if wanted.runtime == STAGEWRIGHT else "auto"))
+    if wanted.runtime != STAGEWRIGHT:
+        check_one_length(wanted, "plan --runtime")
+        refuse_all_but(
+            context,
+            _OF_RUNTIMES,
+            f"of runtime '{wanted.runtime}' all widths, chunks and recomputations are tried",
+            "plan without --runtime",
+        )
+        _plan_elsewhere(
+            model,
+            target,
+            wanted,
+            (width, pp, microbatch, zero),
+            parse_settings(settings),
+            output,
+            top,
+            as_json,
+        )
+        return
     refuse_unshared(
         context,
         is_one_replica=dp == 1 or (pp or 1) * (width or 1) == target.num_devices,
@@ -240,8 +274,36 @@ def plan(
     _tell(found, output, top, as_json)
 
 
+def _plan_elsewhere(
+    model: str,
+    cluster: Cluster,
+    job: Job,
+    given: tuple[int | None, int | None, int | None, int | None],
+    settings: Mapping[str, Any],
+    output: Path | None,
+    top: int | None,
+    as_json: bool,
+) -> None:
+    """The best configurations under another runtime; `given` are widths, samples of a microbatch and what is shared out."""
+    from stagewright.planning.configure.search import configure
+    from stagewright.planning.configure.space import Bounds
+    from stagewright.tracing.models.reference import resolve
+
+    tp, pp, microbatch, zero = given
+    bounds = Bounds(tp=tp, pp=pp, microbatch=microbatch, zero=None if zero is None else (zero,))
+    reference = resolve(model, settings)
+    with Progress(f"planning {model}") as progress:
+        found = configure(
+            reference, cluster, job, bounds=bounds, keep=top or _SHOWN, report=progress, interruptible=True
+        )
+    warn([*cluster.cautions, *found.warnings])
+    _tell(found, output, top, as_json)
+
+
 def _tell(found: Found, output: Path | None, top: int | None, as_json: bool) -> None:
     """Write the best plans, if that is asked for, and show them."""
+    from stagewright.estimation.runtime import STAGEWRIGHT
+
     shown = found.plans[: top or _SHOWN]
     paths = _write(shown, output, num_written=top or 1)
     if as_json:
@@ -271,6 +333,8 @@ def _tell(found: Found, output: Path | None, top: int | None, as_json: bool) -> 
                 "which is asynchronous and cannot be run."
                 if steps_early
                 else f"`stagewright run {output}` trains with it."
+                if shown[0].job.runtime == STAGEWRIGHT
+                else f"which {shown[0].job.runtime} runs, not Stagewright."
             )
         )
 

@@ -193,16 +193,6 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     return tuple(count or 0 for count in counts)
 
 
-def check_own_runtime(job: Job, what: str) -> None:
-    """Raises `InputError` for a job of another runtime, which `what` would not look at."""
-    from stagewright.estimation.runtime import STAGEWRIGHT
-
-    if job.runtime != STAGEWRIGHT:
-        raise InputError(
-            f"runtime = '{job.runtime}' in the job: {what} names whose execution is predicted; leave one out"
-        )
-
-
 def check_one_length(job: Job, what: str) -> None:
     """Raises `InputError` for a job of several sequence lengths, which `what` would not look at."""
     if job.sequence_lengths:

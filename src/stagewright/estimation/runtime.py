@@ -85,6 +85,7 @@ class Waits(StrictModel):
 
     * `product_s`: around a matrix product, beyond its ramp-up.
     * `collective_s`: in a collective, for the slowest of its members, whatever its size.
+    * `scattered_s`: to send a part each of what all of a group of ranks have to another node, beside the transfer.
     * `routing_s`: in a layer of experts that ranks share out, in either direction, for hosts that read how many tokens go
       where.
     * `beside_share`: part of its processors that collectives of shared-out parameters and gradients, and hidden dispatches,
@@ -93,6 +94,7 @@ class Waits(StrictModel):
 
     product_s: Seconds = 0.0
     collective_s: Seconds = 0.0
+    scattered_s: Seconds = 0.0
     routing_s: Seconds = 0.0
     beside_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
 

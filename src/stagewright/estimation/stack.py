@@ -22,7 +22,6 @@ from stagewright.estimation.eager_order import (
     in_order,
     with_repeats,
 )
-from stagewright.estimation.megatron.stack import MEGATRON_STACKS
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.graph import short_name
@@ -66,12 +65,8 @@ def find_stack(name: str) -> Stack:
     >>> find_stack("torch-eager").num_moments
     2
     """
-    if name in MEGATRON_STACKS:
-        raise InputError(
-            f"stack '{name}' is predicted for a model and Megatron's own widths, not for a plan: name a model"
-        )
     if name not in STACKS:
-        known = ("stagewright", *STACKS, *MEGATRON_STACKS)
+        known = ("stagewright", *STACKS)
         raise InputError(f"no stack '{name}'{nearest(name, known)}: use one of {', '.join(known)}")
     return STACKS[name]
 

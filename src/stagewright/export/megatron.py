@@ -1,24 +1,30 @@
-"""A configuration as the options of Megatron-LM's `pretrain_gpt.py`."""
+"""A plan as the options of Megatron-LM's `pretrain_gpt.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
 
-from stagewright.estimation.megatron import Layout, Shape
-from stagewright.planning.configure.configuration import Configuration
-from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import layers_per_stage
+from stagewright.tracing.models.reference import resolve
 
-STACKS = ("megatron-core+te", "megatron-core+te+deepep")
-"""Those whose runtime is today's Megatron-LM."""
+RUNTIME = "megatron-core+te"
+"""The runtime that is today's Megatron-LM."""
+
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def megatron_options(one: Configuration, shape: Shape, job: Job, stack: str) -> tuple[str, ...]:
-    """How a configuration is laid out, one option with its value each; the model, data and learning rate are the user's.
+def megatron_options(plan: Plan) -> tuple[str, ...]:
+    """How a plan is laid out, one option with its value each; the model, data and learning rate are the user's. None for a
+    plan of another runtime, or one that is cut elsewhere than between layers.
 
     Source: Megatron-Core's user guide (parallelism, mixtures of experts, custom pipeline layout).
     """
-    return tuple(_options(one.layout, shape, job, stack))
+    counts = layers_per_stage(plan)
+    if plan.job.runtime != RUNTIME or (counts is None and plan.num_stages > 1):
+        return ()
+    return tuple(_options(plan, counts or ()))
 
 
 def shell_lines(options: tuple[str, ...], width: int = 100) -> str:
@@ -37,47 +43,42 @@ def shell_lines(options: tuple[str, ...], width: int = 100) -> str:
     return " \\\n".join(lines)
 
 
-def _options(layout: Layout, shape: Shape, job: Job, stack: str) -> Iterator[str]:
-    yield f"--tensor-model-parallel-size {layout.tp}"
-    if layout.sequence_parallel:
+def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
+    yield f"--tensor-model-parallel-size {plan.tp}"
+    if plan.sequence_parallel and plan.tp > 1:
         yield "--sequence-parallel"
-    if layout.cp > 1:
-        yield f"--context-parallel-size {layout.cp}"
-    yield f"--pipeline-model-parallel-size {layout.pp}"
-    yield from _stages(layout, shape.num_layers)
-    if shape.experts is not None:
-        yield f"--expert-model-parallel-size {layout.tp * layout.ep}"
+    if plan.cp > 1:
+        yield f"--context-parallel-size {plan.cp}"
+    yield f"--pipeline-model-parallel-size {plan.pp}"
+    yield from _stages(plan, counts)
+    config = resolve(plan.model.text, plan.model.overrides).config or {}
+    if any(config.get(key) for key in _EXPERTS):
+        yield f"--expert-model-parallel-size {plan.ep}"
         yield "--expert-tensor-parallel-size 1"
         yield "--moe-grouped-gemm"
-        flexible = stack.endswith("deepep")
-        yield (
-            "--moe-token-dispatcher-type flex --moe-enable-deepep"
-            if flexible
-            else "--moe-token-dispatcher-type alltoall"
-        )
-    yield f"--micro-batch-size {layout.microbatch_size}"
-    yield f"--global-batch-size {job.global_batch}"
-    yield f"--seq-length {job.sequence_length}"
-    yield f"--{job.dtype}"
-    if layout.recompute == "full":
+        yield "--moe-token-dispatcher-type alltoall"
+    yield f"--micro-batch-size {plan.microbatch_size}"
+    yield f"--global-batch-size {plan.job.global_batch}"
+    yield f"--seq-length {plan.job.sequence_length}"
+    yield f"--{plan.job.dtype}"
+    if "layers" in plan.memory_policy:
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    elif layout.recompute == "selective":
+    elif "selective" in plan.memory_policy:
         yield "--recompute-granularity selective"
-    if layout.shards_optimizer:
+    if max(plan.sharding):
         yield "--use-distributed-optimizer"
-    if layout.overlaps_reduction and layout.dp > 1:
+    if plan.dp > 1 and plan.job.profile.overlaps_reduction:
         yield "--overlap-grad-reduce"
-        if layout.shards_optimizer:
+        if max(plan.sharding):
             yield "--overlap-param-gather"
 
 
-def _stages(layout: Layout, num_layers: int) -> Iterator[str]:
+def _stages(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
     """Chunks by their number where all stages are equal, else layer by layer."""
-    counts = layout.layers(num_layers)
     if len(set(counts)) > 1:
         yield f'--pipeline-model-parallel-layout "{_drawn(counts)}"'
-    elif layout.num_chunks > 1:
-        yield f"--num-virtual-stages-per-pipeline-rank {layout.num_chunks}"
+    elif plan.num_stages > plan.pp:
+        yield f"--num-virtual-stages-per-pipeline-rank {plan.num_stages // plan.pp}"
 
 
 def _drawn(counts: tuple[int, ...]) -> str:

@@ -19,9 +19,9 @@ def attention_scores(graph: OperatorGraph) -> frozenset[int]:
     maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
     found: set[int] = set()
     for node in graph.nodes:
-        if node.part is Part.FORWARD and short_name(node.op) in _SOFTMAX:
-            found.update(_before(node, maker))
-            found.update(_behind(graph, node))
+        is_softmax = node.part is Part.FORWARD and short_name(node.op) in _SOFTMAX
+        if is_softmax and (behind := _behind(graph, node)):
+            found.update(behind, _before(node, maker))
     return frozenset(graph.values[value].storage for value in found)
 
 
@@ -35,14 +35,26 @@ def _before(softmax: Node, maker: dict[int, Node]) -> Iterator[int]:
         value = maker[value].inputs[0]
 
 
-def _behind(graph: OperatorGraph, softmax: Node) -> Iterator[int]:
-    """On to the product with the values."""
-    waiting = [softmax]
+def _behind(graph: OperatorGraph, softmax: Node) -> set[int]:
+    """On to the product with the values: what is as large as the scores in between. Nothing of a softmax that is for
+    something else, as the choice of experts."""
+    size = _elements(graph, softmax)
+    waiting, found, meets_product = [softmax], set[int](), False
     while waiting:
         node = waiting.pop()
-        made = [value for value in node.outputs if value is not None]
-        yield from made
-        users = (graph.nodes[user] for value in made for user in graph.consumers.get(value, ()))
-        waiting += [
-            user for user in users if user.part is Part.FORWARD and short_name(user.op) not in _PRODUCTS
-        ]
+        made = [value for value in node.outputs if value is not None and value not in found]
+        found.update(made)
+        users = [graph.nodes[user] for value in made for user in graph.consumers.get(value, ())]
+        for user in users:
+            if user.part is not Part.FORWARD:
+                continue
+            if short_name(user.op) in _PRODUCTS:
+                meets_product = True
+            elif _elements(graph, user) == size:
+                waiting.append(user)
+    return found if meets_product else set()
+
+
+def _elements(graph: OperatorGraph, node: Node) -> int:
+    made = node.outputs[0]
+    return 0 if made is None else graph.values[made].meta.num_elements

@@ -1,7 +1,7 @@
 """Sizes: the graph of a model with other microbatches, or shared by other numbers of ranks, follows from its graphs at two.
 
-A dimension of a tensor is a sum of products in each of which the number of samples stands once at most, and so does what one
-rank holds, one over the number of ranks; so are strides, and what operators are told of sizes. All of them are thus on a line
+A dimension of a tensor is a sum of products in each of which the number of samples stands once at most, and so does one over
+the number of ranks that share a layer; so are strides, and what operators are told of sizes. All of them are thus on a line
 through those of two graphs, which must be the same in everything else: operators, their order, and who uses what.
 """
 
@@ -103,8 +103,7 @@ class _Line:
         raise Unlike(f"{str(one)[:40]} is {str(other)[:40]} at another size")
 
     def _meta(self, one: TensorMeta, other: TensorMeta) -> TensorMeta:
-        """A layout; where a dimension is 1 in one of three graphs alone, torch is free to lay out, and to compute, in another
-        way there."""
+        """A layout. Where a dimension is 1 in one of the graphs alone, torch is free to lay it out in another way there."""
         made = TensorMeta(*(self.between(getattr(one, f.name), getattr(other, f.name)) for f in fields(one)))
         for sizes in zip(one.shape, other.shape, made.shape, one.stride, other.stride, strict=True):
             first, second, size, stride, next_stride = sizes

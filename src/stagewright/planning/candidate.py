@@ -400,6 +400,8 @@ def _named(
         return tuple(named_policy(stage) for stage in line.stages)
     if choice.selective:
         return ("selective",) * line.program.num_stages
+    if not choice.recompute:  # what the runtime always makes again is no policy
+        return ("keep",) * line.program.num_stages
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
     again = "recompute" if choice.whole_stages else "layers"
     return tuple(again if stage in recomputed else "keep" for stage in range(line.program.num_stages))

@@ -114,7 +114,7 @@ def estimate(
         raise InputError(f"{fault}: choose another --ep")
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
     layers = shared_layers(tp, sequence_parallel, cp, ep) | in_pieces(choice.loss_pieces)
-    traced = job.traced(cluster.device.kind) | layers | {"expand": False}
+    traced = job.traced(cluster.nodes[0].device.kind) | layers | {"expand": False}
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph, job))
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
@@ -270,7 +270,7 @@ def _pieces(reference: ModelReference, job: Job, choice: Choice, cluster: Cluste
         return asked
     num_tokens = choice.microbatch_size * job.sequence_length // choice.cp
     logits = logits_bytes(reference, num_tokens, choice.tp)
-    return pieces_by_share(logits, num_tokens, job.usable_bytes(cluster.device, cluster))
+    return pieces_by_share(logits, num_tokens, job.usable_bytes(cluster.nodes[0].device, cluster))
 
 
 def _choice(

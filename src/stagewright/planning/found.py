@@ -40,6 +40,8 @@ class Found:
     plans: list[Plan]
     excluded: list[Excluded]
     warnings: list[str] = field(default_factory=list)
+    num_bounded: int = 0
+    """Configurations that were not worked out, because they cannot be faster than the last of the plans."""
 
     @property
     def is_interrupted(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -106,7 +105,7 @@ class Job(StrictModel):
             )
         return self
 
-    @cached_property
+    @property
     def profile(self) -> Runtime:
         """The runtime.
 
@@ -223,12 +222,12 @@ class Job(StrictModel):
             )
 
     def check_own(self) -> None:
-        """For verbs that search: raises `InputError` for a runtime that is not ours."""
+        """For searches of what we run: raises `InputError` for a runtime that is not ours."""
         self.check_runtime()
         if self.runtime != STAGEWRIGHT:
             raise InputError(
-                f"plans are searched for Stagewright's own runtime, not for '{self.runtime}': estimate single "
-                "configurations with `stagewright estimate --runtime`, or search Megatron's with `stagewright configure`"
+                f"this searches plans of Stagewright's own runtime, not of '{self.runtime}': search these with "
+                "`stagewright plan --runtime` or `stagewright configure`, without other options of plan"
             )
 
     def check_devices(self, cluster: Cluster) -> None:

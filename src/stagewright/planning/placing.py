@@ -4,31 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from math import lcm
 
 import numpy as np
 
 from stagewright.cluster import Cluster, arranged
-from stagewright.cluster.arranged import ArrangedCluster
-from stagewright.planning.configure.assignment import Grid, assign, grid_of
+from stagewright.cluster.arranged import ArrangedCluster, order_of
+from stagewright.graph.expert_parallel import expert_parallelism
+from stagewright.graph.tensor_parallel import CONTEXT_GROUP, neighbour_strides
+from stagewright.planning.assignment import Grid, assign, grid_of
 from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.predict import gradient_bytes, holders_of, run_timeline, step_seconds
 
 MOST_UNITS = 512
-"""Larger clusters are placed by `stagewright configure`, which knows no graph."""
+"""Ranks of larger clusters stay in the devices' own order."""
+
+
+def unit_width(line: Pipeline) -> int:
+    """Devices that stay together, as they are numbered: groups of ranks that share layers, tokens or experts."""
+    graph = line.stages[0].graph
+    strides, experts = neighbour_strides(graph), expert_parallelism(graph)
+    context = strides[CONTEXT_GROUP] * graph.facts.get("cp", 1)
+    return lcm(line.tp, context, experts.spacing if experts else 1)
 
 
 def placed(line: Pipeline) -> tuple[Pipeline, tuple[int, ...]]:
     """`line` with its ranks on the devices that make its step fastest, and the device of every rank; as it is, and no
     devices, where the links are not measured or no order found is faster than the devices' own.
     """
-    units = line.pp * line.num_holders
+    width = unit_width(line)
+    num_units = line.pp * line.num_holders * line.tp // width
     if isinstance(line.cluster, ArrangedCluster):
         return line, ()  # somebody has placed it
-    if line.cluster.measured is None or units < 2 or units > MOST_UNITS:
+    if line.cluster.measured is None or num_units < 2 or num_units > MOST_UNITS:
         return line, ()
-    if units * line.tp != line.cluster.num_devices:
+    if num_units * width != line.cluster.num_devices:
         return line, ()
-    order = devices_of(assign(grid_of_line(line)).units, line.tp, line.num_holders, line.pp)
+    num_replicas = num_units // line.pp
+    order = devices_of(assign(grid_of_line(line)).units, width, num_replicas, line.pp)
     other = replace(line, cluster=arranged(line.cluster, order))
     if _step(other) >= _step(line):
         return line, ()
@@ -54,6 +68,7 @@ def devices_of(units: Sequence[int], tp: int, num_replicas: int, num_stages: int
 def grid_of_line(line: Pipeline) -> Grid:
     """The places of a carved model: its widest boundary, each pipeline rank's gradients, and those of tied parameters, which
     the first and the last of their ranks are taken to add up."""
+    width = unit_width(line)
     boundary = max((*_sent(line), 0))
     gradients = [float(sum(gradient_bytes(line.stages_of(rank)).values())) for rank in range(line.pp)]
     tied = {value: ranks for value, ranks in holders_of(line).items() if len(ranks) > 1}
@@ -64,8 +79,9 @@ def grid_of_line(line: Pipeline) -> Grid:
     stages_per_rank = line.program.num_stages / line.pp
     return grid_of(
         line.cluster,
-        tp=line.tp,
-        num_replicas=line.num_holders,
+        tp=width,
+        num_replicas=line.num_holders * line.tp // width,
+        num_sharing=line.num_holders,
         num_stages=line.pp,
         boundary_bytes=float(boundary),
         gradient_bytes=np.array(gradients),
@@ -89,3 +105,21 @@ def on_devices(cluster: Cluster, devices: Sequence[int]) -> Cluster:
         return cluster
     rest = sorted(set(range(cluster.num_devices)) - set(devices))
     return arranged(cluster, (*devices, *rest))
+
+
+@lru_cache(maxsize=8)
+def device_places(cluster: Cluster) -> tuple[tuple[int, int], ...]:
+    """Of every rank its node, and its device in the node.
+
+    >>> from stagewright.cluster import load_cluster
+    >>> device_places(arranged(load_cluster("2x2x-a100-80"), [0, 2, 3, 1]))
+    ((0, 0), (1, 0), (1, 1), (0, 1))
+    """
+    own = order_of(cluster)
+    firsts: dict[int, int] = {}
+    for rank, device in enumerate(own):
+        node = cluster.node_of(rank)
+        firsts[node] = min(device, firsts.get(node, device))
+    return tuple(
+        (cluster.node_of(rank), own[rank] - firsts[cluster.node_of(rank)]) for rank in range(len(own))
+    )

@@ -3,19 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 from stagewright.errors import PlanError, ScheduleError, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.graph import OperatorGraph
+from stagewright.graph.layers import layer_of
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
+from stagewright.tracing.models.reference import resolve
 
 
 def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
     """Names of the first operators behind the cut positions `cuts`, the same in every trace of the model."""
     return tuple(graph.nodes[graph.body[cut]].name for cut in cuts)
+
+
+def layers_per_stage(plan: Plan) -> tuple[int, ...] | None:
+    """How many numbered layers each stage of `plan` has; None where it is cut elsewhere, or its model's config does not say
+    how many there are."""
+    config = resolve(plan.model.text, plan.model.overrides).config or {}
+    total = next((config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), 0)
+    starts, seen = [0], set[str]()
+    for cut in plan.cuts:
+        path, _, number = layer_of(cut.rpartition(":")[0]).rpartition(".")
+        seen.add(path)
+        starts.append(int(number) if number else total)
+    counts = tuple(after - before for before, after in pairwise([*starts, total]))
+    return counts if total and min(counts) >= 0 and len(seen - {""}) <= 1 else None
 
 
 def stage_cuts(plan: Plan, graph: OperatorGraph) -> list[int]:

@@ -72,10 +72,12 @@ def _blocking_seconds(line: Pipeline, source: int, target: int, num_bytes: float
     profile = line.job.profile
     if not profile.scatters_boundaries or line.tp == 1 or line.splits_sequence:
         return message_seconds(line, source, target, num_bytes) + profile.host.member_s
-    first = line.first_rank(line.program.placement.rank_of_stage[target])
-    gathered_s = all_gather_seconds(line.cluster, num_bytes, range(first, first + line.tp))
+    placed = line.program.placement.rank_of_stage
+    here, there = line.first_rank(placed[source]), line.first_rank(placed[target])
+    gathered_s = all_gather_seconds(line.cluster, num_bytes, range(there, there + line.tp))
     sent_s = message_seconds(line, source, target, num_bytes / line.tp)
-    return sent_s + gathered_s + profile.host.member_s
+    between_nodes = line.cluster.node_of(here) != line.cluster.node_of(there)
+    return sent_s + gathered_s + profile.host.member_s + between_nodes * profile.waits.scattered_s
 
 
 def message_seconds(line: Pipeline, source: int, target: int, num_bytes: float) -> float:

@@ -1,4 +1,4 @@
-"""Configurations as tables and documents."""
+"""What `configure` finds as tables and documents."""
 
 from __future__ import annotations
 
@@ -8,57 +8,82 @@ from typing import Any
 
 from rich.table import Table
 
-from stagewright.planning.configure.assignment import Assignment
-from stagewright.planning.configure.configuration import Configuration
+from stagewright.cluster import Cluster
+from stagewright.planning.configure.lineup import devices_of_ranks
 from stagewright.planning.configure.objective import Offer
-from stagewright.planning.configure.search import Configured
+from stagewright.planning.found import Excluded, Found
+from stagewright.planning.placing import on_devices
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import layers_per_stage
+from stagewright.report.plans import plan_document
 from stagewright.report.tables import table
-from stagewright.units import GIB, format_seconds
+from stagewright.units import GIB, format_bytes, format_seconds
 
 _HEADINGS = (
-    "schedule", "tp", "cp", "pp", "ep", "dp", "micro-\nbatch", "micro-\nbatches", "recompute", "step", "tokens/s",
+    "schedule", "tp", "cp", "pp", "ep", "dp", "zero", "micro-\nbatch", "micro-\nbatches", "recompute", "step", "tokens/s",
     "MFU", "GiB",
 )  # fmt: skip
 
 
-def configurations_table(configured: Configured) -> Table:
-    """Configurations, fastest first."""
-    return table("", _HEADINGS, [_row(one) for one in configured.configurations])
+def configurations_table(plans: Sequence[Plan]) -> Table:
+    """Plans, fastest first, with all their widths."""
+    return table("", _HEADINGS, [_row(one) for one in plans])
 
 
-def _row(one: Configuration) -> Sequence[object]:
-    layout = one.layout
-    schedule = f"{layout.schedule} x{layout.num_chunks}" if layout.num_chunks > 1 else layout.schedule
+def _row(plan: Plan) -> Sequence[object]:
+    chunks = plan.num_stages // plan.pp
+    predictions = plan.predictions
     return (
-        schedule, layout.tp, layout.cp, layout.pp, layout.ep, layout.dp, layout.microbatch_size,
-        layout.num_microbatches, "" if layout.recompute == "none" else layout.recompute,
-        format_seconds(one.step_s), f"{one.tokens_per_second:,.0f}", f"{one.mfu:.1%}",
-        f"{one.memory.peak_bytes / GIB:.1f}",
+        f"{plan.schedule} x{chunks}" if chunks > 1 else plan.schedule, plan.tp, plan.cp, plan.pp, plan.ep, plan.dp,
+        max(plan.sharding), plan.microbatch_size, plan.num_microbatches, recomputed(plan),
+        format_seconds(predictions.step_seconds), f"{predictions.tokens_per_second:,.0f}", f"{predictions.mfu:.1%}",
+        f"{predictions.reserved_peak_bytes / GIB:.1f}",
     )  # fmt: skip
 
 
-def stages_line(one: Configuration) -> str | None:
-    """Layers and devices of every stage of a configuration whose ranks differ in kind; None where all are equal."""
-    names = ["+".join(dict.fromkeys(device.name for device in devices)) for devices in one.devices]
-    if len({device for devices in one.devices for device in devices}) == 1:
+def recomputed(plan: Plan) -> str:
+    """What stages recompute: nothing, ``full`` layers, or ``selective`` parts of them."""
+    found = set(map(str, plan.memory_policy)) - {"keep"}
+    return "" if not found else "selective" if found == {"selective"} else "full"
+
+
+def stages_line(plan: Plan, cluster: Cluster) -> str | None:
+    """Layers and devices of the stages of a plan whose ranks differ in kind; None where all are equal."""
+    kinds = devices_of_ranks(on_devices(cluster, plan.devices), plan.pp)
+    names = ["+".join(dict.fromkeys(device.name for device in devices)) for devices in kinds]
+    if len({device for devices in kinds for device in devices}) == 1:
         return None
-    layout = one.layout
-    ranks = [names[stage % layout.pp] for stage in range(layout.num_stages)]
+    ranks = [names[stage % plan.pp] for stage in range(plan.num_stages)]
+    counts = layers_per_stage(plan)
+    what = "Operators" if counts is None else "Layers"
+    counts = counts or tuple(stage.stop - stage.start for stage in plan.predictions.stages)
     parts = [
         f"{'/'.join(str(num) for num, _ in group)} on {name}"
-        for name, group in groupby(
-            zip(layout.layers_per_stage or (), ranks, strict=True), key=lambda pair: pair[1]
-        )
+        for name, group in groupby(zip(counts, ranks, strict=True), key=lambda pair: pair[1])
     ]
-    return f"Layers of the stages: {', then '.join(parts)}."
+    return f"{what} of the stages: {', then '.join(parts)}."
 
 
-def left_out_table(configured: Configured) -> Table | None:
+def left_out_table(found: Found) -> Table | None:
     """Why other configurations are none; nothing where none was left out."""
-    if not configured.left_out:
+    grouped: dict[str, list[Excluded]] = {}
+    for one in found.excluded:
+        grouped.setdefault(_kind(one), []).append(one)
+    if not grouped:
         return None
-    rows = [(one.reason, one.example, one.num) for one in configured.left_out]
+    rows = [(kind, _nearest(group), len(group)) for kind, group in sorted(grouped.items())]
     return table("Left out", ("reason", "nearest", "configurations"), rows, text=2)
+
+
+def _kind(one: Excluded) -> str:
+    return one.reason if one.missing_bytes is None else f"lacks memory, tp {one.tp}"
+
+
+def _nearest(group: Sequence[Excluded]) -> str:
+    one = min(group, key=lambda one: one.missing_bytes or 0)
+    if one.missing_bytes is None:
+        return ""
+    return f"pp {one.pp} dp {one.dp} b {one.microbatch_size} {one.schedule} misses {format_bytes(one.missing_bytes)}"
 
 
 def offers_table(offers: Sequence[Offer]) -> Table:
@@ -73,36 +98,6 @@ def offers_table(offers: Sequence[Offer]) -> Table:
     return table("", ("cluster", "devices", "batch", "tokens", "days", "dollars"), rows)
 
 
-def configuration_document(one: Configuration) -> dict[str, Any]:
-    """One configuration of `configure --json`."""
-    layout = one.layout
-    return {
-        "step_seconds": one.step_s,
-        "lower_bound_seconds": one.bound_s,
-        "pipeline_seconds": one.time.pipeline_s,
-        "reduce_seconds": one.time.reduce_s,
-        "optimizer_seconds": one.time.optimizer_s,
-        "tokens_per_second": one.tokens_per_second,
-        "mfu": one.mfu,
-        "reserved_peak_bytes": one.memory.peak_bytes,
-        "usable_bytes": one.memory.usable_bytes,
-        "tp": layout.tp,
-        "cp": layout.cp,
-        "pp": layout.pp,
-        "ep": layout.ep,
-        "dp": layout.dp,
-        "microbatch_size": layout.microbatch_size,
-        "num_microbatches": layout.num_microbatches,
-        "schedule": layout.schedule,
-        "num_chunks": layout.num_chunks,
-        "recompute": layout.recompute,
-        "shards_optimizer": layout.shards_optimizer,
-        "sequence_parallel": layout.sequence_parallel,
-        "layers_per_stage": list(layout.layers_per_stage or ()),
-        "devices": [[device.name for device in devices] for devices in one.devices],
-    }
-
-
 def offer_document(one: Offer) -> dict[str, Any]:
     """One size of `configure --json`."""
     return {
@@ -111,26 +106,22 @@ def offer_document(one: Offer) -> dict[str, Any]:
         "tokens": one.bill.tokens,
         "days": one.bill.days,
         "dollars": one.bill.dollars,
-        "configurations": [configuration_document(item) for item in one.configured.configurations],
-        "excluded": [
-            {"reason": item.reason, "configurations": item.num, "nearest": item.example}
-            for item in one.configured.left_out
+        "configurations": [
+            plan_document(plan, None)
+            | {"recompute": recomputed(plan) or "none", "zero": max(plan.sharding), "devices": list(plan.devices)}
+            for plan in one.found.plans
         ],
-    }
+        "excluded": [
+            {
+                "reason": item.reason, "tp": item.tp, "pp": item.pp, "dp": item.dp, "schedule": item.schedule,
+                "microbatch_size": item.microbatch_size, "missing_bytes": item.missing_bytes,
+            }
+            for item in one.found.excluded
+        ],
+        "num_bounded": one.found.num_bounded,
+    }  # fmt: skip
 
 
 def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
-    """All sizes, and the units of devices that take the places of the best configuration, replica after replica."""
-    assignment = found[0].configured.configurations[0].assignment
-    units = [] if assignment is None else list(assignment.units)
-    return {"sizes": [offer_document(one) for one in found], "units": units}
-
-
-def assignment_line(found: Assignment) -> str:
-    """What giving places to devices saves."""
-    saved = found.seconds_by_default - found.seconds
-    proof = ", which no other does faster" if found.is_proved else ""
-    return (
-        f"Ranks are placed by the links: {format_seconds(found.seconds)} a step on links and rings{proof}; "
-        f"in Megatron's order it is {format_seconds(saved)} more."
-    )
+    """All sizes, best first."""
+    return {"sizes": [offer_document(one) for one in found]}

@@ -92,7 +92,10 @@ def left_out(found: Found) -> str:
     others = len(found.excluded) - lacking
     reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{others} for other reasons"] * (others > 0)
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
-    return f"{plural(len(found.plans), 'configuration')} found; {len(found.excluded)} left out{listed}."
+    slower = f" {found.num_bounded} more cannot be faster." if found.num_bounded else ""
+    return (
+        f"{plural(len(found.plans), 'configuration')} found; {len(found.excluded)} left out{listed}.{slower}"
+    )
 
 
 def widths(plan: Plan) -> str:

@@ -1,39 +1,41 @@
-"""How many layers each stage gets when embedding and head weigh too."""
+"""How many layers each stage gets when embedding and head weigh too, and devices are not equally fast."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stagewright.errors import InputError
 
+Floats = NDArray[np.float64]
 
-def balanced_layers(
-    num_layers: int, layer_s: Sequence[float], first_s: float, last_s: float, most: Sequence[int] = ()
-) -> tuple[int, ...]:
+
+def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tuple[int, ...]:
     """Layers of every stage so that the longest stage is as short as it can be: at least one each, but where there are more
     than two stages the first and the last may have none beside embedding and head.
 
     Args:
-        layer_s: seconds of one layer on each stage's device.
-        first_s, last_s: what embedding and head add.
+        seconds: for every stage the seconds, on its device, of what is in front of the layers, of each layer, and of what is
+            behind.
         most: layers that each stage has room for; as many as there are by default.
 
-    Among equally good splits earlier stages get fewer layers, because they keep more microbatches.
+    Of equally good splits the most even one, in which earlier stages rather have fewer, because they keep more microbatches.
 
     Raises:
         InputError: too few layers for so many stages, or more than all have room for.
 
-    >>> balanced_layers(10, [1.0] * 4, 0.1, 1.5)
-    (3, 3, 3, 1)
-    >>> balanced_layers(9, [1.0] * 4, 0.0, 0.0)
-    (2, 2, 2, 3)
-    >>> balanced_layers(12, [1.0, 1.0, 2.0], 0.0, 0.0), balanced_layers(12, [1.0, 1.0, 2.0], 0.0, 0.0, [3, 12, 12])
+    >>> def equal(num, first, last, *rates):
+    ...     return [np.array([first, *[rate] * num, last]) for rate in rates]
+    >>> balanced_layers(equal(10, 0.1, 1.5, *[1.0] * 4)), balanced_layers(equal(9, 0.0, 0.0, *[1.0] * 4))
+    ((3, 3, 3, 1), (2, 2, 2, 3))
+    >>> balanced_layers(equal(12, 0.0, 0.0, 1.0, 1.0, 2.0)), balanced_layers(equal(12, 0, 0, 1.0, 1.0, 2.0), [3, 12, 12])
     ((5, 5, 2), (3, 6, 3))
-    >>> balanced_layers(6, [1.0] * 8, 0.1, 1.5)
+    >>> balanced_layers(equal(6, 0.1, 1.5, *[1.0] * 8))
     (0, 1, 1, 1, 1, 1, 1, 0)
     """
-    num_stages = len(layer_s)
+    num_stages, num_layers = len(seconds), len(seconds[0]) - 2
     if num_layers < fewest_layers(num_stages):
         raise InputError(f"{num_layers} layers cannot fill {num_stages} stages: choose fewer")
     most = most or [num_layers] * num_stages
@@ -41,25 +43,47 @@ def balanced_layers(
         raise InputError(
             f"{num_layers} layers do not fit on stages with room for {list(most)}: choose more stages"
         )
-    ends = [0.0] * num_stages
-    ends[0] += first_s
-    ends[-1] += last_s
-    counts = [1] * num_stages
+    least = [1] * num_stages
     if num_stages > 2:
-        counts[0] = counts[-1] = 0
-    heap = [
-        (ends[stage] + (counts[stage] + 1) * layer_s[stage], -stage)
-        for stage in range(num_stages)
-        if counts[stage] < most[stage]
-    ]
-    heapq.heapify(heap)
-    for _ in range(num_layers - sum(counts)):
-        _, negative = heapq.heappop(heap)
-        stage = -negative
-        counts[stage] += 1
-        if counts[stage] < most[stage]:
-            heapq.heappush(heap, (ends[stage] + (counts[stage] + 1) * layer_s[stage], negative))
-    return tuple(counts)
+        least[0] = least[-1] = 0
+    costs = list(_stage_costs(seconds, least, most))
+    longest = _best(costs, np.maximum)[0] * (1 + 1e-9)
+    if not np.isfinite(longest):
+        raise InputError(
+            f"{num_layers} layers do not fit on stages with room for {list(most)}: choose more stages"
+        )
+    even = [np.where(cost <= longest, cost * cost, np.inf) for cost in costs]
+    return _best(even, np.add)[1]
+
+
+def _stage_costs(seconds: Sequence[Floats], least: Sequence[int], most: Sequence[int]) -> Iterator[Floats]:
+    """For every stage what it takes if it has the layers from one (row) up to another (column); infinite where it must
+    not."""
+    num_layers = len(seconds[0]) - 2
+    places = np.arange(num_layers + 1)
+    counts = places - places[:, None]
+    known: dict[int, Floats] = {}
+    for stage, each in enumerate(seconds):
+        if id(each) not in known:
+            column = np.concatenate([[0.0], np.cumsum(each[1:-1])])
+            known[id(each)] = column - column[:, None]
+        around = each[0] * (stage == 0) + each[-1] * (stage == len(seconds) - 1)
+        allowed = (counts >= least[stage]) & (counts <= most[stage])
+        yield np.where(allowed, known[id(each)] + around, np.inf)
+
+
+def _best(costs: Sequence[Floats], join: Callable[[Floats, Floats], Floats]) -> tuple[float, tuple[int, ...]]:
+    """The least total, and layers of every stage of a split that has it, where `join` adds a stage to those before."""
+    totals, came = costs[0][0], list[NDArray[np.int64]]()
+    for cost in costs[1:]:
+        joined = join(totals[:, None], cost)
+        came.append(joined.argmin(axis=0))
+        totals = joined.min(axis=0)
+    counts, end = [], len(totals) - 1
+    for starts in reversed(came):
+        counts.append(end - int(starts[end]))
+        end = int(starts[end])
+    return float(totals[-1]), (end, *reversed(counts))
 
 
 def fewest_layers(num_stages: int) -> int:

@@ -53,12 +53,6 @@ def devices_of_ranks(cluster: Cluster, pp: int) -> tuple[tuple[Device, ...], ...
     return tuple(tuple(cluster.device_of(first) for first in block) for block in kinds_of_ranks(cluster, pp))
 
 
-@lru_cache(maxsize=64)
-def node_of_ranks(cluster: Cluster) -> tuple[int, ...]:
-    """The node of every rank."""
-    return tuple(cluster.node_of(rank) for rank in range(cluster.num_devices))
-
-
 def widest_unit(cluster: Cluster) -> int:
     """Devices that every node has, or a part of them that divides the devices of every node.
 

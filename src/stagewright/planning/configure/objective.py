@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from stagewright.cluster import Cluster, NodeGroup
 from stagewright.errors import InputError, PlanError
-from stagewright.estimation.megatron import Shape
 from stagewright.planning.configure.money import Bill, Target, bill, check_price, price_of
-from stagewright.planning.configure.ranks import placed
-from stagewright.planning.configure.search import Configured, configure
+from stagewright.planning.configure.search import configure
 from stagewright.planning.configure.space import Bounds
 from stagewright.planning.configure.strategies.choice import Strategy, chosen
+from stagewright.planning.found import Found
 from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.tracing.models.reference import ModelReference
 
 Objective = Literal["speed", "cost", "time-to-train"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
@@ -22,29 +24,33 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 
 @dataclass(frozen=True)
 class Offer:
-    """The configurations of one size of cluster and batch, and what the best of them takes to the target."""
+    """The plans for one size of cluster and batch, and what the best of them takes to the target."""
 
     cluster: Cluster
     job: Job
-    configured: Configured
+    found: Found
     bill: Bill
+
+    @property
+    def best(self) -> Plan:
+        return self.found.plans[0]
 
 
 def offers(
-    shape: Shape,
+    model: str | ModelReference,
     cluster: Cluster,
     job: Job,
     objective: Objective,
     target: Target,
     *,
     price_per_hour: float | None = None,
-    stack: str = "megatron-core+te",
     bounds: Bounds | None = None,
     strategy: Strategy | None = None,
+    keep: int = 5,
     report: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Offer, ...]:
-    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train. The
-    ranks of the best are on the devices that suit it. With a `strategy`, what that would choose of each.
+    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train. With a
+    `strategy`, what that would choose of each.
 
     Raises:
         InputError: cost without a price, or a price that is none.
@@ -54,36 +60,29 @@ def offers(
         names = ", ".join(dict.fromkeys(f"'{group.device.name}'" for group in cluster.nodes))
         raise InputError(f"no price is known for device {names}: give --price, dollars per device and hour")
     check_price(price_per_hour)
-    found: list[Offer] = []
+    made: list[Offer] = []
     failure: PlanError | InputError | None = None
     for part, sized in _sizes(cluster, job, objective):
-        report(f"{part.num_devices} devices, {sized.global_batch} samples")
+
+        def told(what: str, part: Cluster = part, sized: Job = sized) -> None:
+            report(f"{part.num_devices} devices, {sized.global_batch} samples: {what}")
+
+        search = configure if strategy is None else partial(chosen, strategy)
         try:
-            if strategy is None:
-                made = configure(shape, part, sized, stack=stack, bounds=bounds)
-            else:
-                made = chosen(strategy, shape, part, sized, stack=stack, bounds=bounds or Bounds())
+            found = search(model, part, sized, bounds=bounds, keep=keep, report=told)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue
-        found.append(_offer(part, sized, made, target, price_per_hour))
-    if not found:
+        rate = found.plans[0].predictions.tokens_per_second
+        price = price_of(part) if price_per_hour is None else price_per_hour
+        made.append(
+            Offer(part, sized, found, bill(target, sized.global_batch, rate, part.num_devices, price))
+        )
+    if not made:
         raise failure or PlanError("nothing to try: give a larger cluster")
     by_cost = objective == "cost"
-    found.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
-    best = found[0]
-    first, *others = best.configured.configurations
-    moved = placed(shape, first, best.job, stack)
-    configured = replace(best.configured, configurations=(moved, *others))
-    return _offer(best.cluster, best.job, configured, target, price_per_hour), *found[1:]
-
-
-def _offer(
-    cluster: Cluster, job: Job, configured: Configured, target: Target, price_per_hour: float | None
-) -> Offer:
-    rate = configured.configurations[0].tokens_per_second
-    price = price_of(cluster) if price_per_hour is None else price_per_hour
-    return Offer(cluster, job, configured, bill(target, job.global_batch, rate, cluster.num_devices, price))
+    made.sort(key=lambda offer: offer.bill.dollars or 0.0 if by_cost else offer.bill.days)
+    return tuple(made)
 
 
 def _sizes(cluster: Cluster, job: Job, objective: Objective) -> Iterator[tuple[Cluster, Job]]:

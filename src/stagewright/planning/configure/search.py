@@ -1,352 +1,445 @@
-"""The search over all widths, schedules and savings of a Megatron-style run: bounds first, then memory, then time."""
+"""The search over all widths, schedules and savings of a runtime: bounds from few graphs first, then whole predictions."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import count, islice, product
+from functools import lru_cache
+from itertools import count
+from typing import Any
 
-from stagewright.cluster import Cluster
-from stagewright.errors import InputError, PlanError
-from stagewright.estimation.megatron import Layout, MegatronStack, Shape
-from stagewright.estimation.megatron.fusion import Fusion, timed_stack
-from stagewright.estimation.megatron.layout import Recompute
-from stagewright.estimation.megatron.seconds import Clock, LayerKey, LayerSeconds, PassSeconds
-from stagewright.planning.configure.balance import balanced_layers
-from stagewright.planning.configure.configuration import Configuration
-from stagewright.planning.configure.fitting import Memory, Room, usable_of_ranks
-from stagewright.planning.configure.groups import GroupsClock, groups_differ
-from stagewright.planning.configure.iteration import Run
-from stagewright.planning.configure.lineup import has_equal_nodes, kinds_of_ranks, orders
-from stagewright.planning.configure.ranks import on_best_devices
-from stagewright.planning.configure.space import Bounds, Widths, layout_of, obstacle, schedules, widths
+import numpy as np
+
+from stagewright.cluster import Cluster, Device
+from stagewright.errors import ContractError, InputError, PlanError, StagewrightError, TraceError
+from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.estimation.stages import BodyCosts
+from stagewright.graph import OperatorGraph
+from stagewright.graph.attention import attention_scores
+from stagewright.graph.graph import short_name
+from stagewright.planning.advice import misses_memory
+from stagewright.planning.arranging import on_devices_of
+from stagewright.planning.candidate import Candidate, Choice, make_candidate, make_plan
+from stagewright.planning.configure.account import Account
+from stagewright.planning.configure.balance import Floats, balanced_layers
+from stagewright.planning.configure.layers import LayerCosts, layer_costs
+from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, orders
+from stagewright.planning.configure.space import (
+    Bounds,
+    Grid,
+    Recompute,
+    Sizes,
+    grids,
+    obstacle,
+    schedules,
+    sizes,
+)
+from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
 from stagewright.planning.job import Job
-from stagewright.planning.megatron import check_length, check_precision
+from stagewright.planning.pipeline import body_costs
+from stagewright.planning.plan import Plan, shared_layers
+from stagewright.planning.shortening import built
+from stagewright.schedule import Kind
+from stagewright.tracing.cache import trace as cached_trace
+from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
 
+Trace = Callable[..., OperatorGraph]
 
-@dataclass(frozen=True)
-class LeftOut:
-    """Configurations that are none, by reason; `example` is the one nearest to being one."""
-
-    reason: str
-    num: int
-    example: str
-
-
-@dataclass(frozen=True)
-class Configured:
-    """Configurations, fastest first, and what was left out."""
-
-    configurations: tuple[Configuration, ...]
-    left_out: tuple[LeftOut, ...]
-    num_bounded: int
-    """Configurations whose bound is above the last one kept."""
-
-
-def configure(
-    shape: Shape,
-    cluster: Cluster,
-    job: Job,
-    *,
-    stack: str = "megatron-core+te",
-    bounds: Bounds | None = None,
-    keep: int = 10,
-    report: Callable[[str], None] = lambda stage: None,
-) -> Configured:
-    """The `keep` fastest configurations of a model on a cluster that fit in memory.
-
-    Where links were measured each is timed with its ranks on the devices that suit it. On a cluster of several kinds of
-    nodes stages get as many layers as their devices are fast and have memory for; fast nodes come first or last.
-
-    Raises:
-        InputError: a stack without kernels or one that does not train in the job's precision, samples longer than learned
-            positions, or widths that leave nothing to try.
-        PlanError: nothing fits; says what misses least.
-    """
-    return _search(shape, cluster, job, stack, bounds or Bounds()).run(keep, report)
-
-
-def first_that_fit(
-    shape: Shape,
-    cluster: Cluster,
-    job: Job,
-    key: Callable[[Run], tuple[float, ...]],
-    *,
-    stack: str,
-    bounds: Bounds,
-    keep: int,
-) -> Configured:
-    """The first `keep` configurations that fit in memory, in the order of `key`, which sees each with its balanced layers.
-
-    Raises:
-        InputError, PlanError: as `configure` does.
-    """
-    return _search(shape, cluster, job, stack, bounds).run_in_order(key, keep)
-
-
-def _search(shape: Shape, cluster: Cluster, job: Job, stack: str, bounds: Bounds) -> _Search:
-    runtime, fusion = timed_stack(stack)
-    check_precision(runtime, job)
-    check_length(shape, job)
-    return _Search(shape, cluster, job, runtime, fusion, bounds)
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    cluster: Cluster
-    widths: Widths
-    schedule: str
-    num_chunks: int
-    recompute: Recompute
-    shards: bool
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Seconds of one microbatch, forward and backward; of a layer also the forward alone, and of attention's core in it."""
-
-    layer_s: float
-    forward_s: float
-    core_s: float
-    embedding_s: float
-    head_s: float
-
-    def with_recompute(self, recompute: Recompute) -> float:
-        again = {"none": 0.0, "selective": self.core_s, "full": self.forward_s}
-        return self.layer_s + again[recompute]
-
-
-@dataclass
-class _Search:
-    shape: Shape
-    cluster: Cluster
-    job: Job
-    stack: MegatronStack
-    fusion: Fusion
-    bounds: Bounds
-    known: dict[Cluster, dict[LayerKey, LayerSeconds]] = field(default_factory=dict)
-    too_large: dict[str, tuple[int, float, str]] = field(default_factory=dict)
-
-    def run(self, keep: int, report: Callable[[str], None]) -> Configured:
-        clusters = orders(self.cluster, self.computed_in)
-        found = self.widths()
-        report(f"bounding {len(found)} widths")
-        ordered = sorted((self.bound_s(one), next(_NUMBERS), one) for one in self.candidates(clusters, found))
-        report(f"fitting {len(ordered)} configurations")
-        best: list[tuple[float, int, Configuration]] = []
-        bounded = 0
-        for index, (bound, number, one) in enumerate(ordered):
-            if len(best) == keep and bound >= -best[0][0]:
-                bounded = len(ordered) - index
-                break
-            made = self.made(one, bound)
-            if made is not None:
-                (heapq.heappush if len(best) < keep else heapq.heappushpop)(
-                    best, (-made.step_s, number, made)
-                )
-        if not best:
-            raise PlanError(self.misses())
-        fastest = tuple(made for _, _, made in sorted(best, key=lambda item: -item[0]))
-        return Configured(fastest, self.reasons(), bounded)
-
-    def run_in_order(self, key: Callable[[Run], tuple[float, ...]], keep: int) -> Configured:
-        tried = self.candidates([self.cluster], self.widths())
-        in_order = sorted((key(self.run_of(one, self.layout(one))), next(_NUMBERS), one) for one in tried)
-        fitting = (made for _, _, one in in_order if (made := self.made(one, self.bound_s(one))) is not None)
-        kept = tuple(islice(fitting, keep))
-        if not kept:
-            raise PlanError(self.misses())
-        return Configured(kept, self.reasons(), 0)
-
-    def widths(self) -> list[Widths]:
-        found = list(widths(self.shape, self.cluster, self.job, self.bounds))
-        if not found:
-            raise InputError(obstacle(self.shape, self.cluster, self.job, self.bounds))
-        return found
-
-    def run_of(self, one: _Candidate, layout: Layout) -> Run:
-        known = self.known.setdefault(one.cluster, {})
-        return Run(self.shape, layout, self.stack, self.fusion, one.cluster, known)
-
-    def reasons(self) -> tuple[LeftOut, ...]:
-        return tuple(LeftOut(reason, num, text) for reason, (num, _, text) in sorted(self.too_large.items()))
-
-    def candidates(self, clusters: Iterable[Cluster], found: Iterable[Widths]) -> Iterator[_Candidate]:
-        for cluster, one in product(clusters, found):
-            for schedule, num_chunks in schedules(one, self.shape.num_layers, self.bounds):
-                for recompute in self.recomputes:
-                    for shards in self.bounds.shards_optimizer:
-                        yield _Candidate(cluster, one, schedule, num_chunks, recompute, shards)
-
-    @property
-    def recomputes(self) -> tuple[Recompute, ...]:
-        if self.bounds.recompute is not None:
-            return self.bounds.recompute
-        return ("none", "full") if self.stack.flash_attention else ("none", "selective", "full")
-
-    def parts(self, cluster: Cluster, one: Widths, first_rank: int) -> _Parts:
-        """One layer and the ends of these widths on the devices from a rank on."""
-        key = cluster, one.sizes, first_rank
-        if key not in self._timed:
-            layout = layout_of(replace(one, pp=1), self.job, "1f1b", 1, "none", False, None)
-            given = self.shape, layout, self.stack, self.fusion, cluster
-            if groups_differ(cluster, layout):
-                clock: Clock = GroupsClock(*given, num_ranks=cluster.num_devices, fastest=True)
-            else:
-                clock = Clock(*given, first_rank, self.known.setdefault(cluster, {}))
-            layer = clock.layer(self.shape.num_layers - 1)
-            first, last = (
-                sum(clock.passes(part), PassSeconds()).seconds
-                for part in (clock.body.embedding(), clock.body.head())
-            )
-            core = clock.pass_seconds(clock.body.core.forward).seconds
-            self._timed[key] = _Parts(
-                sum(part.seconds for part in layer), layer[0].seconds, core, first, last
-            )
-        return self._timed[key]
-
-    @cached_property
-    def _timed(self) -> dict[tuple[Cluster, tuple[int, int, int, int], int], _Parts]:
-        return {}
-
-    def ranks(self, one: _Candidate) -> list[_Parts]:
-        """Per pipeline rank, on the slowest of the kinds of devices that hold it."""
-        if has_equal_nodes(one.cluster):
-            return [self.parts(one.cluster, one.widths, 0)] * one.widths.pp
-        return [
-            max(
-                (self.parts(one.cluster, one.widths, first) for first in block), key=lambda part: part.layer_s
-            )
-            for block in kinds_of_ranks(one.cluster, one.widths.pp)
-        ]
-
-    def bound_s(self, one: _Candidate) -> float:
-        """No step is faster: all passes spread over the stages as their devices are fast, with the shortest fill and drain.
-
-        Dense layers in front of those with experts count as nothing.
-        """
-        ranks, pp = self.ranks(one), one.widths.pp
-        each = [part.with_recompute(one.recompute) for part in ranks]
-        num = self.shape.num_layers - (self.shape.num_dense if self.shape.experts else 0)
-        stage = (num + ranks[-1].head_s / each[-1]) / sum(1 / seconds for seconds in each)
-        hops = pp - 1 if pp * one.num_chunks <= 2 else pp - 2  # of more stages the first may have no layer
-        return stage * one.widths.num_microbatches + hops / one.num_chunks * min(each) * (num // pp)
-
-    def layout(self, one: _Candidate, most: Sequence[int] = ()) -> Layout:
-        """With layers balanced over the stages; `most` are those that each has room for."""
-        ranks = self.ranks(one)
-        each = [part.with_recompute(one.recompute) for part in ranks] * one.num_chunks
-        split = balanced_layers(self.shape.num_layers, each, ranks[0].embedding_s, ranks[-1].head_s, most)
-        return layout_of(one.widths, self.job, one.schedule, one.num_chunks, one.recompute, one.shards, split)
-
-    def fitted(self, one: _Candidate) -> tuple[Layout, Memory]:
-        """The balanced layout; where devices differ and one lacks memory, others take its layers as far as they can."""
-        layout = self.layout(one)
-        usable = usable_of_ranks(self.job, one.cluster, layout.pp)
-        memory = self.room.of(layout, usable)
-        if memory.fits or has_equal_nodes(one.cluster):
-            return layout, memory
-        return self._shifted(one, layout, usable) or (layout, memory)
-
-    def _shifted(self, one: _Candidate, layout: Layout, usable: list[int]) -> tuple[Layout, Memory] | None:
-        num, counts = self.shape.num_layers, layout.layers(self.shape.num_layers)
-        most = [num] * layout.num_stages
-        for _ in range(_SHIFTS):
-            for rank, peak in enumerate(self.room.peaks(layout)):
-                if peak > usable[rank]:
-                    for stage in range(rank, layout.num_stages, layout.pp):
-                        most[stage] = min(counts[stage] - 1, int(counts[stage] * usable[rank] / peak))
-            if min(most) < 1 or sum(most) < num:
-                return None
-            layout = self.layout(one, most)
-            counts = layout.layers(num)
-            memory = self.room.of(layout, usable)
-            if memory.fits:
-                return layout, memory
-        return None
-
-    def made(self, one: _Candidate, bound: float) -> Configuration | None:
-        layout, memory = self.fitted(one)
-        if not memory.fits:
-            self.note(layout, memory)
-            return None
-        run = self.run_of(one, layout)
-        step = run.step()
-        tokens = self.job.global_batch * self.job.sequence_length / step.seconds
-        mfu = tokens * self.flop_per_token / self.peak_flops
-        made = Configuration(layout, step, memory, tokens, mfu, bound, one.cluster, one.cluster)
-        if one.cluster.measured is None or not has_equal_nodes(one.cluster):
-            return made
-        return on_best_devices(made, run, self.room, self.job, _MOVES)
-
-    @cached_property
-    def room(self) -> Room:
-        return Room(self.shape, self.stack)
-
-    @property
-    def computed_in(self) -> str:
-        """The precision of products."""
-        return self.stack.computes_in or self.job.computed_in
-
-    @cached_property
-    def peak_flops(self) -> float:
-        """Of all devices together."""
-        return sum(
-            (group.device.peak_flops.get(self.computed_in) or float("inf"))
-            * group.count
-            * group.devices_per_node
-            for group in self.cluster.nodes
-        )
-
-    @cached_property
-    def flop_per_token(self) -> float:
-        """Of a forward and a backward, without what is computed a second time; attention counts half of its scores."""
-        layout = Layout(self.job.sequence_length)
-        body = Clock(self.shape, layout, self.stack, self.fusion, self.cluster).body
-        parts = [body.layer(index) for index in range(self.shape.num_layers)] + [body.head()]
-        flop = sum(kernel.num * kernel.flop for part in parts for kernel in part.forward.kernels)
-        return 3 * flop / self.job.sequence_length
-
-    def note(self, layout: Layout, memory: Memory) -> None:
-        """Remember why a configuration is none."""
-        how = "without" if layout.recompute == "none" else f"with {layout.recompute}"
-        reason = f"lacks memory {how} recomputation, tp {layout.tp}"
-        num, least, text = self.too_large.get(reason, (0, float("inf"), ""))
-        missing = memory.peak_bytes - memory.usable_bytes
-        if missing < least:
-            least, text = missing, f"{described(layout)} misses {format_bytes(missing)}"
-        self.too_large[reason] = (num + 1, least, text)
-
-    def misses(self) -> str:
-        if not self.too_large:
-            return f"no schedule can be built for cluster '{self.cluster.name}': change the global batch"
-        least = min(self.too_large.values(), key=lambda item: item[1])
-        return (
-            f"no configuration fits on cluster '{self.cluster.name}': {least[2]}, the least of all; use more devices, "
-            "shorter samples, or a higher memory limit"
-        )
-
-
-_NUMBERS = count()
-_MOVES = 4_000
-"""Moves of ranks among measured links that decide between configurations."""
 _SHIFTS = 6
 """Times that layers are taken from devices that lack memory."""
 
 
-def described(layout: Layout) -> str:
+def configure(
+    model: str | ModelReference,
+    cluster: Cluster,
+    job: Job,
+    *,
+    bounds: Bounds | None = None,
+    keep: int = 10,
+    report: Callable[[str], None] = lambda stage: None,
+    trace: Trace = cached_trace,
+    interruptible: bool = False,
+) -> Found:
+    """The `keep` fastest configurations of a model under the job's runtime that fit in memory, as plans.
+
+    Where links were measured ranks are on the devices that suit them. On a cluster of several kinds of nodes stages get as
+    many layers as their devices are fast and have memory for; fast nodes come first or last.
+
+    Raises:
+        InputError: a runtime that does not train in the job's precision, or widths that leave nothing to try.
+        TraceError: the model cannot be traced.
+        PlanError: nothing fits; says what misses least.
     """
-    >>> described(Layout(128, tp=2, pp=4, dp=2))
-    'tp 2 pp 4 dp 2 b 1 1f1b'
+    job.check_runtime()
+    job.check_devices(cluster)
+    reference = model if isinstance(model, ModelReference) else resolve(model)
+    search = _Search(reference, cluster, job, bounds or Bounds(), keep, report, trace)
+    with UntilCtrlC(interruptible, search.best) as searching:
+        search.gather()
+        search.work_out()
+    return searching.told(search.result())
+
+
+def first_that_fit(
+    model: str | ModelReference,
+    cluster: Cluster,
+    job: Job,
+    key: Callable[[Choice, Account], tuple[float, ...]],
+    *,
+    bounds: Bounds,
+    keep: int,
+    report: Callable[[str], None] = lambda stage: None,
+    trace: Trace = cached_trace,
+) -> Found:
+    """The first `keep` configurations that fit in memory, in the order of `key`; raises as `configure`."""
+    job.check_runtime()
+    job.check_devices(cluster)
+    reference = model if isinstance(model, ModelReference) else resolve(model)
+    search = _Search(reference, cluster, job, bounds, keep, report, trace)
+    search.gather()
+    search.work_out_in_order(key)
+    return search.result()
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """One configuration: what it decides, and the cluster as its ranks number it."""
+
+    choice: Choice
+    sizes: Sizes
+    cluster: Cluster
+    bound_s: float
+
+
+@dataclass
+class _Search:
+    reference: ModelReference
+    cluster: Cluster
+    job: Job
+    bounds: Bounds
+    keep: int
+    report: Callable[[str], None]
+    trace: Trace
+    waiting: list[_Waiting] = field(default_factory=list)
+    best: list[tuple[float, int, Plan]] = field(default_factory=list)
+    """A heap of what was found, the slowest first."""
+    excluded: list[Excluded] = field(default_factory=list)
+    missing: list[tuple[int, str]] = field(default_factory=list)
+    """Bytes that configurations lack by their bounds."""
+    nearest: Candidate | None = None
+    without_rule: set[str] = field(default_factory=set)
+    numbers: Iterator[int] = field(default_factory=count)
+    layers: dict[tuple[Sizes, Device], LayerCosts] = field(default_factory=dict)
+    graphs: dict[Sizes, OperatorGraph] = field(default_factory=dict)
+    latest: tuple[Sizes, BodyCosts] | None = None
+    splits: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    refused: set[Sizes] = field(default_factory=set)
+    """Sizes that the model cannot be shared out by."""
+    num_bounded: int = 0
+    """Configurations that cannot be faster than the last of the best."""
+
+    # -- bounds ------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Trace what is needed, and queue every configuration that may fit, with a bound on its seconds."""
+        bounds, num_layers = self.bounds, 0
+        refused: StagewrightError | None = None
+        tried = list(sizes(self.cluster, self.job, bounds, has_experts=True))
+        for number, one in enumerate(tried):
+            if self._is_hopeless(one):
+                continue
+            self.report(f"widths {number + 1} of {len(tried)}: {_sized(one)}")
+            try:
+                graph = self.graph(one)
+            except (InputError, TraceError, ContractError) as error:  # no such widths for this model
+                refused = refused or error
+                self.excluded.append(Excluded(str(error), 1, 1, one.microbatch_size, tp=one.tp))
+                self.refused.add(one)
+                continue
+            costs = self.costs(one, self.cluster.nodes[0].device)
+            num_layers = costs.num_layers
+            for grid in grids(one, self.cluster, self.job, bounds, num_layers):
+                self._queue(one, grid, graph)
+        if not self.waiting and not self.missing:
+            raise refused or InputError(obstacle(self.cluster, self.job, bounds, num_layers))
+
+    def _is_hopeless(self, one: Sizes) -> bool:
+        """Whether ranks cannot share what they cannot with smaller microbatches, or there are no experts to share out."""
+        if any(replace(one, microbatch_size=size) in self.refused for size in range(1, one.microbatch_size)):
+            return True
+        return one.ep > 1 and self.bounds.ep is None and not self._has_experts
+
+    @property
+    def _has_experts(self) -> bool:
+        return any(
+            any(short_name(node.op) == "permute_rows" for node in graph)
+            for graph in list(self.graphs.values())[:1]
+        )
+
+    def traced(self, one: Sizes) -> dict[str, Any]:
+        shared = shared_layers(one.tp, one.tp > 1, one.cp, one.ep)
+        return self.job.traced(self.cluster.nodes[0].device.kind) | shared | {"expand": False}
+
+    def graph(self, one: Sizes) -> OperatorGraph:
+        """Of one rank; may leave layers out."""
+        if one not in self.graphs:
+            made = self.trace(self.reference, one.microbatch_size, report=self.report, **self.traced(one))
+            self.graphs[one] = made
+        return self.graphs[one]
+
+    def costs(self, one: Sizes, device: Device) -> LayerCosts:
+        """Of every layer on one kind of device."""
+        if (one, device) not in self.layers:
+            self.layers[one, device] = layer_costs(self.graph(one), self.cluster, self.job, device)
+        return self.layers[one, device]
+
+    def _queue(self, one: Sizes, grid: Grid, graph: OperatorGraph) -> None:
+        num_layers = self.costs(one, self.cluster.nodes[0].device).num_layers
+        for schedule, num_chunks in schedules(grid, num_layers, self.bounds):
+            for recompute in self._recomputes(graph):
+                for zero in self._levels(grid.dp * one.cp):
+                    choice = Choice(
+                        grid.dp, grid.pp, one.microbatch_size, grid.num_microbatches, schedule,
+                        recompute=recompute == "full", selective=recompute == "selective", zero=zero, tp=one.tp,
+                        sequence_parallel=one.tp > 1, cp=one.cp, ep=one.ep, num_chunks=num_chunks,
+                    )  # fmt: skip
+                    for cluster in orders(self.cluster, self.job.computed_in):
+                        self._wait(choice, one, cluster)
+
+    def _recomputes(self, graph: OperatorGraph) -> tuple[Recompute, ...]:
+        if self.bounds.recompute is not None:
+            return self.bounds.recompute
+        is_own = self.job.runtime == STAGEWRIGHT
+        partly = self.job.profile.selective is not None or bool(attention_scores(graph) and not is_own)
+        return ("none", "selective", "full") if partly else ("none", "full")
+
+    def _levels(self, num_holders: int) -> tuple[int | None, ...]:
+        if num_holders == 1:
+            return (None,)
+        if self.bounds.zero is not None:
+            return self.bounds.zero
+        return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
+
+    def _wait(self, choice: Choice, one: Sizes, cluster: Cluster) -> None:
+        choice = replace(choice, layers_per_stage=self.split(choice, one, cluster))
+        missing = self._least_bytes(choice, one, cluster)
+        if missing > 0:
+            reason = f"lacks {format_bytes(missing)} of memory a device, or more"
+            self.excluded.append(Excluded.of(choice, reason, missing))
+            self.missing.append((missing, str(choice)))
+            return
+        self.waiting.append(_Waiting(choice, one, cluster, self.bound_s(choice, one, cluster)))
+
+    def columns(self, choice: Choice, one: Sizes, cluster: Cluster) -> list[LayerCosts]:
+        """Of every stage: the costs of all layers on the slowest of its devices."""
+        return [self._slowest(one, devices) for devices in devices_of_ranks(cluster, choice.pp)] * (
+            choice.num_chunks or 1
+        )
+
+    def _slowest(self, one: Sizes, devices: Sequence[Device]) -> LayerCosts:
+        first, *others = (self.costs(one, device) for device in devices)
+        return max((first, *others), key=lambda costs: float(costs.seconds.sum())) if others else first
+
+    def split(
+        self, choice: Choice, one: Sizes, cluster: Cluster, most: Sequence[int] = ()
+    ) -> tuple[int, ...] | None:
+        """Layers of every stage; None where the runtime's own partition is taken, or there are no layers."""
+        columns = self.columns(choice, one, cluster)
+        if choice.pp == 1 or not self.costs(one, self.cluster.nodes[0].device).num_layers:
+            return None
+        if most:
+            return balanced_layers([_with_recompute(each, choice) for each in columns], most)
+        key = one, choice.pp, choice.num_chunks, choice.recompute, cluster
+        if key not in self.splits:
+            each = {id(one): _with_recompute(one, choice) for one in columns}
+            of_ranks = [each[id(one)] for one in columns[: choice.pp]]
+            self.splits[key] = balanced_layers(of_ranks * (choice.num_chunks or 1))
+        return self.splits[key]
+
+    def bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
+        """No step is faster: every rank has its passes behind each other, and before and behind these at least those of one
+        microbatch on the stages in front of its first."""
+        stage_s = self._stage_seconds(choice, one, cluster)
+        chunks = stage_s.reshape(-1, choice.pp)
+        busy = chunks.sum(axis=0) * choice.num_microbatches
+        fill = np.concatenate([[0.0], chunks[0].cumsum()[:-1]])
+        if len(chunks) == 1:  # and those behind it, for its first microbatch
+            fill = chunks[0].sum() - chunks[0]
+        return float((busy + fill).max())
+
+    def _stage_seconds(self, choice: Choice, one: Sizes, cluster: Cluster) -> Floats:
+        columns = self.columns(choice, one, cluster)
+        if choice.layers_per_stage is None:
+            return np.array([_with_recompute(columns[0], choice).sum() / len(columns)] * len(columns))
+        first, found = 0, []
+        for stage, layers in enumerate(choice.layers_per_stage):
+            column = _with_recompute(columns[stage], choice)
+            own = column[1 + first : 1 + first + layers].sum()
+            own += column[0] * (stage == 0) + column[-1] * (stage == len(columns) - 1)
+            found.append(own)
+            first += layers
+        return np.array(found)
+
+    def _least_bytes(self, choice: Choice, one: Sizes, cluster: Cluster) -> int:
+        """What the first or the last rank lacks at the least: of state, and of what microbatches in flight keep."""
+        costs = self.columns(choice, one, cluster)[0]
+        totals = costs.of_stages(choice.layers_per_stage or (costs.num_layers,))
+        kept = totals.input_bytes if choice.recompute or choice.selective else totals.saved_bytes
+        share = choice.state_share(self.job.precision)
+        lacking = []
+        for rank in {0, choice.pp - 1}:
+            usable = min(
+                self.job.usable_bytes(device, cluster)
+                for device in devices_of_ranks(cluster, choice.pp)[rank]
+            )
+            alive = _alive(choice.schedule, choice.pp, _enough(choice), choice.num_chunks or 1, rank)
+            own = slice(rank, None, choice.pp)
+            needed = share * totals.state_bytes[own].sum() + float((alive @ kept[own]).max())
+            lacking.append(needed - usable)
+        return int(max(lacking))
+
+    # -- predictions -------------------------------------------------------------------------------------------------
+
+    def work_out(self) -> None:
+        """Every configuration that waits, the most promising first, until no other can be among the best."""
+        self.waiting.sort(key=lambda one: one.bound_s)
+        for number, one in enumerate(self.waiting):
+            if len(self.best) == self.keep and one.bound_s >= -self.best[0][0]:
+                self.num_bounded = len(self.waiting) - number
+                break
+            self.report(f"{number + 1} of {len(self.waiting)}: {one.choice}")
+            plan = self.plan(one)
+            if plan is not None:
+                item = (-plan.predictions.step_seconds, -next(self.numbers), plan)
+                (heapq.heappush if len(self.best) < self.keep else heapq.heappushpop)(self.best, item)
+
+    def work_out_in_order(self, key: Callable[[Choice, Account], tuple[float, ...]]) -> None:
+        """As many as are kept, in the order of `key`."""
+        self.waiting.sort(key=lambda one: (*key(one.choice, self.account(one)), one.bound_s))
+        for one in self.waiting:
+            if len(self.best) == self.keep:
+                break
+            self.report(str(one.choice))
+            if (plan := self.plan(one)) is not None:
+                self.best.append((0.0, -next(self.numbers), plan))
+
+    def account(self, one: _Waiting) -> Account:
+        """What planners of others are told of a configuration."""
+        return Account(one.choice, self.columns(one.choice, one.sizes, one.cluster)[0], one.cluster, self.job)
+
+    def body(self, one: Sizes) -> BodyCosts:
+        """The whole graph's costs."""
+        if self.latest is None or self.latest[0] != one:
+            self.latest = one, body_costs(self.graph(one), self.cluster, self.job)
+            self.without_rule |= self.latest[1].costing.without_rule
+        return self.latest[1]
+
+    def plan(self, one: _Waiting) -> Plan | None:
+        """The plan of a configuration; None, with the reason noted, where it does not fit."""
+        body = self.body(one.sizes)
+        candidate = self.fitted(one, body)
+        missing, plan = candidate.excess_bytes, None
+        if missing <= 0:
+            plan = make_plan(candidate, body, self.reference)
+            missing = max(
+                rank.reserved_peak_bytes - candidate.line.usable_bytes(rank.rank)
+                for rank in plan.predictions.ranks
+            )
+        if missing > 0:
+            reason = f"lacks {format_bytes(missing)} of memory a device"
+            self.excluded.append(Excluded.of(one.choice, reason, missing))
+            if self.nearest is None or missing < self.nearest.excess_bytes:
+                self.nearest = replace(candidate, excess_bytes=missing)
+            return None
+        assert plan is not None
+        return on_devices_of(plan, self.cluster, one.cluster)
+
+    def fitted(self, one: _Waiting, body: BodyCosts) -> Candidate:
+        """With the layers that are fastest; where devices differ and one lacks memory, others take its layers as far as they
+        can."""
+        choice = one.choice
+        found = make_candidate(body, choice, one.cluster, self.job)
+        if found.excess_bytes <= 0 or has_equal_nodes(one.cluster) or choice.layers_per_stage is None:
+            return found
+        counts = choice.layers_per_stage
+        most, tried = [sum(counts)] * len(counts), found
+        for _ in range(_SHIFTS):
+            line = tried.line
+            for memory in tried.memories:
+                usable = line.usable_bytes(memory.rank)
+                if (excess := line.missing_bytes([memory])) > 0:
+                    for stage in line.program.placement.stages_of(memory.rank):
+                        most[stage] = min(counts[stage] - 1, int(counts[stage] * usable / (usable + excess)))
+            if min(most) < 1 or sum(most) < sum(counts):
+                break
+            counts = self.split(choice, one.sizes, one.cluster, most) or counts
+            tried = make_candidate(body, replace(choice, layers_per_stage=counts), one.cluster, self.job)
+            if tried.excess_bytes <= 0:
+                return tried
+        return found
+
+    def result(self) -> Found:
+        """The best, fastest first.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if not self.best:
+            raise self._nothing_fits()
+        plans = [plan for _, _, plan in sorted(self.best, key=lambda item: (-item[0], -item[1]))]
+        beyond = self.job.beyond(self.cluster.device) if has_equal_nodes(self.cluster) else None
+        warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
+        return Found(plans, self.excluded, warnings, self.num_bounded)
+
+    def _nothing_fits(self) -> PlanError:
+        if self.nearest is not None:
+            return misses_memory(self.nearest, self.job)
+        missing, which = min(self.missing)
+        return PlanError(
+            f"no configuration fits on cluster '{self.cluster.name}': {which} lacks {format_bytes(missing)} a device or "
+            "more, the least of all; use more devices, shorter samples, or a higher memory limit"
+        )
+
+
+def _sized(one: Sizes) -> str:
     """
-    parts = [f"tp {layout.tp}", f"pp {layout.pp}", f"dp {layout.dp}"]
-    parts += [f"{name} {width}" for name, width in (("cp", layout.cp), ("ep", layout.ep)) if width > 1]
-    parts += [f"b {layout.microbatch_size}", layout.schedule]
-    if layout.num_chunks > 1:
-        parts.append(f"x{layout.num_chunks}")
-    if layout.recompute != "none":
-        parts.append("recompute" if layout.recompute == "full" else layout.recompute)
-    return " ".join(parts)
+    >>> _sized(Sizes(2, 1, 1, 4))
+    'tp 2, microbatch 4'
+    """
+    named = {"tp": one.tp, "cp": one.cp, "ep": one.ep}
+    widths = [f"{name} {width}" for name, width in named.items() if width > 1]
+    return ", ".join([*widths, f"microbatch {one.microbatch_size}"])
+
+
+def _with_recompute(costs: LayerCosts, choice: Choice) -> Floats:
+    """Seconds of everything, layers with a second forward where they are recomputed."""
+    if not choice.recompute:
+        return costs.seconds
+    again = costs.forward_seconds.copy()
+    again[[0, -1]] = 0.0
+    return costs.seconds + again
+
+
+def _enough(choice: Choice) -> int:
+    """Microbatches after which a program keeps no more than before."""
+    wanted = choice.pp + 1 if (choice.num_chunks or 1) == 1 else 2 * choice.pp
+    return min(choice.num_microbatches, wanted)
+
+
+@lru_cache(maxsize=512)
+def _alive(schedule: str, pp: int, num_microbatches: int, num_chunks: int, rank: int) -> Floats:
+    """After every forward of a rank, of how many microbatches each of its stages keeps what it saves."""
+    program = built(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)
+    now: Counter[int] = Counter()
+    rows: list[list[int]] = []
+    for action in program.without_pairs().actions(rank):
+        chunk = action.stage // pp
+        if action.kind is Kind.F:
+            now[chunk] += 1
+            rows.append([now[each] for each in range(num_chunks)])
+        elif action.kind in (Kind.B, Kind.W):
+            now[chunk] -= 1
+    return np.unique(np.array(rows, float), axis=0)

@@ -1,17 +1,19 @@
-"""The configurations a search looks at, and why others are none."""
+"""The configurations a search over all widths looks at, and why there may be none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Literal
 
 from stagewright.cluster import Cluster
-from stagewright.estimation.megatron import Layout, Shape
-from stagewright.estimation.megatron.layout import Recompute
+from stagewright.graph.expert_parallel import width_fault
 from stagewright.planning.configure.balance import fewest_layers
-from stagewright.planning.configure.lineup import has_equal_nodes, widest_unit
+from stagewright.planning.configure.lineup import widest_unit
 from stagewright.planning.job import Job
+
+Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Bounds:
     largest_microbatch: int = 8
     chunks: tuple[int, ...] = (1, 2, 4, 8)
     recompute: tuple[Recompute, ...] | None = None
-    """None: whole layers or nothing, and attention's core where its kernels are not fused, which keep its scores."""
-    shards_optimizer: tuple[bool, ...] = (True,)
+    """None: none and all of it, and what the runtime recomputes selectively, if anything."""
+    zero: tuple[int, ...] | None = None
+    """None: 1 where parameters stay whole on a rank, 2 and 3 where the runtime shares out layer by layer."""
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
@@ -35,21 +38,22 @@ class Bounds:
 
 
 @dataclass(frozen=True)
-class Widths:
-    """Everything that decides what one device computes for a microbatch."""
+class Sizes:
+    """What the graph of one rank depends on."""
 
     tp: int
     cp: int
-    pp: int
-    dp: int
     ep: int
     microbatch_size: int
-    num_microbatches: int
 
-    @property
-    def sizes(self) -> tuple[int, int, int, int]:
-        """What the seconds of one layer depend on."""
-        return self.tp, self.cp, self.ep, self.microbatch_size
+
+@dataclass(frozen=True)
+class Grid:
+    """How many ranks there are of everything else."""
+
+    pp: int
+    dp: int
+    num_microbatches: int
 
 
 def powers(largest: int) -> list[int]:
@@ -63,76 +67,33 @@ def powers(largest: int) -> list[int]:
     return found
 
 
-def widths(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> Iterator[Widths]:
-    """All widths that use every device and divide the batch, the heads and the experts.
-
-    Where nodes differ, no tensor-parallel group spans two of them.
-    """
-    devices, per_node = cluster.num_devices, widest_unit(cluster)
-    experts = shape.experts.num_experts if shape.experts else 1
-    tps = [bounds.tp] if bounds.tp else powers(min(bounds.largest_tp, per_node, shape.num_heads))
-    cps = [bounds.cp] if bounds.cp else powers(bounds.largest_cp)
-    eps = [bounds.ep] if bounds.ep else powers(min(bounds.largest_ep, experts))
-    sizes = [bounds.microbatch] if bounds.microbatch else powers(bounds.largest_microbatch)
-    for tp, cp in product(tps, cps):
-        spread = tp if shape.experts else 1
-        if not has_equal_nodes(cluster) and per_node % tp:
-            continue
-        if shape.num_heads % tp or job.sequence_length % (2 * cp if cp > 1 else 1) or devices % (tp * cp):
-            continue
-        for pp in _pipelines(devices // (tp * cp), shape.num_layers, bounds.pp):
-            dp = devices // (tp * cp * pp)
-            if job.global_batch % dp:
-                continue
-            samples = job.global_batch // dp
-            for ep, size in product(eps, sizes):
-                if samples % size == 0 and experts % (spread * ep) == 0 and (dp * cp) % ep == 0:
-                    yield Widths(tp, cp, pp, dp, ep, size, samples // size)
-
-
-def obstacle(shape: Shape, cluster: Cluster, job: Job, bounds: Bounds) -> str:
-    """Why there are no widths: the first rule that a given one breaks, with the value and what to do."""
-    devices, tp, cp, pp = cluster.num_devices, bounds.tp or 1, bounds.cp or 1, bounds.pp or 1
-    given = " x ".join(f"{name} {width}" for name, width in (("tp", tp), ("cp", cp), ("pp", pp)) if width > 1)
-    experts = shape.experts.num_experts if shape.experts else 0
-    heads, unit = shape.num_heads, widest_unit(cluster)
-    if heads % tp:
-        return f"tp {tp} does not divide the {heads} attention heads: give a divisor"
-    if not has_equal_nodes(cluster) and unit % tp:
-        return f"tp {tp} does not divide the {unit} devices that every node has a multiple of: give a divisor"
-    if cp > 1 and job.sequence_length % (2 * cp):
-        return f"cp {cp} cuts samples into {2 * cp} equal parts, which {job.sequence_length} tokens are not: give another"
-    if pp > shape.num_layers:
-        return f"pp {pp} is more than the {shape.num_layers} layers: give fewer stages"
-    if devices % (tp * cp * pp):
-        return (
-            f"{given} does not divide the {devices} devices of cluster '{cluster.name}': give widths that do"
-        )
-    if bounds.ep and bounds.ep > 1 and not experts:
-        return f"ep {bounds.ep} spreads experts, and this model has none: leave out --ep"
-    if bounds.ep and experts % bounds.ep:
-        return f"ep {bounds.ep} does not divide the {experts} experts: give a divisor"
-    if experts and experts % (tp * (bounds.ep or 1)):
-        return f"tp {tp} x ep {bounds.ep or 1} does not divide the {experts} experts, which stay whole: give divisors"
-    if bounds.ep and devices // (tp * pp) % bounds.ep:
-        return f"ep {bounds.ep} does not divide the {devices // (tp * pp)} devices of a stage's replicas: give a divisor"
-    if bounds.microbatch and job.global_batch % bounds.microbatch:
-        return f"microbatches of {bounds.microbatch} do not divide the global batch of {job.global_batch}: give a divisor"
-    size = f", microbatches of {bounds.microbatch}" if bounds.microbatch else ""
-    with_given = f" with {given}" if given else ""
-    return (
-        f"no widths divide {devices} devices and a global batch of {job.global_batch}{with_given}{size}: change the "
-        "batch or give other widths"
+def sizes(cluster: Cluster, job: Job, bounds: Bounds, *, has_experts: bool) -> Iterator[Sizes]:
+    """All that may be tried, smaller ones first; no tensor-parallel group spans two nodes."""
+    devices = cluster.num_devices
+    tps = [bounds.tp] if bounds.tp else powers(min(bounds.largest_tp, widest_unit(cluster)))
+    cps = [bounds.cp] if bounds.cp else powers(min(bounds.largest_cp, devices))
+    eps = [bounds.ep] if bounds.ep else powers(min(bounds.largest_ep, devices) if has_experts else 1)
+    batches = (
+        [bounds.microbatch] if bounds.microbatch else powers(min(bounds.largest_microbatch, job.global_batch))
     )
+    for tp, cp, ep, size in product(tps, cps, eps, batches):
+        if devices % (tp * cp) == 0 and job.sequence_length % (2 * cp if cp > 1 else 1) == 0:
+            yield Sizes(tp, cp, ep, size)
 
 
-def _pipelines(devices: int, num_layers: int, given: int | None) -> list[int]:
-    if given is not None:
-        return [given] if devices % given == 0 and given <= num_layers else []
-    return [pp for pp in range(1, min(devices, num_layers) + 1) if devices % pp == 0]
+def grids(one: Sizes, cluster: Cluster, job: Job, bounds: Bounds, num_layers: int) -> Iterator[Grid]:
+    """Pipelines and replicas that use every device and divide the batch and the ranks of experts."""
+    devices = cluster.num_devices // (one.tp * one.cp)
+    pps = [bounds.pp] if bounds.pp else range(1, min(devices, num_layers or 1) + 1)
+    for pp in pps:
+        dp, rest = divmod(devices, pp)
+        if rest or job.global_batch % (dp * one.microbatch_size):
+            continue
+        if width_fault(one.ep, dp * one.cp, one.tp, one.tp > 1) is None:
+            yield Grid(pp, dp, job.global_batch // (dp * one.microbatch_size))
 
 
-def schedules(one: Widths, num_layers: int, bounds: Bounds) -> Iterator[tuple[str, int]]:
+def schedules(one: Grid, num_layers: int, bounds: Bounds) -> Iterator[tuple[str, int]]:
     """Families and stages per rank that these widths allow."""
     for chunks in bounds.chunks if one.pp > 1 else (1,):
         if chunks == 1:
@@ -141,30 +102,25 @@ def schedules(one: Widths, num_layers: int, bounds: Bounds) -> Iterator[tuple[st
             yield "interleaved-1f1b", chunks
 
 
-def layout_of(
-    one: Widths,
-    job: Job,
-    schedule: str,
-    num_chunks: int,
-    recompute: Recompute,
-    shards: bool,
-    layers: tuple[int, ...] | None,
-) -> Layout:
-    """The layout of one configuration; sequence parallelism goes with tensor parallelism."""
-    return Layout(
-        job.sequence_length,
-        tp=one.tp,
-        pp=one.pp,
-        dp=one.dp,
-        cp=one.cp,
-        ep=one.ep,
-        microbatch_size=one.microbatch_size,
-        num_microbatches=one.num_microbatches,
-        schedule=schedule,
-        num_chunks=num_chunks,
-        sequence_parallel=one.tp > 1,
-        recompute=recompute,
-        shards_optimizer=shards and one.dp * one.cp > 1,
-        overlaps_reduction=one.dp * one.cp > 1,
-        layers_per_stage=layers,
+def obstacle(cluster: Cluster, job: Job, bounds: Bounds, num_layers: int) -> str:
+    """Why there are no widths: the first rule that a given one breaks, with the value and what to do."""
+    devices, tp, cp, pp = cluster.num_devices, bounds.tp or 1, bounds.cp or 1, bounds.pp or 1
+    given = " x ".join(f"{name} {width}" for name, width in (("tp", tp), ("cp", cp), ("pp", pp)) if width > 1)
+    if cp > 1 and job.sequence_length % (2 * cp):
+        return f"cp {cp} cuts samples into {2 * cp} equal parts, which {job.sequence_length} tokens are not: give another"
+    if num_layers and pp > num_layers:
+        return f"pp {pp} is more than the {num_layers} layers: give fewer stages"
+    if devices % (tp * cp * pp):
+        return (
+            f"{given} does not divide the {devices} devices of cluster '{cluster.name}': give widths that do"
+        )
+    if bounds.ep and (fault := width_fault(bounds.ep, devices // (tp * pp), tp, tp > 1)):
+        return f"{fault}: give another --ep"
+    if bounds.microbatch and job.global_batch % bounds.microbatch:
+        return f"microbatches of {bounds.microbatch} do not divide the global batch of {job.global_batch}: give a divisor"
+    size = f", microbatches of {bounds.microbatch}" if bounds.microbatch else ""
+    with_given = f" with {given}" if given else ""
+    return (
+        f"no widths divide {devices} devices and a global batch of {job.global_batch}{with_given}{size}: change the "
+        "batch or give other widths"
     )

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError
-from stagewright.planning.configure.assignment.kernels import Terms, cost
+from stagewright.planning.assignment.kernels import Terms, cost
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

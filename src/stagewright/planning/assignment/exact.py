@@ -7,8 +7,8 @@ import math
 import numpy as np
 
 from stagewright.errors import InputError
-from stagewright.planning.configure.assignment.kernels import exhaust
-from stagewright.planning.configure.assignment.problem import Assignment, Grid
+from stagewright.planning.assignment.kernels import exhaust
+from stagewright.planning.assignment.problem import Assignment, Grid
 
 LARGEST = 9
 """Units of which all orders are looked at: 362,880 of nine."""

@@ -1,7 +1,0 @@
-"""Which physical devices take which places of a configuration, by the links as they were measured."""
-
-from stagewright.planning.configure.assignment.exact import best_of_all
-from stagewright.planning.configure.assignment.problem import Assignment, Grid, as_numbered, grid_of
-from stagewright.planning.configure.assignment.solve import assign
-
-__all__ = ["Assignment", "Grid", "as_numbered", "assign", "best_of_all", "grid_of"]
