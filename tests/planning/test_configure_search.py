@@ -65,9 +65,17 @@ def test_nothing_left_out_is_faster() -> None:
     assert [plan.program for plan in found().plans] == [plan.program for plan in everything.plans[:8]]
 
 
-@pytest.mark.parametrize("cluster", ["8x-h100", "4x-h100+4x-a100-80"])
-def test_bounds_hold(cluster: str) -> None:
-    search = searched(cluster=cluster)
+@pytest.mark.parametrize(
+    ("cluster", "runtime"),
+    [
+        ("8x-h100", "megatron-core+te"),
+        ("4x-h100+4x-a100-80", "megatron-core+te"),
+        ("8x-h100", "torch-fsdp"),
+        ("8x-h100", "stagewright"),
+    ],
+)
+def test_bounds_hold(cluster: str, runtime: str) -> None:
+    search = searched(cluster=cluster, job=JOB.model_copy(update={"runtime": runtime}))
     for one in search.waiting[::7]:
         plan = search.plan(one)
         assert plan is not None

@@ -12,14 +12,16 @@ from verdict import summary
 
 @pytest.mark.parametrize(
     ("name", "mean", "worst", "num_left_out"),
-    [("korthikanti_memory_fig1_fig7.csv", 0.005, 0.015, 2), ("mist_tuned_configs.csv", 0.01, 0.02, 13)],
+    [("korthikanti_memory_fig1_fig7.csv", 0.005, 0.015, 1), ("mist_tuned_configs.csv", 0.01, 0.02, 13)],
 )
 def test_published_footprints_stay_within_their_bounds(
     name: str, mean: float, worst: float, num_left_out: int
 ) -> None:
+    """Of Korthikanti et al. the smaller model; the script judges the larger one too, which takes a minute."""
     left_out: Counter[str] = Counter()
     with (footprints.DATA / name).open(newline="", encoding="utf-8") as file:
-        found = summary(name, list(footprints.SETS[name](list(csv.DictReader(file)), left_out)))
+        records = [record for record in csv.DictReader(file) if record.get("model") != "530B"]
+    found = summary(name, list(footprints.SETS[name](records, left_out)))
     assert found.mean <= mean
     assert abs(found.worst.error) <= worst
     assert left_out.total() == num_left_out

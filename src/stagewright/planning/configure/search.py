@@ -261,14 +261,14 @@ class _Search:
 
     def bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
         """No step is faster: every rank has its passes behind each other, and before and behind these at least those of one
-        microbatch on the stages in front of its first."""
-        stage_s = self._stage_seconds(choice, one, cluster)
-        chunks = stage_s.reshape(-1, choice.pp)
-        busy = chunks.sum(axis=0) * choice.num_microbatches
-        fill = np.concatenate([[0.0], chunks[0].cumsum()[:-1]])
-        if len(chunks) == 1:  # and those behind it, for its first microbatch
-            fill = chunks[0].sum() - chunks[0]
-        return float((busy + fill).max())
+        microbatch on the stages in front of its first; there nothing is recomputed that may be while a rank waits."""
+        busy_s = self._stage_seconds(choice, one, cluster).reshape(-1, choice.pp)
+        plain = replace(choice, recompute=False) if self.job.profile.recomputes_ahead else choice
+        passing_s = self._stage_seconds(plain, one, cluster)[: choice.pp]
+        fill = np.concatenate([[0.0], passing_s.cumsum()[:-1]])
+        if len(busy_s) == 1:  # and those behind it, for its first microbatch
+            fill = passing_s.sum() - passing_s
+        return float((busy_s.sum(axis=0) * choice.num_microbatches + fill).max())
 
     def _stage_seconds(self, choice: Choice, one: Sizes, cluster: Cluster) -> Floats:
         columns = self.columns(choice, one, cluster)
