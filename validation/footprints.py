@@ -26,22 +26,11 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 
 BAR = 0.04
 DATA = Path(__file__).parent / "data" / "footprints"
-ZERO_BUBBLE_VOCABULARY = 32_000
-"""The parameters that the models are named by, 14.6 and 28.3 x 10^9, leave room for 25,000 to 33,600 tokens."""
 GIB, MIB = 2**30, 2**20
 HALF = "other"
 """No constant was fitted on any row."""
 
 Record = dict[str, str]
-
-
-def with_lighter_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Embedding and head stand for a layer each."""
-    each, more = divmod(num_layers + 2, num_stages)
-    counts = [each + (stage < more) for stage in range(num_stages)]
-    counts[0] -= 1
-    counts[-1] -= 1
-    return tuple(counts)
 
 
 class Kept(NamedTuple):

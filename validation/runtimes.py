@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from footprints import ZERO_BUBBLE_VOCABULARY, with_lighter_ends
 from verdict import Row, arguments, document, show, summary
 
 from stagewright.cluster import Cluster, load_cluster
@@ -28,6 +27,8 @@ ROOM, NO_ROOM = "had room", "ran out of memory"
 
 DATA = Path(__file__).parent / "data"
 MIB, GB = 2**20, 10**9
+ZERO_BUBBLE_VOCABULARY = 32_000
+"""The parameters that the models are named by, 14.6 and 28.3 x 10^9, leave room for 25,000 to 33,600 tokens."""
 
 Record = dict[str, str]
 
@@ -102,6 +103,15 @@ def _gpt(record: Record, vocabulary: int = 51_200) -> dict[str, int]:
     """GPT-2's config with the sizes of a row."""
     keys = {"n_embd": "hidden", "n_head": "heads", "n_layer": "layers", "n_positions": "seq_len"}
     return {key: int(record[column]) for key, column in keys.items()} | {"vocab_size": vocabulary}
+
+
+def _with_lighter_ends(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Embedding and head stand for a layer each."""
+    each, more = divmod(num_layers + 2, num_stages)
+    counts = [each + (stage < more) for stage in range(num_stages)]
+    counts[0] -= 1
+    counts[-1] -= 1
+    return tuple(counts)
 
 
 def _interleaved(chunks: int) -> dict[str, Any]:
@@ -212,7 +222,7 @@ def zero_bubble(record: Record) -> tuple[Asked, list[Judged]] | str:
         },
         {
             "pp": pp, "dp": 1, "microbatch": size, "schedule": _ZERO_BUBBLE[schedule], "recompute": "none",
-            "layers_per_stage": with_lighter_ends(layers, pp * chunks),
+            "layers_per_stage": _with_lighter_ends(layers, pp * chunks),
             **({"chunks": chunks} if schedule == "1F1B-I" else {}),
         },
     )  # fmt: skip
@@ -234,7 +244,7 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
     if not record["heads"]:
         return "the number of heads is not known"
     layers, pp, tp, dp = (int(record[key]) for key in ("layers", "pp", "tp", "dp"))
-    counts = with_lighter_ends(layers, pp) if "slot each" in record["pp_partition"] else None
+    counts = _with_lighter_ends(layers, pp) if "slot each" in record["pp_partition"] else None
     sizes = _gpt(record, int(record["vocab"])) | {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     asked = Asked(
         "gpt2", sizes, _nodes("a100-80", int(record["n_gpus"])),
@@ -451,7 +461,7 @@ def bridge(record: Record) -> tuple[Asked, list[Judged]] | str:
         {
             "tp": tp, "pp": pp, "dp": num // (tp * pp * cp), "cp": cp, "microbatch": size, "zero": 3 if has_fsdp else 1,
             "ep": int(record["ep"]) if record["ep"].isdigit() else 1, "sequence_parallel": tp > 1, **_interleaved(chunks),
-            "layers_per_stage": with_lighter_ends(layers, stages) if has_lighter_ends else None,
+            "layers_per_stage": _with_lighter_ends(layers, stages) if has_lighter_ends else None,
         },
     )  # fmt: skip
     seconds = batch * tokens / num / float(record["tokens_per_s_per_gpu"])
@@ -474,7 +484,7 @@ def mixture(record: Record) -> tuple[Asked, list[Judged]] | str:
         {
             "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch"]), "zero": 1, "ep": ep,
             "sequence_parallel": True, **_interleaved(chunks),
-            "layers_per_stage": with_lighter_ends(_num_layers(model, sizes), pp * chunks),
+            "layers_per_stage": _with_lighter_ends(_num_layers(model, sizes), pp * chunks),
         },
     )  # fmt: skip
     return asked, [Judged("time", "s", float(record["step_s"]), _step)]

@@ -11,7 +11,7 @@ from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.graph.depth import REPEATS
 from stagewright.planning.configure.balance import balanced_layers
-from stagewright.planning.configure.layers import layer_costs
+from stagewright.planning.configure.layers import layer_costs, stage_sums
 from stagewright.planning.configure.lineup import devices_of_ranks
 from stagewright.planning.configure.money import Target
 from stagewright.planning.configure.objective import offers
@@ -102,8 +102,7 @@ def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one() -> 
         (costs.seconds, whole.seconds), (costs.state_bytes, whole.state_bytes), (costs.saved_bytes, whole.saved_bytes),
     ):  # fmt: skip
         assert column.sum() == pytest.approx(known[-1])
-    totals = costs.of_stages((1, 3, 4))
-    assert totals.state_bytes.sum() == pytest.approx(whole.state_bytes[-1])
+    assert stage_sums([costs.state_bytes] * 3, (1, 3, 4)).sum() == pytest.approx(whole.state_bytes[-1])
 
 
 def test_stages_balance_embedding_and_head() -> None:

@@ -15,8 +15,8 @@ import os
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import Lock
-from typing import Any, Literal
+from threading import RLock
+from typing import Any, Literal, TypeVar
 
 from stagewright.errors import InputError
 from stagewright.files import cache_folder, write_whole
@@ -27,6 +27,8 @@ from stagewright.graph.sizes import Unlike, at_samples, at_width
 from stagewright.text import say
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.version import __version__
+
+_T = TypeVar("_T")
 
 
 def trace(
@@ -99,8 +101,11 @@ def trace(
         **({"attention": attention} if attention != "traced" else {}),
         **({"experts": experts} if experts != "traced" else {}),
     }
-    path = _entry(facts) if use_cache else None
-    graph = _known(facts, reference.kind != "factory") if use_cache else None
+    path = graph = None
+    if use_cache:
+        stamp = _stamp()
+        path = _entry(facts, stamp)
+        graph = _known(facts, stamp, reference.kind != "factory")
     if graph is None:
         report("importing torch")
         from stagewright.tracing.trace import trace_reference
@@ -111,31 +116,26 @@ def trace(
     return expanded(graph) if expand else graph
 
 
-def _known(facts: dict[str, Any], follows: bool) -> OperatorGraph | None:
+def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | None:
     """The graph of these facts, if it is kept or `follows` from kept ones of the same model.
 
     Code of a factory may ask for sizes, and do what it likes; what is bundled and the classes of transformers are tried out.
     """
-    path = _entry(facts)
+    path = _entry(facts, stamp)
     graph = _load(path) if path is not None else None
     if graph is not None or path is None or not follows:
         return graph
-    if path not in _FOLLOWED:
-        found = _following(facts)
-        if found is None:
-            return None
-        while len(_FOLLOWED) >= _MOST_READ:
-            del _FOLLOWED[next(iter(_FOLLOWED))]
-        _FOLLOWED[path] = found
-    return _FOLLOWED[path]
+    with _READING:
+        found = _FOLLOWED.get(path) or _following(facts, stamp)
+        return None if found is None else _remember(_FOLLOWED, path, found)
 
 
-def _following(facts: dict[str, Any]) -> OperatorGraph | None:
+def _following(facts: dict[str, Any], stamp: str) -> OperatorGraph | None:
     """The graph of these facts on a line through two that are known."""
     for axis, (follow, pairs) in _AXES.items():
         size = facts.get(axis, 1)
         for pair in (pair for pair in pairs if max(pair) < size):
-            known = [_known({**facts, axis: other}, follows=True) for other in pair]
+            known = [_known({**facts, axis: other}, stamp, follows=True) for other in pair]
             if known[0] is None or known[1] is None:
                 continue
             try:
@@ -152,14 +152,15 @@ _AXES = {
     "ep": (at_width, ((2, 4),)),
 }
 """How larger sizes follow, and from which; what a rank does alone says nothing of what one of several does."""
-_FOLLOWED: dict[Path, OperatorGraph] = {}
-"""Graphs that followed last."""
 
 
-def _key(facts: dict[str, Any]) -> str:
+def _stamp() -> str:
+    """What graphs depend on beside their facts: a changed tracer never reads an old cache."""
     versions = {name: _version(name) for name in ("torch", "transformers")}
-    text = json.dumps([FORMAT, __version__, _own_source(), versions, facts], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    own = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return json.dumps([FORMAT, __version__, own, versions])
 
 
 def _version(package: str) -> str:
@@ -169,20 +170,15 @@ def _version(package: str) -> str:
         return ""
 
 
-def _own_source() -> list[tuple[str, int, int]]:
-    """Names, sizes and times of the files that make a graph: a changed tracer never reads an old cache."""
-    folders = [Path(__file__).parent, Path(__file__).parents[1] / "graph"]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def _entry(facts: dict[str, Any]) -> Path | None:
+def _entry(facts: dict[str, Any], stamp: str) -> Path | None:
     """Where the graph of these facts is kept; None where there is no folder that is this user's alone."""
     try:
-        return cache_folder("traces") / f"{_key(facts)}.graph"
+        folder = cache_folder("traces")
     except InputError as error:
         _warn(f"graphs are not kept: {error}")
         return None
+    key = hashlib.sha256((stamp + json.dumps(facts, sort_keys=True)).encode()).hexdigest()
+    return folder / f"{key[:32]}.graph"
 
 
 def _load(path: Path) -> OperatorGraph | None:
@@ -215,19 +211,27 @@ def _own_graph(path: Path) -> OperatorGraph:
             raise DamagedGraph("it belongs to another user, or others may write to it")
         version = found.st_ino, found.st_mtime_ns, found.st_size
         with _READING:
-            known = _READ.pop(path, None)
+            known = _READ.get(path)
             if known is None or known[0] != version:
                 known = version, graph_from_bytes(file.read())
-            _READ[path] = known
-            while len(_READ) > _MOST_READ:
-                del _READ[next(iter(_READ))]
-        return known[1]
+            return _remember(_READ, path, known)[1]
 
 
-_MOST_READ = 16
-_READING = Lock()
+def _remember(known: dict[Path, _T], path: Path, one: _T) -> _T:
+    """`one`, put last in `known`, which forgets what was asked for longest ago."""
+    known.pop(path, None)
+    known[path] = one
+    while len(known) > _MOST_KNOWN:
+        del known[next(iter(known))]
+    return one
+
+
+_MOST_KNOWN = 16
+_READING = RLock()
 _READ: dict[Path, tuple[tuple[int, int, int], OperatorGraph]] = {}
 """Graphs that were read last, with what tells versions of their files apart: estimates of one model ask for few."""
+_FOLLOWED: dict[Path, OperatorGraph] = {}
+"""Graphs that followed last."""
 
 
 def _store(path: Path, graph: OperatorGraph) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-
-import numpy as np
 
 from stagewright.cluster import Cluster, all_reduce_seconds
+from stagewright.estimation.stages import Floats
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.candidate import Choice
-from stagewright.planning.configure.layers import Floats, LayerCosts
+from stagewright.planning.configure.layers import LayerCosts, stage_sums
 from stagewright.planning.job import Job
 
 
@@ -24,10 +22,6 @@ class Account:
     cluster: Cluster
     job: Job
 
-    @property
-    def layers_per_stage(self) -> tuple[int, ...]:
-        return self.choice.layers_per_stage or (self.costs.num_layers,)
-
     @cached_property
     def forward_s(self) -> Floats:
         """Per stage."""
@@ -36,9 +30,7 @@ class Account:
     @cached_property
     def backward_s(self) -> Floats:
         """Per stage, with what is recomputed first."""
-        inside = self.costs.forward_seconds.copy()
-        inside[[0, -1]] = 0.0
-        return self.plain_backward_s + self.choice.recompute * self._stages(inside)
+        return self.plain_backward_s + self.choice.recompute * self._stages(self.costs.again_seconds)
 
     @cached_property
     def plain_backward_s(self) -> Floats:
@@ -46,9 +38,9 @@ class Account:
         return self._stages(self.costs.seconds) - self.forward_s
 
     def _stages(self, column: Floats) -> Floats:
-        ends = [0, *accumulate(self.layers_per_stage, initial=1)][:-1]
-        ends = [0, *ends[2:], len(column)]
-        return np.add.reduceat(column, ends[:-1])
+        return stage_sums(
+            [column] * (self.choice.pp * (self.choice.num_chunks or 1)), self.choice.layers_per_stage
+        )
 
     @cached_property
     def parameters(self) -> Floats:

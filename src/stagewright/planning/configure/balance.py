@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.errors import InputError
-
-Floats = NDArray[np.float64]
+from stagewright.estimation.stages import Floats
 
 
 def balanced_layers(seconds: Sequence[Floats], most: Sequence[int] = ()) -> tuple[int, ...]:

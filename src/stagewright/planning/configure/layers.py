@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stagewright.cluster import Cluster, Device
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import BodyCosts, Floats
 from stagewright.graph import OperatorGraph
 from stagewright.graph.depth import REPEATS
 from stagewright.graph.layers import layer_begins, layer_of
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import costing
 from stagewright.planning.regions import layers_policy
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -41,35 +38,29 @@ class LayerCosts:
     def num_layers(self) -> int:
         return len(self.seconds) - 2
 
-    def of_stages(self, layers_per_stage: Sequence[int]) -> StageTotals:
-        """Sums over stages of so many layers, the first of which has what is in front, and the last what is behind."""
-        ends = np.concatenate([[0], 1 + np.cumsum(layers_per_stage)])
-        ends[-1] += 1
-        inside = np.ones(len(self.seconds))
-        inside[[0, -1]] = 0.0
-        return StageTotals(
-            *(
-                _sums(column, ends)
-                for column in (
-                    self.seconds, self.forward_seconds * inside, self.state_bytes, self.saved_bytes, self.input_bytes,
-                )
-            )
-        )  # fmt: skip
+    @property
+    def again_seconds(self) -> Floats:
+        """Of the second forward where every layer is recomputed; none of what is around the layers."""
+        found = self.forward_seconds.copy()
+        found[[0, -1]] = 0.0
+        return found
 
 
-@dataclass(frozen=True)
-class StageTotals:
-    """As `LayerCosts`, of stages; `layers_forward_seconds` without what is around the layers."""
+def stage_sums(columns: Sequence[Floats], layers_per_stage: Sequence[int] | None) -> Floats:
+    """Of every stage the sum of its layers, by the column of the stage, shaped as the fields of `LayerCosts`; the first has
+    what is in front of the layers too, and the last what is behind.
 
-    seconds: Floats
-    layers_forward_seconds: Floats
-    state_bytes: Floats
-    saved_bytes: Floats
-    input_bytes: Floats
+    Without `layers_per_stage` every stage has an even share of everything.
 
-
-def _sums(column: Floats, ends: NDArray[np.int64]) -> Floats:
-    return np.diff(np.concatenate([[0.0], np.cumsum(column)])[ends])
+    >>> stage_sums([np.array([1.0, 10, 10, 10, 5])] * 2, (2, 1)), stage_sums([np.array([4.0, 0])] * 2, None)
+    (array([21., 15.]), array([2., 2.]))
+    """
+    if layers_per_stage is None:
+        return np.array([column.sum() / len(columns) for column in columns])
+    ends = np.concatenate([[0], 1 + np.cumsum(layers_per_stage)])
+    ends[-1] += 1
+    ranges = zip(columns, ends[:-1], ends[1:], strict=True)
+    return np.array([column[start:stop].sum() for column, start, stop in ranges])
 
 
 def layer_costs(graph: OperatorGraph, cluster: Cluster, job: Job, device: Device) -> LayerCosts:

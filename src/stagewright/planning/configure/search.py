@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import count
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from stagewright.cluster import Cluster, Device
 from stagewright.errors import ContractError, InputError, PlanError, StagewrightError, TraceError
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import BodyCosts, Floats
 from stagewright.graph import OperatorGraph
 from stagewright.graph.attention import attention_scores
 from stagewright.graph.graph import short_name
@@ -23,16 +23,16 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.candidate import Candidate, Choice, make_candidate, make_plan
 from stagewright.planning.configure.account import Account
-from stagewright.planning.configure.balance import Floats, balanced_layers
-from stagewright.planning.configure.layers import LayerCosts, layer_costs
+from stagewright.planning.configure.balance import balanced_layers
+from stagewright.planning.configure.layers import LayerCosts, layer_costs, stage_sums
 from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, orders
 from stagewright.planning.configure.space import (
     Bounds,
-    Grid,
     Recompute,
+    Replicas,
     Sizes,
-    grids,
     obstacle,
+    replicas,
     schedules,
     sizes,
 )
@@ -73,10 +73,7 @@ def configure(
         TraceError: the model cannot be traced.
         PlanError: nothing fits; says what misses least.
     """
-    job.check_runtime()
-    job.check_devices(cluster)
-    reference = model if isinstance(model, ModelReference) else resolve(model)
-    search = _Search(reference, cluster, job, bounds or Bounds(), keep, report, trace)
+    search = _search(model, cluster, job, bounds or Bounds(), keep, report, trace)
     with UntilCtrlC(interruptible, search.best) as searching:
         search.gather()
         search.work_out()
@@ -95,13 +92,25 @@ def first_that_fit(
     trace: Trace = cached_trace,
 ) -> Found:
     """The first `keep` configurations that fit in memory, in the order of `key`; raises as `configure`."""
-    job.check_runtime()
-    job.check_devices(cluster)
-    reference = model if isinstance(model, ModelReference) else resolve(model)
-    search = _Search(reference, cluster, job, bounds, keep, report, trace)
+    search = _search(model, cluster, job, bounds, keep, report, trace)
     search.gather()
     search.work_out_in_order(key)
     return search.result()
+
+
+def _search(
+    model: str | ModelReference,
+    cluster: Cluster,
+    job: Job,
+    bounds: Bounds,
+    keep: int,
+    report: Callable[[str], None],
+    trace: Trace,
+) -> _Search:
+    job.check_runtime()
+    job.check_devices(cluster)
+    reference = model if isinstance(model, ModelReference) else resolve(model)
+    return _Search(reference, cluster, job, bounds, keep, report, trace)
 
 
 @dataclass(frozen=True)
@@ -127,17 +136,14 @@ class _Search:
     best: list[tuple[float, int, Plan]] = field(default_factory=list)
     """A heap of what was found, the slowest first."""
     excluded: list[Excluded] = field(default_factory=list)
-    missing: list[tuple[int, str]] = field(default_factory=list)
-    """Bytes that configurations lack by their bounds."""
+    missing: tuple[int, str] | None = None
+    """The fewest bytes that a configuration lacks by its bounds, and which that is."""
     nearest: Candidate | None = None
     without_rule: set[str] = field(default_factory=set)
     numbers: Iterator[int] = field(default_factory=count)
     layers: dict[tuple[Sizes, Device], LayerCosts] = field(default_factory=dict)
     graphs: dict[Sizes, OperatorGraph] = field(default_factory=dict)
-    latest: tuple[Sizes, BodyCosts] | None = None
     splits: dict[Any, tuple[int, ...]] = field(default_factory=dict)
-    refused: set[Sizes] = field(default_factory=set)
-    """Sizes that the model cannot be shared out by."""
     num_bounded: int = 0
     """Configurations that cannot be faster than the last of the best."""
 
@@ -145,39 +151,31 @@ class _Search:
 
     def gather(self) -> None:
         """Trace what is needed, and queue every configuration that may fit, with a bound on its seconds."""
-        bounds, num_layers = self.bounds, 0
-        refused: StagewrightError | None = None
-        tried = list(sizes(self.cluster, self.job, bounds, has_experts=True))
+        bounds, num_layers, has_experts = self.bounds, 0, False
+        refused: dict[Sizes, StagewrightError] = {}
+        tried = list(sizes(self.cluster, self.job, bounds))
         for number, one in enumerate(tried):
-            if self._is_hopeless(one):
+            # What ranks cannot share they cannot with larger microbatches either.
+            if replace(one, microbatch_size=tried[0].microbatch_size) in refused:
+                continue
+            if one.ep > 1 and bounds.ep is None and not has_experts:
                 continue
             self.report(f"widths {number + 1} of {len(tried)}: {_sized(one)}")
             try:
                 graph = self.graph(one)
             except (InputError, TraceError, ContractError) as error:  # no such widths for this model
-                refused = refused or error
+                refused[one] = error
                 self.excluded.append(Excluded(str(error), 1, 1, one.microbatch_size, tp=one.tp))
-                self.refused.add(one)
                 continue
-            costs = self.costs(one, self.cluster.nodes[0].device)
-            num_layers = costs.num_layers
-            for grid in grids(one, self.cluster, self.job, bounds, num_layers):
-                self._queue(one, grid, graph)
-        if not self.waiting and not self.missing:
-            raise refused or InputError(obstacle(self.cluster, self.job, bounds, num_layers))
-
-    def _is_hopeless(self, one: Sizes) -> bool:
-        """Whether ranks cannot share what they cannot with smaller microbatches, or there are no experts to share out."""
-        if any(replace(one, microbatch_size=size) in self.refused for size in range(1, one.microbatch_size)):
-            return True
-        return one.ep > 1 and self.bounds.ep is None and not self._has_experts
-
-    @property
-    def _has_experts(self) -> bool:
-        return any(
-            any(short_name(node.op) == "permute_rows" for node in graph)
-            for graph in list(self.graphs.values())[:1]
-        )
+            has_experts = has_experts or any(short_name(node.op) == "permute_rows" for node in graph)
+            num_layers = self.costs(one, self.cluster.nodes[0].device).num_layers
+            recomputes = self._recomputes(graph)
+            for left in replicas(one, self.cluster, self.job, bounds, num_layers):
+                self._queue(one, left, num_layers, recomputes)
+        if not self.waiting and self.missing is None:
+            raise next(iter(refused.values()), None) or InputError(
+                obstacle(self.cluster, self.job, bounds, num_layers)
+            )
 
     def traced(self, one: Sizes) -> dict[str, Any]:
         shared = shared_layers(one.tp, one.tp > 1, one.cp, one.ep)
@@ -196,18 +194,21 @@ class _Search:
             self.layers[one, device] = layer_costs(self.graph(one), self.cluster, self.job, device)
         return self.layers[one, device]
 
-    def _queue(self, one: Sizes, grid: Grid, graph: OperatorGraph) -> None:
-        num_layers = self.costs(one, self.cluster.nodes[0].device).num_layers
-        for schedule, num_chunks in schedules(grid, num_layers, self.bounds):
-            for recompute in self._recomputes(graph):
-                for zero in self._levels(grid.dp * one.cp):
+    def _queue(self, one: Sizes, left: Replicas, num_layers: int, recomputes: tuple[Recompute, ...]) -> None:
+        for schedule, num_chunks in schedules(left, num_layers, self.bounds):
+            for recompute in recomputes:
+                for zero in self._levels(left.dp * one.cp):
                     choice = Choice(
-                        grid.dp, grid.pp, one.microbatch_size, grid.num_microbatches, schedule,
+                        left.dp, left.pp, one.microbatch_size, left.num_microbatches, schedule,
                         recompute=recompute == "full", selective=recompute == "selective", zero=zero, tp=one.tp,
                         sequence_parallel=one.tp > 1, cp=one.cp, ep=one.ep, num_chunks=num_chunks,
                     )  # fmt: skip
-                    for cluster in orders(self.cluster, self.job.computed_in):
+                    for cluster in self._orders:
                         self._wait(choice, one, cluster)
+
+    @cached_property
+    def _orders(self) -> tuple[Cluster, ...]:
+        return orders(self.cluster, self.job.computed_in)
 
     def _recomputes(self, graph: OperatorGraph) -> tuple[Recompute, ...]:
         if self.bounds.recompute is not None:
@@ -229,7 +230,8 @@ class _Search:
         if missing > 0:
             reason = f"lacks {format_bytes(missing)} of memory a device, or more"
             self.excluded.append(Excluded.of(choice, reason, missing))
-            self.missing.append((missing, str(choice)))
+            if self.missing is None or missing < self.missing[0]:
+                self.missing = missing, str(choice)
             return
         self.waiting.append(_Waiting(choice, one, cluster, self.bound_s(choice, one, cluster)))
 
@@ -271,23 +273,17 @@ class _Search:
         return float((busy_s.sum(axis=0) * choice.num_microbatches + fill).max())
 
     def _stage_seconds(self, choice: Choice, one: Sizes, cluster: Cluster) -> Floats:
-        columns = self.columns(choice, one, cluster)
-        if choice.layers_per_stage is None:
-            return np.array([_with_recompute(columns[0], choice).sum() / len(columns)] * len(columns))
-        first, found = 0, []
-        for stage, layers in enumerate(choice.layers_per_stage):
-            column = _with_recompute(columns[stage], choice)
-            own = column[1 + first : 1 + first + layers].sum()
-            own += column[0] * (stage == 0) + column[-1] * (stage == len(columns) - 1)
-            found.append(own)
-            first += layers
-        return np.array(found)
+        columns = [_with_recompute(each, choice) for each in self.columns(choice, one, cluster)]
+        return stage_sums(columns, choice.layers_per_stage)
 
     def _least_bytes(self, choice: Choice, one: Sizes, cluster: Cluster) -> int:
         """What the first or the last rank lacks at the least: of state, and of what microbatches in flight keep."""
         costs = self.columns(choice, one, cluster)[0]
-        totals = costs.of_stages(choice.layers_per_stage or (costs.num_layers,))
-        kept = totals.input_bytes if choice.recompute or choice.selective else totals.saved_bytes
+        recomputes = choice.recompute or choice.selective
+        kept, state = (
+            stage_sums([column] * (choice.pp * (choice.num_chunks or 1)), choice.layers_per_stage)
+            for column in (costs.input_bytes if recomputes else costs.saved_bytes, costs.state_bytes)
+        )
         share = choice.state_share(self.job.precision)
         lacking = []
         for rank in {0, choice.pp - 1}:
@@ -297,7 +293,7 @@ class _Search:
             )
             alive = _alive(choice.schedule, choice.pp, _enough(choice), choice.num_chunks or 1, rank)
             own = slice(rank, None, choice.pp)
-            needed = share * totals.state_bytes[own].sum() + float((alive @ kept[own]).max())
+            needed = share * state[own].sum() + float((alive @ kept[own]).max())
             lacking.append(needed - usable)
         return int(max(lacking))
 
@@ -332,10 +328,9 @@ class _Search:
 
     def body(self, one: Sizes) -> BodyCosts:
         """The whole graph's costs."""
-        if self.latest is None or self.latest[0] != one:
-            self.latest = one, body_costs(self.graph(one), self.cluster, self.job)
-            self.without_rule |= self.latest[1].costing.without_rule
-        return self.latest[1]
+        found = body_costs(self.graph(one), self.cluster, self.job)
+        self.without_rule |= found.costing.without_rule
+        return found
 
     def plan(self, one: _Waiting) -> Plan | None:
         """The plan of a configuration; None, with the reason noted, where it does not fit."""
@@ -397,7 +392,8 @@ class _Search:
     def _nothing_fits(self) -> PlanError:
         if self.nearest is not None:
             return misses_memory(self.nearest, self.job)
-        missing, which = min(self.missing)
+        assert self.missing is not None, "gathering ends in an error where nothing was bounded"
+        missing, which = self.missing
         return PlanError(
             f"no configuration fits on cluster '{self.cluster.name}': {which} lacks {format_bytes(missing)} a device or "
             "more, the least of all; use more devices, shorter samples, or a higher memory limit"
@@ -416,11 +412,7 @@ def _sized(one: Sizes) -> str:
 
 def _with_recompute(costs: LayerCosts, choice: Choice) -> Floats:
     """Seconds of everything, layers with a second forward where they are recomputed."""
-    if not choice.recompute:
-        return costs.seconds
-    again = costs.forward_seconds.copy()
-    again[[0, -1]] = 0.0
-    return costs.seconds + again
+    return costs.seconds + costs.again_seconds if choice.recompute else costs.seconds
 
 
 def _enough(choice: Choice) -> int:

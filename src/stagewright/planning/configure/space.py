@@ -48,8 +48,8 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Grid:
-    """How many ranks there are of everything else."""
+class Replicas:
+    """What is left to decide for given sizes: how long a pipeline is, and how many there are."""
 
     pp: int
     dp: int
@@ -67,12 +67,12 @@ def powers(largest: int) -> list[int]:
     return found
 
 
-def sizes(cluster: Cluster, job: Job, bounds: Bounds, *, has_experts: bool) -> Iterator[Sizes]:
+def sizes(cluster: Cluster, job: Job, bounds: Bounds) -> Iterator[Sizes]:
     """All that may be tried, smaller ones first; no tensor-parallel group spans two nodes."""
     devices = cluster.num_devices
     tps = [bounds.tp] if bounds.tp else powers(min(bounds.largest_tp, widest_unit(cluster)))
     cps = [bounds.cp] if bounds.cp else powers(min(bounds.largest_cp, devices))
-    eps = [bounds.ep] if bounds.ep else powers(min(bounds.largest_ep, devices) if has_experts else 1)
+    eps = [bounds.ep] if bounds.ep else powers(min(bounds.largest_ep, devices))
     batches = (
         [bounds.microbatch] if bounds.microbatch else powers(min(bounds.largest_microbatch, job.global_batch))
     )
@@ -81,7 +81,7 @@ def sizes(cluster: Cluster, job: Job, bounds: Bounds, *, has_experts: bool) -> I
             yield Sizes(tp, cp, ep, size)
 
 
-def grids(one: Sizes, cluster: Cluster, job: Job, bounds: Bounds, num_layers: int) -> Iterator[Grid]:
+def replicas(one: Sizes, cluster: Cluster, job: Job, bounds: Bounds, num_layers: int) -> Iterator[Replicas]:
     """Pipelines and replicas that use every device and divide the batch and the ranks of experts."""
     devices = cluster.num_devices // (one.tp * one.cp)
     pps = [bounds.pp] if bounds.pp else range(1, min(devices, num_layers or 1) + 1)
@@ -90,10 +90,10 @@ def grids(one: Sizes, cluster: Cluster, job: Job, bounds: Bounds, num_layers: in
         if rest or job.global_batch % (dp * one.microbatch_size):
             continue
         if width_fault(one.ep, dp * one.cp, one.tp, one.tp > 1) is None:
-            yield Grid(pp, dp, job.global_batch // (dp * one.microbatch_size))
+            yield Replicas(pp, dp, job.global_batch // (dp * one.microbatch_size))
 
 
-def schedules(one: Grid, num_layers: int, bounds: Bounds) -> Iterator[tuple[str, int]]:
+def schedules(one: Replicas, num_layers: int, bounds: Bounds) -> Iterator[tuple[str, int]]:
     """Families and stages per rank that these widths allow."""
     for chunks in bounds.chunks if one.pp > 1 else (1,):
         if chunks == 1:

@@ -54,7 +54,7 @@ def _amp(choice: Choice, account: Account) -> Key:
         account.parameters * choice.tp,
         np.zeros(num),
     )
-    cuts = [1 + count for count in accumulate(account.layers_per_stage)]
+    cuts = [1 + count for count in accumulate(choice.layers_per_stage or (num - 2,))]
     given = Widths(choice.tp, choice.dp, choice.pp, choice.microbatch_size, (0, *cuts[:-1], num))
     nodes = tuple(
         NodeRates(
