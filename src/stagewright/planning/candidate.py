@@ -272,10 +272,26 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    if choice.layers_per_stage is not None or job.profile.partition == "layers":
+    if _is_cut_between_layers(choice, job):
         return with_cuts(body, choice, _cuts_between_layers(body.graph, choice), cluster, job)
     start = fastest_partition(body, choice, cluster)[0]
     return within_memory(with_cuts(body, choice, start, cluster, job), body)
+
+
+def faster_candidate(
+    body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, below_s: float
+) -> Candidate | None:
+    """As `make_candidate`; None where a step is known to take `below_s` or longer, which takes less time to see than what
+    memory a rank needs."""
+    if not _is_cut_between_layers(choice, job) or choice.level >= GRADIENTS or below_s == math.inf:
+        return make_candidate(body, choice, cluster, job)
+    cuts = _cuts_between_layers(body.graph, choice)
+    line = with_program(body, choice, cuts, make_program(choice), cluster, job)
+    return None if step_seconds(line, run_timeline(line)) >= below_s else of_line(choice, cuts, line)
+
+
+def _is_cut_between_layers(choice: Choice, job: Job) -> bool:
+    return choice.layers_per_stage is not None or job.profile.partition == "layers"
 
 
 def _cuts_between_layers(graph: OperatorGraph, choice: Choice) -> tuple[int, ...]:

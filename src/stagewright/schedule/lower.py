@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import COMPUTE, SENDS, Action, Kind, transfer
 from stagewright.schedule.program import Program
-from stagewright.schedule.replay import Blocked, Replay
+from stagewright.schedule.replay import Replay
 from stagewright.schedule.tokens import Edge, Rules, What
 
 _SEND_OF = {What.VALUE_OUT: Kind.SEND_F, What.GRADIENT_OUT: Kind.SEND_B}
@@ -135,24 +135,26 @@ def _merged(
 def _unblock_sends(program: Program, edges: tuple[Edge, ...]) -> Program:
     """Move receives up until no send waits for a receive that its rank has not reached."""
     replay = Replay(program, Rules.of(program, edges, sends_block=True))
-    while blocked := replay.run():
-        waiting = [rank for rank in blocked if rank.action.kind in SENDS]
-        if not waiting:
-            raise ScheduleError(f"{program.name} deadlocks:\n" + "\n".join(f"  {rank}" for rank in blocked))
-        for rank in waiting:
-            _move_up(_awaited_receive(rank), replay)
+    ranks = range(program.num_ranks)
+    replay.go_on(ranks)
+    while waiting := [action for rank in ranks if (action := replay.next_action(rank))]:
+        sends = [action for action in waiting if action.kind in SENDS]
+        if not sends:
+            blocked = "\n".join(f"  {rank}" for rank in replay.run())
+            raise ScheduleError(f"{program.name} deadlocks:\n{blocked}")
+        replay.go_on([_move_up(_awaited_receive(send), replay) for send in sends])
     return program.with_ranks(replay.ranks)
 
 
-def _awaited_receive(blocked: Blocked) -> Action:
-    send = blocked.action
+def _awaited_receive(send: Action) -> Action:
     assert send.peer is not None
     return Action(_RECEIVE_OF[send.kind], send.peer, send.microbatch, send.stage)
 
 
-def _move_up(receive: Action, replay: Replay) -> None:
-    """Let the rank of `receive` come to it next."""
+def _move_up(receive: Action, replay: Replay) -> int:
+    """Let the rank of `receive` come to it next; which that is."""
     target = replay.program.placement.rank_of_stage[receive.stage]
     actions, reached = replay.ranks[target], replay.next_index[target]
     del actions[actions.index(receive, reached)]
     actions.insert(reached, receive)
+    return target

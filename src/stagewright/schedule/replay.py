@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from stagewright.schedule.action import Action
@@ -47,10 +48,19 @@ class Replay:
     def run(self) -> list[Blocked]:
         """Perform all that can be; return the ranks that are then blocked, none when all is done."""
         ranks = range(self.program.num_ranks)
+        self.go_on(ranks)
+        return [blocked for rank in ranks if (blocked := self.blocked(rank))]
+
+    def go_on(self, ranks: Iterable[int]) -> None:
+        """Perform what can be after what `ranks` come to next has changed."""
         ready = list(ranks)
         while ready:
             ready += self._advance(ready.pop())
-        return [blocked for rank in ranks if (blocked := self.blocked(rank))]
+
+    def next_action(self, rank: int) -> Action | None:
+        """What rank `rank` comes to next; None when it is done."""
+        index, actions = self.next_index[rank], self.ranks[rank]
+        return actions[index] if index < len(actions) else None
 
     def blocked(self, rank: int) -> Blocked | None:
         """What rank `rank` waits for, or ``None`` when it is done or can go on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from stagewright.graph.attention import attention_scores
 from stagewright.graph.graph import short_name
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import on_devices_of
-from stagewright.planning.candidate import Candidate, Choice, make_candidate, make_plan
+from stagewright.planning.candidate import Candidate, Choice, faster_candidate, make_candidate, make_plan
 from stagewright.planning.configure.account import Account
 from stagewright.planning.configure.balance import balanced_layers
 from stagewright.planning.configure.layers import LayerCosts, layer_costs, stage_sums
@@ -304,10 +305,10 @@ class _Search:
         self.waiting.sort(key=lambda one: one.bound_s)
         for number, one in enumerate(self.waiting):
             if len(self.best) == self.keep and one.bound_s >= -self.best[0][0]:
-                self.num_bounded = len(self.waiting) - number
+                self.num_bounded += len(self.waiting) - number
                 break
             self.report(f"{number + 1} of {len(self.waiting)}: {one.choice}")
-            plan = self.plan(one)
+            plan = self.plan(one, -self.best[0][0] if len(self.best) == self.keep else math.inf)
             if plan is not None:
                 item = (-plan.predictions.step_seconds, -next(self.numbers), plan)
                 (heapq.heappush if len(self.best) < self.keep else heapq.heappushpop)(self.best, item)
@@ -332,10 +333,13 @@ class _Search:
         self.without_rule |= found.costing.without_rule
         return found
 
-    def plan(self, one: _Waiting) -> Plan | None:
-        """The plan of a configuration; None, with the reason noted, where it does not fit."""
+    def plan(self, one: _Waiting, below_s: float = math.inf) -> Plan | None:
+        """The plan of a configuration; None, with the reason noted, where it does not fit, or is not faster than `below_s`."""
         body = self.body(one.sizes)
-        candidate = self.fitted(one, body)
+        candidate = self.fitted(one, body, below_s)
+        if candidate is None:
+            self.num_bounded += 1
+            return None
         missing, plan = candidate.excess_bytes, None
         if missing <= 0:
             plan = make_plan(candidate, body, self.reference)
@@ -352,11 +356,13 @@ class _Search:
         assert plan is not None
         return on_devices_of(plan, self.cluster, one.cluster)
 
-    def fitted(self, one: _Waiting, body: BodyCosts) -> Candidate:
+    def fitted(self, one: _Waiting, body: BodyCosts, below_s: float) -> Candidate | None:
         """With the layers that are fastest; where devices differ and one lacks memory, others take its layers as far as they
-        can."""
+        can. None where a step is known to take `below_s` or longer; time is looked at first, because memory takes longer."""
         choice = one.choice
-        found = make_candidate(body, choice, one.cluster, self.job)
+        found = faster_candidate(body, choice, one.cluster, self.job, below_s)
+        if found is None:
+            return None
         if found.excess_bytes <= 0 or has_equal_nodes(one.cluster) or choice.layers_per_stage is None:
             return found
         counts = choice.layers_per_stage
