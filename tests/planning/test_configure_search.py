@@ -10,8 +10,9 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.graph.depth import REPEATS
+from stagewright.planning.candidate import Choice, Recompute, make_candidate
 from stagewright.planning.configure.balance import balanced_layers
-from stagewright.planning.configure.layers import layer_costs, stage_sums
+from stagewright.planning.configure.layers import Layers, stage_seconds, stage_sums
 from stagewright.planning.configure.lineup import devices_of_ranks
 from stagewright.planning.configure.money import Target
 from stagewright.planning.configure.objective import offers
@@ -92,16 +93,22 @@ def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
         assert missing <= plan.predictions.reserved_peak_bytes - LACKING.memory_limit
 
 
-def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one() -> None:
+@pytest.mark.parametrize("how", ["none", "selective", "full"])
+def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: Recompute) -> None:
     graph = trace(model(), 1, **JOB.traced("cuda"), expand=False)
     assert graph.facts[REPEATS]
-    costs = layer_costs(graph, CLUSTER, JOB, CLUSTER.device)
     whole = body_costs(graph, CLUSTER, JOB)
+    carved = make_candidate(
+        whole, Choice(1, 1, 1, 1, "1f1b", recompute=how == "full", selective=how == "selective"), CLUSTER, JOB
+    )
+    stage = carved.line.summaries[0]
+    costs = Layers(graph, CLUSTER, JOB).costs(CLUSTER.device, how)
     assert costs.num_layers == 8
-    for column, known in (
-        (costs.seconds, whole.seconds), (costs.state_bytes, whole.state_bytes), (costs.saved_bytes, whole.saved_bytes),
-    ):  # fmt: skip
-        assert column.sum() == pytest.approx(known[-1])
+    forward, backward = stage_seconds([costs], None)
+    assert forward[0] == pytest.approx(stage.forward_s)
+    assert backward[0] == pytest.approx(stage.rebuild_s + stage.backward_s)
+    assert costs.saved_bytes.sum() == pytest.approx(stage.saved_bytes, rel=1e-4)  # but for masks and positions
+    assert costs.state_bytes.sum() == pytest.approx(whole.state_bytes[-1])
     assert stage_sums([costs.state_bytes] * 3, (1, 3, 4)).sum() == pytest.approx(whole.state_bytes[-1])
 
 

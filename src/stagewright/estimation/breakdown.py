@@ -44,7 +44,7 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
     if by not in WAYS:
         raise InputError(f"no breakdown by '{by}'{nearest(by, WAYS)}: use one of {', '.join(WAYS)}")
     graph, name = costing.graph, _naming(costing, by)
-    device_s, host_s, flop, _ = costing.arrays
+    device_s, host_s, flop, *_ = costing.arrays
     seconds = device_s if device_s.sum() >= host_s.sum() else host_s
     moved = _bytes_moved(costing)
     found: dict[str, list[float]] = {name(graph.nodes[number]): [0.0] * 5 for number in graph.body}

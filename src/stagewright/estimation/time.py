@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +130,22 @@ def cost(found: Work, device: Device) -> Cost:
     if device.kind == "cpu":
         return Cost(busy + issue, 0.0, found.flop, needed)
     return Cost(busy, issue, found.flop, needed)
+
+
+class NodeCosts(NamedTuple):
+    """The fields of `Cost`, each of all nodes of a graph."""
+
+    device_s: Floats
+    host_s: Floats
+    flop: Floats
+    model_flop: Floats
+    overlapped_s: Floats
+    product_s: Floats
+    hidden_s: Floats
+
+    @classmethod
+    def of(cls, costs: Sequence[Cost]) -> NodeCosts:
+        return cls(*(np.array([getattr(one, name) for one in costs], np.float64) for name in cls._fields))
 
 
 class Costing:
@@ -297,31 +314,39 @@ class Costing:
             overlapped_s += found.overlapped_s
             product_s += found.product_s
             hidden_s += found.hidden_s
-        return max(device_s + max(0.0, overlapped_s - product_s), hidden_s, host_s)
+        return float(together(device_s, host_s, overlapped_s, product_s, hidden_s))
 
     @cached_property
-    def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
-        """Device seconds, host seconds, FLOP and model FLOP of every node of the graph."""
+    def arrays(self) -> NodeCosts:
+        """What every node of the graph costs."""
         if self.fusions:
-            found = [self.of(node, self._of_graph) for node in self.graph.nodes]
-            each = np.array([(c.device_s, c.host_s, c.flop, c.model_flop) for c in found]).reshape(-1, 4)
-            return each[:, 0], each[:, 1], each[:, 2], each[:, 3]
+            return NodeCosts.of([self.of(node, self._of_graph) for node in self.graph.nodes])
         signatures = np.fromiter(map(self._kind, self.graph.nodes), np.int64)
-        distinct, first, inverse = np.unique(signatures, return_index=True, return_inverse=True)
-        costs = [self.of(self.graph.nodes[index], self._of_graph) for index in first]
-        rows = [(c.device_s, c.host_s, c.flop, c.model_flop) for c in costs]
-        columns = np.array(rows).reshape(len(distinct), 4)[inverse]
-        return columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3]
+        _, first, inverse = np.unique(signatures, return_index=True, return_inverse=True)
+        found = NodeCosts.of([self.of(self.graph.nodes[index], self._of_graph) for index in first])
+        return NodeCosts(*(column[inverse] for column in found))
 
     @property
     def flop(self) -> float:
         """FLOP of one microbatch, forward and backward, as `torch.utils.flop_counter` counts."""
-        return float(self.arrays[2].sum())
+        return float(self.arrays.flop.sum())
 
     @property
     def model_flop(self) -> float:
         """FLOP of one microbatch without what is computed a second time."""
-        return float(self.arrays[3].sum())
+        return float(self.arrays.model_flop.sum())
+
+
+def together(
+    device_s: Floats | float,
+    host_s: Floats | float,
+    overlapped_s: Floats | float,
+    product_s: Floats | float,
+    hidden_s: Floats | float,
+) -> Floats:
+    """Seconds of functions whose operators sum up to these: the device's work or the host's, whichever takes longer."""
+    busy = device_s + np.maximum(0.0, np.subtract(overlapped_s, product_s))
+    return np.maximum(busy, np.maximum(hidden_s, host_s))
 
 
 def _is_of_routing(sent: TensorMeta) -> bool:

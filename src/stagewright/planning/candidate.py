@@ -47,6 +47,8 @@ from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.version import __version__
 
+Recompute = Literal["none", "selective", "full"]
+
 SLACKS = (0.0, 0.02, 0.1)
 """How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
 
@@ -114,6 +116,16 @@ class Choice:
         if not self.level or self.most_sharing is None or self.most_sharing >= self.num_holders:
             return None
         return max(size for size in range(1, self.most_sharing + 1) if self.num_holders % size == 0)
+
+    @property
+    def recomputed(self) -> Recompute:
+        """How much of every layer is."""
+        return "full" if self.recompute else "selective" if self.selective else "none"
+
+    @property
+    def num_stages(self) -> int:
+        """Where `num_chunks` says how many a rank has, or every rank has one."""
+        return self.pp * (self.num_chunks or 1)
 
     @property
     def num_holders(self) -> int:

@@ -9,38 +9,37 @@ from stagewright.cluster import Cluster, all_reduce_seconds
 from stagewright.estimation.stages import Floats
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.candidate import Choice
-from stagewright.planning.configure.layers import LayerCosts, stage_sums
+from stagewright.planning.configure.layers import LayerCosts, stage_seconds, stage_sums
 from stagewright.planning.job import Job
 
 
 @dataclass(frozen=True)
 class Account:
-    """A configuration, and the costs of its layers on one device for one microbatch."""
+    """A configuration, and what its layers cost on one device for one microbatch: as it recomputes them, and `plain`."""
 
     choice: Choice
     costs: LayerCosts
+    plain: LayerCosts
     cluster: Cluster
     job: Job
 
     @cached_property
     def forward_s(self) -> Floats:
         """Per stage."""
-        return self._stages(self.costs.forward_seconds)
+        return self._seconds(self.plain)[0]
 
     @cached_property
     def backward_s(self) -> Floats:
         """Per stage, with what is recomputed first."""
-        return self.plain_backward_s + self.choice.recompute * self._stages(self.costs.again_seconds)
+        return self._seconds(self.costs)[1]
 
     @cached_property
     def plain_backward_s(self) -> Floats:
         """Per stage, both gradients alone."""
-        return self._stages(self.costs.seconds) - self.forward_s
+        return self._seconds(self.plain)[1]
 
-    def _stages(self, column: Floats) -> Floats:
-        return stage_sums(
-            [column] * (self.choice.pp * (self.choice.num_chunks or 1)), self.choice.layers_per_stage
-        )
+    def _seconds(self, costs: LayerCosts) -> tuple[Floats, Floats]:
+        return stage_seconds([costs] * self.choice.num_stages, self.choice.layers_per_stage)
 
     @cached_property
     def parameters(self) -> Floats:
@@ -62,6 +61,6 @@ class Account:
         choice = self.choice
         if choice.num_holders == 1:
             return 0.0
-        most = float(self._stages(self.parameters).max())
+        most = float(stage_sums([self.parameters] * choice.num_stages, choice.layers_per_stage).max())
         ranks = range(0, choice.num_holders * choice.tp, choice.tp)
         return all_reduce_seconds(self.cluster, most * ITEM_BYTES[self.job.precision.gradient], ranks)

@@ -2,48 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 
 from stagewright.cluster import Cluster, Device
 from stagewright.estimation.stages import BodyCosts, Floats
-from stagewright.graph import OperatorGraph
+from stagewright.estimation.time import Costing, together
+from stagewright.graph import Node, OperatorGraph
+from stagewright.graph.carving import carve
 from stagewright.graph.depth import REPEATS
 from stagewright.graph.layers import layer_begins, layer_of
+from stagewright.graph.stage import Stage
+from stagewright.planning.candidate import Recompute
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import costing
-from stagewright.planning.regions import layers_policy
+from stagewright.planning.regions import kept_policy, layers_policy, selective_policy
 
 
 @dataclass(frozen=True)
 class LayerCosts:
     """Of one microbatch, per numbered layer, and one entry in front of these and one behind for what is around them.
 
-    * `seconds`: forward and both gradients; `forward_seconds` of these;
+    * `forward`, `backward`: what `together` makes seconds from, in five columns; what is recomputed is in the second;
     * `state_bytes`: parameters, gradients and optimizer state;
-    * `saved_bytes`: what the forward leaves for the backward; `input_bytes` where only what enters it is kept.
+    * `saved_bytes`: what the forward leaves for the backward.
     """
 
-    seconds: Floats
-    forward_seconds: Floats
+    forward: Floats
+    backward: Floats
     state_bytes: Floats
     saved_bytes: Floats
-    input_bytes: Floats
     boundary_bytes: float
     """What one layer hands to the next."""
 
     @property
     def num_layers(self) -> int:
-        return len(self.seconds) - 2
+        return len(self.state_bytes) - 2
 
-    @property
-    def again_seconds(self) -> Floats:
-        """Of the second forward where every layer is recomputed; none of what is around the layers."""
-        found = self.forward_seconds.copy()
-        found[[0, -1]] = 0.0
-        return found
+    @cached_property
+    def seconds(self) -> Floats:
+        """Of forward and backward."""
+        return together(*self.forward.T) + together(*self.backward.T)
+
+
+def stage_seconds(
+    costs: Sequence[LayerCosts], layers_per_stage: Sequence[int] | None
+) -> tuple[Floats, Floats]:
+    """Of every stage, on its device, the seconds of its forward and of its backward, of layers as `stage_sums` says."""
+    forward, backward = (
+        stage_sums(columns, layers_per_stage)
+        for columns in ([one.forward for one in costs], [one.backward for one in costs])
+    )
+    return together(*forward.T), together(*backward.T)
 
 
 def stage_sums(columns: Sequence[Floats], layers_per_stage: Sequence[int] | None) -> Floats:
@@ -56,40 +69,72 @@ def stage_sums(columns: Sequence[Floats], layers_per_stage: Sequence[int] | None
     (array([21., 15.]), array([2., 2.]))
     """
     if layers_per_stage is None:
-        return np.array([column.sum() / len(columns) for column in columns])
+        return np.array([column.sum(axis=0) / len(columns) for column in columns])
     ends = np.concatenate([[0], 1 + np.cumsum(layers_per_stage)])
     ends[-1] += 1
     ranges = zip(columns, ends[:-1], ends[1:], strict=True)
-    return np.array([column[start:stop].sum() for column, start, stop in ranges])
+    return np.array([column[start:stop].sum(axis=0) for column, start, stop in ranges])
 
 
-def layer_costs(graph: OperatorGraph, cluster: Cluster, job: Job, device: Device) -> LayerCosts:
-    """Of `graph` as the job's runtime runs it on one kind of device of `cluster`; the whole of a model without numbered
+class Layers:
+    """The layers of `graph` as the job's runtime runs it on devices of `cluster`; the whole of a model without numbered
     layers is in front of none."""
-    fused = job.profile.rewrite(graph)
-    body = BodyCosts(fused, costing(fused, cluster, job)).on(device)
-    begins = layer_begins(fused)
-    numbered = [place for place, node in enumerate(fused.body) if layer_of(fused.nodes[node].module)]
-    behind = numbered[-1] + 1 if numbered else body.size
-    ends = np.array([0, *begins, behind, body.size])
-    if not begins:
-        ends = np.array([0, body.size, body.size])
-    names = [layer_of(fused.nodes[fused.body[place]].module) for place in begins]
-    counts = np.ones(len(ends) - 1, np.int64)
-    for repeat in graph.facts.get(REPEATS, ()):
-        counts[1 + names.index(repeat.layer(repeat.before[-1]))] += len(repeat.missing)
-    columns = (body.seconds, body.forward_seconds, body.state_bytes, body.saved_bytes, _inputs(body))
-    boundary = float(body.cuts.value_bytes[begins[-1]]) if len(begins) > 1 else 0.0
-    seconds, forward, state, saved, inputs = (np.repeat(np.diff(column[ends]), counts) for column in columns)
-    return LayerCosts(seconds, forward, state, saved, inputs, boundary)
 
+    def __init__(self, graph: OperatorGraph, cluster: Cluster, job: Job) -> None:
+        graph = self.graph = job.profile.rewrite(graph)
+        self._body = BodyCosts(graph, costing(graph, cluster, job))
+        begins = layer_begins(graph)
+        names = [layer_of(graph.nodes[graph.body[place]].module) for place in begins]
+        numbered = [place for place, node in enumerate(graph.body) if layer_of(graph.nodes[node].module)]
+        size = len(graph.body)
+        self._ends = np.array([0, *begins, numbered[-1] + 1, size] if begins else [0, size, size])
+        self._counts = np.ones(len(self._ends) - 1, np.int64)
+        for repeat in graph.facts.get(REPEATS, ()):
+            self._counts[1 + names.index(repeat.layer(repeat.before[-1]))] += len(repeat.missing)
+        self.stage = cache(self._stage)
+        """All of the graph as one stage, of which as much is recomputed as that says."""
+        self.costs = cache(self._costs)
+        """Of every layer on a kind of device, where as much is recomputed as that says."""
 
-def _inputs(body: BodyCosts) -> Floats:
-    """Bytes that enter layers, summed up to every position of the body."""
-    graph, kept = body.graph, layers_policy(body.graph).checkpoints
-    made = np.zeros(body.size + 1)
-    for root in kept:
-        place = graph.position.get(graph.values[root].node)
-        if place is not None:
-            made[place + 1] += graph.storage_bytes[root]
-    return made.cumsum()
+    def _costs(self, device: Device, recompute: Recompute = "none") -> LayerCosts:
+        body, ends, stage = self._body.on(device), self._ends, self.stage(recompute)
+        backward = *stage.rebuild.nodes, *stage.backward.nodes
+        state = np.diff(body.state_bytes[ends])
+        columns = (
+            self._spent(stage.forward.nodes, stage, body.costing), self._spent(backward, stage, body.costing),
+            state, self._saved(stage),
+        )  # fmt: skip
+        repeated = (np.repeat(column, self._counts, axis=0) for column in columns)
+        return LayerCosts(*repeated, boundary_bytes=self._boundary_bytes)
+
+    @cached_property
+    def _boundary_bytes(self) -> float:
+        return float(self._body.cuts.value_bytes[self._ends[-3]]) if len(self._ends) > 4 else 0.0
+
+    def _stage(self, recompute: Recompute) -> Stage:
+        policy = {"none": kept_policy, "selective": selective_policy, "full": layers_policy}[recompute]
+        return carve(self.graph, [], [policy(self.graph)])[0]
+
+    def _spent(self, nodes: Iterable[Node], stage: Stage, costing: Costing) -> Floats:
+        """What nodes in running order cost by layer; what carving adds belongs where the node in front of it does."""
+        found = np.zeros((len(self._counts), 5))
+        layer, position = 0, self.graph.position
+        for node in nodes:
+            if node.forward in position:
+                layer = self._layer(position[node.forward])
+            cost = costing.of(node, stage.value)
+            found[layer] += cost.device_s, cost.host_s, cost.overlapped_s, cost.product_s, cost.hidden_s
+        return found
+
+    def _saved(self, stage: Stage) -> Floats:
+        """What F leaves of what it made, by the layer that made it."""
+        found = np.zeros(len(self._counts))
+        graph, position = self.graph, self.graph.position
+        for root in {stage.value(value).storage for value in stage.saved}:
+            maker = graph.values[root].node if root < len(graph.values) else -1
+            if maker in position:
+                found[self._layer(position[maker])] += graph.storage_bytes[root]
+        return found
+
+    def _layer(self, place: int) -> int:
+        return int(np.searchsorted(self._ends[1:-1], place, side="right"))

@@ -22,14 +22,20 @@ from stagewright.graph.attention import attention_scores
 from stagewright.graph.graph import short_name
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import on_devices_of
-from stagewright.planning.candidate import Candidate, Choice, faster_candidate, make_candidate, make_plan
+from stagewright.planning.candidate import (
+    Candidate,
+    Choice,
+    Recompute,
+    faster_candidate,
+    make_candidate,
+    make_plan,
+)
 from stagewright.planning.configure.account import Account
 from stagewright.planning.configure.balance import balanced_layers
-from stagewright.planning.configure.layers import LayerCosts, layer_costs, stage_sums
+from stagewright.planning.configure.layers import LayerCosts, Layers, stage_seconds, stage_sums
 from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, orders
 from stagewright.planning.configure.space import (
     Bounds,
-    Recompute,
     Replicas,
     Sizes,
     obstacle,
@@ -142,7 +148,7 @@ class _Search:
     nearest: Candidate | None = None
     without_rule: set[str] = field(default_factory=set)
     numbers: Iterator[int] = field(default_factory=count)
-    layers: dict[tuple[Sizes, Device], LayerCosts] = field(default_factory=dict)
+    layers: dict[Sizes, Layers] = field(default_factory=dict)
     graphs: dict[Sizes, OperatorGraph] = field(default_factory=dict)
     splits: dict[Any, tuple[int, ...]] = field(default_factory=dict)
     num_bounded: int = 0
@@ -189,11 +195,11 @@ class _Search:
             self.graphs[one] = made
         return self.graphs[one]
 
-    def costs(self, one: Sizes, device: Device) -> LayerCosts:
+    def costs(self, one: Sizes, device: Device, recompute: Recompute = "none") -> LayerCosts:
         """Of every layer on one kind of device."""
-        if (one, device) not in self.layers:
-            self.layers[one, device] = layer_costs(self.graph(one), self.cluster, self.job, device)
-        return self.layers[one, device]
+        if one not in self.layers:
+            self.layers[one] = Layers(self.graph(one), self.cluster, self.job)
+        return self.layers[one].costs(device, recompute)
 
     def _queue(self, one: Sizes, left: Replicas, num_layers: int, recomputes: tuple[Recompute, ...]) -> None:
         for schedule, num_chunks in schedules(left, num_layers, self.bounds):
@@ -236,14 +242,16 @@ class _Search:
             return
         self.waiting.append(_Waiting(choice, one, cluster, self.bound_s(choice, one, cluster)))
 
-    def columns(self, choice: Choice, one: Sizes, cluster: Cluster) -> list[LayerCosts]:
-        """Of every stage: the costs of all layers on the slowest of its devices."""
-        return [self._slowest(one, devices) for devices in devices_of_ranks(cluster, choice.pp)] * (
-            choice.num_chunks or 1
-        )
+    def columns(
+        self, choice: Choice, one: Sizes, cluster: Cluster, recompute: Recompute | None = None
+    ) -> list[LayerCosts]:
+        """Of every stage: the costs of all layers on the slowest of its devices, recomputed as `choice` says or as asked."""
+        how = recompute or choice.recomputed
+        own = [self._slowest(one, devices, how) for devices in devices_of_ranks(cluster, choice.pp)]
+        return own * (choice.num_chunks or 1)
 
-    def _slowest(self, one: Sizes, devices: Sequence[Device]) -> LayerCosts:
-        first, *others = (self.costs(one, device) for device in devices)
+    def _slowest(self, one: Sizes, devices: Sequence[Device], recompute: Recompute) -> LayerCosts:
+        first, *others = (self.costs(one, device, recompute) for device in devices)
         return max((first, *others), key=lambda costs: float(costs.seconds.sum())) if others else first
 
     def split(
@@ -254,36 +262,33 @@ class _Search:
         if choice.pp == 1 or not self.costs(one, self.cluster.nodes[0].device).num_layers:
             return None
         if most:
-            return balanced_layers([_with_recompute(each, choice) for each in columns], most)
-        key = one, choice.pp, choice.num_chunks, choice.recompute, cluster
+            return balanced_layers([each.seconds for each in columns], most)
+        key = one, choice.pp, choice.num_chunks, choice.recomputed, cluster
         if key not in self.splits:
-            each = {id(one): _with_recompute(one, choice) for one in columns}
-            of_ranks = [each[id(one)] for one in columns[: choice.pp]]
-            self.splits[key] = balanced_layers(of_ranks * (choice.num_chunks or 1))
+            self.splits[key] = balanced_layers([each.seconds for each in columns])
         return self.splits[key]
 
     def bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
         """No step is faster: every rank has its passes behind each other, and before and behind these at least those of one
         microbatch on the stages in front of its first; there nothing is recomputed that may be while a rank waits."""
-        busy_s = self._stage_seconds(choice, one, cluster).reshape(-1, choice.pp)
-        plain = replace(choice, recompute=False) if self.job.profile.recomputes_ahead else choice
-        passing_s = self._stage_seconds(plain, one, cluster)[: choice.pp]
-        fill = np.concatenate([[0.0], passing_s.cumsum()[:-1]])
-        if len(busy_s) == 1:  # and those behind it, for its first microbatch
-            fill = passing_s.sum() - passing_s
-        return float((busy_s.sum(axis=0) * choice.num_microbatches + fill).max())
-
-    def _stage_seconds(self, choice: Choice, one: Sizes, cluster: Cluster) -> Floats:
-        columns = [_with_recompute(each, choice) for each in self.columns(choice, one, cluster)]
-        return stage_sums(columns, choice.layers_per_stage)
+        columns = self.columns(choice, one, cluster)
+        busy_s = first_s = np.add(*stage_seconds(columns, choice.layers_per_stage))
+        if self.job.profile.recomputes_ahead:
+            plain = self.columns(choice, one, cluster, "none")
+            first_s = np.add(*stage_seconds(plain, choice.layers_per_stage))
+        before = np.concatenate([[0.0], first_s[: choice.pp].cumsum()])
+        fill = before[:-1]
+        if choice.num_stages == choice.pp:  # and those behind it, for its first microbatch
+            fill = before[-1] - first_s
+        busy_s = busy_s.reshape(-1, choice.pp).sum(axis=0)
+        return float((busy_s * choice.num_microbatches + fill).max())
 
     def _least_bytes(self, choice: Choice, one: Sizes, cluster: Cluster) -> int:
         """What the first or the last rank lacks at the least: of state, and of what microbatches in flight keep."""
         costs = self.columns(choice, one, cluster)[0]
-        recomputes = choice.recompute or choice.selective
         kept, state = (
-            stage_sums([column] * (choice.pp * (choice.num_chunks or 1)), choice.layers_per_stage)
-            for column in (costs.input_bytes if recomputes else costs.saved_bytes, costs.state_bytes)
+            stage_sums([column] * choice.num_stages, choice.layers_per_stage)
+            for column in (costs.saved_bytes, costs.state_bytes)
         )
         share = choice.state_share(self.job.precision)
         lacking = []
@@ -325,7 +330,8 @@ class _Search:
 
     def account(self, one: _Waiting) -> Account:
         """What planners of others are told of a configuration."""
-        return Account(one.choice, self.columns(one.choice, one.sizes, one.cluster)[0], one.cluster, self.job)
+        costs, plain = (self.columns(one.choice, one.sizes, one.cluster, how)[0] for how in (None, "none"))
+        return Account(one.choice, costs, plain, one.cluster, self.job)
 
     def body(self, one: Sizes) -> BodyCosts:
         """The whole graph's costs."""
@@ -334,7 +340,7 @@ class _Search:
         return found
 
     def plan(self, one: _Waiting, below_s: float = math.inf) -> Plan | None:
-        """The plan of a configuration; None, with the reason noted, where it does not fit, or is not faster than `below_s`."""
+        """The plan of a configuration; None, with the reason noted, where it does not fit, or not faster than `below_s`."""
         body = self.body(one.sizes)
         candidate = self.fitted(one, body, below_s)
         if candidate is None:
@@ -414,11 +420,6 @@ def _sized(one: Sizes) -> str:
     named = {"tp": one.tp, "cp": one.cp, "ep": one.ep}
     widths = [f"{name} {width}" for name, width in named.items() if width > 1]
     return ", ".join([*widths, f"microbatch {one.microbatch_size}"])
-
-
-def _with_recompute(costs: LayerCosts, choice: Choice) -> Floats:
-    """Seconds of everything, layers with a second forward where they are recomputed."""
-    return costs.seconds + costs.again_seconds if choice.recompute else costs.seconds
 
 
 def _enough(choice: Choice) -> int:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from stagewright.cluster import Cluster
 from stagewright.graph.expert_parallel import width_fault
+from stagewright.planning.candidate import Recompute
 from stagewright.planning.configure.balance import fewest_layers
 from stagewright.planning.configure.lineup import widest_unit
 from stagewright.planning.job import Job
-
-Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)

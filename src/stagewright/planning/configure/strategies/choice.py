@@ -16,7 +16,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, named
 from stagewright.planning.candidate import Choice
 from stagewright.planning.configure.account import Account
-from stagewright.planning.configure.layers import layer_costs
+from stagewright.planning.configure.layers import Layers
 from stagewright.planning.configure.search import first_that_fit
 from stagewright.planning.configure.space import Bounds
 from stagewright.planning.configure.strategies.amp import amp_seconds
@@ -47,7 +47,7 @@ class Strategy:
 
 def _amp(choice: Choice, account: Account) -> Key:
     """Source: `amp_seconds`. Ignores: the order in which AMP numbers devices, and its own layers per stage."""
-    costs, num = account.costs, account.costs.num_layers + 2  # embedding and head are layers of its profiles
+    costs, num = account.plain, account.plain.num_layers + 2  # embedding and head are layers of its profiles
     profiled = ProfiledLayers(
         {choice.tp: costs.seconds / choice.microbatch_size},
         np.full(num, costs.boundary_bytes / choice.microbatch_size / 2),
@@ -155,5 +155,8 @@ def own_seconds(strategy: Strategy, plan: Plan, cluster: Cluster) -> float:
         recompute="layers" in plan.memory_policy, tp=plan.tp, sequence_parallel=plan.sequence_parallel,
         layers_per_stage=layers_per_stage(plan),
     )  # fmt: skip
-    costs = layer_costs(graph, cluster, plan.job, cluster.nodes[0].device)
-    return strategy.key(choice, Account(choice, costs, cluster, plan.job))[-1]
+    layers, device = Layers(graph, cluster, plan.job), cluster.nodes[0].device
+    account = Account(
+        choice, layers.costs(device, choice.recomputed), layers.costs(device, "none"), cluster, plan.job
+    )
+    return strategy.key(choice, account)[-1]
