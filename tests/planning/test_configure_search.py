@@ -107,7 +107,9 @@ def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: 
     forward, backward = stage_seconds([costs], None)
     assert forward[0] == pytest.approx(stage.forward_s)
     assert backward[0] == pytest.approx(stage.rebuild_s + stage.backward_s)
-    assert costs.saved_bytes.sum() == pytest.approx(stage.saved_bytes, rel=1e-4)  # but for masks and positions
+    assert costs.saved_bytes.sum() == pytest.approx(
+        stage.saved_bytes, rel=1e-4
+    )  # but for masks and positions
     assert costs.state_bytes.sum() == pytest.approx(whole.state_bytes[-1])
     assert stage_sums([costs.state_bytes] * 3, (1, 3, 4)).sum() == pytest.approx(whole.state_bytes[-1])
 

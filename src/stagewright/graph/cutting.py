@@ -27,7 +27,7 @@ class Cutting:
         self.body_stage = {node: stage_at[position] for node, position in graph.position.items()}
         self.stage: dict[int, int] = {}  # node -> stage, for F, I and W that belong to one stage
         self.nodes_of: list[list[Node]] = [[] for _ in pieces]
-        self.floating: list[Node] = []  # backward of derived values: in every stage that contributes
+        self.floating: list[Node] = []  # backward of derived values
         for node in graph.nodes:
             stage = self.body_stage.get(node.forward)
             if stage is not None and node.part >= Part.FORWARD:
@@ -38,6 +38,11 @@ class Cutting:
         self.changing = frozenset(buffer for buffer, _ in graph.mutations)
         self.updaters = self._updaters()
         self.forward_routes, self.grad_routes = self._routes()
+        self.gradients_of: list[list[int]] = [[] for _ in pieces]
+        """Of every stage the gradients that it contributes to."""
+        self.floating_of: list[list[Node]] = [[] for _ in pieces]
+        """Of every stage the nodes of `floating` that its contributions reach, with what those need, in order."""
+        self._share_contributions()
 
     @property
     def num_stages(self) -> int:
@@ -70,6 +75,41 @@ class Cutting:
                 for hop in itertools.pairwise([origin, *sorted(others, reverse=True)]):
                     backward[hop].append(value.id)
         return dict(forward), dict(backward)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def _share_contributions(self) -> None:
+        contributions = self.graph.contributions
+        carried: dict[int, set[int]] = {}
+        """Gradient, or value of a floating node -> the stages whose contributions it has."""
+
+        def carriers(value: int) -> set[int]:
+            if value not in carried:
+                carried[value] = set()
+                for node, item in contributions.get(value, ()):
+                    stage = self.body_stage.get(node)
+                    carried[value] |= carriers(item) if stage is None else {stage}
+            return carried[value]
+
+        made = {output: node for node in self.floating for output in node.outputs if output is not None}
+        place = {node.id: index for index, node in enumerate(self.floating)}
+        active: list[set[int]] = [set() for _ in self.nodes_of]
+        for node in self.floating:
+            stages = set[int]().union(*map(carriers, node.inputs))
+            carried.update((output, stages) for output in node.outputs if output is not None)
+            for stage in stages:
+                active[stage].add(node.id)
+        for gradient in contributions:
+            for stage in carriers(gradient):
+                self.gradients_of[stage].append(gradient)
+        for found, nodes in zip(active, self.floating_of, strict=True):
+            stack = list(found)
+            while stack:
+                needed = (made.get(value) for value in self.graph.nodes[stack.pop()].inputs)
+                fresh = {node.id for node in needed if node is not None} - found
+                found |= fresh
+                stack.extend(fresh)
+            nodes += [self.floating[index] for index in sorted(place[node] for node in found)]
 
     # -- buffers ----------------------------------------------------------------------------------------------------
 

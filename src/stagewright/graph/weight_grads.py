@@ -44,7 +44,7 @@ class _Finisher:
 
     def finish(self) -> WeightGrads:
         own = [node for node in self.cutting.nodes_of[self.index] if node.part is Part.WEIGHT_GRAD]
-        floating = self._active_floating()
+        floating = self.cutting.floating_of[self.index]
         chains, apart = self._without_pieces(self._chains((*own, *floating)), floating)
         sums: dict[int, int] = {}
         for gradient in chains:
@@ -64,35 +64,6 @@ class _Finisher:
         for gradient, value in apart:
             self._finish_alone(gradient, value, floating)
         return WeightGrads(tuple(own), tuple(self.finishing), tuple(gradients), sums)
-
-    # -- which backward nodes of derived values -----------------------------------------------------------------------
-
-    def _active_floating(self) -> list[Node]:
-        """Backward nodes of derived values that this stage's contributions reach, with what those nodes need."""
-        reached: set[int] = set()  # values that carry a contribution of this stage
-        active: set[int] = set()
-        for node in self.cutting.floating:
-            if any(value in reached or self._is_contributed(value, reached) for value in node.inputs):
-                active.add(node.id)
-                reached.update(output for output in node.outputs if output is not None)
-        needed = {value for node in self.cutting.floating if node.id in active for value in node.inputs}
-        for node in reversed(self.cutting.floating):
-            if node.id not in active and needed.intersection(node.outputs):
-                active.add(node.id)
-                needed.update(node.inputs)
-        return [node for node in self.cutting.floating if node.id in active]
-
-    def _is_local(self, node: int, value: int, reached: set[int]) -> bool:
-        stage = self.cutting.body_stage.get(node)
-        if stage is not None:
-            return stage == self.index
-        return value in reached or self._is_contributed(value, reached)
-
-    def _is_contributed(self, value: int, reached: set[int]) -> bool:
-        """Whether `value` is the gradient of a parameter or derived value to which this stage contributes."""
-        return any(
-            self._is_local(node, item, reached) for node, item in self.graph.contributions.get(value, ())
-        )
 
     # -- pieces of a loss --------------------------------------------------------------------------------------------
 
@@ -162,11 +133,17 @@ class _Finisher:
     def _chains(self, nodes: Iterable[Node]) -> dict[int, list[int]]:
         """GRADIENT value -> the contributions of this stage, in autograd's order."""
         made = {value for node in nodes for value in node.outputs if value is not None}
-        chains = {
-            gradient: [value for node, value in found if self._is_local(node, value, made)]
-            for gradient, found in self.graph.contributions.items()
+        own = self.cutting.gradients_of[self.index]
+
+        def is_local(node: int, value: int) -> bool:
+            stage = self.cutting.body_stage.get(node)
+            return value in made or value in others if stage is None else stage == self.index
+
+        others = set(own)
+        return {
+            gradient: [value for node, value in self.graph.contributions[gradient] if is_local(node, value)]
+            for gradient in own
         }
-        return {gradient: found for gradient, found in chains.items() if found}
 
     def _settle(self, gradient: int, chains: dict[int, list[int]], sums: dict[int, int]) -> int:
         """The sum of the contributions to `gradient`, some of which are such sums themselves."""
