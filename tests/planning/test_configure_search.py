@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -45,6 +46,7 @@ def found() -> Found:
 def searched(bounds: Bounds = FEW, cluster: str = "8x-h100", job: Job = JOB) -> _Search:
     search = _Search(model(), load_cluster(cluster), job, bounds, 5, lambda stage: None, trace)
     search.gather()
+    search.waiting = [split for one in search.waiting if (split := search.split_up(one)) is not None]
     return search
 
 
@@ -80,6 +82,8 @@ def test_bounds_hold(cluster: str, runtime: str) -> None:
     for one in search.waiting[::7]:
         plan = search.plan(one)
         assert plan is not None
+        whole = replace(one.choice, layers_per_stage=None)
+        assert search.first_bound_s(whole, one.sizes, one.cluster) <= one.bound_s
         assert one.bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -255,6 +255,11 @@ class Cluster(SourcedModel):
             links = tuple(dict.fromkeys(self.link_between(*pair) for pair in pairs))
             self._block_links[src, dst, width] = links
         return links
+
+    @cached_property
+    def known_groups(self) -> dict[Any, Any]:
+        """What `stagewright.cluster.collectives` has worked out of groups of ranks: searches ask for the same ones."""
+        return {}
 
     @cached_property
     def _block_links(self) -> dict[tuple[int, int, int], tuple[Link, ...]]:

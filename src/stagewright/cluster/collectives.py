@@ -68,6 +68,24 @@ class _Group:
 
 
 def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+    lying = _first_alike(cluster, ranks) if isinstance(ranks, range) else tuple(ranks)
+    known = cluster.known_groups
+    if lying not in known:
+        known[lying] = _worked_out(cluster, lying)
+    return known[lying]
+
+
+def _first_alike(cluster: Cluster, ranks: range) -> range:
+    """The first ranks of a cluster that lie as `ranks` do, where nodes are equal and all links as described."""
+    if cluster.nodes[1:] or cluster.measured is not None or ranks.step < 1:
+        return ranks
+    if max(ranks, default=0) >= cluster.num_devices:  # for an error that names it
+        return ranks
+    first = ranks.start % cluster.nodes[0].devices_per_node
+    return range(first, first + len(ranks) * ranks.step, ranks.step)
+
+
+def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> _Group:
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(cluster.node_of(rank), []).append(rank)

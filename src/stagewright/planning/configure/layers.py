@@ -47,6 +47,11 @@ class LayerCosts:
         """Of forward and backward."""
         return together(*self.forward.T) + together(*self.backward.T)
 
+    @cached_property
+    def total_seconds(self) -> float:
+        """Of the whole model on one device."""
+        return float(together(*self.forward.sum(axis=0)) + together(*self.backward.sum(axis=0)))
+
 
 def stage_seconds(
     costs: Sequence[LayerCosts], layers_per_stage: Sequence[int] | None

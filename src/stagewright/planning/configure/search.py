@@ -128,6 +128,9 @@ class _Waiting:
     sizes: Sizes
     cluster: Cluster
     bound_s: float
+    """No step is faster."""
+    is_split: bool = False
+    """Whether `choice` says how many layers each stage has, and the bound knows it."""
 
 
 @dataclass
@@ -157,7 +160,7 @@ class _Search:
     # -- bounds ------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Trace what is needed, and queue every configuration that may fit, with a bound on its seconds."""
+        """Trace what is needed, and queue every configuration with a first bound on its seconds."""
         bounds, num_layers, has_experts = self.bounds, 0, False
         refused: dict[Sizes, StagewrightError] = {}
         tried = list(sizes(self.cluster, self.job, bounds))
@@ -179,7 +182,7 @@ class _Search:
             recomputes = self._recomputes(graph)
             for left in replicas(one, self.cluster, self.job, bounds, num_layers):
                 self._queue(one, left, num_layers, recomputes)
-        if not self.waiting and self.missing is None:
+        if not self.waiting:
             raise next(iter(refused.values()), None) or InputError(
                 obstacle(self.cluster, self.job, bounds, num_layers)
             )
@@ -211,7 +214,8 @@ class _Search:
                         sequence_parallel=one.tp > 1, cp=one.cp, ep=one.ep, num_chunks=num_chunks,
                     )  # fmt: skip
                     for cluster in self._orders:
-                        self._wait(choice, one, cluster)
+                        bound_s = self.first_bound_s(choice, one, cluster)
+                        self.waiting.append(_Waiting(choice, one, cluster, bound_s))
 
     @cached_property
     def _orders(self) -> tuple[Cluster, ...]:
@@ -231,16 +235,23 @@ class _Search:
             return self.bounds.zero
         return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
 
-    def _wait(self, choice: Choice, one: Sizes, cluster: Cluster) -> None:
-        choice = replace(choice, layers_per_stage=self.split(choice, one, cluster))
-        missing = self._least_bytes(choice, one, cluster)
+    def first_bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
+        """As if ranks could share every microbatch out by their speed."""
+        own = self.columns(choice, one, cluster)[: choice.pp]
+        return choice.num_microbatches / sum(1 / costs.total_seconds for costs in own)
+
+    def split_up(self, one: _Waiting) -> _Waiting | None:
+        """With the layers of its stages; None, with the reason noted, where memory is known not to suffice."""
+        choice = replace(one.choice, layers_per_stage=self.split(one.choice, one.sizes, one.cluster))
+        missing = self._least_bytes(choice, one.sizes, one.cluster)
         if missing > 0:
             reason = f"lacks {format_bytes(missing)} of memory a device, or more"
             self.excluded.append(Excluded.of(choice, reason, missing))
             if self.missing is None or missing < self.missing[0]:
                 self.missing = missing, str(choice)
-            return
-        self.waiting.append(_Waiting(choice, one, cluster, self.bound_s(choice, one, cluster)))
+            return None
+        bound_s = self.bound_s(choice, one.sizes, one.cluster)
+        return replace(one, choice=choice, bound_s=max(bound_s, one.bound_s), is_split=True)
 
     def columns(
         self, choice: Choice, one: Sizes, cluster: Cluster, recompute: Recompute | None = None
@@ -307,12 +318,19 @@ class _Search:
 
     def work_out(self) -> None:
         """Every configuration that waits, the most promising first, until no other can be among the best."""
-        self.waiting.sort(key=lambda one: one.bound_s)
-        for number, one in enumerate(self.waiting):
-            if len(self.best) == self.keep and one.bound_s >= -self.best[0][0]:
-                self.num_bounded += len(self.waiting) - number
+        heap = [(one.bound_s, next(self.numbers), one) for one in self.waiting]
+        heapq.heapify(heap)
+        total = len(heap)
+        while heap:
+            bound_s, number, one = heapq.heappop(heap)
+            if len(self.best) == self.keep and bound_s >= -self.best[0][0]:
+                self.num_bounded += len(heap) + 1
                 break
-            self.report(f"{number + 1} of {len(self.waiting)}: {one.choice}")
+            if not one.is_split:
+                if (split := self.split_up(one)) is not None:
+                    heapq.heappush(heap, (split.bound_s, number, split))
+                continue
+            self.report(f"{total - len(heap)} of {total}: {one.choice}")
             plan = self.plan(one, -self.best[0][0] if len(self.best) == self.keep else math.inf)
             if plan is not None:
                 item = (-plan.predictions.step_seconds, -next(self.numbers), plan)
@@ -320,8 +338,9 @@ class _Search:
 
     def work_out_in_order(self, key: Callable[[Choice, Account], tuple[float, ...]]) -> None:
         """As many as are kept, in the order of `key`."""
-        self.waiting.sort(key=lambda one: (*key(one.choice, self.account(one)), one.bound_s))
-        for one in self.waiting:
+        known = [split for one in self.waiting if (split := self.split_up(one)) is not None]
+        known.sort(key=lambda one: (*key(one.choice, self.account(one)), one.bound_s))
+        for one in known:
             if len(self.best) == self.keep:
                 break
             self.report(str(one.choice))
