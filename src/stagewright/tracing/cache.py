@@ -10,10 +10,11 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, TypeVar
@@ -83,24 +84,7 @@ def trace(
         TraceError: the model cannot be traced; names module and line.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model, overrides)
-    facts = {
-        "model": reference.text,
-        "digest": reference.digest,
-        "microbatch_size": microbatch_size,
-        "sequence_length": sequence_length,
-        "dtype": dtype,
-        "device": device,
-        "target": target or device,
-        "autocast": autocast,
-        "training": training,
-        "tp": tp,
-        "splits_sequence": splits_sequence and tp > 1,
-        **({"loss_pieces": loss_pieces} if loss_pieces > 1 else {}),
-        **({"cp": cp} if cp > 1 else {}),
-        **({"ep": ep} if ep > 1 else {}),
-        **({"attention": attention} if attention != "traced" else {}),
-        **({"experts": experts} if experts != "traced" else {}),
-    }
+    facts = _facts(reference, locals())
     path = graph = None
     if use_cache:
         stamp = _stamp()
@@ -114,6 +98,57 @@ def trace(
         if path is not None:
             _store(path, graph)
     return expanded(graph) if expand else graph
+
+
+def to_trace(model: ModelReference, asked: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those of what is `asked` of `trace`, smaller sizes first, that neither are kept nor follow from what is, nor from
+    others before them, as long as these are not there to be tried out."""
+    stamp, found = _stamp(), dict[Path, Mapping[str, Any]]()
+    known_widths: dict[str, bool] = {}
+
+    def is_known(facts: dict[str, Any]) -> bool:
+        path = _entry(facts, stamp)
+        return path is None or path in found or path.exists() or (model.kind != "factory" and follows(facts))
+
+    def follows(facts: dict[str, Any]) -> bool:
+        for axis, (_, pairs) in _AXES.items():
+            for pair in (pair for pair in pairs if max(pair) < facts.get(axis, 1)):
+                known = [{**facts, axis: other} for other in pair]
+                if all(map(is_known, known)):
+                    return axis == "microbatch_size" or is_alike(facts, known)
+        return False
+
+    def is_alike(facts: dict[str, Any], known: list[dict[str, Any]]) -> bool:
+        """Tried out for one microbatch of each width."""
+        widths = json.dumps([facts.get(axis, 1) for axis in _AXES if axis != "microbatch_size"])
+        if widths not in known_widths:
+            is_there = all(path.exists() for one in known if (path := _entry(one, stamp)) is not None)
+            known_widths[widths] = not is_there or _known(facts, stamp, follows=True) is not None
+        return known_widths[widths]
+
+    for one in asked:
+        given = inspect.signature(trace).bind(model, **one)
+        given.apply_defaults()
+        facts = _facts(model, given.arguments)
+        if not is_known(facts) and (path := _entry(facts, stamp)) is not None:
+            found[path] = one
+    return list(found.values())
+
+
+def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a graph is known by: of what is `given` to `trace`, all that says which graph it is."""
+    facts: dict[str, Any] = {
+        "model": reference.text,
+        "digest": reference.digest,
+        **{name: given[name] for name in _ALWAYS},
+        "target": given["target"] or given["device"],
+        "splits_sequence": given["splits_sequence"] and given["tp"] > 1,
+    }
+    plain = {"loss_pieces": 1, "cp": 1, "ep": 1, "attention": "traced", "experts": "traced"}
+    return facts | {name: given[name] for name, value in plain.items() if given[name] != value}
+
+
+_ALWAYS = ("microbatch_size", "sequence_length", "dtype", "device", "autocast", "training", "tp")
 
 
 def _known(facts: dict[str, Any], stamp: str, follows: bool) -> OperatorGraph | None:
@@ -170,7 +205,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _entry(facts: dict[str, Any], stamp: str) -> Path | None:
+def _entry(facts: Mapping[str, Any], stamp: str) -> Path | None:
     """Where the graph of these facts is kept; None where there is no folder that is this user's alone."""
     try:
         folder = cache_folder("traces")

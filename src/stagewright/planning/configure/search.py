@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import count
@@ -49,6 +49,7 @@ from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.shortening import built
 from stagewright.schedule import Kind
+from stagewright.tracing.ahead import trace_ahead
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
@@ -177,7 +178,9 @@ class _Search:
                 refused[one] = error
                 self.excluded.append(Excluded(str(error), 1, 1, one.microbatch_size, tp=one.tp))
                 continue
-            has_experts = has_experts or any(short_name(node.op) == "permute_rows" for node in graph)
+            if number == 0:
+                has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
+                self._trace_ahead(one for one in tried if one.ep == 1 or has_experts or bounds.ep is not None)
             num_layers = self.costs(one, self.cluster.nodes[0].device).num_layers
             recomputes = self._recomputes(graph)
             for left in replicas(one, self.cluster, self.job, bounds, num_layers):
@@ -190,6 +193,11 @@ class _Search:
     def traced(self, one: Sizes) -> dict[str, Any]:
         shared = shared_layers(one.tp, one.tp > 1, one.cp, one.ep)
         return self.job.traced(self.cluster.nodes[0].device.kind) | shared | {"expand": False}
+
+    def _trace_ahead(self, tried: Iterable[Sizes]) -> None:
+        if self.trace is cached_trace:
+            asked = [{"microbatch_size": one.microbatch_size, **self.traced(one)} for one in tried]
+            trace_ahead(self.reference, asked, self.report)
 
     def graph(self, one: Sizes) -> OperatorGraph:
         """Of one rank; may leave layers out."""
