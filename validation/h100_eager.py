@@ -1,7 +1,7 @@
 """Judge memory and time of eager training steps on one H100 against published measurements.
 
-Each row is a model of `eager_models`, traced on fake tensors in the row's precision for CUDA's autocast rules. The stack
-`torch-eager` of the product says the rest.
+Each row is a model of `eager_models`, traced on fake tensors in the row's precision for CUDA's autocast rules. The runtime
+`torch-eager` says the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from eager_models import MODELS, layers, make, returned
 from verdict import Row, arguments, document, show
 
 from stagewright.cluster import load_cluster
-from stagewright.estimation.stack import find_stack, step_memory, step_seconds
+from stagewright.estimation.eager_step import step_memory, step_seconds
+from stagewright.estimation.runtime import load_runtime
 from stagewright.graph import OperatorGraph
 
 DATA = Path(__file__).parent / "data" / "h100_eager"
@@ -99,7 +100,8 @@ def graph_of(case: Case) -> OperatorGraph:
 
 def judge(cases: Iterable[Case]) -> dict[str, list[Row]]:
     """Rows of predicted and measured active bytes, reserved bytes and seconds."""
-    device, stack = load_cluster("1x-h100").device, find_stack("torch-eager")
+    device, loop = load_cluster("1x-h100").device, load_runtime("torch-eager").loop
+    assert loop is not None, "that is what the runtime is"
     found: dict[str, list[Row]] = {kind: [] for kind in BARS}
     for case in cases:
         print(f"\r{case.label:<60}", end="", file=sys.stderr, flush=True)
@@ -107,11 +109,11 @@ def judge(cases: Iterable[Case]) -> dict[str, list[Row]]:
         paths = layers(case.model, graph) if case.checkpointed else ()
         decays = MODELS[case.model].decays_weights
         results = returned(case.model, graph)
-        memory = step_memory(graph, stack, device.workspace_bytes, paths, results, decays)
+        memory = step_memory(graph, loop, device.workspace_bytes, paths, results, decays)
         for kind, predicted, measured in (
             ("active", memory.active_peak_bytes, case.active_bytes),
             ("reserved", memory.reserved_peak_bytes, case.reserved_bytes),
-            ("time", step_seconds(graph, stack, device, paths, decays), case.seconds),
+            ("time", step_seconds(graph, loop, device, paths, decays), case.seconds),
         ):
             found[kind].append(Row(case.label, case.group, predicted, measured))
     print("\r" + " " * 60 + "\r", end="", file=sys.stderr)

@@ -137,7 +137,6 @@ def test_a_strangers_plan_is_compared_without_its_code(
         ("simulate", "--cluster", "2x-h100"),
         ("estimate", "--cluster", "2x-h100"),
         ("estimate", "--by", "layer"),
-        ("estimate", "--stack", "torch-eager"),
     ],
     ids=" ".join,
 )

@@ -209,7 +209,7 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         ),
         (("estimate", *MODEL, *JOB), "give --cluster"),
         (("estimate", *MODEL, *CLUSTER, *JOB, "--recompute", "ful"), "did you mean 'full'?"),
-        (("estimate", *MODEL, *CLUSTER, *JOB, "--stack", "torch-eagr"), "did you mean 'torch-eager'?"),
+        (("estimate", *MODEL, *CLUSTER, *JOB, "--runtime", "torch-eagr"), "did you mean 'torch-eager'?"),
         (("run", "no.json"), "plan 'no.json' cannot be read"),
         (("simulate", __file__), "is not valid JSON"),
     ],

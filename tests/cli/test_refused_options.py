@@ -142,8 +142,8 @@ def refused(*words: str, option: str, remedy: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--stack torch-eager --runtime megatron-lm --pp 1 --dp 1 --microbatch 8", "leave one out"),
-        ("--stack torch-eager --cp 2 --pp 1 --dp 1 --microbatch 8", "one device"),
+        ("--runtime torch-eager --cp 2 --pp 1 --dp 1 --microbatch 8", "one device"),
+        ("--runtime torch-eager --pp 1 --dp 1 --microbatch 1", "a --microbatch of the global batch"),
         ("--runtime megatron-lm --loss-pieces 2", "leave out --loss-pieces"),
         ("--layers-per-stage 1,x", "numbers of layers"),
         ("--recompute selective", "runtimes do that store"),

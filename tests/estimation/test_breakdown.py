@@ -8,6 +8,7 @@ from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.breakdown import WAYS, breakdown
 from stagewright.estimation.time import Costing
+from stagewright.planning.configure.search import configure
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.tracing.cache import trace
@@ -42,15 +43,19 @@ def test_an_unknown_breakdown_is_refused() -> None:
         breakdown(Costing(graph, CLUSTER.device), "layers")
 
 
-def test_another_stack_is_predicted_by_its_allocations() -> None:
+def test_a_plain_loop_is_predicted_by_its_allocations() -> None:
     """A training loop frees gradients between steps and makes copies in the optimizer step."""
     own = estimate("tiny-llama", CLUSTER, JOB, microbatch=2)
-    eager = estimate("tiny-llama", CLUSTER, JOB, microbatch=2, stack="torch-eager")
+    looped = JOB.model_copy(update={"runtime": "torch-eager"})
+    eager = estimate("tiny-llama", CLUSTER, looped, microbatch=2)
     rank = eager.predictions.ranks[0]
     assert rank.allocated_peak_bytes != own.predictions.ranks[0].allocated_peak_bytes
     assert rank.reserved_peak_bytes >= rank.allocated_peak_bytes == sum(rank.categories.values())
     with pytest.raises(InputError, match="whole batches on one device"):
-        estimate("tiny-llama", CLUSTER, JOB, stack="torch-eager")
+        estimate("tiny-llama", CLUSTER, looped)
+    with pytest.raises(InputError, match="nothing is to be searched"):
+        configure("tiny-llama", CLUSTER, looped)
+    assert estimate(eager, CLUSTER).predictions == eager.predictions
 
 
 def test_what_is_alive_at_the_peak_is_told_by_stage() -> None:

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stagewright.cluster import load_cluster
-from stagewright.estimation.stack import find_stack, step_memory
+from stagewright.estimation.eager_step import step_memory
+from stagewright.estimation.runtime import load_runtime
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.tracing.cache import trace
@@ -65,11 +66,13 @@ def test_a_lone_rank_has_alive_what_plain_autograd_has(checkpointed: bool) -> No
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_stack_of_pytorch_runs_the_regions_of_the_models_code(checkpointed: bool) -> None:
+def test_the_loop_of_pytorch_runs_the_regions_of_the_models_code(checkpointed: bool) -> None:
     reference = resolve("tiny-llama", {"gradient_checkpointing": True} if checkpointed else {})
     built = build(reference, 8, 256)
     wanted = autograd_peak(built.module, built.inputs, has_gradients=False)
-    memory = step_memory(trace(reference, 8, 256), find_stack("torch-eager"))
+    loop = load_runtime("torch-eager").loop
+    assert loop is not None
+    memory = step_memory(trace(reference, 8, 256), loop)
     own = sum(tensor.nbytes for tensor in (*built.module.parameters(), *built.inputs.values()))
     moments = 2 * sum(parameter.nbytes for parameter in built.module.parameters())
     assert memory.active_peak_bytes - own - moments == pytest.approx(wanted, rel=0.02)

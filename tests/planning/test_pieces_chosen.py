@@ -75,15 +75,8 @@ def test_an_estimate_of_a_plan_in_pieces_is_that_of_the_plan() -> None:
     asked = estimate(MODEL, CLUSTER, job(3500), pp=2, dp=2, schedule="gpipe", loss_pieces=2)
     assert asked.loss_pieces == 2
     with pytest.raises(InputError, match="evaluates the loss at once"):
-        estimate(
-            MODEL,
-            CLUSTER,
-            Job(global_batch=1, sequence_length=1024),
-            dp=1,
-            pp=1,
-            loss_pieces=2,
-            stack="torch-eager",
-        )
+        eager = Job(global_batch=1, sequence_length=1024, runtime="torch-eager")
+        estimate(MODEL, CLUSTER, eager, dp=1, pp=1, loss_pieces=2)
 
 
 def test_models_without_pieces_are_planned_without() -> None:

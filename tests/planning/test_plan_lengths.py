@@ -117,9 +117,10 @@ def test_other_ways_to_plan_and_estimates_know_lengths_too() -> None:
     for one in (other, *hosts, whole):
         assert list(one.by_length) == [32, 64]
     assert any(one.pp == 3 for one in hosts) and hosts == ranked(hosts)
-    eager = estimate(MODEL, CLUSTER, job, pp=1, dp=1, microbatch=2, stack="torch-eager")
+    looped = job.model_copy(update={"runtime": "torch-eager"})
+    eager = estimate(MODEL, CLUSTER, looped, pp=1, dp=1, microbatch=2)
     for length, of_length in eager.by_length.items():
-        alone = estimate(eager.at_length(length), CLUSTER, stack="torch-eager")
+        alone = estimate(eager.at_length(length), CLUSTER)
         assert of_length.ranks == alone.predictions.ranks != whole.by_length[length].ranks
 
 

@@ -77,13 +77,6 @@ def estimate(
     shard_size: ShardSize = None,
     shard_units: ShardUnits = "auto",
     loss_pieces: LossPieces = "1",
-    stack: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="Whose memory, on one device: stagewright, or torch-eager; for others see --runtime.",
-        ),
-    ] = "stagewright",
     by: Annotated[
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
     ] = None,
@@ -117,11 +110,11 @@ def estimate(
         if from_plan:
             plan = load_plan(subject)
             on = cluster_of(plan, cluster)
-            needs_model = cluster is not None or by is not None or stack != estimating.OWN_STACK
+            needs_model = cluster is not None or by is not None
             if _is_promised(plan, with_model, needs_model):
                 found = plan
             else:
-                found = estimating.estimate(plan, on, stack=stack, report=progress)
+                found = estimating.estimate(plan, on, report=progress)
         else:
             wanted = read_job(
                 job,
@@ -147,7 +140,7 @@ def estimate(
                 chunks=chunks, layers_per_stage=parse_layers(layers_per_stage),
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
                 reduce_dtype=checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
-                shard_units=checked_shard_units(shard_units), loss_pieces=parse_pieces(loss_pieces), stack=stack,
+                shard_units=checked_shard_units(shard_units), loss_pieces=parse_pieces(loss_pieces),
                 report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
@@ -169,7 +162,7 @@ def estimate(
 def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
     """Whether the plan's own predictions are shown, since building its model runs code that was not allowed."""
     if needs_model or with_model or not plan.model.is_code:
-        allow_model(plan, with_model, "--cluster, --stack or --by")
+        allow_model(plan, with_model, "--cluster or --by")
         return False
     warn([f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"])
     return True
@@ -186,7 +179,7 @@ def _refuse_unheard(context: typer.Context, from_plan: bool) -> None:
     """Refuses what would not be looked at."""
     if from_plan:
         refuse_all_but(
-            context, ["subject", "cluster", "stack", "by", "with_model", "as_json"],
+            context, ["subject", "cluster", "by", "with_model", "as_json"],
             "a plan has its own job and configuration", "estimate the model",
         )  # fmt: skip
         return

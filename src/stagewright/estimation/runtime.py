@@ -129,6 +129,24 @@ class Optimizer(StrictModel):
     step_bytes: _Count | None = None
 
 
+class Loop(StrictModel):
+    """A training step on one device whose memory is not that of stages but of calls in autograd's order, one allocation
+    after the other (`stagewright.estimation.eager_step`).
+
+    * `step_copies`: copies of all gradients' bytes that are there at the height of the optimizer step, one made after the
+      other and freed at its end; weight decay makes one more.
+    * `step_passes`: times that the optimizer step reads or writes as many elements as there are parameters; weight decay
+      makes three more.
+    * `num_moments`: tensors of the optimizer's state per parameter, made in the first step.
+    * `adds_in_place`: cotangents of a value with several uses are added into the first of them.
+    """
+
+    step_copies: Annotated[int, Field(ge=0, le=100)]
+    step_passes: Annotated[int, Field(ge=0, le=1000)]
+    num_moments: Annotated[int, Field(ge=0, le=100)]
+    adds_in_place: bool
+
+
 class Runtime(SourcedModel):
     """One runtime.
 
@@ -164,6 +182,7 @@ class Runtime(SourcedModel):
     * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
     * `recomputes_ahead`: whether a rank recomputes while it waits for the gradient.
     * `recomputes_head`: whether what surrounds the layers is recomputed too where they are.
+    * `loop`: of a runtime that is a plain loop on one device, what its memory follows from.
     * `transfers`: whether a rank stands still while it ``sends``, while it ``sends and receives``, or never
       (``overlapped``).
     * `scatters_boundaries`: whether tensor-parallel devices send a part each of what all of them have, and gather it behind.
@@ -200,6 +219,7 @@ class Runtime(SourcedModel):
     optimizer: Optimizer = Optimizer()
     host: HostCosts = HostCosts()
     waits: Waits = Waits()
+    loop: Loop | None = None
     kernels: tuple[Kernel, ...] = ()
 
     def __hash__(self) -> int:

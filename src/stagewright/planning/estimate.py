@@ -9,8 +9,8 @@ from typing import Any, Literal, cast
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.breakdown import Share, breakdown
-from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.estimation.stack import find_stack, step_memory
+from stagewright.estimation.eager_step import step_memory
+from stagewright.estimation.runtime import STAGEWRIGHT, Loop
 from stagewright.graph import OperatorGraph
 from stagewright.graph.attention import attention_scores
 from stagewright.graph.expert_parallel import width_fault
@@ -32,9 +32,6 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 
 Trace = Callable[..., OperatorGraph]
 Report = Callable[[str], None]
-
-OWN_STACK = STAGEWRIGHT
-"""The stack that `stagewright run` is."""
 
 
 def estimate(
@@ -58,7 +55,6 @@ def estimate(
     shard_size: int | None = None,
     shard_units: int | None = None,
     loss_pieces: LossPieces = 1,
-    stack: str = OWN_STACK,
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
 ) -> Plan:
@@ -73,26 +69,24 @@ def estimate(
     `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at most
     `shard_size` of them among each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in
     `shard_units` pieces (by default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with
-    ``auto`` in several where logits are large. `stack` names whose execution is predicted, by default Stagewright's own.
+    ``auto`` in several where logits are large.
 
     The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
 
     Raises:
-        InputError: widths that do not fit the cluster or the batch, a model without a job, a stack that is not
-            known or does not run such a configuration.
+        InputError: widths that do not fit the cluster or the batch, a model without a job, or a runtime that does not
+            run such a configuration.
         PlanError: a plan made for another model, or more stages than legal cuts.
         TraceError: the model cannot be traced.
     """
-    if stack != OWN_STACK:
-        find_stack(stack)  # before the work that would be lost
     if isinstance(subject, Plan):
         subject.job.check_devices(cluster)
-        return _run_by(stack, _of_plan(subject, cluster, report, trace), cluster, report, trace)
+        return _of_loop(_of_plan(subject, cluster, report, trace), cluster, report, trace)
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     job.check_runtime()
     job.check_devices(cluster)
-    if job.runtime != OWN_STACK and loss_pieces != 1:
+    if job.runtime != STAGEWRIGHT and loss_pieces != 1:
         raise InputError(
             f"runtime '{job.runtime}' evaluates the loss at once: leave out --loss-pieces, or --runtime"
         )
@@ -110,6 +104,7 @@ def estimate(
         num_chunks=chunks,
         layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
     )
+    _check_loop(job, choice)
     if fault := width_fault(ep, choice.num_holders, tp, choice.sequence_parallel):
         raise InputError(f"{fault}: choose another --ep")
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
@@ -118,7 +113,7 @@ def estimate(
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph, job))
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
-    return _run_by(stack, _over_lengths(plan, cluster, report, trace), cluster, report, trace)
+    return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
 
 def estimate_breakdown(
@@ -184,46 +179,40 @@ def _over_lengths(plan: Plan, cluster: Cluster, report: Report, trace: Trace) ->
     return with_lengths(plan, cluster, lambda one: graph_of(one, report, trace))
 
 
-def _run_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
-    """`plan` with the memory that another stack takes for it.
+def _check_loop(job: Job, choice: Choice) -> None:
+    """Raises `InputError` for what a runtime that is a plain loop does not run."""
+    if job.profile.loop is None:
+        return
+    if (choice.pp, choice.num_holders, choice.tp, choice.num_microbatches) != (1, 1, 1, 1):
+        raise InputError(
+            f"runtime '{job.runtime}' runs whole batches on one device, not {choice.num_microbatches} microbatches on pp "
+            f"{choice.pp} x dp {choice.dp} x tp {choice.tp} x cp {choice.cp}: give --pp 1, --dp 1 and a --microbatch of the "
+            "global batch, or another --runtime"
+        )
 
-    Ignores: that its time may differ.
-    """
-    if stack == OWN_STACK:
+
+def _of_loop(plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Plan:
+    """`plan`, with the memory of its runtime's loop, if that is one."""
+    loop = plan.job.profile.loop
+    if loop is None:
         return plan
-    if plan.job.runtime != OWN_STACK:
-        raise InputError(
-            f"stack '{stack}' and runtime '{plan.job.runtime}' are two answers to whose execution is predicted: leave "
-            "one out"
-        )
-    if (plan.pp, plan.num_holders, plan.tp, plan.num_microbatches) != (1, 1, 1, 1):
-        raise InputError(
-            f"stack '{stack}' runs whole batches on one device, not {plan.num_microbatches} microbatches on pp "
-            f"{plan.pp} x dp {plan.dp}: give --pp 1, --dp 1 and a --microbatch of the global batch, or leave out "
-            "--stack"
-        )
-    if plan.loss_pieces > 1:
-        raise InputError(
-            f"stack '{stack}' evaluates the loss at once, not in {plan.loss_pieces} pieces: give --loss-pieces 1, or leave "
-            "out --stack"
-        )
     shorter = tuple(
         one.model_copy(
             update={
-                "predictions": _taken_by(stack, plan.at_length(one.sequence_length), cluster, report, trace)
+                "predictions": _of_calls(loop, plan.at_length(one.sequence_length), cluster, report, trace)
             }
         )
         for one in plan.shorter_lengths
     )
-    longest = _taken_by(stack, plan, cluster, report, trace)
+    longest = _of_calls(loop, plan, cluster, report, trace)
     return plan.model_copy(update={"predictions": longest, "shorter_lengths": shorter})
 
 
-def _taken_by(stack: str, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Predictions:
-    """The predictions of `plan`, for its one device, with the memory that another stack takes."""
+def _of_calls(loop: Loop, plan: Plan, cluster: Cluster, report: Report, trace: Trace) -> Predictions:
+    """The predictions of `plan`, for its one device, with the memory that single calls take."""
     device = cluster.device
     workspace = 0 if device.kind == "cpu" else device.workspace_bytes
-    memory = step_memory(graph_of(plan, report, trace), find_stack(stack), workspace)
+    memory = step_memory(graph_of(plan, report, trace), loop, workspace)
     rank = plan.predictions.ranks[0]
     parameters = rank.categories["parameters"]
     changed = rank.model_copy(
@@ -247,7 +236,7 @@ def _trace(
 def _recomputation(asked: str | None, graph: OperatorGraph, job: Job) -> dict[str, bool]:
     """What of a `Choice` says so; raises `InputError` for a model that has nothing of it."""
     if asked == "selective":
-        if job.runtime == OWN_STACK:
+        if job.runtime == STAGEWRIGHT:
             raise InputError(
                 "recompute 'selective' is what runtimes do that store attention's scores; Stagewright's own recomputes what "
                 "`plan` chooses, or give none or full"

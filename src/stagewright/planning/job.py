@@ -230,6 +230,15 @@ class Job(StrictModel):
                 "`stagewright plan --runtime` or `stagewright configure`, without other options of plan"
             )
 
+    def check_stages(self) -> None:
+        """For searches: raises as `check_runtime`, and for a runtime that knows no stages."""
+        self.check_runtime()
+        if self.profile.loop is not None:
+            raise InputError(
+                f"runtime '{self.runtime}' runs on one device, where nothing is to be searched: predict it with "
+                "`stagewright estimate`, or name another --runtime"
+            )
+
     def check_devices(self, cluster: Cluster) -> None:
         """Before the work that would be lost: raises as `peak_of` for each kind of device."""
         for group in cluster.nodes:

@@ -115,7 +115,7 @@ def _search(
     report: Callable[[str], None],
     trace: Trace,
 ) -> _Search:
-    job.check_runtime()
+    job.check_stages()
     job.check_devices(cluster)
     reference = model if isinstance(model, ModelReference) else resolve(model)
     return _Search(reference, cluster, job, bounds, keep, report, trace)

@@ -1,7 +1,6 @@
-"""Stacks: whose execution is predicted, and the allocations that its training step makes.
+"""The allocations of a plain training loop on one device, in autograd's order, and what its steps take.
 
-A stack says what the runtime around a model does: when gradients exist, what an optimizer step makes for a moment, what
-the training loop holds on to. Validation selects a stack and computes nothing of its own.
+A runtime's `Loop` says what happens around the model: what an optimizer step makes for a moment, how cotangents are added.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stagewright.cluster import Device
-from stagewright.errors import InputError, nearest
 from stagewright.estimation.allocator import Block, CachingAllocator
 from stagewright.estimation.eager_order import (
     FORWARD,
@@ -22,53 +20,12 @@ from stagewright.estimation.eager_order import (
     in_order,
     with_repeats,
 )
+from stagewright.estimation.runtime import Loop
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.graph import short_name
 
-
-@dataclass(frozen=True)
-class Stack:
-    """One way of running a training step on a single device.
-
-    * `step_copies`: copies of all gradients' bytes that are there at the height of the optimizer step, one made after the
-      other and freed at its end; weight decay makes one more.
-    * `step_passes`: times that the optimizer step reads or writes as many elements as there are parameters; weight decay
-      makes three more.
-    * `num_moments`: tensors of the optimizer's state per parameter, made in the first step.
-    * `adds_in_place`: cotangents of a value with several uses are added into the first of them.
-    """
-
-    name: str
-    step_copies: int
-    step_passes: int
-    num_moments: int
-    adds_in_place: bool
-
-
 _DECAY_COPIES, _DECAY_PASSES = 1, 3
-
-STACKS = {
-    stack.name: stack
-    for stack in (
-        # torch.optim.Adam(foreach): the roots of the second moments are a copy. It passes over elements in lerp (3), mul
-        # (2), addcmul (3), sqrt (2), div (2), add (2) and addcdiv (4); decay makes one more list.
-        # Source: torch/optim/adam.py, _multi_tensor_adam; torch/csrc/autograd/input_buffer.cpp.
-        Stack("torch-eager", step_copies=1, step_passes=18, num_moments=2, adds_in_place=True),
-    )
-}
-
-
-def find_stack(name: str) -> Stack:
-    """The stack called `name`; raises `InputError` naming the nearest.
-
-    >>> find_stack("torch-eager").num_moments
-    2
-    """
-    if name not in STACKS:
-        known = ("stagewright", *STACKS)
-        raise InputError(f"no stack '{name}'{nearest(name, known)}: use one of {', '.join(known)}")
-    return STACKS[name]
 
 
 @dataclass(frozen=True)
@@ -83,7 +40,7 @@ class StepMemory:
 
 def step_memory(
     graph: OperatorGraph,
-    stack: Stack,
+    loop: Loop,
     workspace_bytes: int = 0,
     checkpointed: Sequence[str] = (),
     returned: Sequence[str] = (),
@@ -103,8 +60,8 @@ def step_memory(
         capacity_bytes: what the driver can give; None: no limit.
     """
     allocator = CachingAllocator(capacity_bytes)
-    num_copies = stack.step_copies + decays_weights * _DECAY_COPIES
-    replay = _Replay(graph, stack, workspace_bytes, checkpointed, allocator, frozenset(returned), num_copies)
+    num_copies = loop.step_copies + decays_weights * _DECAY_COPIES
+    replay = _Replay(graph, loop, workspace_bytes, checkpointed, allocator, frozenset(returned), num_copies)
     for _ in range(num_steps):
         replay.step()
     return StepMemory(allocator.peak_active_bytes, allocator.peak_reserved_bytes, replay.at, num_steps)
@@ -112,7 +69,7 @@ def step_memory(
 
 def step_seconds(
     graph: OperatorGraph,
-    stack: Stack,
+    loop: Loop,
     device: Device,
     checkpointed: Sequence[str] = (),
     decays_weights: bool = True,
@@ -125,7 +82,7 @@ def step_seconds(
     nodes = [call.node for call in with_repeats(in_order(graph), segments)]
     parameters = [graph.values[value] for value in graph.parameter_values]
     num_bytes = sum(value.meta.payload_bytes for value in parameters if value.needs_grad)
-    passes = stack.step_passes + decays_weights * _DECAY_PASSES
+    passes = loop.step_passes + decays_weights * _DECAY_PASSES
     return Costing(graph, device).seconds(nodes) + device.memory_seconds(passes * num_bytes)
 
 
@@ -139,7 +96,7 @@ class _Replay:
     def __init__(
         self,
         graph: OperatorGraph,
-        stack: Stack,
+        loop: Loop,
         workspace_bytes: int,
         checkpointed: Sequence[str],
         allocator: CachingAllocator,
@@ -149,7 +106,7 @@ class _Replay:
         self.num_copies = num_copies
         self.graph = graph
         self.returned = returned
-        self.stack = stack
+        self.loop = loop
         self.workspace_bytes = workspace_bytes
         self.workspaces: set[bool] = set()
         self.allocator = allocator
@@ -157,7 +114,7 @@ class _Replay:
         self.peak = 0
         self.has_state = False
         order = list(in_order(graph))
-        self.alias = added_in_place(graph, order) if stack.adds_in_place else {}
+        self.alias = added_in_place(graph, order) if loop.adds_in_place else {}
         self.segment = checkpoint_segments(graph, checkpointed)
         self.calls = list(with_repeats(order, self.segment))
         self.last_use = self._last_uses()
@@ -299,7 +256,7 @@ class _Replay:
         sizes = [self.graph.storage_bytes[value] for value in self.trainable]
         if not self.has_state:
             for size in sizes:
-                for _ in range(self.stack.num_moments):
+                for _ in range(self.loop.num_moments):
                     self._make(size, "optimizer state")
             self.has_state = True
         copies = [self._make(size, "optimizer step") for _ in range(self.num_copies) for size in sizes]
