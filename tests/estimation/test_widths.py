@@ -224,3 +224,23 @@ def test_divided_sequences_are_estimated_with_as_many_tokens_and_less_memory() -
         estimate(reference, cluster, job, pp=2, dp=1, cp=4)
     again = estimate(found[2], cluster)
     assert again.predictions.step_seconds == pytest.approx(two.step_seconds)
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_ranks_that_share_layers_may_divide_sequences_that_attention_has_whole_on_each(splits: bool) -> None:
+    def traced(tp: int, cp: int) -> OperatorGraph:
+        return trace(
+            "tiny-deepseek-v3", SIZE, TOKENS, "bfloat16", target="cuda", tp=tp, splits_sequence=splits, cp=cp,
+            attention="fused",
+        )  # fmt: skip
+
+    def moved(graph: OperatorGraph, group: str) -> list[int]:
+        calls = (node for node in graph.nodes if node.op in COLLECTIVES and group_of(node)[0] == group)
+        return sorted(graph.values[node.inputs[0]].meta.payload_bytes for node in calls)
+
+    whole, half, alone = traced(2, 1), traced(2, 2), traced(1, 2)
+    flop = [sum(work(node, graph.values.__getitem__).flop for node in graph.nodes) for graph in (whole, half)]
+    assert flop[0] == 2 * flop[1]
+    of_tokens, of_all = ([size for size in moved(graph, GROUP) if size > 4096] for graph in (half, whole))
+    assert of_tokens and [2 * size for size in of_tokens] == of_all  # gradients of norms are small
+    assert moved(half, CONTEXT_GROUP) == moved(alone, CONTEXT_GROUP)

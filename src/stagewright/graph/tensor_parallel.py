@@ -27,7 +27,6 @@ COLLECTIVES = frozenset({ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL})
 
 _ALIKE = frozenset({ALL_REDUCE, ALL_GATHER})
 _SPLITTING = frozenset({REDUCE_SCATTER, SHARD})
-_LOCAL = frozenset({REDUCE_SCATTER, SHARD, GROUP_RANK})
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,14 @@ def local_values(graph: OperatorGraph) -> frozenset[int]:
     found = parallelism(graph)
     if found is None:
         return frozenset()
-    own = _own_parameters(graph, found)
-    local = {value for name, value in graph.parameters.items() if name in own}
+    shares = _own_parameters(graph, found)
+    local = {value for name, value in graph.parameters.items() if name in shares}
     contributed = {value: gradient for gradient, made in graph.contributions.items() for _, value in made}
     for node in graph.nodes:
         if node.op in _ALIKE and group_of(node)[0] == GROUP:
             continue
-        if node.op in _LOCAL or any(value in local for value in node.inputs):
+        splits = node.op in _SPLITTING and group_of(node)[0] == GROUP
+        if splits or node.op == GROUP_RANK or any(value in local for value in node.inputs):
             for value in node.outputs:
                 if value is not None:
                     local.add(value)
