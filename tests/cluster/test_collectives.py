@@ -9,14 +9,17 @@ import pytest
 
 from stagewright.cluster import (
     Cluster,
+    MeasuredBandwidth,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    arranged,
     broadcast_seconds,
     dispatch_seconds,
     load_cluster,
     reduce_scatter_seconds,
 )
+from stagewright.errors import InputError
 
 MIB = 2**20
 COLLECTIVES = [
@@ -131,3 +134,18 @@ def test_a_dispatch_is_no_slower_than_sending_every_copy() -> None:
     cluster = load_cluster("8x8x-h100", PLAIN)
     copies = all_to_all_seconds(cluster, 8e9, range(64))
     assert dispatch_seconds(cluster, 1e9, range(64), 7.5, 4) < copies
+
+
+def test_what_is_known_of_ranks_is_that_of_their_own_cluster() -> None:
+    cluster = two_nodes()
+    ranks = range(cluster.num_devices)
+    before = all_reduce_seconds(cluster, 1e9, ranks)
+    slow = [[1e7] * 2] * 2
+    measured = MeasuredBandwidth(
+        between="nodes", bandwidth=tuple(map(tuple, slow)), sources={"bandwidth": "planted"}
+    )
+    assert all_reduce_seconds(cluster.model_copy(update={"measured": measured}), 1e9, ranks) > 10 * before
+    with pytest.raises(InputError, match="outside"):
+        all_reduce_seconds(cluster, 1e9, range(-2, 2))
+    mixed = arranged(cluster, [0, cluster.num_devices - 1, *range(1, cluster.num_devices - 1)])
+    assert all_reduce_seconds(mixed, 1e9, range(2)) > all_reduce_seconds(cluster, 1e9, range(2))

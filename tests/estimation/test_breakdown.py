@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.breakdown import WAYS, breakdown
+from stagewright.estimation.eager_step import step_seconds
 from stagewright.estimation.time import Costing
 from stagewright.planning.configure.search import configure
-from stagewright.planning.estimate import estimate
+from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
 from stagewright.tracing.cache import trace
 
@@ -56,6 +59,20 @@ def test_a_plain_loop_is_predicted_by_its_allocations() -> None:
     with pytest.raises(InputError, match="nothing is to be searched"):
         configure("tiny-llama", CLUSTER, looped)
     assert estimate(eager, CLUSTER).predictions == eager.predictions
+    with pytest.raises(InputError, match="give --recompute none or model"):
+        estimate("tiny-llama", CLUSTER, looped, microbatch=2, recompute="full")
+    with pytest.raises(InputError, match="whole batches on one device"):
+        estimate(estimate("tiny-llama", CLUSTER, JOB).model_copy(update={"job": looped}), CLUSTER)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_plain_loop_takes_the_time_of_its_calls(dtype: Literal["bf16", "fp32"]) -> None:
+    job = Job(global_batch=8, sequence_length=512, dtype=dtype, runtime="torch-eager")
+    plan = estimate("gpt2", CLUSTER, job, microbatch=8)
+    loop = job.profile.loop
+    assert loop is not None
+    wanted = step_seconds(graph_of(plan), loop, CLUSTER.device)
+    assert plan.predictions.step_seconds == pytest.approx(wanted, rel=0.05)
 
 
 def test_what_is_alive_at_the_peak_is_told_by_stage() -> None:

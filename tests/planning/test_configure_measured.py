@@ -136,6 +136,14 @@ def test_links_whose_two_ways_add_up_to_the_same_are_told_apart() -> None:
     assert found.units != as_numbered(3, 3) or not found.is_proved
 
 
+def test_a_configuration_is_judged_on_the_devices_that_suit_it() -> None:
+    rates = np.full((4, 4), 2e10)
+    rates[[0, 1, 1, 2], [1, 0, 2, 1]] = 2e7
+    slow, bounds = with_links(rates.tolist()), Bounds(tp=8, cp=1, microbatch=1, chunks=(1, 2))
+    one, every = (configure(model(), slow, JOB, bounds=bounds, keep=keep).plans[0] for keep in (1, 1000))
+    assert one.predictions.step_seconds == every.predictions.step_seconds
+
+
 def test_tied_stages_keep_off_a_slow_link() -> None:
     """Only the first and the last stage of the default order meet on it."""
     bounds = Bounds(tp=8, pp=4, cp=1, microbatch=1, chunks=(1,), recompute=("none",))

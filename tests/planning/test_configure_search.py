@@ -87,6 +87,20 @@ def test_bounds_hold(cluster: str, runtime: str) -> None:
         assert one.bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("runtime", ["stagewright", "megatron-core+te"])
+def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
+    """A rank with more layers than those behind it need not wait for these."""
+    uneven = resolve("llama-3-8b", SMALL | {"num_hidden_layers": 7, "vocab_size": 1024})
+    job = Job(global_batch=12, sequence_length=512, runtime=runtime)
+    bounds = Bounds(tp=1, cp=1, microbatch=1, pp=6)
+    search = _Search(uneven, load_cluster("6x-h100"), job, bounds, 5, lambda stage: None, trace)
+    search.gather()
+    for one in filter(None, map(search.split_up, search.waiting)):
+        plan = search.plan(one)
+        assert plan is not None
+        assert one.bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
+
+
 def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
     search, roomy = searched(job=LACKING), searched()
     assert search.missing and len(search.waiting) < len(roomy.waiting)

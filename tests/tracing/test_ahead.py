@@ -36,15 +36,30 @@ def test_what_follows_is_not_traced() -> None:
 
 def test_other_processes_leave_the_same_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, said = resolve("tiny-llama"), list[str]()
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(ahead, "_room", lambda: 2)
     asked = [*sizes(1, 2), *sizes(3)]  # three ranks cannot share its heads
     monkeypatch.setattr(ahead, "_FEWEST", 5)
     trace_ahead(model, asked, said.append)
     assert said[0] == "0 of 6 graphs, on 2 processes" and said[-1] == "6 of 6 graphs, on 2 processes"
-    assert to_trace(model, asked) == sizes(3, microbatches=(1, 2))
+    assert to_trace(model, asked) == []  # what is refused is not tried again
     one = sizes(2)[0]
     kept, traced = trace(model, **one), trace(model, use_cache=False, **one)
     assert (kept.nodes, kept.values, kept.facts) == (traced.nodes, traced.values, traced.facts)
+
+
+def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, model = tmp_path / "here", resolve("tiny-llama")
+    here.mkdir()
+    for name in ("json", "torch", "selectors"):
+        (here / f"{name}.py").write_text(
+            "import os\nopen(os.path.join(os.path.dirname(__file__), 'ran'), 'w')\n"
+        )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(ahead, "_room", lambda: 2)
+    monkeypatch.setattr(ahead, "_FEWEST", 2)
+    trace_ahead(model, sizes(1, microbatches=(1, 2)))
+    assert to_trace(model, sizes(1, microbatches=(1, 2))) == []
+    assert not (here / "ran").exists()
 
 
 def test_few_graphs_and_code_of_factories_start_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +76,6 @@ def test_what_no_process_can_do_is_left_undone(monkeypatch: pytest.MonkeyPatch) 
         raise OSError("no processes left")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(ahead, "_room", lambda: 2)
     trace_ahead(resolve("tiny-llama"), sizes(1, 2, 4))
     assert to_trace(resolve("tiny-llama"), sizes(1, 2, 4)) == sizes(1, 2, 4, microbatches=(1, 2))

@@ -19,6 +19,7 @@ from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError, PlanError, StagewrightError
 
 if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
     from stagewright.planning.pipeline import Pipeline
     from stagewright.planning.plan import Plan
 
@@ -153,7 +154,22 @@ def _checks_of_model(plan: Plan, cluster: str | None, report: Progress) -> Itera
     operators = sum(stage.stop - stage.start for stage in line.stages)
     yield "model", f"{plan.model.text}: all {operators} forward operators, each on one stage"
     yield "transfers", check_transfers(line.program, stage_edges(line.stages))
-    yield "memory", _check_memory(plan, line)
+    yield "memory", _check_loop(plan, line.cluster) if plan.job.profile.loop else _check_memory(plan, line)
+
+
+def _check_loop(plan: Plan, cluster: Cluster) -> str:
+    """Of a runtime without stages."""
+    from stagewright.planning.estimate import estimate
+    from stagewright.planning.promises import TOLERANCE, check_promised_memory
+    from stagewright.units import format_bytes
+
+    again = estimate(plan, cluster)
+    needed, said = (one.predictions.ranks[0].allocated_peak_bytes for one in (again, plan))
+    if abs(needed - said) > TOLERANCE * needed:
+        raise PlanError(
+            f"it needs {format_bytes(needed)}, but the plan says {format_bytes(said)}: plan again"
+        )
+    return check_promised_memory(again, cluster)
 
 
 def _check_memory(plan: Plan, line: Pipeline) -> str:

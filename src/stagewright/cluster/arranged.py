@@ -39,6 +39,10 @@ class ArrangedCluster(Cluster):
             found[self.node_of(rank)].append(rank)
         return {node: tuple(ranks) for node, ranks in found.items()}
 
+    @property
+    def is_uniform(self) -> bool:
+        return False
+
     def node_of(self, rank: int) -> int:
         return super().node_of(self.order[rank] if 0 <= rank < len(self.order) else rank)
 

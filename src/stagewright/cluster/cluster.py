@@ -181,6 +181,11 @@ class Cluster(SourcedModel):
             )
         return self.nodes[0].device
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all nodes are equal, joined as they are described, and hold neighbouring ranks."""
+        return not self.nodes[1:] and self.measured is None
+
     def node_of(self, rank: int) -> int:
         """The node that holds `rank`; raises `InputError` for a rank outside the cluster."""
         if not 0 <= rank < self.num_devices:

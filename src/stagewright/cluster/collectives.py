@@ -76,12 +76,16 @@ def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
 
 
 def _first_alike(cluster: Cluster, ranks: range) -> range:
-    """The first ranks of a cluster that lie as `ranks` do, where nodes are equal and all links as described."""
-    if cluster.nodes[1:] or cluster.measured is not None or ranks.step < 1:
+    """The first ranks of a uniform cluster that lie as `ranks` do; these where the cluster has not all of them."""
+    if (
+        not cluster.is_uniform
+        or ranks.step < 1
+        or not ranks
+        or ranks[0] < 0
+        or ranks[-1] >= cluster.num_devices
+    ):
         return ranks
-    if max(ranks, default=0) >= cluster.num_devices:  # for an error that names it
-        return ranks
-    first = ranks.start % cluster.nodes[0].devices_per_node
+    first = ranks[0] % cluster.nodes[0].devices_per_node
     return range(first, first + len(ranks) * ranks.step, ranks.step)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -25,6 +25,14 @@ class StrictModel(BaseModel):
     """A frozen pydantic model that refuses unknown keys and suggests the nearest one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """As pydantic's, without what was worked out of the fields as they were."""
+        copied = super().model_copy(update=update, deep=deep)
+        known = vars(copied)
+        for name in set(known) - set(type(self).model_fields):
+            known.pop(name)
+        return copied
 
     @model_validator(mode="before")
     @classmethod

@@ -82,8 +82,12 @@ def step_seconds(
     nodes = [call.node for call in with_repeats(in_order(graph), segments)]
     parameters = [graph.values[value] for value in graph.parameter_values]
     num_bytes = sum(value.meta.payload_bytes for value in parameters if value.needs_grad)
-    passes = loop.step_passes + decays_weights * _DECAY_PASSES
-    return Costing(graph, device).seconds(nodes) + device.memory_seconds(passes * num_bytes)
+    return Costing(graph, device).seconds(nodes) + optimizer_seconds(loop, num_bytes, device, decays_weights)
+
+
+def optimizer_seconds(loop: Loop, num_bytes: float, device: Device, decays_weights: bool = True) -> float:
+    """Of one optimizer step on parameters of `num_bytes`."""
+    return device.memory_seconds((loop.step_passes + decays_weights * _DECAY_PASSES) * num_bytes)
 
 
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})

@@ -293,13 +293,17 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
 def faster_candidate(
     body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, below_s: float
 ) -> Candidate | None:
-    """As `make_candidate`; None where a step is known to take `below_s` or longer, which takes less time to see than what
-    memory a rank needs."""
+    """As `make_candidate`; None where a step, its ranks on the devices that suit them, is known to take `below_s` or longer,
+    which takes less time to see than what memory a rank needs."""
     if not _is_cut_between_layers(choice, job) or choice.level >= GRADIENTS or below_s == math.inf:
         return make_candidate(body, choice, cluster, job)
     cuts = _cuts_between_layers(body.graph, choice)
     line = with_program(body, choice, cuts, make_program(choice), cluster, job)
-    return None if step_seconds(line, run_timeline(line)) >= below_s else of_line(choice, cuts, line)
+    if step_seconds(line, run_timeline(line)) >= below_s:
+        there = placed(line)[0]
+        if there is line or step_seconds(there, run_timeline(there)) >= below_s:
+            return None
+    return of_line(choice, cuts, line)
 
 
 def _is_cut_between_layers(choice: Choice, job: Job) -> bool:

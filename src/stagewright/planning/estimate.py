@@ -81,11 +81,14 @@ def estimate(
     """
     if isinstance(subject, Plan):
         subject.job.check_devices(cluster)
+        _check_loop(subject.job, subject)
         return _of_loop(_of_plan(subject, cluster, report, trace), cluster, report, trace)
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     job.check_runtime()
     job.check_devices(cluster)
+    if job.runtime != STAGEWRIGHT and loss_pieces == "auto":
+        loss_pieces = 1
     if job.runtime != STAGEWRIGHT and loss_pieces != 1:
         raise InputError(
             f"runtime '{job.runtime}' evaluates the loss at once: leave out --loss-pieces, or --runtime"
@@ -112,6 +115,7 @@ def estimate(
     traced = job.traced(cluster.nodes[0].device.kind) | layers | {"expand": False}
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph, job))
+    _check_loop(job, choice)
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
@@ -179,15 +183,25 @@ def _over_lengths(plan: Plan, cluster: Cluster, report: Report, trace: Trace) ->
     return with_lengths(plan, cluster, lambda one: graph_of(one, report, trace))
 
 
-def _check_loop(job: Job, choice: Choice) -> None:
+def _check_loop(job: Job, asked: Choice | Plan) -> None:
     """Raises `InputError` for what a runtime that is a plain loop does not run."""
     if job.profile.loop is None:
         return
-    if (choice.pp, choice.num_holders, choice.tp, choice.num_microbatches) != (1, 1, 1, 1):
+    if (asked.pp, asked.num_holders, asked.tp, asked.num_microbatches) != (1, 1, 1, 1):
         raise InputError(
-            f"runtime '{job.runtime}' runs whole batches on one device, not {choice.num_microbatches} microbatches on pp "
-            f"{choice.pp} x dp {choice.dp} x tp {choice.tp} x cp {choice.cp}: give --pp 1, --dp 1 and a --microbatch of the "
+            f"runtime '{job.runtime}' runs whole batches on one device, not {asked.num_microbatches} microbatches on pp "
+            f"{asked.pp} x dp {asked.dp} x tp {asked.tp} x cp {asked.cp}: give --pp 1, --dp 1 and a --microbatch of the "
             "global batch, or another --runtime"
+        )
+    is_recomputed = (
+        asked.recomputed != "none"
+        if isinstance(asked, Choice)
+        else any(policy in ("layers", "recompute", "selective") for policy in asked.memory_policy)
+    )
+    if is_recomputed:
+        raise InputError(
+            f"runtime '{job.runtime}' recomputes what the model's own code checkpoints, and nothing else: give --recompute "
+            "none or model, or another --runtime"
         )
 
 

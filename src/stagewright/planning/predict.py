@@ -10,6 +10,7 @@ import numpy as np
 
 from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
 from stagewright.errors import InputError
+from stagewright.estimation import eager_step
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.reserved import reserved_on
 from stagewright.estimation.runtime import runtime_of
@@ -318,6 +319,10 @@ def host_of(cluster: Cluster, rank: int) -> Host:
 
 def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device, num_gradients: int = 0) -> float:
     num_parameters = gradient_bytes / ITEM_BYTES[job.precision.gradient]
+    if job.profile.loop is not None:
+        return eager_step.optimizer_seconds(
+            job.profile.loop, num_parameters * ITEM_BYTES[job.torch_name], device
+        )
     if (step_bytes := job.profile.optimizer.step_bytes) is not None:
         return device.memory_seconds(step_bytes * num_parameters)
     has_master = ITEM_BYTES[job.torch_name] < ITEM_BYTES["float32"]

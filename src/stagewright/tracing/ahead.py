@@ -7,17 +7,19 @@ import os
 import selectors
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stagewright.errors import StagewrightError
-from stagewright.tracing.cache import to_trace, trace
+from stagewright.tracing.cache import note_refused, to_trace, trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 _FEWEST = 6
 """Graphs for which it is worth while to start processes, each of which imports torch first."""
 _MOST = 8
-"""Processes; each takes about a gibibyte."""
+_BYTES = 1.5 * 2**30
+"""What a process takes of the machine's memory, generously."""
 
 
 def trace_ahead(
@@ -32,21 +34,22 @@ def trace_ahead(
     """
     if model.kind == "factory" or not sys.executable:
         return
+    tried: list[Mapping[str, Any]] = []
     for _ in range(2):  # some do not follow from others as was hoped
-        missing = to_trace(model, asked)
+        missing = [one for one in to_trace(model, asked) if one not in tried]
         if len(missing) < _FEWEST:
             return
         try:
             _trace_together(model, missing, report)
         except OSError:  # no processes to be had
             return
+        tried += missing
 
 
 def _trace_together(
     model: ModelReference, missing: Sequence[Mapping[str, Any]], report: Callable[[str], None]
 ) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num = min(cores, _MOST, len(missing))
+    num = min(_room(), len(missing))
     if num < 2:
         return
     environment = {
@@ -58,24 +61,34 @@ def _trace_together(
     try:
         for first in range(num):
             worker = subprocess.Popen(
-                [sys.executable, "-m", __name__], env=environment, text=True,
+                # Nothing of the current folder is imported (-P).
+                [sys.executable, "-P", "-m", __name__], env=environment, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             workers.append(worker)
             assert worker.stdin is not None
-            with worker.stdin as pipe:
-                json.dump([model.text, dict(model.overrides), model.digest, missing[first::num]], pipe)
+            asked = [model.text, dict(model.overrides), model.digest, missing[first::num]]
+            worker.stdin.write(json.dumps(asked) + "\n")
+            worker.stdin.flush()
         _follow(workers, len(missing), report)
     finally:
         for worker in workers:
             worker.kill()
-            worker.wait()
-            if worker.stdout is not None:
-                worker.stdout.close()
+            worker.communicate()
+
+
+def _room() -> int:
+    """How many processes the machine has processors and memory for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # a system that does not say
+        return min(cores, _MOST)
+    return min(cores, _MOST, int(free / _BYTES))
 
 
 def _follow(workers: Sequence[subprocess.Popen[str]], total: int, report: Callable[[str], None]) -> None:
-    """Until all have ended; each says a line per graph."""
+    """Until all have ended; each sends a byte per graph."""
     num_done = 0
     with selectors.DefaultSelector() as waiting:
         for worker in workers:
@@ -91,8 +104,11 @@ def _follow(workers: Sequence[subprocess.Popen[str]], total: int, report: Callab
 
 
 def _work() -> None:
-    """What one process does."""
-    text, overrides, digest, asked = json.load(sys.stdin)
+    """What one process does, as long as the one that started it is there."""
+    told = os.dup(1)
+    os.dup2(2, 1)  # whatever else is printed is no word of a graph
+    text, overrides, digest, asked = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     model = resolve(text, overrides)
     if model.digest != digest:  # its file has changed meanwhile
         return
@@ -100,9 +116,13 @@ def _work() -> None:
         try:
             trace(model, **one)
         except StagewrightError:
-            continue
-        finally:
-            os.write(1, b".")
+            note_refused(model, one)
+        os.write(told, b".")
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -108,7 +108,9 @@ def to_trace(model: ModelReference, asked: Sequence[Mapping[str, Any]]) -> list[
 
     def is_known(facts: dict[str, Any]) -> bool:
         path = _entry(facts, stamp)
-        return path is None or path in found or path.exists() or (model.kind != "factory" and follows(facts))
+        if path is None or path in found or path.exists() or path.with_suffix(_REFUSED).exists():
+            return True
+        return model.kind != "factory" and follows(facts)
 
     def follows(facts: dict[str, Any]) -> bool:
         for axis, (_, pairs) in _AXES.items():
@@ -127,12 +129,27 @@ def to_trace(model: ModelReference, asked: Sequence[Mapping[str, Any]]) -> list[
         return known_widths[widths]
 
     for one in asked:
-        given = inspect.signature(trace).bind(model, **one)
-        given.apply_defaults()
-        facts = _facts(model, given.arguments)
+        facts = _facts_asked(model, one)
         if not is_known(facts) and (path := _entry(facts, stamp)) is not None:
             found[path] = one
     return list(found.values())
+
+
+def note_refused(model: ModelReference, asked: Mapping[str, Any]) -> None:
+    """`to_trace` need not name again what cannot be traced."""
+    path = _entry(_facts_asked(model, asked), _stamp())
+    if path is not None:
+        with contextlib.suppress(InputError):
+            write_whole(path.with_suffix(_REFUSED), b"")
+
+
+_REFUSED = ".refused"
+
+
+def _facts_asked(model: ModelReference, asked: Mapping[str, Any]) -> dict[str, Any]:
+    given = inspect.signature(trace).bind(model, **asked)
+    given.apply_defaults()
+    return _facts(model, given.arguments)
 
 
 def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.shortening import built
 from stagewright.schedule import Kind
 from stagewright.tracing.ahead import trace_ahead
+from stagewright.tracing.cache import to_trace
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
@@ -165,6 +166,10 @@ class _Search:
         bounds, num_layers, has_experts = self.bounds, 0, False
         refused: dict[Sizes, StagewrightError] = {}
         tried = list(sizes(self.cluster, self.job, bounds))
+        devices = self.cluster.num_devices
+        possible = (next(replicas(one, self.cluster, self.job, bounds, devices), None) for one in tried)
+        if (bounds.pp or 1) <= devices and not any(possible):  # whatever the model
+            raise InputError(obstacle(self.cluster, self.job, bounds, num_layers))
         for number, one in enumerate(tried):
             # What ranks cannot share they cannot with larger microbatches either.
             if replace(one, microbatch_size=tried[0].microbatch_size) in refused:
@@ -178,7 +183,7 @@ class _Search:
                 refused[one] = error
                 self.excluded.append(Excluded(str(error), 1, 1, one.microbatch_size, tp=one.tp))
                 continue
-            if number == 0:
+            if len(self.graphs) == 1:
                 has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
                 self._trace_ahead(one for one in tried if one.ep == 1 or has_experts or bounds.ep is not None)
             num_layers = self.costs(one, self.cluster.nodes[0].device).num_layers
@@ -186,17 +191,23 @@ class _Search:
             for left in replicas(one, self.cluster, self.job, bounds, num_layers):
                 self._queue(one, left, num_layers, recomputes)
         if not self.waiting:
-            raise next(iter(refused.values()), None) or InputError(
-                obstacle(self.cluster, self.job, bounds, num_layers)
-            )
+            if refused and not self.graphs:
+                raise next(iter(refused.values()))
+            raise InputError(obstacle(self.cluster, self.job, bounds, num_layers))
 
     def traced(self, one: Sizes) -> dict[str, Any]:
         shared = shared_layers(one.tp, one.tp > 1, one.cp, one.ep)
         return self.job.traced(self.cluster.nodes[0].device.kind) | shared | {"expand": False}
 
     def _trace_ahead(self, tried: Iterable[Sizes]) -> None:
-        if self.trace is cached_trace:
-            asked = [{"microbatch_size": one.microbatch_size, **self.traced(one)} for one in tried]
+        if self.trace is not cached_trace:
+            return
+        asked = [{"microbatch_size": one.microbatch_size, **self.traced(one)} for one in tried]
+        known = {
+            "microbatch_size": next(iter(self.graphs)).microbatch_size,
+            **self.traced(next(iter(self.graphs))),
+        }
+        if not to_trace(self.reference, [known]):  # what is traced is kept
             trace_ahead(self.reference, asked, self.report)
 
     def graph(self, one: Sizes) -> OperatorGraph:
@@ -244,9 +255,13 @@ class _Search:
         return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
 
     def first_bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
-        """As if ranks could share every microbatch out by their speed."""
-        own = self.columns(choice, one, cluster)[: choice.pp]
-        return choice.num_microbatches / sum(1 / costs.total_seconds for costs in own)
+        """As if ranks could share the layers of every microbatch evenly, each on the fastest of their devices."""
+        own = {id(costs): costs for costs in self.columns(choice, one, cluster)}.values()
+        if len(own) == 1:
+            return choice.num_microbatches * next(iter(own)).total_seconds / choice.pp
+        return (
+            choice.num_microbatches * float(np.min([each.seconds for each in own], axis=0).sum()) / choice.pp
+        )
 
     def split_up(self, one: _Waiting) -> _Waiting | None:
         """With the layers of its stages; None, with the reason noted, where memory is known not to suffice."""
@@ -288,18 +303,27 @@ class _Search:
         return self.splits[key]
 
     def bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
-        """No step is faster: every rank has its passes behind each other, and before and behind these at least those of one
-        microbatch on the stages in front of its first; there nothing is recomputed that may be while a rank waits."""
+        """No step is faster: every rank has its passes behind each other.
+
+        In front of these and behind them there are those of one microbatch on the stages in front of its first; in between
+        it waits for its first microbatch where that takes longer than the forwards it runs until then. There nothing is
+        recomputed that may be while a rank waits.
+        """
         columns = self.columns(choice, one, cluster)
-        busy_s = first_s = np.add(*stage_seconds(columns, choice.layers_per_stage))
+        forward_s, backward_s = stage_seconds(columns, choice.layers_per_stage)
+        busy_s = (forward_s + backward_s).reshape(-1, choice.pp).sum(axis=0)
+        first_s = forward_s + backward_s
         if self.job.profile.recomputes_ahead:
-            plain = self.columns(choice, one, cluster, "none")
-            first_s = np.add(*stage_seconds(plain, choice.layers_per_stage))
-        before = np.concatenate([[0.0], first_s[: choice.pp].cumsum()])
-        fill = before[:-1]
-        if choice.num_stages == choice.pp:  # and those behind it, for its first microbatch
-            fill = before[-1] - first_s
-        busy_s = busy_s.reshape(-1, choice.pp).sum(axis=0)
+            first_s = np.add(
+                *stage_seconds(self.columns(choice, one, cluster, "none"), choice.layers_per_stage)
+            )
+        passed = np.concatenate([[0.0], first_s[: choice.pp].cumsum()])
+        fill = passed[:-1]
+        if (
+            choice.num_stages == choice.pp
+        ):  # its first microbatch comes back while it runs the forwards of the next ones
+            ahead = np.minimum(np.arange(choice.pp, 0, -1), choice.num_microbatches) - 1
+            fill = fill + np.maximum(0.0, passed[-1] - passed[1:] - ahead * forward_s)
         return float((busy_s * choice.num_microbatches + fill).max())
 
     def _least_bytes(self, choice: Choice, one: Sizes, cluster: Cluster) -> int:
