@@ -124,7 +124,7 @@ class Choice:
 
     @property
     def num_stages(self) -> int:
-        """Where `num_chunks` says how many a rank has, or every rank has one."""
+        """Of all ranks; a schedule that places several by itself says so in `num_chunks`, or this is too few."""
         return self.pp * (self.num_chunks or 1)
 
     @property
