@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stagewright.errors import StagewrightError
@@ -80,11 +81,17 @@ def _trace_together(
 def _room() -> int:
     """How many processes the machine has processors and memory for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, int(min(_free_bytes() / _BYTES, _MOST)))
+
+
+def _free_bytes() -> float:
+    """What is free of the machine's memory or holds copies of files; no limit where the system does not say."""
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # a system that does not say
-        return min(cores, _MOST)
-    return min(cores, _MOST, int(free / _BYTES))
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    amounts = (line.split() for line in lines if line.startswith("MemAvailable:"))
+    return next((1024.0 * int(words[1]) for words in amounts), float("inf"))
 
 
 def _follow(workers: Sequence[subprocess.Popen[str]], total: int, report: Callable[[str], None]) -> None:
