@@ -31,6 +31,7 @@ from stagewright.execution.probe_measurements import (
     measure_messages,
     measure_posting,
 )
+from stagewright.machine import num_cores
 
 Progress = Callable[[str, float], None]
 """Called with what is measured now and the fraction already done."""
@@ -77,7 +78,7 @@ def probe(
 def _checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> _Request:
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot probe device '{device}': choose 'cpu' or 'cuda'")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     available = torch.cuda.device_count() if device == "cuda" else cores
     if not 1 <= processes <= available:
         unit = "CUDA device(s)" if device == "cuda" else "core(s)"

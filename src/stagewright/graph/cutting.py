@@ -80,8 +80,8 @@ class Cutting:
 
     def _share_contributions(self) -> None:
         contributions = self.graph.contributions
+        # Gradient, or value of a floating node -> the stages whose contributions it has.
         carried: dict[int, set[int]] = {}
-        """Gradient, or value of a floating node -> the stages whose contributions it has."""
 
         def carriers(value: int) -> set[int]:
             if value not in carried:

@@ -81,7 +81,8 @@ def estimate(
     """
     if isinstance(subject, Plan):
         subject.job.check_devices(cluster)
-        _check_loop(subject.job, subject)
+        again = any(policy in ("layers", "recompute", "selective") for policy in subject.memory_policy)
+        _check_loop(subject.job, subject, again)
         return _of_loop(_of_plan(subject, cluster, report, trace), cluster, report, trace)
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
@@ -107,7 +108,7 @@ def estimate(
         num_chunks=chunks,
         layers_per_stage=None if layers_per_stage is None else tuple(layers_per_stage),
     )
-    _check_loop(job, choice)
+    _check_loop(job, choice, recompute in ("selective", "full"))
     if fault := width_fault(ep, choice.num_holders, tp, choice.sequence_parallel):
         raise InputError(f"{fault}: choose another --ep")
     choice = replace(choice, loss_pieces=_pieces(reference, job, choice, cluster, loss_pieces))
@@ -115,7 +116,6 @@ def estimate(
     traced = job.traced(cluster.nodes[0].device.kind) | layers | {"expand": False}
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph, job))
-    _check_loop(job, choice)
     plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
     return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
@@ -183,8 +183,8 @@ def _over_lengths(plan: Plan, cluster: Cluster, report: Report, trace: Trace) ->
     return with_lengths(plan, cluster, lambda one: graph_of(one, report, trace))
 
 
-def _check_loop(job: Job, asked: Choice | Plan) -> None:
-    """Raises `InputError` for what a runtime that is a plain loop does not run."""
+def _check_loop(job: Job, asked: Choice | Plan, is_recomputed: bool) -> None:
+    """Raises `InputError` for what a runtime that is a plain loop does not run: `is_recomputed` but by the model, too."""
     if job.profile.loop is None:
         return
     if (asked.pp, asked.num_holders, asked.tp, asked.num_microbatches) != (1, 1, 1, 1):
@@ -193,11 +193,6 @@ def _check_loop(job: Job, asked: Choice | Plan) -> None:
             f"{asked.pp} x dp {asked.dp} x tp {asked.tp} x cp {asked.cp}: give --pp 1, --dp 1 and a --microbatch of the "
             "global batch, or another --runtime"
         )
-    is_recomputed = (
-        asked.recomputed != "none"
-        if isinstance(asked, Choice)
-        else any(policy in ("layers", "recompute", "selective") for policy in asked.memory_policy)
-    )
     if is_recomputed:
         raise InputError(
             f"runtime '{job.runtime}' recomputes what the model's own code checkpoints, and nothing else: give --recompute "

@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from stagewright.errors import StagewrightError
+from stagewright.machine import free_bytes, num_cores
 from stagewright.tracing.cache import note_refused, to_trace, trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -80,18 +80,7 @@ def _trace_together(
 
 def _room() -> int:
     """How many processes the machine has processors and memory for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, int(min(_free_bytes() / _BYTES, _MOST)))
-
-
-def _free_bytes() -> float:
-    """What is free of the machine's memory or holds copies of files; no limit where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return float("inf")
-    amounts = (line.split() for line in lines if line.startswith("MemAvailable:"))
-    return next((1024.0 * int(words[1]) for words in amounts), float("inf"))
+    return min(num_cores(), int(min(free_bytes() / _BYTES, _MOST)))
 
 
 def _follow(workers: Sequence[subprocess.Popen[str]], total: int, report: Callable[[str], None]) -> None:

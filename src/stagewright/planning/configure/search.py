@@ -196,25 +196,20 @@ class _Search:
             raise InputError(obstacle(self.cluster, self.job, bounds, num_layers))
 
     def traced(self, one: Sizes) -> dict[str, Any]:
+        """What is asked of the tracer."""
         shared = shared_layers(one.tp, one.tp > 1, one.cp, one.ep)
-        return self.job.traced(self.cluster.nodes[0].device.kind) | shared | {"expand": False}
+        traced = self.job.traced(self.cluster.nodes[0].device.kind)
+        return {"microbatch_size": one.microbatch_size, **traced, **shared, "expand": False}
 
     def _trace_ahead(self, tried: Iterable[Sizes]) -> None:
-        if self.trace is not cached_trace:
-            return
-        asked = [{"microbatch_size": one.microbatch_size, **self.traced(one)} for one in tried]
-        known = {
-            "microbatch_size": next(iter(self.graphs)).microbatch_size,
-            **self.traced(next(iter(self.graphs))),
-        }
-        if not to_trace(self.reference, [known]):  # what is traced is kept
-            trace_ahead(self.reference, asked, self.report)
+        """All that is `tried`, if what has been traced so far is kept."""
+        if self.trace is cached_trace and not to_trace(self.reference, list(map(self.traced, self.graphs))):
+            trace_ahead(self.reference, list(map(self.traced, tried)), self.report)
 
     def graph(self, one: Sizes) -> OperatorGraph:
         """Of one rank; may leave layers out."""
         if one not in self.graphs:
-            made = self.trace(self.reference, one.microbatch_size, report=self.report, **self.traced(one))
-            self.graphs[one] = made
+            self.graphs[one] = self.trace(self.reference, report=self.report, **self.traced(one))
         return self.graphs[one]
 
     def costs(self, one: Sizes, device: Device, recompute: Recompute = "none") -> LayerCosts:
@@ -256,12 +251,11 @@ class _Search:
 
     def first_bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
         """As if ranks could share the layers of every microbatch evenly, each on the fastest of their devices."""
-        own = {id(costs): costs for costs in self.columns(choice, one, cluster)}.values()
-        if len(own) == 1:
-            return choice.num_microbatches * next(iter(own)).total_seconds / choice.pp
-        return (
-            choice.num_microbatches * float(np.min([each.seconds for each in own], axis=0).sum()) / choice.pp
-        )
+        first, *others = {id(costs): costs for costs in self.columns(choice, one, cluster)}.values()
+        whole_s = first.total_seconds
+        if others:
+            whole_s = float(np.min([costs.seconds for costs in (first, *others)], axis=0).sum())
+        return choice.num_microbatches * whole_s / choice.pp
 
     def split_up(self, one: _Waiting) -> _Waiting | None:
         """With the layers of its stages; None, with the reason noted, where memory is known not to suffice."""
@@ -311,17 +305,15 @@ class _Search:
         """
         columns = self.columns(choice, one, cluster)
         forward_s, backward_s = stage_seconds(columns, choice.layers_per_stage)
-        busy_s = (forward_s + backward_s).reshape(-1, choice.pp).sum(axis=0)
         first_s = forward_s + backward_s
+        busy_s = first_s.reshape(-1, choice.pp).sum(axis=0)
         if self.job.profile.recomputes_ahead:
-            first_s = np.add(
-                *stage_seconds(self.columns(choice, one, cluster, "none"), choice.layers_per_stage)
-            )
+            plain = self.columns(choice, one, cluster, "none")
+            first_s = np.add(*stage_seconds(plain, choice.layers_per_stage))
         passed = np.concatenate([[0.0], first_s[: choice.pp].cumsum()])
         fill = passed[:-1]
-        if (
-            choice.num_stages == choice.pp
-        ):  # its first microbatch comes back while it runs the forwards of the next ones
+        if choice.num_stages == choice.pp:
+            # Its first microbatch comes back while it runs the forwards of the next ones.
             ahead = np.minimum(np.arange(choice.pp, 0, -1), choice.num_microbatches) - 1
             fill = fill + np.maximum(0.0, passed[-1] - passed[1:] - ahead * forward_s)
         return float((busy_s * choice.num_microbatches + fill).max())

@@ -1,0 +1,21 @@
+"""What this machine has for processes of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def num_cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_bytes() -> float:
+    """Memory that is free or holds copies of files; no limit where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return float("inf")
+    amounts = (line.split() for line in lines if line.startswith("MemAvailable:"))
+    return next((1024.0 * int(words[1]) for words in amounts), float("inf"))
