@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from adaptis_costs import FAMILIES, SIZES, cell, cells
+from peers.exact.joint import optimum
 from stagewright.errors import PlanError
 from stagewright.planning.joint.anneal import NO_BACKLOG, due_dates, window_of
-from stagewright.planning.joint.exact import optimum
 from stagewright.planning.joint.kernels import list_schedule
 from stagewright.planning.joint.layout import stages_of
 from stagewright.planning.joint.plan import JointPlan, judged

@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 
 from figures import write
+from peers.exact.cuts import exact
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.cutting.binary import binary
 from stagewright.planning.cutting.bisection import Found, bisect
-from stagewright.planning.cutting.exact import exact
 from stagewright.planning.cutting.leaves import Leaves, Terms
 from stagewright.planning.cutting.pair import last_true, memory_balance, time_balance
 from stagewright.planning.cutting.ranges import Floats, Givable, Ranges, ranges_of

@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.baselines.strategies import STRATEGIES
 from stagewright.planning.candidate import Candidate, Choice, with_cuts
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Variants, costing

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import pytest_timeout
@@ -14,6 +16,9 @@ import torture
 from patience import Deadline
 
 TEST_ALL = os.environ.get("STAGEWRIGHT_TEST_ALL") == "1"
+
+# Plans are compared with those of `peers`. Last, because there are scripts with names of the standard library's.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 # Set before any test imports torch. Sums in one thread have one order, so bit-equality can be asked for.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import csv
 import json
 import math
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from verdict import Row, arguments, show
 
-from stagewright.planning.configure.strategies import NodeRates, ProfiledLayers, Widths, amp_seconds
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+from peers.widths import NodeRates, ProfiledLayers, Widths, amp_seconds
 
 BAR = 1e-4
 DATA = Path(__file__).parent / "data" / "amp"

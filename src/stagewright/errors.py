@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
-from typing import TypeVar
-
-T = TypeVar("T")
+from collections.abc import Iterable
 
 
 class StagewrightError(Exception):
@@ -63,20 +60,3 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""
-
-
-def named(what: str, name: str, known: Mapping[str, T]) -> T:
-    """The one of `known` that is called `name`.
-
-    Raises:
-        InputError: there is none; says of `what`, and names the nearest.
-
-    >>> named("stack", "two", {"one": 1, "two": 2})
-    2
-    >>> named("stack", "ones", {"one": 1, "two": 2})
-    Traceback (most recent call last):
-    stagewright.errors.InputError: no stack 'ones' (did you mean 'one'?): use one of one, two
-    """
-    if name not in known:
-        raise InputError(f"no {what} '{name}'{nearest(name, known)}: use one of {', '.join(known)}")
-    return known[name]

@@ -63,15 +63,6 @@ def test_nodes_of_other_sizes_with_the_same_device_are_no_mixture() -> None:
     assert "Layers of the stages" not in done.stdout
 
 
-def test_another_system_s_choice_is_shown_with_its_own_prediction() -> None:
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB[:-2], "--strategy", "pipette"])
-    assert done.exit_code == 0, done.output
-    assert "Chosen as pipette does" in done.stdout
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB[:-2], "--strategy", "pipette", "--json"])
-    document = json.loads(done.stdout)
-    assert document["strategy"] == "pipette" and document["strategy_seconds"] > 0
-
-
 def test_what_is_found_for_our_own_runtime_passes_check(tmp_path: Path) -> None:
     path = tmp_path / "own.json"
     job = ["--cluster", "2x-h100", "--global-batch", "4", "--sequence-length", "64", "--tp", "1", "--cp", "1"]

@@ -77,12 +77,11 @@ FAMILIES = ("--schedule", "1f1b", "--schedule", "gpipe")
     ("asked", "words"),
     [
         ((*FOUR, *FAMILIES, "--objective", "batch"), ("microbatches of 2 on",)),
-        ((*FOUR, "--strategy", "even"), ("tracing microbatches of 2",)),
         ((*FOUR, *FAMILIES, "--microbatch", "1", "--host-stages"), ("pp 5",)),
         ((*FOUR, *FAMILIES, "--microbatch", "1", "--host-stages"), ("1f1b", "gpipe")),
         (("--cluster", "mixed.toml", *FAMILIES, "--microbatch", "1"), ("1f1b", "gpipe")),
     ],
-    ids=["batch", "strategy", "hosts", "before the hosts", "mixed"],
+    ids=["batch", "hosts", "before the hosts", "mixed"],
 )
 def test_ctrl_c_ends_every_other_search_with_its_best_plan(
     asked: tuple[str, ...], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

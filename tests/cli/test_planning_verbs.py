@@ -79,14 +79,6 @@ def test_the_largest_batch_has_as_many_microbatches_as_were_asked_for(planned: d
     assert found[0]["reserved_peak_bytes"] <= 55 * 2**20
 
 
-def test_a_strategy_of_another_system_is_a_plan_like_any(planned: dict, tmp_path: Path) -> None:
-    asked = ("--pp", "2", "--microbatch", "1", "-o", tmp_path / "plan.json")
-    found = document("plan", *MODEL, *CLUSTER, *JOB, *asked, "--strategy", "torchgpipe")["plans"][0]
-    assert found["schedule"] == "gpipe" and found["step_seconds"] >= found["lower_bound_seconds"]
-    assert load_plan(tmp_path / "plan.json").memory_policy[0] == "recompute"
-    assert call("check", tmp_path / "plan.json").exit_code == 0
-
-
 def test_the_plan_table_has_one_row_per_plan(planned: dict) -> None:
     words = "--pp", "2", "--microbatch", "1", "--schedule", "1f1b", "--schedule", "gpipe"
     shown = call("plan", *MODEL, *CLUSTER, *JOB, *words).stdout
@@ -198,11 +190,6 @@ def test_a_plan_that_would_hang_or_not_fit_is_refused(planned: dict, folder: Pat
         (("plan", *MODEL, *CLUSTER, "--job", "no.toml"), "job file 'no.toml' cannot be read"),
         (("plan", *MODEL, "--cluster", "512x-h100", "--pp", "512", *JOB), "512 stages need 511 cuts"),
         (("plan", *MODEL, *CLUSTER, *JOB, "--objective", "bach"), "did you mean 'batch'?"),
-        (("plan", *MODEL, *CLUSTER, *JOB, "--strategy", "gpip"), "did you mean 'gpipe'?"),
-        (
-            ("plan", *MODEL, *CLUSTER, *JOB, "--strategy", "even", "--objective", "batch"),
-            "leave out --objective, or plan without --strategy",
-        ),
         (
             ("plan", *MODEL, *CLUSTER, *JOB, "--sequence-lengths", "32,six"),
             "--sequence-lengths 32,six: give numbers",

@@ -36,7 +36,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "option",
     [
         "--job j.toml", "--global-batch 8", "--pp 2", "--dp 1", "--tp 1", "--schedule 1f1b", "--recompute full",
-        "--no-offload", "--zero 1", "--objective speed", "--strategy even", "--set a=1", "--top 3", "--cluster 2x-h100",
+        "--no-offload", "--zero 1", "--objective speed", "--set a=1", "--top 3", "--cluster 2x-h100",
     ],
 )  # fmt: skip
 def test_costs_take_the_place_of_a_model_and_a_job(option: str) -> None:
@@ -53,17 +53,6 @@ def test_a_plan_for_a_model_has_nothing_of_costs(option: str) -> None:
 
 def test_the_option_that_may_be_meant_is_named() -> None:
     assert "--microbatch is the samples" in refused(*MODEL, option="--microbatches 4", remedy="--costs")
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--schedule 1f1b", "--tp 2", "--zero 1", "--reduce-dtype bf16", "--shard-size 2", "--recompute full",
-        "--no-offload", "--host-optimizer always", "--host-stages", "--sequence-parallel", "--objective batch",
-    ],
-)  # fmt: skip
-def test_a_strategy_leaves_no_choice(option: str) -> None:
-    refused(*MODEL, "--strategy", "even", option=option, remedy="plan without --strategy")
 
 
 def test_the_plan_of_a_run_needs_its_record() -> None:

@@ -8,12 +8,12 @@ import math
 import numpy as np
 import pytest
 
+from peers.exact.cuts import exact
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
 from stagewright.planning.cutting.binary import binary
 from stagewright.planning.cutting.bisection import bisect, bottleneck
-from stagewright.planning.cutting.exact import exact
 from stagewright.planning.cutting.leaves import Leaves, Terms
 from stagewright.planning.cutting.pair import memory_balance, time_balance
 from stagewright.planning.cutting.ranges import Givable, RangeMaximum, Ranges, ranges_of

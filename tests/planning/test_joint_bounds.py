@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from peers.exact.joint import optimum
 from stagewright.errors import PlanError
 from stagewright.planning.joint import bounds
-from stagewright.planning.joint.exact import optimum
 from stagewright.planning.joint.explain import ablation, most_robust, observed_speeds, sensitivity
 from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.packing import pack

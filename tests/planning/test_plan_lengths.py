@@ -9,7 +9,6 @@ import pytest
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.graph import OperatorGraph
-from stagewright.planning.baselines.search import plan_with
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.host_stages import plan_with_hosts
@@ -111,10 +110,9 @@ def no_trace(_: Plan) -> OperatorGraph:
 
 def test_other_ways_to_plan_and_estimates_know_lengths_too() -> None:
     job = load_job(overrides={"global_batch": 2, "sequence_lengths": [32, 64]})
-    (other, *_) = plan_with("even", MODEL, CLUSTER, job, pp=2, dp=1, microbatch=2).plans
     hosts = plan_with_hosts(MODEL, CLUSTER, job, schedules=["1f1b"], microbatch=2).plans
     whole = estimate(MODEL, CLUSTER, job, pp=1, dp=1, microbatch=2)
-    for one in (other, *hosts, whole):
+    for one in (*hosts, whole):
         assert list(one.by_length) == [32, 64]
     assert any(one.pp == 3 for one in hosts) and hosts == ranked(hosts)
     looped = job.model_copy(update={"runtime": "torch-eager"})

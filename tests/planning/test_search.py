@@ -16,7 +16,6 @@ from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import resident_bytes
 from stagewright.graph.carving import carve
 from stagewright.planning import search
-from stagewright.planning.baselines.search import plan_with
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
@@ -219,7 +218,7 @@ def test_stages_save_less_where_nothing_else_fits() -> None:
         plan(model, cluster, job(memory_limit=peaks[0] - 1), recompute="none", **fixed)
 
 
-@pytest.mark.parametrize("verb", [search.plan, estimate, partial(plan_with, "even")])
+@pytest.mark.parametrize("verb", [search.plan, estimate])
 def test_a_precision_that_a_device_lacks_is_refused_before_the_model_is_traced(verb: Any) -> None:
     def trace(*_: object, **__: object) -> None:
         pytest.fail("the model was traced")

@@ -26,7 +26,6 @@ from stagewright.cli.planning import (
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError, nearest
 from stagewright.files import write_whole
-from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
     from stagewright.planning.configure.objective import Objective, Offer
@@ -63,10 +62,6 @@ def configure(
     critical_batch: Annotated[
         float | None, typer.Option(min=1, help="Batch in samples at which twice the tokens are needed.")
     ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Choose as another system does: amp, megatron, pipette or varuna."),
-    ] = None,
     settings: Settings = None,
     output: Output = None,
     ranks: Annotated[
@@ -83,7 +78,6 @@ def configure(
     from stagewright.planning.configure.money import Target
     from stagewright.planning.configure.objective import OBJECTIVES, offers
     from stagewright.planning.configure.space import Bounds
-    from stagewright.planning.configure.strategies.choice import find_strategy, own_seconds
     from stagewright.tracing.models.reference import resolve
 
     check_writable(ranks)
@@ -91,7 +85,6 @@ def configure(
     if objective not in OBJECTIVES:
         known = ", ".join(OBJECTIVES)
         raise InputError(f"--objective {objective}{nearest(objective, OBJECTIVES)}: give one of {known}")
-    other = None if strategy is None else find_strategy(strategy)
     target = load_cluster(cluster)
     wanted = read_job(
         job,
@@ -109,12 +102,11 @@ def configure(
         found = offers(
             reference, target, wanted, cast("Objective", objective),
             Target(tokens, critical_batch), price_per_hour=price, keep=top,
-            bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), strategy=other, report=progress,
+            bounds=Bounds(tp=tp, pp=pp, cp=cp, ep=ep, microbatch=microbatch), report=progress,
         )  # fmt: skip
     warn([*target.cautions, *found[0].found.warnings, *_warnings(objective, critical_batch)])
     best = found[0].best
     options = megatron_options(best)
-    own = None if other is None else own_seconds(other, best, found[0].cluster)
     if output is not None:
         best.save(output)
     if ranks is not None:
@@ -122,14 +114,9 @@ def configure(
     if as_json:
         from stagewright.report.configurations import offers_document
 
-        document = {"objective": objective} | offers_document(found) | {"megatron_options": options}
-        if own is not None:
-            document |= {"strategy": strategy, "strategy_seconds": own}
-        print_document(document)
+        print_document({"objective": objective} | offers_document(found) | {"megatron_options": options})
         return
     _show(found)
-    if own is not None:
-        show(f"Chosen as {strategy} does, which itself predicts {format_seconds(own)} for the first.")
     if options:
         from stagewright.export.megatron import shell_lines
 

@@ -54,13 +54,6 @@ _OF_COSTS = frozenset(
     {"costs", "ranks", "microbatches", "speeds", "ran", "record", "bandwidth", "seconds", "seed", "robust"}
 )
 """Options that go with --costs only."""
-_OF_STRATEGIES = frozenset(
-    {
-        "model", "cluster", "job", "global_batch", "sequence_length", "sequence_lengths", "dtype", "compiled",
-        "memory_limit", "pp", "dp", "microbatch", "strategy", "settings", "output", "top", "as_json",
-    }
-)  # fmt: skip
-"""All that goes with --strategy."""
 _OF_RUNTIMES = frozenset(
     {
         "model", "cluster", "job", "global_batch", "sequence_length", "dtype", "compiled", "memory_limit", "runtime", "pp",
@@ -140,13 +133,6 @@ def plan(
         str,
         typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
     ] = "speed",
-    strategy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Plan as another system does: even, gpipe, torchgpipe, adapipe, pipedream or vpipe.",
-        ),
-    ] = None,
     zero: Zero = None,
     reduce_dtype: ReduceDtype = None,
     shard_size: ShardSize = None,
@@ -192,17 +178,9 @@ def plan(
     refuse(context, _OF_COSTS, "options of --costs are given without it", "give --costs TABLE", _MEANT)
     if model is None or cluster is None:
         raise InputError("give a MODEL and --cluster, or --costs TABLE with --ranks and --microbatches")
-    if strategy is not None:
-        refuse_all_but(
-            context,
-            _OF_STRATEGIES,
-            f"--strategy {strategy} chooses schedule and savings itself, in plain replicas of one pipeline",
-            "plan without --strategy",
-        )
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.planning import fitting, search
-    from stagewright.planning.baselines.search import plan_with
     from stagewright.planning.batch import largest_batch
     from stagewright.planning.host_stages import plan_with_hosts
     from stagewright.tracing.models.reference import resolve
@@ -252,24 +230,18 @@ def plan(
     )
     reference = resolve(model, parse_settings(settings))
     with Progress(f"planning {model}") as progress:
-        if strategy is not None:
-            found = plan_with(
-                strategy, reference, target, wanted, report=progress, pp=pp, dp=dp, microbatch=microbatch,
-                interruptible=True,
-            )  # fmt: skip
-        else:
-            if host_stages and objective == "batch":
-                raise InputError("--host-stages has no --objective batch: leave one of the two out")
-            find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else search.plan
-            found = find(
-                reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
-                tp=width, sequence_parallel=sequence_parallel, microbatch=microbatch,
-                recompute=cast("fitting.Recompute | None", recompute), offload=offload,
-                zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
-                shard_size=shard_size, shard_units=checked_shard_units(shard_units),
-                host_optimizer=cast("search.HostOptimizer", host_optimizer), loss_pieces=parse_pieces(loss_pieces),
-                interruptible=True,
-            )  # fmt: skip
+        if host_stages and objective == "batch":
+            raise InputError("--host-stages has no --objective batch: leave one of the two out")
+        find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else search.plan
+        found = find(
+            reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
+            tp=width, sequence_parallel=sequence_parallel, microbatch=microbatch,
+            recompute=cast("fitting.Recompute | None", recompute), offload=offload,
+            zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
+            shard_size=shard_size, shard_units=checked_shard_units(shard_units),
+            host_optimizer=cast("search.HostOptimizer", host_optimizer), loss_pieces=parse_pieces(loss_pieces),
+            interruptible=True,
+        )  # fmt: skip
     warn([*target.cautions, *found.warnings])
     _tell(found, output, top, as_json)
 

@@ -20,7 +20,7 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import GRADIENTS, PARAMETERS
 from stagewright.graph.layers import even_layers, layer_cuts
-from stagewright.graph.policy import RECOMPUTE_ALL, Policy
+from stagewright.graph.policy import Policy
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
@@ -102,9 +102,6 @@ class Choice:
     """Numbered layers of every stage; None lets a partition be found."""
     selective: bool = False
     """Whether stages recompute the part that `stagewright.planning.regions.selective_policy` says."""
-    whole_stages: bool = False
-    """Whether stages that recompute keep only what enters them, and that where several microbatches are in flight:
-    torchgpipe's way."""
 
     @property
     def shard_size(self) -> int | None:
@@ -183,9 +180,7 @@ def make_program(choice: Choice) -> Program:
     program = built(choice.schedule, choice.pp, choice.num_microbatches, choice.num_chunks)
     if not choice.recompute:
         return program
-    counts = in_flight(program)
-    least = 1 if choice.whole_stages else 0
-    return insert_recomputation(program, [stage for stage, count in enumerate(counts) if count > least])
+    return insert_recomputation(program, range(program.num_stages))
 
 
 def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Policy]:
@@ -193,21 +188,17 @@ def policies(choice: Choice, program: Program, graph: OperatorGraph) -> list[Pol
     recomputed = {action.stage for action in program if action.kind is Kind.R}
     if choice.selective:
         return [selective_policy(graph)] * program.num_stages
-    kept = again = kept_policy(graph)
-    if recomputed:
-        again = RECOMPUTE_ALL if choice.whole_stages else layers_policy(graph)
+    kept = kept_policy(graph)
+    again = layers_policy(graph) if recomputed else kept
     return [again if stage in recomputed else kept for stage in range(program.num_stages)]
 
 
-def saved_counts(choice: Choice, program: Program, body: BodyCosts) -> list[float]:
+def saved_counts(program: Program, body: BodyCosts) -> list[float]:
     """The most microbatches of which each stage holds what its backward needs; of a stage that recomputes, sets as large as
-    what enters its layers is of all, or one where all of it is recomputed at once."""
+    what enters its layers is of all."""
     recomputed = {action.stage for action in program if action.kind is Kind.R}
     share = _share_of_layer_inputs(body) if recomputed else 1.0
-    return [
-        count if stage not in recomputed else 1.0 if choice.whole_stages else count * share
-        for stage, count in enumerate(in_flight(program))
-    ]
+    return [count * share if stage in recomputed else count for stage, count in enumerate(in_flight(program))]
 
 
 @lru_cache(maxsize=4)
@@ -426,7 +417,7 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
 
 def _named(
     choice: Choice, line: Pipeline
-) -> tuple[Literal["keep", "layers", "recompute", "selective"] | StagePolicy, ...]:
+) -> tuple[Literal["keep", "layers", "selective"] | StagePolicy, ...]:
     """The policies of `policies`, as plans name them, or what the model says."""
     if choice.as_model:
         return tuple(named_policy(stage) for stage in line.stages)
@@ -435,8 +426,7 @@ def _named(
     if not choice.recompute:  # what the runtime always makes again is no policy
         return ("keep",) * line.program.num_stages
     recomputed = {action.stage for action in line.program if action.kind is Kind.R}
-    again = "recompute" if choice.whole_stages else "layers"
-    return tuple(again if stage in recomputed else "keep" for stage in range(line.program.num_stages))
+    return tuple("layers" if stage in recomputed else "keep" for stage in range(line.program.num_stages))
 
 
 def saving_candidate(
@@ -497,7 +487,7 @@ def _whole_stages(one: Candidate, body: BodyCosts) -> Pipeline:
 def _budget(body: BodyCosts, tried: Candidate, job: Job) -> MemoryBudget:
     """What each stage may take in state and saved values, if it needs as much beside them as in `tried`."""
     program = make_program(tried.choice)
-    counts = saved_counts(tried.choice, program, body)
+    counts = saved_counts(program, body)
     ends = np.array([0, *tried.cuts, body.size])
     share = tried.choice.state_share(job.precision)
     known = share * np.diff(body.state_bytes[ends]) + np.array(counts) * np.diff(body.saved_bytes[ends])

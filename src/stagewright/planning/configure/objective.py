@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, get_args
 
 from stagewright.cluster import Cluster, NodeGroup
@@ -12,7 +11,6 @@ from stagewright.errors import InputError, PlanError
 from stagewright.planning.configure.money import Bill, Target, bill, check_price, price_of
 from stagewright.planning.configure.search import configure
 from stagewright.planning.configure.space import Bounds
-from stagewright.planning.configure.strategies.choice import Strategy, chosen
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -45,12 +43,10 @@ def offers(
     *,
     price_per_hour: float | None = None,
     bounds: Bounds | None = None,
-    strategy: Strategy | None = None,
     keep: int = 5,
     report: Callable[[str], None] = lambda stage: None,
 ) -> tuple[Offer, ...]:
-    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train. With a
-    `strategy`, what that would choose of each.
+    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train.
 
     Raises:
         InputError: cost without a price, or a price that is none.
@@ -67,9 +63,8 @@ def offers(
         def told(what: str, part: Cluster = part, sized: Job = sized) -> None:
             report(f"{part.num_devices} devices, {sized.global_batch} samples: {what}")
 
-        search = configure if strategy is None else partial(chosen, strategy)
         try:
-            found = search(model, part, sized, bounds=bounds, keep=keep, report=told)
+            found = configure(model, part, sized, bounds=bounds, keep=keep, report=told)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue

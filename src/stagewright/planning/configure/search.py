@@ -30,7 +30,6 @@ from stagewright.planning.candidate import (
     make_candidate,
     make_plan,
 )
-from stagewright.planning.configure.account import Account
 from stagewright.planning.configure.balance import balanced_layers
 from stagewright.planning.configure.layers import LayerCosts, Layers, stage_seconds, stage_sums
 from stagewright.planning.configure.lineup import devices_of_ranks, has_equal_nodes, orders
@@ -87,24 +86,6 @@ def configure(
         search.gather()
         search.work_out()
     return searching.told(search.result())
-
-
-def first_that_fit(
-    model: str | ModelReference,
-    cluster: Cluster,
-    job: Job,
-    key: Callable[[Choice, Account], tuple[float, ...]],
-    *,
-    bounds: Bounds,
-    keep: int,
-    report: Callable[[str], None] = lambda stage: None,
-    trace: Trace = cached_trace,
-) -> Found:
-    """The first `keep` configurations that fit in memory, in the order of `key`; raises as `configure`."""
-    search = _search(model, cluster, job, bounds, keep, report, trace)
-    search.gather()
-    search.work_out_in_order(key)
-    return search.result()
 
 
 def _search(
@@ -359,22 +340,6 @@ class _Search:
             if plan is not None:
                 item = (-plan.predictions.step_seconds, -next(self.numbers), plan)
                 (heapq.heappush if len(self.best) < self.keep else heapq.heappushpop)(self.best, item)
-
-    def work_out_in_order(self, key: Callable[[Choice, Account], tuple[float, ...]]) -> None:
-        """As many as are kept, in the order of `key`."""
-        known = [split for one in self.waiting if (split := self.split_up(one)) is not None]
-        known.sort(key=lambda one: (*key(one.choice, self.account(one)), one.bound_s))
-        for one in known:
-            if len(self.best) == self.keep:
-                break
-            self.report(str(one.choice))
-            if (plan := self.plan(one)) is not None:
-                self.best.append((0.0, -next(self.numbers), plan))
-
-    def account(self, one: _Waiting) -> Account:
-        """What planners of others are told of a configuration."""
-        costs, plain = (self.columns(one.choice, one.sizes, one.cluster, how)[0] for how in (None, "none"))
-        return Account(one.choice, costs, plain, one.cluster, self.job)
 
     def body(self, one: Sizes) -> BodyCosts:
         """The whole graph's costs."""

@@ -1,7 +1,7 @@
 """What other systems would choose: their own accounts of a configuration, with our times of its parts.
 
-Each says in what order a system tries configurations; the first that fits is its choice. Their profiles are stood in for by
-`Account`, their memory by the estimator: AMP has none, Pipette's fitted network was never published.
+Each says what a system prefers; the best by that, of all configurations that fit, is its choice. Their profiles are stood in
+for by `Account`, their memory by the estimator: AMP has none, Pipette's fitted network was never published.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from itertools import accumulate
 
 import numpy as np
 
+from peers.widths.account import Account
+from peers.widths.amp import amp_seconds
+from peers.widths.pipette import PipetteTimes, pipette_seconds
+from peers.widths.profiled import NodeRates, ProfiledLayers, Widths
+from peers.widths.varuna import VarunaStage, varuna_seconds
 from stagewright.cluster import Cluster
-from stagewright.errors import InputError, named
+from stagewright.errors import InputError, nearest
 from stagewright.planning.candidate import Choice
-from stagewright.planning.configure.account import Account
 from stagewright.planning.configure.layers import Layers
-from stagewright.planning.configure.search import first_that_fit
-from stagewright.planning.configure.space import Bounds
-from stagewright.planning.configure.strategies.amp import amp_seconds
-from stagewright.planning.configure.strategies.pipette import PipetteTimes, pipette_seconds
-from stagewright.planning.configure.strategies.profiled import NodeRates, ProfiledLayers, Widths
-from stagewright.planning.configure.strategies.varuna import VarunaStage, varuna_seconds
+from stagewright.planning.configure.search import configure
+from stagewright.planning.configure.space import Bounds, Sizes
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
@@ -32,10 +32,13 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 
 Key = tuple[float, ...]
 
+_ALL = 10**6
+"""More than any search finds."""
+
 
 @dataclass(frozen=True)
 class Strategy:
-    """One system: what it tries, and `key`, by which it prefers the least.
+    """One system: what it tries, and `key`, of which it prefers the least.
 
     The last entry of a key are the seconds that the system itself predicts.
     """
@@ -114,7 +117,11 @@ def find_strategy(name: str) -> Strategy:
     Raises:
         InputError: there is none; names the nearest.
     """
-    return named("strategy", name, STRATEGIES)
+    if name not in STRATEGIES:
+        raise InputError(
+            f"no strategy '{name}'{nearest(name, STRATEGIES)}: use one of {', '.join(STRATEGIES)}"
+        )
+    return STRATEGIES[name]
 
 
 def chosen(
@@ -127,7 +134,7 @@ def chosen(
     keep: int = 10,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Found:
-    """What the strategy prefers of what fits, best first by its own account; timed as we predict.
+    """What the strategy prefers of all that fits, best first by its own account; timed as we predict.
 
     Args:
         bounds: widths that are given; the strategy has its own of the others.
@@ -143,20 +150,29 @@ def chosen(
         if width is not None and largest == 1 < width:
             raise InputError(f"strategy '{strategy.name}' knows no {option} {width}: leave it out")
     given = replace(has, tp=bounds.tp, pp=bounds.pp, microbatch=bounds.microbatch)
-    return first_that_fit(model, cluster, job, strategy.key, bounds=given, keep=keep, report=report)
+    found = configure(model, cluster, job, bounds=given, keep=_ALL, report=report)
+    layers: dict[Sizes, Layers] = {}
+    liked = sorted(found.plans, key=lambda plan: strategy.key(*_told(plan, cluster, layers)))
+    return replace(found, plans=liked[:keep])
 
 
 def own_seconds(strategy: Strategy, plan: Plan, cluster: Cluster) -> float:
     """What the system itself predicts of a plan."""
-    reference = resolve(plan.model.text, plan.model.overrides)
-    graph = trace(reference, plan.microbatch_size, **plan.traced(), expand=False)
+    return strategy.key(*_told(plan, cluster, {}))[-1]
+
+
+def _told(plan: Plan, cluster: Cluster, layers: dict[Sizes, Layers]) -> tuple[Choice, Account]:
+    """What a system is told of a plan; `layers` keeps what several plans have in common."""
+    sizes = Sizes(plan.tp, plan.cp, plan.ep, plan.microbatch_size)
+    if sizes not in layers:
+        reference = resolve(plan.model.text, plan.model.overrides)
+        graph = trace(reference, plan.microbatch_size, **plan.traced(), expand=False)
+        layers[sizes] = Layers(graph, cluster, plan.job)
     choice = Choice(
         plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, plan.schedule,
-        recompute="layers" in plan.memory_policy, tp=plan.tp, sequence_parallel=plan.sequence_parallel,
-        layers_per_stage=layers_per_stage(plan),
+        recompute="layers" in plan.memory_policy, selective="selective" in plan.memory_policy, tp=plan.tp,
+        sequence_parallel=plan.sequence_parallel, layers_per_stage=layers_per_stage(plan),
     )  # fmt: skip
-    layers, device = Layers(graph, cluster, plan.job), cluster.nodes[0].device
-    account = Account(
-        choice, layers.costs(device, choice.recomputed), layers.costs(device, "none"), cluster, plan.job
-    )
-    return strategy.key(choice, account)[-1]
+    device = cluster.nodes[0].device
+    costs, plain = (layers[sizes].costs(device, how) for how in (choice.recomputed, "none"))
+    return choice, Account(choice, costs, plain, cluster, plan.job)

@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from peers.exact.cuts import exact
+from peers.plans.blocks import at_blocks, even_cuts, timed_cuts
+from peers.plans.choosers import knapsack
+from peers.plans.vpipe import suffix_cuts, with_suffixes
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.baselines.blocks import at_blocks, even_cuts, timed_cuts
-from stagewright.planning.baselines.choosers import knapsack
-from stagewright.planning.baselines.vpipe import suffix_cuts, with_suffixes
+from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
     fastest_partition,
     in_flight,
     least_saving,
+    of_line,
     with_cuts,
 )
-from stagewright.planning.cutting.exact import exact
 from stagewright.planning.cutting.leaves import Leaves
 from stagewright.planning.cutting.line import corrected, known_ranges, terms_of
 from stagewright.planning.job import Job
+from stagewright.planning.pipeline import pipeline
+from stagewright.planning.regions import kept_policy
 from stagewright.planning.saving.fit import fit
+from stagewright.schedule.saving import insert_recomputation
 
 Make = Callable[[BodyCosts, Choice, Cluster, Job], "Candidate | None"]
 
@@ -48,9 +53,27 @@ class Strategy:
         Raises:
             PlanError: the model cannot be cut into so many stages.
         """
-        again = self.recompute and choice.pp > 1
-        own = replace(choice, schedule=self.schedule, recompute=again, whole_stages=again)
-        return self.make(body, own, cluster, job)
+        found = self.make(body, replace(choice, schedule=self.schedule), cluster, job)
+        if found is None or not self.recompute or choice.pp == 1:
+            return found
+        return _recomputed(found, body)
+
+
+def _recomputed(plain: Candidate, body: BodyCosts) -> Candidate:
+    """`plain` with stages recomputed at once from what enters them, where several microbatches are in flight.
+
+    Source: Kim et al. 2020, "torchgpipe" (arXiv 2004.09910), which checkpoints all microbatches but the last.
+    """
+    before = plain.line.program
+    again = [stage for stage, count in enumerate(in_flight(before)) if count > 1]
+    program = insert_recomputation(before, again)
+    policies = [
+        RECOMPUTE_ALL if stage in again else kept_policy(body.graph) for stage in range(program.num_stages)
+    ]
+    cluster, job, choice = plain.line.cluster, plain.line.job, plain.choice
+    line = pipeline(body, plain.cuts, program, cluster, job, choice.num_holders, policies)
+    named = tuple("recompute" if stage in again else "keep" for stage in range(program.num_stages))
+    return replace(of_line(choice, plain.cuts, line), memory_policy=named)
 
 
 def _even(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> Candidate:

@@ -6,12 +6,12 @@ from functools import cache
 
 import pytest
 
+from peers.widths import megatron_rule
+from peers.widths.choice import STRATEGIES, chosen, find_strategy, own_seconds
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.configure.search import configure
 from stagewright.planning.configure.space import Bounds
-from stagewright.planning.configure.strategies import megatron_rule
-from stagewright.planning.configure.strategies.choice import STRATEGIES, chosen, find_strategy, own_seconds
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan

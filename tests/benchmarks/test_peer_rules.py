@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stagewright.errors import InputError, PlanError
-from stagewright.planning.configure.strategies import (
+from peers.widths import (
     NodeRates,
     PipetteTimes,
     ProfiledLayers,
@@ -19,6 +18,7 @@ from stagewright.planning.configure.strategies import (
     varuna_microbatch,
     varuna_seconds,
 )
+from stagewright.errors import InputError, PlanError
 
 FOUR = ProfiledLayers(
     {1: np.array([1.0, 2.0, 3.0, 2.0])}, np.full(4, 10.0), np.full(4, 100.0), np.array([7.0, 0, 0, 7.0])

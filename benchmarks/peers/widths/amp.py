@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stagewright.planning.configure.strategies.profiled import (
+from peers.widths.profiled import (
     NodeRates,
     ProfiledLayers,
     Widths,

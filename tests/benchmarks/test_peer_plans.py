@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from peers.plans.blocks import block_ends, even_cuts
+from peers.plans.search import plan_with
+from peers.plans.strategies import STRATEGIES
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.baselines.blocks import block_ends, even_cuts
-from stagewright.planning.baselines.search import plan_with
-from stagewright.planning.baselines.strategies import STRATEGIES
 from stagewright.planning.candidate import Candidate, Choice
-from stagewright.planning.job import Job
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job, load_job
 from stagewright.planning.pipeline import costing
-from stagewright.planning.plan import StagePolicy
+from stagewright.planning.plan import StagePolicy, load_plan
 from stagewright.planning.predict import rank_memories, run_timeline
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB
@@ -98,6 +100,29 @@ def test_a_search_with_a_strategy_is_a_search() -> None:
         plan_with("vpip", "tiny-llama", CLUSTER, job())
     with pytest.raises(PlanError, match="no configuration fits"):
         plan_with("even", "tiny-llama", CLUSTER, job(30 * MIB), pp=2, microbatch=4)
+
+
+def test_plans_of_others_can_be_checked_saved_and_read(tmp_path: Path) -> None:
+    found = plan_with("torchgpipe", "tiny-llama", CLUSTER, job(), pp=2, dp=2, microbatch=1).plans[0]
+    found.save(tmp_path / "plan.json")
+    read = load_plan(tmp_path / "plan.json")
+    assert read.memory_policy == ("recompute", "recompute") and read.predictions == found.predictions
+    assert estimate(read, CLUSTER).predictions == found.predictions
+
+
+def test_plans_of_others_know_lengths_too() -> None:
+    lengths = load_job(overrides={"global_batch": 4, "sequence_lengths": [32, 64]})
+    for one in plan_with("even", "tiny-llama", CLUSTER, lengths, pp=4, dp=1, microbatch=2).plans:
+        assert list(one.by_length) == [32, 64]
+
+
+def test_a_precision_that_a_device_lacks_is_refused_before_the_model_is_traced() -> None:
+    def trace(*_: object, **__: object) -> Any:
+        pytest.fail("the model was traced")
+
+    with pytest.raises(InputError, match="'t4' has no peak for bf16: train in one of fp32, fp16"):
+        asked = Job(global_batch=4, sequence_length=32, dtype="bf16")
+        plan_with("even", "tiny-llama", load_cluster("2x-t4"), asked, trace=trace)
 
 
 def test_plans_of_others_leave_room_for_what_the_allocator_loses() -> None:

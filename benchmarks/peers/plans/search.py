@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from peers.plans.strategies import STRATEGIES, Strategy
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.advice import misses_memory
-from stagewright.planning.baselines.strategies import STRATEGIES, Strategy
 from stagewright.planning.candidate import Candidate, Choice, make_plan
-from stagewright.planning.found import Excluded, Found, UntilCtrlC
+from stagewright.planning.found import Excluded, Found
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
@@ -34,11 +34,8 @@ def plan_with(
     dp: int | None = None,
     microbatch: int | None = None,
     trace: Trace = cached_trace,
-    interruptible: bool = False,
 ) -> Found:
     """What the planner named `strategy` makes of every width and microbatch size (or of those given), best first.
-
-    Ctrl-C ends an `interruptible` search with the plans so far, once there is one.
 
     Raises:
         InputError: no planner of that name; the model, device or a width cannot be used as given.
@@ -55,33 +52,32 @@ def plan_with(
     excluded: list[Excluded] = []
     misses: list[Candidate] = []
     refused: PlanError | None = None
-    with UntilCtrlC(interruptible, plans) as searching:
-        for size in microbatch_sizes(widths, job, microbatch):
-            report(f"tracing microbatches of {size}")
-            graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
-            body = body_costs(graph, cluster, job)
-            num_smaller = len(plans)
-            for dp, pp, count in whole_shares(widths, job, size):
-                choice = Choice(dp, pp, size, count, "1f1b")
-                report(f"{strategy}: {choice}")
-                named = replace(choice, schedule=strategy)
-                try:
-                    made = _planned(STRATEGIES[strategy], body, choice, cluster, job, reference)
-                except PlanError as error:
-                    refused = refused or error
-                    excluded.append(Excluded.of(named, str(error)))
-                    continue
-                if isinstance(made, Plan):
-                    plans.append(made)
-                else:
-                    misses += [] if made is None else [made]
-                    excluded.append(_missed(made, named))
-            if plans and len(plans) == num_smaller:
-                break
+    for size in microbatch_sizes(widths, job, microbatch):
+        report(f"tracing microbatches of {size}")
+        graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
+        body = body_costs(graph, cluster, job)
+        num_smaller = len(plans)
+        for dp, pp, count in whole_shares(widths, job, size):
+            choice = Choice(dp, pp, size, count, "1f1b")
+            report(f"{strategy}: {choice}")
+            named = replace(choice, schedule=strategy)
+            try:
+                made = _planned(STRATEGIES[strategy], body, choice, cluster, job, reference)
+            except PlanError as error:
+                refused = refused or error
+                excluded.append(Excluded.of(named, str(error)))
+                continue
+            if isinstance(made, Plan):
+                plans.append(made)
+            else:
+                misses += [] if made is None else [made]
+                excluded.append(_missed(made, named))
+        if plans and len(plans) == num_smaller:
+            break
     if plans:
         beyond = job.beyond(cluster.device)
         result = Found(ranked(plans), excluded, [] if beyond is None else [beyond])
-        return over_lengths(searching.told(result), cluster, report, trace)
+        return over_lengths(result, cluster, report, trace)
     if misses:
         raise misses_memory(min(misses, key=lambda one: one.excess_bytes), job)
     raise refused or PlanError(

@@ -11,9 +11,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from peers.plans.blocks import block_ends, moved_cuts
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.baselines.blocks import block_ends, moved_cuts
 from stagewright.planning.candidate import Candidate, in_flight
 from stagewright.planning.cutting.leaves import Leaves
 from stagewright.planning.cutting.line import corrected, known_ranges, terms_of

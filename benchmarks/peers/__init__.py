@@ -1,0 +1,1 @@
+"""What plans are compared with: those of other systems, as published, and the exact optima of small problems."""

@@ -1,0 +1,1 @@
+"""The true optima of small problems: what searches are measured against."""
