@@ -231,7 +231,7 @@ class Fitting:
     def _may_fit(self, choice: Choice, body: BodyCosts, scale: float) -> bool:
         """Whether state and saved values alone fit in some partition; where these may be recomputed, the state."""
         recomputes = self.recompute == "auto" or choice.recompute or choice.as_model
-        saved = [0.0 if recomputes else count for count in saved_counts(choice, make_program(choice), body)]
+        saved = [0.0 if recomputes else count for count in saved_counts(make_program(choice), body)]
         return self._partition_fits(choice, body, [count * scale for count in saved])
 
     def _partition_fits(
@@ -284,7 +284,7 @@ class Fitting:
 def _least_counts(choice: Choice, body: BodyCosts) -> list[float]:
     """Of how many microbatches each stage holds all that is saved, at the least: of none where it keeps what the model's
     own code keeps."""
-    counts = saved_counts(choice, make_program(choice), body)
+    counts = saved_counts(make_program(choice), body)
     return [0.0] * len(counts) if choice.as_model else counts
 
 
