@@ -1,7 +1,7 @@
 """The largest microbatch that trains, and speed at equal microbatches: Stagewright against other systems' planners.
 
 BERT with 48 layers, GPT-2 XL, T5-large and AmoebaNet-D on pipelines of 4 and 8 devices like V100-16GB, V100-32GB and RTX
-2080 Ti, fp32 with AdamW, four microbatches per device. Every planner (`peers.plans.strategies`) chooses
+2080 Ti, fp32 with AdamW, four microbatches per device. Every planner (`benchmarks/peers/plans`) chooses
 cuts and what is recomputed (ours also what is offloaded); what it chooses is carved from the same traced graph, replayed for
 memory and simulated for time, so that only the choices differ. PipeDream and vPipe are asynchronous, with as many versions
 of the weights as that takes; they are compared with our choices under the same asynchronous schedule (`own-async`), the
