@@ -1,6 +1,6 @@
 """What another system's planner makes of a model and a cluster, costed, simulated and replayed like any plan.
 
-    python benchmarks/peer_plans.py torchgpipe tiny-llama --cluster 4x-h100 --job job.toml [--pp 2] [--microbatch 4] [-o FILE]
+    python benchmarks/peer_plans.py torchgpipe tiny-llama --cluster 4x-h100 --job job.toml [--pp 2] [--microbatch 4] [-o F]
 
 The first argument is `even`, `gpipe`, `torchgpipe`, `adapipe`, `pipedream` or `vpipe`, which plan pipelines of Stagewright's
 runtime, or `amp`, `megatron`, `pipette` or `varuna`, which choose widths under the runtime that the job names. What they do:
