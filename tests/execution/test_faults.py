@@ -178,7 +178,7 @@ def test_a_full_folder_names_itself_and_ends_no_training(tmp_path: Path) -> None
 
 STARTS_AND_WAITS = """
 import sys, time
-from stagewright.execution.run_folder import run_folder
+from stagewright.execution.folder_lock import run_folder
 with run_folder() as folder:
     print(folder, flush=True)
     time.sleep(100)
@@ -188,7 +188,7 @@ with run_folder() as folder:
 def test_what_a_killed_launcher_left_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stagewright.execution.run_folder import run_folder
+    from stagewright.execution.folder_lock import run_folder
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     kept = tmp_path / "stagewright-run-of-others"

@@ -33,8 +33,7 @@ def compare(
 
     No code of its model runs unless --with-model allows it.
     """
-    from stagewright.execution.measured import clock_error_seconds, timeline_of
-    from stagewright.execution.record import load_record
+    from stagewright.execution.record import clock_error_seconds, load_record, timeline_of
     from stagewright.planning.plan import load_plan
     from stagewright.report.comparison import both_pictures, comparison_document, comparison_table, in_words
     from stagewright.report.runs import as_timed, longest_not_run

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -39,7 +42,6 @@ from stagewright.cli.planning import (
     warn,
 )
 from stagewright.cli.progress import Progress
-from stagewright.cli.quick import without_collection
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.errors import InputError, nearest
 
@@ -144,9 +146,15 @@ def estimate(
                 report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
-    from stagewright.report.breakdown import breakdown_document, breakdown_table
-    from stagewright.report.lengths import lengths_tables
-    from stagewright.report.plans import estimate_document, estimate_heading, memory_table, stage_table
+    from stagewright.report.plans import (
+        breakdown_document,
+        breakdown_table,
+        estimate_document,
+        estimate_heading,
+        lengths_tables,
+        memory_table,
+        stage_table,
+    )
     from stagewright.report.saving import loss_lines, saving_tables
 
     if as_json:
@@ -194,3 +202,16 @@ def _cluster(name: str | None) -> Cluster:
     found = load_cluster(name)
     warn(found.cautions)
     return found
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside, reference cycles are not looked for: graphs and programs are free of them and live to the end, so
+    that the passes over all of them were a third of a verb's time and freed nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -110,7 +110,7 @@ def schedule(
         print_document(document)
         return
     from stagewright.report.console import stdout
-    from stagewright.report.timetable import picture
+    from stagewright.report.timelines import picture
 
     console = stdout()
     show(

@@ -60,7 +60,7 @@ def simulate(
         print_document(document)
         return
     from stagewright.report.console import stdout
-    from stagewright.report.timetable import picture
+    from stagewright.report.timelines import picture
 
     console = stdout()
     show(heading(document), f"{format_seconds(step)} per step, with the optimizer", "")

@@ -99,8 +99,8 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
     """The device of this process, which has joined the group of all ranks."""
     import torch.distributed as dist
 
+    from stagewright.execution.allocation import keep_freed_memory
     from stagewright.execution.device import local_device
-    from stagewright.execution.heap import keep_freed_memory
 
     target = local_device(kind)
     if kind == "cpu":
@@ -172,7 +172,7 @@ def report_failure(error: StagewrightError) -> None:
 
 def gather(document: str) -> list[Any]:
     """Every rank's JSON document, in the order of ranks, on the launcher's rank 0; nothing elsewhere."""
-    from stagewright.execution.exchange import exchange
+    from stagewright.execution.collectives import exchange
 
     told = exchange(json.loads(document))
     return told if os.environ.get("RANK", "0") == "0" else []

@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from stagewright.execution.loading import unused_tensors
-from stagewright.execution.stored_weights import StoredWeights
+from stagewright.execution.loading import StoredWeights, unused_tensors
 from stagewright.execution.weight_files import CONFIG, INDEX
 from stagewright.files import write_whole
 from stagewright.graph.stage import Stage

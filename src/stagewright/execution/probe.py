@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -19,8 +22,7 @@ import torch.multiprocessing as mp
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, RunError, wants_traceback
-from stagewright.execution.heap import keep_freed_memory
-from stagewright.execution.interrupts import interrupts_ignored
+from stagewright.execution.allocation import keep_freed_memory
 from stagewright.execution.machine_use import watch_others
 from stagewright.execution.probe_description import describe
 from stagewright.execution.probe_measurements import (
@@ -211,3 +213,16 @@ def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:
         timeout=timedelta(seconds=request.time_limit_s),
     )
     return torch.device("cpu" if request.device_type == "cpu" else f"cuda:{rank}")
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C from their first moment on; whoever starts them has to end them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only there can be said what a signal does
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

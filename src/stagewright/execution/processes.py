@@ -16,11 +16,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stagewright.errors import RunError, StagewrightError
-from stagewright.execution.board import LAUNCHER, FileBoard, Post
-from stagewright.execution.liveness import FINISHED, Liveness
+from stagewright.execution.board import FINISHED, LAUNCHER, FileBoard, Liveness, Post
+from stagewright.execution.folder_lock import run_folder
 from stagewright.execution.member import RUN_ERRORS
 from stagewright.execution.rendezvous import Meeting
-from stagewright.execution.run_folder import run_folder
 from stagewright.text import printable
 
 _INTERVAL_S = 0.2

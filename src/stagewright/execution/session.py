@@ -13,23 +13,20 @@ import torch.distributed as dist
 from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset, synchronize
+from stagewright.execution.collectives import exchange
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.evaluation import evaluator
-from stagewright.execution.exchange import exchange
-from stagewright.execution.groups import Groups
 from stagewright.execution.lengths import AtLength, Lengths
-from stagewright.execution.loading import part_of, starting_tensors
-from stagewright.execution.loss_scale import LossScale
-from stagewright.execution.mesh import Mesh
+from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
+from stagewright.execution.mesh import Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
-from stagewright.execution.optimizer import Optimizer
+from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
-from stagewright.execution.stored_weights import StoredWeights
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve

@@ -14,14 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stagewright.execution.board import (
+    FINISHED,
     LAUNCHER,
     SILENCE_S,
     Board,
     Failure,
+    Liveness,
     Post,
     write_post,
 )
-from stagewright.execution.liveness import FINISHED, Liveness
 
 INTERVAL_S = 0.25
 """Seconds between two posts of a rank."""

@@ -66,8 +66,8 @@ def work(
         from stagewright.execution.checkpoint import is_due, restore, save
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.metering import metered_steps
+        from stagewright.execution.record import StepLog
         from stagewright.execution.session import Session
-        from stagewright.execution.step_log import StepLog
 
         if (threads := num_threads(loaded, launched)) is not None:
             torch.set_num_threads(threads)
@@ -118,8 +118,7 @@ def _record(
     loaded: Any, torch: Any, target: Any, results: list[Any], first: int, metered: set[int], ranks: list[Any],
     stopped: str | None,
 ) -> Any:  # fmt: skip
-    from stagewright.execution.record import Record
-    from stagewright.execution.step_log import finite
+    from stagewright.execution.record import Record, finite
     from stagewright.version import __version__
 
     lengths = lengths_of(loaded.job, range(first, first + len(results)))

@@ -14,7 +14,7 @@ from rich.text import Text
 from stagewright.planning.plan import Plan
 from stagewright.report.runs import Measured
 from stagewright.report.tables import table
-from stagewright.report.timetable import picture
+from stagewright.report.timelines import picture
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
 from stagewright.units import format_bytes, format_seconds

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.predictions import Predictions, RankPrediction
-from stagewright.report.lengths import lengths_document
 from stagewright.report.tables import byte_unit, figure, plural, table, time_unit
-from stagewright.units import format_seconds
+from stagewright.units import GIGA, format_seconds
 
 _HEADINGS = ("pp x\ndp", "stages", "micro-\nbatches", "schedule", "tokens/s", "MFU", "bubble")
 
@@ -242,3 +243,68 @@ def _range(counts: Sequence[int], size: float) -> str:
     """
     low, high = (f"{count / size:.1f}" for count in (min(counts), max(counts)))
     return low if low == high else f"{low}-{high}"
+
+
+def lengths_tables(plan: Plan) -> list[Table]:
+    """A row for each length; no table where all batches have one."""
+    if not plan.shorter_lengths:
+        return []
+    shares = plan.job.shares
+    ranks = (rank for one in plan.by_length.values() for rank in one.ranks)
+    unit, size = byte_unit(rank.reserved_peak_bytes for rank in ranks)
+    rows = [
+        (
+            length,
+            f"{shares[length]:.0%}",
+            format_seconds(one.step_seconds),
+            f"{one.tokens_per_second:,.0f}",
+            *(figure(rank.reserved_peak_bytes, size) for rank in one.ranks),
+        )
+        for length, one in plan.by_length.items()
+    ]
+    headings = ("tokens", "of steps", "step", "tokens/s", *(f"rank {rank}" for rank in range(plan.pp)))
+    title = f"By length: mean step {format_seconds(plan.mean_step_seconds)}, peaks in {unit}"
+    return [table(title, headings, rows)]
+
+
+def lengths_document(plan: Plan) -> list[dict[str, Any]]:
+    """The same for `--json`."""
+    if not plan.shorter_lengths:
+        return []
+    shares = plan.job.shares
+    return [
+        {
+            "sequence_length": length,
+            "share": shares[length],
+            "step_seconds": one.step_seconds,
+            "tokens_per_second": one.tokens_per_second,
+            "reserved_peak_bytes": [rank.reserved_peak_bytes for rank in one.ranks],
+        }
+        for length, one in plan.by_length.items()
+    ]
+
+
+def breakdown_document(shares: Sequence[Share]) -> list[dict[str, Any]]:
+    """One object per row: seconds, FLOP and bytes of one microbatch."""
+    return [asdict(share) for share in shares]
+
+
+def breakdown_table(shares: Sequence[Share], by: str) -> Table:
+    """One row per share, and how much of all time it is."""
+    total = sum(share.seconds for share in shares) or 1.0
+    time_name, time_size = time_unit(share.seconds for share in shares)
+    byte_name, byte_size = byte_unit(share.bytes_moved for share in shares)
+    rows = [
+        (
+            share.name,
+            share.num_calls,
+            figure(share.forward_s, time_size),
+            figure(share.backward_s, time_size),
+            f"{share.seconds / total:.1%}",
+            figure(share.flop, GIGA),
+            figure(share.bytes_moved, byte_size),
+        )
+        for share in shares
+    ]
+    headings = (by, "calls", f"forward\n{time_name}", f"backward\n{time_name}", "share", "GFLOP", byte_name)
+    return table("One microbatch through the whole model", headings, rows)

@@ -1,14 +1,15 @@
-"""A timeline as a static SVG timetable, with what every rank holds beneath."""
+"""A timeline as a static timetable, SVG or PNG, with what every rank holds beneath."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
-from stagewright.report.pictures.axis import byte_ticks, ticks
+from stagewright.errors import InputError
 from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, Theme, ink, shade
 from stagewright.report.pictures.scene import KINDS, Curve, Scene
 from stagewright.text import printable
@@ -263,3 +264,45 @@ def _text(
 ) -> str:
     look = f'font-size="{size:g}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(printable(text))}</text>'
+
+
+def ticks(extent: float, most: int) -> list[float]:
+    """Round values from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten apart.
+
+    >>> ticks(33.0, 10)
+    [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    """
+    if extent <= 0:
+        return [0.0]
+    rough = extent / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [step * index for index in range(int(extent / step + 1e-9) + 1)]
+
+
+def byte_ticks(extent: float, most: int) -> list[float]:
+    """Powers of two bytes apart, from 0 to `extent`, at most `most` steps.
+
+    >>> byte_ticks(5 * 2**30, 4) == [0, 2 * 2**30, 4 * 2**30]
+    True
+    """
+    if extent <= 0:
+        return [0.0]
+    step = 2.0 ** math.ceil(math.log2(extent / most))
+    return [step * index for index in range(int(extent / step) + 1)]
+
+
+def png_image(svg: str, *, zoom: float = 2.0) -> bytes:
+    """The PNG of an SVG document, `zoom` pixels per unit.
+
+    Raises:
+        InputError: the renderer is not installed.
+    """
+    try:
+        import resvg_py
+    except ImportError:
+        raise InputError(
+            "PNG images are rendered by a package that is not installed: pip install 'stagewright[pictures]' "
+            "(resvg_py, 3 MB), or write --svg and convert that file"
+        ) from None
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=zoom))
