@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -147,7 +148,6 @@ def estimate(
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report.plans import (
-        breakdown_document,
         breakdown_table,
         estimate_document,
         estimate_heading,
@@ -158,7 +158,10 @@ def estimate(
     from stagewright.report.saving import loss_lines, saving_tables
 
     if as_json:
-        print_document(estimate_document(found) | ({"breakdown": breakdown_document(shares)} if by else {}))
+        print_document(
+            estimate_document(found)
+            | ({"breakdown": [dataclasses.asdict(share) for share in shares]} if by else {})
+        )
     else:
         show(
             estimate_heading(found), *lengths_tables(found), stage_table(found), *saving_tables(found), *loss_lines(found),

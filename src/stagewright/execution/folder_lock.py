@@ -130,7 +130,7 @@ def _marked(folder: Path) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX)
     except OSError:  # a file system without locks, where nobody will take it for abandoned either
         return lock
-    os.rename(folder / f"{_LAUNCHER}.new", folder / _LOCK)
+    os.rename(folder / f"{_LAUNCHER}.new", folder / _LAUNCHER)
     return lock
 
 

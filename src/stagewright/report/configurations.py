@@ -25,6 +25,9 @@ _HEADINGS = (
 )  # fmt: skip
 
 
+_OF_EXCLUDED = ("reason", "tp", "pp", "dp", "schedule", "microbatch_size", "missing_bytes")
+
+
 def configurations_table(plans: Sequence[Plan]) -> Table:
     """Plans, fastest first, with all their widths."""
     return table("", _HEADINGS, [_row(one) for one in plans])
@@ -68,15 +71,12 @@ def left_out_table(found: Found) -> Table | None:
     """Why other configurations are none; nothing where none was left out."""
     grouped: dict[str, list[Excluded]] = {}
     for one in found.excluded:
-        grouped.setdefault(_kind(one), []).append(one)
+        kind = one.reason if one.missing_bytes is None else f"lacks memory, tp {one.tp}"
+        grouped.setdefault(kind, []).append(one)
     if not grouped:
         return None
     rows = [(kind, _nearest(group), len(group)) for kind, group in sorted(grouped.items())]
     return table("Left out", ("reason", "nearest", "configurations"), rows, text=2)
-
-
-def _kind(one: Excluded) -> str:
-    return one.reason if one.missing_bytes is None else f"lacks memory, tp {one.tp}"
 
 
 def _nearest(group: Sequence[Excluded]) -> str:
@@ -102,22 +102,13 @@ def offer_document(one: Offer) -> dict[str, Any]:
     """One size of `configure --json`."""
     return {
         "devices": one.bill.num_devices,
-        "global_batch": one.bill.global_batch,
-        "tokens": one.bill.tokens,
-        "days": one.bill.days,
-        "dollars": one.bill.dollars,
+        **{name: getattr(one.bill, name) for name in ("global_batch", "tokens", "days", "dollars")},
         "configurations": [
             plan_document(plan, None)
             | {"recompute": recomputed(plan) or "none", "zero": max(plan.sharding), "devices": list(plan.devices)}
             for plan in one.found.plans
         ],
-        "excluded": [
-            {
-                "reason": item.reason, "tp": item.tp, "pp": item.pp, "dp": item.dp, "schedule": item.schedule,
-                "microbatch_size": item.microbatch_size, "missing_bytes": item.missing_bytes,
-            }
-            for item in one.found.excluded
-        ],
+        "excluded": [{name: getattr(item, name) for name in _OF_EXCLUDED} for item in one.found.excluded],
         "num_bounded": one.found.num_bounded,
     }  # fmt: skip
 
