@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -23,9 +24,6 @@ _HEADINGS = (
     "schedule", "tp", "cp", "pp", "ep", "dp", "zero", "micro-\nbatch", "micro-\nbatches", "recompute", "step", "tokens/s",
     "MFU", "GiB",
 )  # fmt: skip
-
-
-_OF_EXCLUDED = ("reason", "tp", "pp", "dp", "schedule", "microbatch_size", "missing_bytes")
 
 
 def configurations_table(plans: Sequence[Plan]) -> Table:
@@ -98,8 +96,12 @@ def offers_table(offers: Sequence[Offer]) -> Table:
     return table("", ("cluster", "devices", "batch", "tokens", "days", "dollars"), rows)
 
 
-def offer_document(one: Offer) -> dict[str, Any]:
-    """One size of `configure --json`."""
+def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
+    """All sizes of `configure --json`, best first."""
+    return {"sizes": [_size(one) for one in found]}
+
+
+def _size(one: Offer) -> dict[str, Any]:
     return {
         "devices": one.bill.num_devices,
         **{name: getattr(one.bill, name) for name in ("global_batch", "tokens", "days", "dollars")},
@@ -108,11 +110,6 @@ def offer_document(one: Offer) -> dict[str, Any]:
             | {"recompute": recomputed(plan) or "none", "zero": max(plan.sharding), "devices": list(plan.devices)}
             for plan in one.found.plans
         ],
-        "excluded": [{name: getattr(item, name) for name in _OF_EXCLUDED} for item in one.found.excluded],
+        "excluded": [asdict(item) for item in one.found.excluded],
         "num_bounded": one.found.num_bounded,
     }  # fmt: skip
-
-
-def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
-    """All sizes, best first."""
-    return {"sizes": [offer_document(one) for one in found]}

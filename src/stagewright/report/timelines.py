@@ -5,8 +5,9 @@ one row of text per rank, coloured on a terminal, in ASCII elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rich.table import Table
@@ -26,15 +27,11 @@ def peak_activations(program: Program) -> list[int]:
     >>> peak_activations(build("1f1b", 4, 8)), peak_activations(build("zb-v", 2, 6))
     ([4, 3, 2, 1], [4, 4])
     """
-    return [_peak(actions) for actions in program.ranks]
-
-
-def _peak(actions: Iterable[Action]) -> int:
-    held = most = 0
-    for part in (part for action in actions for part in action.parts):
-        held += (part.kind is Kind.F) - (part.kind in (Kind.B, Kind.W))
-        most = max(most, held)
-    return most
+    changes = (
+        [(p.kind is Kind.F) - (p.kind in (Kind.B, Kind.W)) for action in actions for p in action.parts]
+        for actions in program.ranks
+    )
+    return [max(0, *accumulate(change)) for change in changes]
 
 
 def timeline_document(
@@ -78,15 +75,12 @@ def rank_table(document: dict[str, Any]) -> Table:
     """Busy and idle time and the peaks of every rank."""
     rows = [
         (
-            rank["rank"],
-            ", ".join(map(str, rank["stages"])),
-            format_seconds(rank["busy_seconds"]),
-            format_seconds(rank["idle_seconds"]),
-            rank["peak_activations"],
-            format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else None,
+            rank["rank"], ", ".join(map(str, rank["stages"])),
+            format_seconds(rank["busy_seconds"]), format_seconds(rank["idle_seconds"]),
+            rank["peak_activations"], format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else None,
         )
         for rank in document["ranks"]
-    ]
+    ]  # fmt: skip
     headings = ("rank", "stages", "busy", "idle", "peak activations", "peak memory")
     return table("", headings, rows, text=2)
 
@@ -120,7 +114,8 @@ def picture(timeline: Timeline, width: int, colour: bool, fit_seconds: float | N
     margin = len(f"rank {timeline.num_ranks - 1} ")
     room = max(width - margin - 1, 16)
     scale = room / fit_seconds if fit_seconds else _columns_per_second(timeline, room, colour)
-    windows = _windows(math.ceil(timeline.makespan_s * scale - 1e-9), room)
+    columns, half = math.ceil(timeline.makespan_s * scale - 1e-9), (room - len(_GAP)) // 2
+    windows = [(0, columns)] if columns <= room else [(0, half), (columns - half, columns)]
     rows = []
     for rank in range(timeline.num_ranks):
         found = list(segments(timeline, rank, scale))
@@ -156,32 +151,15 @@ def _full(timeline: Timeline) -> bool:
 
 def _columns_per_second(timeline: Timeline, room: int, colour: bool) -> float:
     """A whole number of columns for the shortest computation."""
-    shortest = _shortest_seconds(timeline)
-    if not shortest:
+    seconds = (timeline.end_s - timeline.start_s)[timeline.is_compute]
+    if not (seconds > 0).any():
         return room / timeline.makespan_s if timeline.makespan_s else 0.0
-    wanted = len(max(_labels(timeline), key=len)) + 1
+    shortest, full = float(seconds[seconds > 0].min()), _full(timeline)
+    events = (event for rank in range(timeline.num_ranks) for event in timeline.events(rank))
+    wanted = max(len(label(event.action, full)) for event in events) + 1
     fitting = int(room / (timeline.makespan_s / shortest) + 1e-9)
     least = _LEAST_COLUMNS if colour else wanted
     return (min(wanted, fitting) if fitting >= least else wanted) / shortest
-
-
-def _windows(columns: int, room: int) -> list[tuple[int, int]]:
-    """The columns to show: all, or as many from either end as there is room for."""
-    if columns <= room:
-        return [(0, columns)]
-    half = (room - len(_GAP)) // 2
-    return [(0, half), (columns - half, columns)]
-
-
-def _shortest_seconds(timeline: Timeline) -> float:
-    seconds = (timeline.end_s - timeline.start_s)[timeline.is_compute]
-    return float(seconds[seconds > 0].min(initial=math.inf)) if (seconds > 0).any() else 0.0
-
-
-def _labels(timeline: Timeline) -> Iterator[str]:
-    full = _full(timeline)
-    for rank in range(timeline.num_ranks):
-        yield from (label(event.action, full) for event in timeline.events(rank))
 
 
 def _row(found: list[Segment], window: tuple[int, int], full: bool, colour: bool) -> Text:

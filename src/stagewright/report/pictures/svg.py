@@ -169,17 +169,12 @@ def _labels(layout: _Layout, chunk: np.ndarray, left: np.ndarray, right: np.ndar
         room = (right[index] - left[index] - 2) / (size * 0.6)
         text = next((each for each in wanted if len(each) <= room), None)
         if text is not None:
-            x, y = (left[index] + right[index]) / 2, _middle(layout, int(index)) + size * 0.36
+            part = (0.5, 0.25, 0.75)[bars.half[index]]
+            middle = layout.y(int(bars.rank[index])) + part * layout.row
+            x, y = (left[index] + right[index]) / 2, middle + size * 0.36
             colour = ink(int(chunk[index]), scene.num_chunks)
             yield f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{text}</text>'
     yield "</g>"
-
-
-def _middle(layout: _Layout, index: int) -> float:
-    """The height at which a computation's label is centred."""
-    bars = layout.scene.bars
-    part = (0.5, 0.25, 0.75)[bars.half[index]]
-    return layout.y(int(bars.rank[index])) + part * layout.row
 
 
 def _transfers(layout: _Layout) -> Iterator[str]:
@@ -218,12 +213,16 @@ def _curves(layout: _Layout) -> Iterator[str]:
     scene, theme = layout.scene, layout.theme
     top = layout.bottom + _AXIS + 22
     most = max((curve.peak for curve in scene.curves), default=0.0) or 1.0
-    yield _text(layout.left, top - 10, _caption(scene), theme.text, 12, weight=600)
+    fullest = int(np.argmax([curve.peak for curve in scene.curves]))
+    what = "Memory" if scene.curves_are_bytes else "Stage activations"
+    caption = (
+        f"{what} on every rank; most on rank {fullest} (blue): {_amount(scene, scene.curves[fullest].peak)}"
+    )
+    yield _text(layout.left, top - 10, caption, theme.text, 12, weight=600)
     for tick in (byte_ticks if scene.curves_are_bytes else ticks)(most, 4):
         y = top + _CURVES * (1 - tick / most)
         yield f'<path d="M{layout.left:.1f} {y:.1f}H{layout.width - _MARGIN:.1f}" stroke="{theme.grid}"/>'
         yield _text(layout.left - 10, y + 4, _amount(scene, tick), theme.faint, 11, anchor="end")
-    fullest = int(np.argmax([curve.peak for curve in scene.curves]))
     faintness = 0.55 if scene.num_ranks <= 16 else 0.2
     for rank in sorted(range(scene.num_ranks), key=lambda rank: rank == fullest):
         look = (theme.value, 1.8, 1.0) if rank == fullest else (theme.faint, 1.0, faintness)
@@ -231,13 +230,6 @@ def _curves(layout: _Layout) -> Iterator[str]:
         yield '<path d="{}" fill="none" stroke="{}" stroke-width="{}" stroke-opacity="{}"/>'.format(
             path, *look
         )
-
-
-def _caption(scene: Scene) -> str:
-    peaks = [curve.peak for curve in scene.curves]
-    what = "Memory" if scene.curves_are_bytes else "Stage activations"
-    fullest = int(np.argmax(peaks))
-    return f"{what} on every rank; most on rank {fullest} (blue): {_amount(scene, peaks[fullest])}"
 
 
 def _amount(scene: Scene, value: float) -> str:
