@@ -219,7 +219,8 @@ def test_a_rank_that_starts_behind_a_killed_launcher_says_so(tmp_path: Path) -> 
     """Another rank has removed the folder by then."""
     make_plan(tmp_path / "plan.json")
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path)],
+        [sys.executable, "-m", "stagewright.execution.worker",
+         json.dumps({"plan": str(tmp_path / "plan.json"), "out": str(tmp_path)})],
         env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "STAGEWRIGHT_RENDEZVOUS": str(tmp_path / "gone"),
              "STAGEWRIGHT_LAUNCHER": "1", "STAGEWRIGHT_TOKEN": "secret"},
         capture_output=True, text=True, check=False, timeout=patient(120),

@@ -44,9 +44,5 @@ def say_what_runs(model: str) -> None:
     if split_factory(model) is None:
         return
     file = factory_file(model)
-    where = (
-        ""
-        if file is None or file.is_relative_to(Path.cwd().resolve())
-        else f", in {file}, outside this folder"
-    )
-    say(f"runs {model}{where}")
+    is_here = file is None or file.is_relative_to(Path.cwd().resolve())
+    say(f"runs {model}" + ("" if is_here else f", in {file}, outside this folder"))

@@ -14,6 +14,8 @@ from stagewright.files import check_target
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from stagewright.simulation import Timeline
+
 
 def print_document(document: Any) -> None:
     """One JSON document on stdout."""
@@ -27,6 +29,15 @@ def show(*parts: RenderableType) -> None:
     console = stdout()
     for part in parts:
         console.print(part)
+
+
+def timetable(timeline: Timeline) -> list[RenderableType]:
+    """The timetable of `timeline` as stdout can show it."""
+    from stagewright.report.console import stdout
+    from stagewright.report.timelines import picture
+
+    console = stdout()
+    return [*picture(timeline, console.width, console.is_terminal)]
 
 
 def check_writable(path: Path | None) -> None:

@@ -150,14 +150,26 @@ def parse_lengths(text: str | None) -> tuple[int, ...] | None:
     >>> parse_lengths("512,512,4096"), parse_lengths(None)
     ((512, 512, 4096), None)
     """
+    return _counts(
+        text, "--sequence-lengths", "numbers of tokens with commas between, as 512,1024,4096", least=1
+    )
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """
+    >>> parse_layers("3,4,4,3"), parse_layers(None)
+    ((3, 4, 4, 3), None)
+    """
+    return _counts(text, "--layers-per-stage", "numbers of layers with commas between, as 3,4,4,3", least=0)
+
+
+def _counts(text: str | None, option: str, what: str, least: int) -> tuple[int, ...] | None:
     if text is None:
         return None
-    lengths = [parse_count(part) or 0 for part in text.split(",")]
-    if not all(lengths):
-        raise InputError(
-            f"--sequence-lengths {text}: give numbers of tokens with commas between, as 512,1024,4096"
-        )
-    return tuple(lengths)
+    counts = [parse_count(part) for part in text.split(",")]
+    if any(count is None or count < least for count in counts):
+        raise InputError(f"{option} {text}: give {what}")
+    return tuple(count for count in counts if count is not None)
 
 
 def read_job(path: Path | None, **options: Any) -> Job:
@@ -178,19 +190,6 @@ def read_job(path: Path | None, **options: Any) -> Job:
         names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
         raise InputError(f"the job is incomplete: give {names}, or a job file with --job")
     return load_job(path, given)
-
-
-def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """
-    >>> parse_layers("3,4,4,3"), parse_layers(None)
-    ((3, 4, 4, 3), None)
-    """
-    if text is None:
-        return None
-    counts = [parse_count(part) for part in text.split(",")]
-    if any(count is None for count in counts):
-        raise InputError(f"--layers-per-stage {text}: give numbers of layers with commas between, as 3,4,4,3")
-    return tuple(count or 0 for count in counts)
 
 
 def check_one_length(job: Job, what: str) -> None:

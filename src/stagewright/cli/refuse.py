@@ -43,11 +43,10 @@ def refuse_all_but(
     kept: Iterable[str],
     why: str,
     remedy: str,
-    hints: Mapping[str, str] | None = None,
 ) -> None:
     """The same for every option and argument of the verb but those `kept`, ones that are yet to be written included."""
     names = {one.name for one in context.command.params if one.name is not None}
-    refuse(context, names - set(kept), why, remedy, hints)
+    refuse(context, names - set(kept), why, remedy)
 
 
 def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank_a_layer: bool) -> None:

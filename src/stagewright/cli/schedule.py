@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.options import Json, parse_settings
-from stagewright.cli.output import print_document, show
+from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
 from stagewright.cli.program_costs import Asked, Costing, CostsOf, costing_of
 from stagewright.cli.program_file import is_program_file, read_promised_program
@@ -109,17 +109,7 @@ def schedule(
     if as_json:
         print_document(document)
         return
-    from stagewright.report.console import stdout
-    from stagewright.report.timelines import picture
-
-    console = stdout()
-    show(
-        heading(document),
-        *said,
-        "",
-        *picture(timeline, console.width, console.is_terminal),
-        rank_table(document),
-    )
+    show(heading(document), *said, "", *timetable(timeline), rank_table(document))
 
 
 def _program_and_costs(

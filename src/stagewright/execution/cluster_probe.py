@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
+from stagewright.execution.collectives import exchange, own_group
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
 from stagewright.execution.member import gather
 from stagewright.execution.probe_description import describe, source_text
@@ -91,14 +92,14 @@ def probe_cluster(
     rank, world = dist.get_rank(), dist.get_world_size()
     if world < 2:
         raise InputError("one rank has no links: start probe --cluster on two devices or more")
-    nodes = _nodes(_of_all(_host(), device))
+    nodes = _nodes(exchange(_host()))
     if base is not None:
         _check_base(base, nodes)
     measurements = None if base is not None else _measure_device(device, seconds_per_figure, progress)
     links = measure_links(nodes, device, seconds_per_figure / 2, progress)
     progress("collectives", 0.9)
     own = next(ranks for ranks in nodes if rank in ranks)
-    host = _host_group(nodes, rank)
+    host = own_group(nodes)
     whole = measure_collectives(None, device, seconds_per_figure)
     inside = {} if len(own) == 1 else measure_collectives(host, device, seconds_per_figure)
     source = source_text(device.type, world, torch.get_num_threads())
@@ -115,13 +116,6 @@ def _host() -> int:
     return int(group) if group else zlib.crc32(socket.gethostname().encode())
 
 
-def _of_all(number: int, device: torch.device) -> list[int]:
-    """The number of every rank, on every rank."""
-    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor([number], device=device))
-    return [int(one) for one in found]
-
-
 def _nodes(hosts: Sequence[int]) -> list[list[int]]:
     """
     >>> _nodes([7, 7, 8])
@@ -133,16 +127,6 @@ def _nodes(hosts: Sequence[int]) -> list[list[int]]:
             f"the ranks of a host are not neighbours (hosts {', '.join(map(str, hosts))}): number ranks host by host"
         )
     return found
-
-
-def _host_group(nodes: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """The group of this rank's host; every rank makes those of all hosts."""
-    own = None
-    for ranks in nodes:
-        made = dist.new_group(ranks)
-        if rank in ranks and isinstance(made, dist.ProcessGroup):
-            own = made
-    return own
 
 
 def _check_base(base: Cluster, nodes: list[list[int]]) -> None:

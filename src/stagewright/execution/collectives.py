@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +51,10 @@ class Pending:
 
 @dataclass
 class Replicas:
-    """The ranks that share out the same stages, of which this one has number `index`.
+    """The ranks that the state of the same stages is sharded over, of which this one has number `index`.
 
     Gathers and sums have a process group each, so that neither queues behind the other. Where other ranks hold copies of
-    what these share out, `copies` has those of this rank's part.
+    these shards, `copies` has those of this rank's.
     """
 
     index: int
@@ -111,6 +112,16 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Backends do not know complex numbers."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """A process group for each of `groups`, in the making of which every process takes part. Returns its own."""
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
+            own = made
+    return own
 
 
 def exchange(document: Any) -> list[Any]:

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.estimation.memory import stage_edges
 from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.execution.clock import Stopwatch
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
-from stagewright.execution.transport import Channel, Transport, channel
+from stagewright.execution.transport import Channel, Transport
 from stagewright.execution.weights import Weights
+from stagewright.graph.payload import messages
 from stagewright.graph.stage import Stage, Transfer
 from stagewright.schedule.action import COMPUTE, Action, Kind
 from stagewright.schedule.program import Program
@@ -49,14 +51,6 @@ class BatchResult:
         """When each action ran; on a GPU to be asked for once its work is done."""
         seconds = self.stopwatch.seconds
         return [Moment(action, seconds(start), seconds(end)) for action, start, end in self.marks]
-
-
-def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """Pairs of stages (earlier, later) between which values or cotangents travel."""
-    forward = {(stage.index, transfer.stage) for stage in stages for transfer in stage.sends}
-    backward = {(transfer.stage, stage.index) for stage in stages for transfer in stage.grad_sends}
-    chain = {(stage, stage + 1) for stage in range(len(stages) - 1)}
-    return tuple(sorted(forward | backward | chain))
 
 
 class RankRunner:
@@ -104,18 +98,12 @@ class RankRunner:
         placed = program.placement.rank_of_stage
         self.runners = {
             stage.index: StageRunner(
-                stage,
-                weights,
-                device,
-                loss_scale,
-                seed,
-                self.shards.is_gathered(stage.index),
-                first_microbatch,
+                stage, weights, device, loss_scale, seed, self.shards.is_gathered(stage.index), first_microbatch,
                 is_compiled,
             )
             for stage in stages
             if placed[stage.index] == rank
-        }
+        }  # fmt: skip
         self._forward, self._backward = _channels(stages, placed, rank, ranks, groups)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
@@ -191,10 +179,8 @@ class RankRunner:
         match action.kind:
             case Kind.F:
                 self._run_forward(stage, index, microbatches[index], result)
-            case Kind.B:
-                self._run_backward(self.runners[stage].backward, stage, index, result)
-            case Kind.I:
-                self._run_backward(self.runners[stage].input_grad, stage, index, result)
+            case Kind.B | Kind.I:
+                self._run_backward(action.kind, stage, index, result)
             case Kind.W:
                 self.runners[stage].weight_grad(index)
             case Kind.R:
@@ -213,29 +199,15 @@ class RankRunner:
                 raise RunError(f"this executor does not run {action.kind} actions yet")
 
     def _run_forward(self, stage: int, microbatch: int, inputs: Inputs, result: BatchResult) -> None:
-        runner = self.runners[stage]
         arrived = self._collect("forward", self._forward, stage, microbatch)
-        made = runner.forward(microbatch, arrived, inputs)
-        self._take_loss(stage, microbatch, made, result)
-        self._hand_over("forward", stage, microbatch, made)
+        made = self.runners[stage].forward(microbatch, arrived, inputs)
+        self._hand_over("forward", stage, microbatch, made, result)
 
-    def _run_backward(
-        self,
-        function: Callable[[int, Tensors], Tensors],
-        stage: int,
-        microbatch: int,
-        result: BatchResult,
-    ) -> None:
+    def _run_backward(self, kind: Kind, stage: int, microbatch: int, result: BatchResult) -> None:
         cotangents = self._collect("backward", self._backward, stage, microbatch)
-        made = function(microbatch, cotangents)
-        self._take_loss(stage, microbatch, made, result)
-        self._hand_over("backward", stage, microbatch, made)
-
-    def _take_loss(self, stage: int, microbatch: int, made: Tensors, result: BatchResult) -> None:
-        """Note the loss if it is among what F, or with a late loss B or I, has made."""
-        loss = self.runners[stage].stage.graph.loss
-        if loss in made:
-            result.losses[microbatch] = made.pop(loss)
+        runner = self.runners[stage]
+        made = (runner.backward if kind is Kind.B else runner.input_grad)(microbatch, cotangents)
+        self._hand_over("backward", stage, microbatch, made, result)
 
     def _collect(self, kind: str, channels: _Channels, stage: int, microbatch: int) -> Tensors:
         """What other stages made for `stage`: received from other ranks, or handed over on this one."""
@@ -250,9 +222,12 @@ class RankRunner:
         self._started = self.stopwatch.mark()  # waiting is not part of the action
         return found
 
-    def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors) -> None:
-        """Set values aside for the stages that need them, until they are sent or used."""
+    def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors, result: BatchResult) -> None:
+        """Set values aside for the stages that need them, until they are sent or used, and note the loss if it is among
+        what F, or with a late loss B or I, has made."""
         own = self.runners[stage].stage
+        if own.graph.loss in made:
+            result.losses[microbatch] = made.pop(own.graph.loss)
         transfers = own.sends if kind == "forward" else own.grad_sends
         values = {transfer.stage: transfer.values for transfer in transfers}
         channels = self._forward if kind == "forward" else self._backward
@@ -261,13 +236,7 @@ class RankRunner:
                 kept = {value: made[value] for value in values.get(target, ())}
                 self._waiting[kind, source, target, microbatch] = kept
 
-    def _send(
-        self,
-        kind: str,
-        channels: _Channels,
-        edge: tuple[int, int],
-        microbatch: int,
-    ) -> None:
+    def _send(self, kind: str, channels: _Channels, edge: tuple[int, int], microbatch: int) -> None:
         values = self._waiting.pop((kind, *edge, microbatch))
         self.transport.send(_remote(channels, edge), microbatch, values)
 
@@ -298,7 +267,7 @@ def _channel(
     source: Stage, target: int, transfers: Iterable[Transfer], peer: int, group: dist.ProcessGroup | None
 ) -> Channel:
     sent = next((transfer.values for transfer in transfers if transfer.stage == target), ())
-    return channel(f"{source.index}>{target}", peer, tuple(map(source.value, sent)), group)
+    return Channel(f"{source.index}>{target}", peer, messages(tuple(map(source.value, sent))), group)
 
 
 def _peer(action: Action) -> int:

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
-from stagewright.graph import Value
-from stagewright.graph.payload import Message, distinct, messages
+from stagewright.graph.payload import Message, distinct
 from stagewright.schedule.action import SENDS_IN_FLIGHT
 from stagewright.tracing.arguments import DTYPES
 
@@ -36,10 +35,6 @@ class Channel:
 
     def tag(self, microbatch: int, index: int) -> int:
         return zlib.crc32(f"{self.name}/{microbatch}/{index}".encode()) % _TAG_SPACE
-
-
-def channel(name: str, peer: int, values: tuple[Value, ...], group: dist.ProcessGroup | None) -> Channel:
-    return Channel(name, peer, messages(values), group)
 
 
 class Transport:

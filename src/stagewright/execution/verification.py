@@ -44,14 +44,6 @@ OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Of one tensor: the largest difference of an element, relative to its largest element in the plain run."""
-
-    name: str
-    relative: float
-
-
-@dataclass(frozen=True)
 class Verification:
     """How far a pipelined batch is from the plain one."""
 
@@ -59,26 +51,28 @@ class Verification:
     num_layers: int | None
     """Of the copy; None where the model could not be reduced."""
     num_parameters: int
-    dtype: str
     sequence_length: int
-    num_stages: int
+    dtype: str
+    schedule: str
     num_ranks: int
     """Of one replica."""
-    schedule: str
+    num_replicas: int
+    num_stages: int
     loss: float
     loss_difference: float
     """Relative."""
     num_gradients: int
-    num_equal: int
-    """Gradients equal to the last bit."""
-    worst: Difference
+    num_equal_gradients: int
+    """To the last bit."""
+    gradient_difference: float
+    """The largest of an element, relative to the largest element of its gradient, which is that of `worst_parameter`."""
+    worst_parameter: str
     tolerance: float
-    num_replicas: int = 1
 
     @property
     def holds(self) -> bool:
         """Whether loss and every gradient are within the tolerance (a NaN is not)."""
-        return self.loss_difference <= self.tolerance and self.worst.relative <= self.tolerance
+        return self.loss_difference <= self.tolerance and self.gradient_difference <= self.tolerance
 
 
 @dataclass(frozen=True)
@@ -115,7 +109,7 @@ def verify(
         reduced, graph, plain = _train_plainly(original, plan, num_layers, folder, report)
         reduced.save(folder / "plan.json")
         report(f"training it pipelined by {reduced.num_ranks} processes")
-        arguments = [str(folder / "plan.json"), "--out", str(folder)]
+        arguments = [str(folder / "plan.json"), str(folder)]
         start_ranks("stagewright.execution.verification_worker", arguments, range(reduced.num_ranks))
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
     return _judged(reduced, graph, plain, outcome)
@@ -141,8 +135,9 @@ def _judged(reduced: Plan, graph: OperatorGraph, plain: _Plain, outcome: Mapping
         loss=plain.loss,
         loss_difference=abs(outcome["loss"] - plain.loss) / max(abs(plain.loss), 1e-30),
         num_gradients=len(found),
-        num_equal=sum(difference == 0.0 for difference in found.values()),
-        worst=Difference(worst, found[worst]),
+        num_equal_gradients=sum(difference == 0.0 for difference in found.values()),
+        gradient_difference=found[worst],
+        worst_parameter=worst,
         tolerance=TOLERANCES[dtype],
     )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,16 +18,10 @@ _ROUNDING = 1e-4
 """A gradient so many times smaller than the largest is judged by how that one rounds, where ranks share layers."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(plan: str, folder: str) -> int:
     """Run one rank; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m stagewright.execution.verification_worker", description=__doc__
-    )
-    parser.add_argument("plan")
-    parser.add_argument("--out", required=True)
-    options = parser.parse_args(arguments)
     try:
-        work(Path(options.plan), Path(options.out))
+        work(Path(plan), Path(folder))
     except StagewrightError as error:
         report_failure(error)
         return 1
@@ -60,9 +53,8 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
     with safe_open(str(plain), framework="pt") as reader:
         wanted = {name: session.part(name, reader.get_tensor(name)) for name in gradients}
     least = 1e-30
-    if (
-        session.mesh.tp > 1
-    ):  # sums over ranks round otherwise, and some gradients (of a key's bias) are rounding only
+    if session.mesh.tp > 1:
+        # Sums over ranks round otherwise, and some gradients (of a key's bias) are rounding only.
         largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
         least = max(least, largest * _ROUNDING)
     return [(name, largest_difference(gradient, wanted[name], least)) for name, gradient in gradients.items()]
@@ -70,4 +62,4 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
 
 if __name__ == "__main__":
     start_process()
-    end_process(main())
+    end_process(main(*sys.argv[1:]))
