@@ -146,7 +146,7 @@ def _held(session: Session) -> Iterator[_Held]:
     for value, tensor in weights.parameters.items():
         if value not in trained:
             yield _Held(names[value], first, tensor)
-    for value, tensor in session.shards.frozen().items():
+    for value, tensor in session.shards.parts(are_trained=False).items():
         yield _Held(names[value], sharer, tensor)
     for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
         yield _Held(names[value], mesh.rank, weights.tensors[value])

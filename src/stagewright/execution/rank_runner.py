@@ -61,7 +61,6 @@ class RankRunner:
         program: a lowered program (with sends and receives).
         rank: this process's pipeline rank.
         ranks: the global rank of each pipeline rank of this replica.
-        weights: the tensors of this rank.
         loss_scale: the cotangent of each microbatch's loss.
         groups: process groups for forward values and for cotangents; None is the default group.
         watch: told the text of every action before it runs.

@@ -41,7 +41,8 @@ class FlatBuffer:
         if flat.level >= OPTIMIZER:
             self._take_parameters()
         if flat.is_trained and flat.level < GRADIENTS:
-            self._make_gradients()
+            self.gradient = self.open()
+            self.gradient_shard = self.gradient[self.part] if flat.level >= OPTIMIZER else None
         self._gathering: Pending | None = None
         self._summing: tuple[Pending, torch.Tensor] | None = None
         self._crossing: tuple[Pending, torch.Tensor] | None = None
@@ -52,20 +53,21 @@ class FlatBuffer:
             _view(whole, entry).copy_(self.weights.tensors[entry.value])
         if self.flat.level < PARAMETERS:
             self.whole, self.shard = whole, whole[self.part]
-            for entry in self.flat.entries:
-                self.weights.put(entry.value, _view(whole, entry))
+            for value, view in self._values(whole).items():
+                self.weights.put(value, view)
             return
         self.shard = whole[self.part].clone()
         for entry in self.flat.entries:
             self.weights.drop(entry.value)
 
-    def _make_gradients(self) -> None:
-        self.open()
-        assert self.gradient is not None
-        self.gradient_shard = self.gradient[self.part] if self.flat.level >= OPTIMIZER else None
-
     def _zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(num_elements, dtype=dtype, device=self.device)
+
+    def _values(self, whole: torch.Tensor) -> dict[int, torch.Tensor]:
+        return {entry.value: _view(whole, entry) for entry in self.flat.entries}
+
+    def _named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {entry.name: _view(whole, entry) for entry in self.flat.entries}
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -83,7 +85,7 @@ class FlatBuffer:
             self._gathering = None
         if self.whole is None:
             raise RunError(f"the parameters of {self} are used before they are gathered")
-        return {entry.name: _view(self.whole, entry) for entry in self.flat.entries}
+        return self._named(self.whole)
 
     def release(self) -> None:
         """Drop the whole parameters."""
@@ -92,11 +94,11 @@ class FlatBuffer:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self) -> torch.Tensor:
         """Make a whole buffer to add gradients up in."""
         self.gradient = self._zeros(self.flat.num_elements, self.gradient_dtype)
-        views = {entry.value: _view(self.gradient, entry) for entry in self.flat.entries}
-        self.weights.accumulate_into(views)
+        self.weights.accumulate_into(self._values(self.gradient))
+        return self.gradient
 
     def reduce(self) -> None:
         """Start to sum the gradients over the replicas; a buffer of sharded gradients takes no more."""
@@ -106,10 +108,13 @@ class FlatBuffer:
         if self.flat.level >= GRADIENTS:
             self.gradient = None
             self.weights.close(self.flat.values)
-        if self.flat.level >= OPTIMIZER:
-            self._summing = self.replicas.scatter_sum(wire, wire[self.part], doing), wire
-        else:
-            self._summing = self.replicas.sum(wire, doing), wire
+        is_sharded = self.flat.level >= OPTIMIZER
+        pending = (
+            self.replicas.scatter_sum(wire, wire[self.part], doing)
+            if is_sharded
+            else self.replicas.sum(wire, doing)
+        )
+        self._summing = pending, wire
 
     def settle(self) -> None:
         """Wait for the sum and put it where the optimizer looks."""
@@ -163,14 +168,14 @@ class FlatBuffer:
             whole = self._zeros(self.flat.num_elements, self.gradient_dtype)
             self.replicas.gather(whole, shard, f"gathering gradients of {self}").wait()
         assert whole is not None
-        return {entry.value: _view(whole, entry) for entry in self.flat.entries}
+        return self._values(whole)
 
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """The parameters of all replicas by name, in memory of their own; every replica must ask."""
         assert self.shard is not None
         whole = torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.device)
         self.replicas.gather(whole, self.shard, f"gathering parameters of {self}").wait()
-        return {entry.name: _view(whole, entry) for entry in self.flat.entries}
+        return self._named(whole)
 
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> Iterable[torch.Tensor]:
         """This replica's part of the sum, without parameters that others count: ranks that share layers hold some of
@@ -238,26 +243,17 @@ class Shards:
 
     def before(self, moves: Moves) -> None:
         """What an action does with the buffers, but for handing parameters to its stage."""
-        for flat in moves.settles:
-            self.buffers[flat].settle()
-        for flat in moves.crosses:
-            self.buffers[flat].cross()
-        for flat in moves.releases:
-            self.buffers[flat].release()
-        for flat in moves.gathers:
-            self.buffers[flat].gather()
-        for flat in moves.opens:
-            self.buffers[flat].open()
-        for flat in moves.reduces:
-            self.buffers[flat].reduce()
+        for flats, operation in (
+            (moves.settles, FlatBuffer.settle), (moves.crosses, FlatBuffer.cross), (moves.releases, FlatBuffer.release),
+            (moves.gathers, FlatBuffer.gather), (moves.opens, FlatBuffer.open), (moves.reduces, FlatBuffer.reduce),
+        ):  # fmt: skip
+            for flat in flats:
+                operation(self.buffers[flat])
 
     def parameters(self, stage: int) -> dict[str, torch.Tensor]:
         """The gathered parameters of `stage` by name, once they are there."""
-        found: dict[str, torch.Tensor] = {}
-        for flat in self.flats:
-            if flat.level >= PARAMETERS and stage in flat.stages:
-                found.update(self.buffers[flat].gathered())
-        return found
+        flats = (flat for flat in self.flats if flat.level >= PARAMETERS and stage in flat.stages)
+        return {name: tensor for flat in flats for name, tensor in self.buffers[flat].gathered().items()}
 
     def end_batch(self, moves: Moves) -> None:
         """Sum what no REDUCE has summed, and wait for all sums."""
@@ -280,20 +276,12 @@ class Shards:
         for buffer in updated:
             buffer.gathered()
 
-    def parts(self) -> dict[int, torch.Tensor]:
-        """This rank's parts of trained parameters, by the first parameter of each flat buffer."""
+    def parts(self, are_trained: bool = True) -> dict[int, torch.Tensor]:
+        """This rank's shards of parameters, of those that are trained or of the others, by the first of each buffer."""
         return {
             flat.values[0]: buffer.shard
             for flat, buffer in self.buffers.items()
-            if flat.is_trained and buffer.shard is not None
-        }
-
-    def frozen(self) -> dict[int, torch.Tensor]:
-        """This rank's parts of parameters that are not trained, by the first of each flat buffer."""
-        return {
-            flat.values[0]: buffer.shard
-            for flat, buffer in self.buffers.items()
-            if not flat.is_trained and buffer.shard is not None
+            if flat.is_trained == are_trained and buffer.shard is not None
         }
 
     def whole_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -312,11 +300,8 @@ class Shards:
 
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> list[torch.Tensor]:
         """What `gradient_parts` hold of the parameters that this rank counts in a norm over the whole model."""
-        found: list[torch.Tensor] = []
-        for buffer in self.buffers.values():
-            if buffer.gradient_shard is not None:
-                found += buffer.counted_gradients(is_counted)
-        return found
+        buffers = (buffer for buffer in self.buffers.values() if buffer.gradient_shard is not None)
+        return [part for buffer in buffers for part in buffer.counted_gradients(is_counted)]
 
     def is_sharded(self, parameter: int) -> bool:
         """Whether each replica updates a part of `parameter` only."""
