@@ -22,11 +22,8 @@ WithModel = Annotated[
 
 
 def allow_model(plan: Plan, with_model: bool, what: str) -> None:
-    """Lets the model of `plan` be built; says which code that runs.
-
-    Raises:
-        InputError: it is a factory, and `with_model` was not given; `what` needs it.
-    """
+    """Lets the model of `plan` be built; says which code that runs. Raises `InputError` where it is a factory, and
+    `with_model` was not given; `what` needs it."""
     if not plan.model.is_code:
         return
     if not with_model:

@@ -37,11 +37,8 @@ class LayerCosts:
 
 
 def read_cost_table(path: Path) -> list[LayerCosts]:
-    """The rows of a CSV file with a header, or of a JSON list of objects, in the order of the model.
-
-    Raises:
-        InputError: names the file, the row and what is wrong with it.
-    """
+    """The rows of a CSV file with a header, or of a JSON list of objects, in the order of the model. Raises `InputError`
+    with the file, the row and what is wrong with it."""
     rows = read_json(path, "cost table") if path.suffix == ".json" else read_csv_table(path, "cost table")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} has no rows: write one per layer, with {', '.join(_REQUIRED)}")
@@ -66,11 +63,8 @@ def layer_table(rows: Sequence[LayerCosts]) -> LayerTable:
 def stage_costs(layers: Sequence[LayerCosts], num_stages: int) -> StageCosts:
     """Costs of `num_stages` stages of consecutive layers, the slowest as fast as can be.
 
-    Parameters count as the bytes that are always there; transfers are not part of it.
-
-    Raises:
-        InputError: fewer layers than stages.
-    """
+    Parameters count as the bytes that are always there; transfers are not part of it. Raises `InputError` where there are
+    fewer layers than stages."""
     from stagewright.simulation import StageCosts
 
     if len(layers) < num_stages:

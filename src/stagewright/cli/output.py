@@ -41,11 +41,8 @@ def timetable(timeline: Timeline) -> list[RenderableType]:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuses a path that could not be written, before the work that would be lost.
-
-    Raises:
-        InputError: the folder is missing or read-only, or `path` is a folder, a link or a device.
-    """
+    """Refuses a path that could not be written, before the work that would be lost. Raises `InputError` where the folder is
+    missing or read-only, or `path` is a folder, a link or a device."""
     if path is None:
         return
     check_target(path)

@@ -173,11 +173,8 @@ def _counts(text: str | None, option: str, what: str, least: int) -> tuple[int, 
 
 
 def read_job(path: Path | None, **options: Any) -> Job:
-    """The job of a file with the given options in place; options that are None were not given.
-
-    Raises:
-        InputError: a missing or wrong key, in the words of the command line where no file was given.
-    """
+    """The job of a file with the given options in place; options that are None were not given. Raises `InputError` for a
+    missing or wrong key, in the words of the command line where no file was given."""
     from stagewright.planning.job import load_job
 
     given = {key: value for key, value in options.items() if value is not None}
@@ -202,11 +199,8 @@ def check_one_length(job: Job, what: str) -> None:
 
 
 def cluster_of(plan: Plan, name: str | None) -> Cluster:
-    """The cluster `name`, or the one the plan was made for.
-
-    Raises:
-        InputError: no such cluster, or a plan that describes none, for one that is not in the catalog.
-    """
+    """The cluster `name`, or the one the plan was made for. Raises `InputError` where there is no such cluster, or the
+    plan describes none and that is not in the catalog."""
     from stagewright.cluster import load_cluster
 
     return plan.cluster.load() if name is None else load_cluster(name)

@@ -37,11 +37,8 @@ class Costing(NamedTuple):
 def costing_of(
     asked: Asked, promise: Promise | None, name: str, rank_of_stage: Sequence[int] = ()
 ) -> Costing:
-    """The costs that are asked for, and for the rest those that `promise` of the program `name`, placed so, states.
-
-    Raises:
-        InputError: the table cannot be used, or has other layers than the promise is for.
-    """
+    """The costs that are asked for, and for the rest those that `promise` of the program `name`, placed so, states. Raises
+    `InputError` where the table cannot be used, or has other layers than the promise is for."""
     if promise is None:
         return _unstated(asked, name)
     transfers: Transfers = promise.transfers if asked.transfer is None else asked.transfer

@@ -56,11 +56,8 @@ def check_ending(path: Path | None) -> None:
 
 
 def program_text(path: Path, program: Program, promise: Promise) -> str:
-    """What is written to `path`, whose ending `check_ending` has seen; see `lost_in`.
-
-    Raises:
-        ScheduleError: the format does not have some action of the program.
-    """
+    """What is written to `path`, whose ending `check_ending` has seen; see `lost_in`. Raises `ScheduleError` where the
+    format does not have some action of the program."""
     if path.suffix == ".txt":
         return program.to_text()
     if path.suffix == ".csv":

@@ -61,12 +61,9 @@ def is_due(step: int, num_steps: int, every: int | None) -> bool:
 
 
 def save(session: Session, folder: Path, step: int) -> Path:
-    """Write the state after `step` steps to ``folder/step-...``; every rank must call this.
-
-    Raises:
-        RunError: a rank cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left then,
-            and the ones before are as they were.
-    """
+    """Write the state after `step` steps to ``folder/step-...``; every rank must call this. Raises `RunError` where a rank
+    cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left then, and the ones before
+    are as they were."""
     session.watch(f"writing the checkpoint of step {step}")
     final = folder / folder_name(step)
     scratch = folder / f".{final.name}{UNFINISHED}"

@@ -57,11 +57,8 @@ def steps_of(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The checkpoint after the most steps, if all its files are there; None where there is none.
-
-    Raises:
-        InputError: it is damaged or of another version; says which is the newest whole one before it.
-    """
+    """The checkpoint after the most steps, if all its files are there; None where there is none. Raises `InputError` where
+    it is damaged or of another version; says which is the newest whole one before it."""
     found = steps_of(folder)
     if not found:
         return None
@@ -103,11 +100,8 @@ class Verified:
 
 
 def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
-    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first.
-
-    Raises:
-        InputError: there is none.
-    """
+    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
+    none."""
     found = (
         [folder] if (folder / MANIFEST).exists() or _STEP.fullmatch(folder.name) else steps_of(folder)[::-1]
     )
@@ -142,13 +136,9 @@ class Checkpointing:
 
 
 def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Path | None = None) -> None:
-    """Before any process is started.
-
-    Raises:
-        InputError: the options do not go together; there is nothing to go on from, or it is damaged, of another plan or
-            data, or of as many steps as are asked for; or a run that starts afresh would mix its checkpoints with those of
-            another.
-    """
+    """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
+    from, or it is damaged, of another plan or data, or of as many steps as are asked for; or a run that starts afresh
+    would mix its checkpoints with those of another."""
     asked.check()
     if asked.folder is None:
         return

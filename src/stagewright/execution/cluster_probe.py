@@ -42,11 +42,8 @@ class _Found:
 
 @contextmanager
 def joined(device: str, time_limit_s: float) -> Iterator[torch.device]:
-    """Inside, this process is a rank of the group that a launcher has described; gives its device.
-
-    Raises:
-        InputError: no launcher, or a device that is not there.
-    """
+    """Inside, this process is a rank of the group that a launcher has described; gives its device. Raises `InputError`
+    where there is no launcher or no such device."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise InputError(
             "probe --cluster is a rank of a launcher: start it on every host, e.g. with "

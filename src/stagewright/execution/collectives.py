@@ -37,11 +37,8 @@ class Pending:
     doing: str
 
     def wait(self) -> None:
-        """Until its result may be used; on a GPU, by what is asked for from now on.
-
-        Raises:
-            RunError: a replica is gone.
-        """
+        """Until its result may be used; on a GPU, by what is asked for from now on. Raises `RunError` where a replica is
+        gone."""
         try:
             self.work.wait()
         except RuntimeError as error:

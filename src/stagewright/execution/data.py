@@ -27,11 +27,8 @@ class Batches(Protocol):
 
 
 class TextBatches:
-    """Windows at random places of a text; bytes are tokens. A ``.npy`` file holds token ids instead.
-
-    Raises:
-        InputError: the file cannot be read or is shorter than one sample.
-    """
+    """Windows at random places of a text; bytes are tokens. A ``.npy`` file holds token ids instead. Raises `InputError`
+    where the file cannot be read or is shorter than one sample."""
 
     def __init__(
         self, path: str | Path, sequence_length: int, seed: int, vocabulary: int | None = None

@@ -48,10 +48,7 @@ class DataIdentity(StrictModel):
 
 def tokens_of(data: str | Path) -> np.ndarray:
     """The tokens of a data file in one row, read when they are looked at: of a ``.npy`` its numbers, of a text its bytes.
-
-    Raises:
-        InputError: it cannot be read or holds no integers.
-    """
+    Raises `InputError` where it cannot be read or holds no integers."""
     path = Path(data)
     try:
         if path.suffix == ".npy":
@@ -72,11 +69,7 @@ def tokens_of(data: str | Path) -> np.ndarray:
 
 
 def identity_of(data: str | Path | None) -> DataIdentity:
-    """Of a data file, or of synthetic samples where there is none.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """Of a data file, or of synthetic samples where there is none. Raises `InputError` where the file cannot be read."""
     if data is None:
         return DataIdentity(kind="synthetic")
     path, tokens = Path(data), tokens_of(data)

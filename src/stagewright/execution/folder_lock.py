@@ -30,11 +30,8 @@ _held: set[tuple[int, Path]] = set()
 @contextmanager
 def in_use(path: str | Path | None, option: str) -> Iterator[None]:
     """Inside, folder `path` is this run's alone; it is made if there is none. Under a launcher the first rank holds it.
-
-    Raises:
-        InputError: another process has it, whose number, host and start are named, or nothing can be written there; `option`
-            is where another folder is given.
-    """
+    Raises `InputError` where another process has it, whose number, host and start are named, or nothing can be written
+    there; `option` is where another folder is given."""
     if path is None:
         yield
         return
@@ -102,11 +99,7 @@ _LAUNCHER = "launcher"
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A new one for the run that this process starts.
-
-    Raises:
-        InputError: there is no place for it.
-    """
+    """A new one for the run that this process starts. Raises `InputError` where there is no place for it."""
     _remove_abandoned(Path(tempfile.gettempdir()))
     try:
         folder = private_folder(tempfile.mkdtemp(prefix=_PREFIX))

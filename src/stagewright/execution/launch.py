@@ -111,11 +111,8 @@ def starting(plan: Plan, kind: str, num_steps: int) -> str:
 
 
 def refuse_what_is_not_run(plan: Plan, source: str) -> None:
-    """Before any process is started.
-
-    Raises:
-        InputError: the plan is one that is predicted only; `source` is where it came from.
-    """
+    """Before any process is started. Raises `InputError` where the plan is one that is predicted only; `source` is where it
+    came from."""
     if plan.cp > 1:
         raise InputError(f"{source}: context parallelism is predicted, not run: plan without --cp")
     if plan.ep > 1:

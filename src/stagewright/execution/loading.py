@@ -29,11 +29,8 @@ def starting_tensors(
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers of `stages` by name: as they are `stored`, or from the seed where nothing is.
 
-    Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter.
-
-    Raises:
-        InputError: a parameter is in none of the files, or cannot be read.
-    """
+    Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter. Raises `InputError`
+    where a parameter is in none of the files, or cannot be read."""
     parameters = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.parameters)
     buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
     found: dict[str, torch.Tensor] = {}
@@ -106,11 +103,8 @@ class StoredWeights:
         return bool(parts_of(_key(name), self._files.where, self._method))
 
     def read(self, name: str) -> torch.Tensor:
-        """Tensor `name` of the model, of its shape and type.
-
-        Raises:
-            InputError: it is in no file, cannot be read, or is stored as something else.
-        """
+        """Tensor `name` of the model, of its shape and type. Raises `InputError` where it is in no file, cannot be read, or
+        is stored as something else."""
         key, layout = _key(name), self._layouts[name]
         parts = parts_of(key, self._files.where, self._method)
         if not parts:
@@ -177,11 +171,8 @@ def dequantised(
 ) -> torch.Tensor:
     """Tensor `key` of the stored `parts` (`stagewright.execution.quantised.parts_of`); `said` is the config's scheme.
 
-    The result need not be of type `dtype`, which is what it is wanted as.
-
-    Raises:
-        InputError: weights and scales do not fit each other.
-    """
+    The result need not be of type `dtype`, which is what it is wanted as. Raises `InputError` where weights and scales do
+    not fit each other."""
     if len(parts) == 1:
         return parts[0]
     one, scales = parts

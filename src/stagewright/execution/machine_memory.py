@@ -24,11 +24,8 @@ def machine_bytes() -> int:
 
 def refuse_without_room(plan: Plan) -> None:
     """Before the processes of a plan are started on the CPU of this machine, all of them: the system would not refuse them
-    memory but end one of them, or of somebody else's, when there is no more.
-
-    Raises:
-        InputError: what the ranks are predicted to have at their peaks is more than the machine has.
-    """
+    memory but end one of them, or of somebody else's, when there is no more. Raises `InputError` where their predicted
+    peaks together are more than the machine has."""
     replicas = plan.dp * plan.tp
     needed = replicas * sum(rank.allocated_peak_bytes + rank.host_bytes for rank in plan.predictions.ranks)
     available = machine_bytes()

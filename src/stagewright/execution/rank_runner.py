@@ -134,11 +134,8 @@ class RankRunner:
             runner.drop()
 
     def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
-        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards.
-
-        Raises:
-            RunError: an action failed; names the action and what it waited for.
-        """
+        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. Raises `RunError`
+        where an action failed; names the action and what it waited for."""
         result = BatchResult(stopwatch=self.stopwatch)
         self.stopwatch.begin()
         self.weights.begin_step()

@@ -212,12 +212,9 @@ def finite(value: float) -> float | None:
 def timeline_of(record: Record, plan: Plan, replica: int = 0) -> Timeline:
     """When the computations of a run's last step, of its longest length, took place on the ranks of one replica.
 
-    Seconds by the first rank's clock, from the start of the first computation; between ranks they are wrong by at
-    most `clock_error_seconds`. An action starts when what it needs has arrived, so waiting is idle time.
-
-    Raises:
-        InputError: the record is not of a run of `plan`, or of none of its steps.
-    """
+    Seconds by the first rank's clock, from the start of the first computation; between ranks they are wrong by at most
+    `clock_error_seconds`. An action starts when what it needs has arrived, so waiting is idle time. Raises `InputError`
+    where the record is not of a run of `plan`, or of none of its steps."""
     if not record.timed_steps:
         raise InputError("the record has no step, so nothing was measured: run the plan for 3 steps or more")
     program = stage_program(plan)

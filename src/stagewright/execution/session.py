@@ -167,11 +167,8 @@ class Session:
         )  # fmt: skip
 
     def _at_length(self, length: int) -> AtLength:
-        """The model for samples of `length` tokens, cut as the plan says, on this rank's weights.
-
-        Raises:
-            PlanError: it has other operators than for the longest.
-        """
+        """The model for samples of `length` tokens, cut as the plan says, on this rank's weights. Raises `PlanError` where
+        it has other operators than for the longest."""
         self.watch(f"tracing for {length} tokens")
         asked = self.plan.at_length(length)
         graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **asked.traced())
@@ -330,11 +327,8 @@ class Session:
 
 
 def _agreed_data(data: str | Path | None) -> DataIdentity:
-    """What all ranks are trained on; every rank must call this.
-
-    Raises:
-        InputError: files of the same path differ between hosts.
-    """
+    """What all ranks are trained on; every rank must call this. Raises `InputError` where files of the same path differ
+    between hosts."""
     own = identity_of(data)
     told = [DataIdentity(**one) for one in exchange(own.model_dump())]
     for rank, other in enumerate(told):

@@ -225,11 +225,8 @@ Report = Callable[[str], None]
 
 
 def reduced_model(original: ModelReference, num_stages: int, num_layers: int | None) -> ModelReference:
-    """The model with as many layers as there are stages, and at least two (or `num_layers`); a factory as it is.
-
-    Raises:
-        InputError: a factory is asked for another number of layers, or more layers are wanted than there are.
-    """
+    """The model with as many layers as there are stages, and at least two (or `num_layers`); a factory as it is. Raises
+    `InputError` where a factory is asked for another number of layers, or more layers are wanted than there are."""
     have = layers_of(original)
     if have is None:
         if num_layers is not None:
@@ -266,10 +263,7 @@ def reduced_plan(
     plan: Plan, original: ModelReference, reference: ModelReference, dtype: Dtype, report: Report
 ) -> tuple[Plan, OperatorGraph]:
     """`plan` for two replicas at most of the reduced model, with at most two samples a microbatch; and the model's graph.
-
-    Raises:
-        PlanError: the reduced model cannot be cut into as many stages.
-    """
+    Raises `PlanError` where the reduced model cannot be cut into as many stages."""
     microbatch_size = min(plan.microbatch_size, MAX_MICROBATCH_SIZE)
     dp = min(plan.dp, MAX_REPLICAS)
     job = Job(
@@ -324,11 +318,8 @@ def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[flo
 
 
 def scaled_cuts(fractions: list[float], graph: OperatorGraph) -> list[int]:
-    """Legal, increasing cut positions of `graph`, each as near as can be to its fraction of the body.
-
-    Raises:
-        PlanError: there are fewer legal cuts.
-    """
+    """Legal, increasing cut positions of `graph`, each as near as can be to its fraction of the body. Raises `PlanError`
+    where there are fewer legal cuts."""
     size, found = len(graph.body), [0]
     for index, fraction in enumerate(fractions):
         last = size - (len(fractions) - index)  # leaves a place for each cut to come

@@ -285,11 +285,7 @@ def byte_ticks(extent: float, most: int) -> list[float]:
 
 
 def png_image(svg: str, *, zoom: float = 2.0) -> bytes:
-    """The PNG of an SVG document, `zoom` pixels per unit.
-
-    Raises:
-        InputError: the renderer is not installed.
-    """
+    """The PNG of an SVG document, `zoom` pixels per unit. Raises `InputError` where the renderer is not installed."""
     try:
         import resvg_py
     except ImportError:
