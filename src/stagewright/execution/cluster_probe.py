@@ -92,7 +92,11 @@ def probe_cluster(
     nodes = _nodes(exchange(_host()))
     if base is not None:
         _check_base(base, nodes)
-    measurements = None if base is not None else _measure_device(device, seconds_per_figure, progress)
+    measurements = None
+    if base is None:
+        watch, measurements = Stopwatch(device, seconds_per_figure, dist.barrier), Measurements()
+        measure_compute(watch, measurements, lambda what, done: progress(what, done / 2))
+        measure_posting(watch, measurements)
     links = measure_links(nodes, device, seconds_per_figure / 2, progress)
     progress("collectives", 0.9)
     own = next(ranks for ranks in nodes if rank in ranks)
@@ -136,40 +140,28 @@ def _check_base(base: Cluster, nodes: list[list[int]]) -> None:
         )
 
 
-def _measure_device(device: torch.device, seconds_per_figure: float, progress: Progress) -> Measurements:
-    watch, found = Stopwatch(device, seconds_per_figure, dist.barrier), Measurements()
-    measure_compute(watch, found, lambda what, done: progress(what, done / 2))
-    measure_posting(watch, found)
-    return found
-
-
 # -- from what the ranks found to a description -----------------------------------------------------------------------
 
 
 def _described(found: list[_Found], nodes: list[list[int]], base: Cluster | None) -> Cluster:
     source = found[0].source
-    groups = base.nodes if base is not None else _node_groups(found, nodes)
+    links = {(link.sender, link.receiver): link for one in found for link in one.links}
+
+    def matrix(name: str) -> tuple[tuple[float, ...], ...]:
+        ranks = range(len(found))
+        return tuple(tuple(getattr(links.get((a, b)), name, 0.0) for b in ranks) for a in ranks)
+
+    measured = MeasuredBandwidth(
+        between="ranks",
+        bandwidth=matrix("bandwidth"),
+        latency_s=matrix("latency_s"),
+        sources={"bandwidth": source, "latency_s": source},
+    )
     return Cluster(
         name=base.name if base is not None else "probed",
-        nodes=groups,
-        measured=_measured(found, source),
+        nodes=base.nodes if base is not None else _node_groups(found, nodes),
+        measured=measured,
         collectives=_collectives(found, nodes, source),
-    )
-
-
-def _measured(found: list[_Found], source: str) -> MeasuredBandwidth:
-    size = len(found)
-    bandwidth = [[0.0] * size for _ in range(size)]
-    latency = [[0.0] * size for _ in range(size)]
-    for one in found:
-        for link in one.links:
-            bandwidth[link.sender][link.receiver] = link.bandwidth
-            latency[link.sender][link.receiver] = link.latency_s
-    return MeasuredBandwidth(
-        between="ranks",
-        bandwidth=tuple(map(tuple, bandwidth)),
-        latency_s=tuple(map(tuple, latency)),
-        sources={"bandwidth": source, "latency_s": source},
     )
 
 
@@ -187,16 +179,13 @@ def _collectives(found: list[_Found], nodes: list[list[int]], source: str) -> tu
     return tuple(
         MeasuredCollective.model_validate(
             {
-                "operation": name,
-                "spans": spans,
-                "num_ranks": size,
-                "num_bytes": [num_bytes for num_bytes, _ in points],
-                "seconds": [seconds for _, seconds in points],
+                "operation": name, "spans": spans, "num_ranks": size,
+                "num_bytes": [num_bytes for num_bytes, _ in points], "seconds": [seconds for _, seconds in points],
                 "sources": {"seconds": source, "num_bytes": source},
             }
         )
         for spans, size, name, points in curves
-    )
+    )  # fmt: skip
 
 
 def _node_groups(found: list[_Found], nodes: list[list[int]]) -> tuple[NodeGroup, ...]:
@@ -206,25 +195,23 @@ def _node_groups(found: list[_Found], nodes: list[list[int]]) -> tuple[NodeGroup
         kind: _device_of(found, [nodes[node] for node, one in enumerate(kinds) if one == kind])
         for kind in set(kinds)
     }
+    node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    links = [link for one in found for link in one.links]
+    across = [link for link in links if node_of[link.sender] != node_of[link.receiver]]
     groups = []
     for kind, run in groupby(range(len(nodes)), key=lambda node: kinds[node]):
-        members = list(run)
-        group = made[kind]
+        members, group = list(run), made[kind]
         name = "local" if len(made) == 1 else f"local-{kind}"
-        device = group.device.model_copy(update={"name": name})
-        link = _network(found, nodes)
+        nics = "guess: the measured links are what counts"
         groups.append(
             NodeGroup(
                 count=len(members),
                 devices_per_node=len(nodes[members[0]]),
                 num_nics=1,
-                device=device,
+                device=group.device.model_copy(update={"name": name}),
                 intra_node=group.intra_node,
-                inter_node=link,
-                sources={
-                    "devices_per_node": found[0].source,
-                    "num_nics": "guess: the measured links are what counts",
-                },
+                inter_node=_middle(across or links, found[0].source),
+                sources={"devices_per_node": found[0].source, "num_nics": nics},
             )
         )
     return tuple(groups)
@@ -269,18 +256,9 @@ def _device_of(found: list[_Found], nodes: list[list[int]]) -> NodeGroup:
     return group.model_copy(update={"intra_node": link, "devices_per_node": size})
 
 
-def _network(found: list[_Found], nodes: list[list[int]]) -> Link:
-    """The middle link between nodes."""
-    node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-    across = [link for one in found for link in one.links if node_of[link.sender] != node_of[link.receiver]]
-    return _middle(across or [link for one in found for link in one.links], found[0].source)
-
-
 def _middle(links: list[LinkCurve], source: str) -> Link:
-    latencies = sorted(link.latency_s for link in links)
-    bandwidths = sorted(link.bandwidth for link in links)
-    return Link(
-        latency_s=latencies[len(links) // 2],
-        bandwidth=bandwidths[len(links) // 2],
-        sources={"latency_s": source, "bandwidth": source},
-    )
+    figures = {
+        name: sorted(getattr(link, name) for link in links)[len(links) // 2]
+        for name in ("latency_s", "bandwidth")
+    }
+    return Link(**figures, sources=dict.fromkeys(figures, source))

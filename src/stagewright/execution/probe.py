@@ -22,17 +22,11 @@ import torch.multiprocessing as mp
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, RunError, wants_traceback
+from stagewright.execution import probe_measurements as measuring
 from stagewright.execution.allocation import keep_freed_memory
 from stagewright.execution.machine_use import watch_others
 from stagewright.execution.probe_description import describe
-from stagewright.execution.probe_measurements import (
-    MESSAGE_PHASE,
-    Measurements,
-    Stopwatch,
-    measure_compute,
-    measure_messages,
-    measure_posting,
-)
+from stagewright.execution.probe_measurements import Measurements, Stopwatch
 from stagewright.machine import num_cores
 
 Progress = Callable[[str, float], None]
@@ -168,12 +162,12 @@ def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> 
         watch = Stopwatch(device, request.seconds_per_figure, meet)
         found = Measurements()
         if rank < request.processes:
-            measure_compute(watch, found, lambda what, done: pipe.send(("phase", (what, done))))
+            measuring.measure_compute(watch, found, lambda what, done: pipe.send(("phase", (what, done))))
         dist.barrier()
-        pipe.send(("phase", (MESSAGE_PHASE, 1.0)))
-        measure_messages(watch, found)
+        pipe.send(("phase", (measuring.MESSAGE_PHASE, 1.0)))
+        measuring.measure_messages(watch, found)
         if request.processes == request.world:
-            measure_posting(watch, found)
+            measuring.measure_posting(watch, found)
         dist.barrier()
         pipe.send(("found", found))
         dist.destroy_process_group()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
@@ -75,14 +75,6 @@ class Verification:
         return self.loss_difference <= self.tolerance and self.gradient_difference <= self.tolerance
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """The plain run: its loss, and its gradients in a file."""
-
-    loss: float
-    num_parameters: int
-
-
 def verify(
     model: str, plan: Plan, num_layers: int | None = None, report: Report = lambda text: None
 ) -> Verification:
@@ -106,34 +98,30 @@ def verify(
         )
     with tempfile.TemporaryDirectory(prefix="stagewright-verify-") as scratch:
         folder = Path(scratch)
-        reduced, graph, plain = _train_plainly(original, plan, num_layers, folder, report)
+        reduced, graph, loss, num_parameters = _train_plainly(original, plan, num_layers, folder, report)
         reduced.save(folder / "plan.json")
         report(f"training it pipelined by {reduced.num_ranks} processes")
         arguments = [str(folder / "plan.json"), str(folder)]
         start_ranks("stagewright.execution.verification_worker", arguments, range(reduced.num_ranks))
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-    return _judged(reduced, graph, plain, outcome)
-
-
-def _judged(reduced: Plan, graph: OperatorGraph, plain: _Plain, outcome: Mapping[str, Any]) -> Verification:
     dtype = reduced.job.torch_name
     found = _worst_of_each(outcome["differences"])
-    missing = sorted(set(_trained(graph)) - found.keys())
-    if missing:
+    values = (graph.values[value] for value in graph.gradients)
+    if missing := sorted({value.name for value in values if value.origin == "parameter"} - found.keys()):
         raise RunError(f"no rank holds the gradient of '{missing[0]}'")
     worst = max(found, key=lambda name: _order(found[name]))
     return Verification(
         model=reduced.model.name,
         num_layers=layers_of(resolve(reduced.model.text, reduced.model.overrides)),
-        num_parameters=plain.num_parameters,
+        num_parameters=num_parameters,
         dtype=dtype,
         sequence_length=reduced.job.sequence_length,
         num_stages=reduced.num_stages,
         num_ranks=reduced.pp * reduced.tp,
         num_replicas=reduced.dp,
         schedule=reduced.schedule,
-        loss=plain.loss,
-        loss_difference=abs(outcome["loss"] - plain.loss) / max(abs(plain.loss), 1e-30),
+        loss=loss,
+        loss_difference=abs(outcome["loss"] - loss) / max(abs(loss), 1e-30),
         num_gradients=len(found),
         num_equal_gradients=sum(difference == 0.0 for difference in found.values()),
         gradient_difference=found[worst],
@@ -161,8 +149,9 @@ def _order(difference: float) -> float:
 
 def _train_plainly(
     original: ModelReference, plan: Plan, num_layers: int | None, folder: Path, report: Report
-) -> tuple[Plan, OperatorGraph, _Plain]:
-    """The reduced plan, its graph and the plain run: in float64, or in float32 where an operator lacks float64."""
+) -> tuple[Plan, OperatorGraph, float, int]:
+    """The reduced plan, its graph, the loss of the plain run and how many parameters it trained: in float64, or in float32
+    where an operator lacks float64."""
     reference = reduced_model(original, plan.num_stages, num_layers)
     if plan.tp > 1:
         reference = without_dropout(reference)
@@ -170,7 +159,7 @@ def _train_plainly(
     for dtype in dtypes:
         try:
             reduced, graph = reduced_plan(plan, original, reference, dtype, report)
-            return reduced, graph, _plain(reduced, reference, graph, folder, report)
+            return reduced, graph, *_plain(reduced, reference, graph, folder, report)
         except (StagewrightError, RuntimeError) as error:
             if dtype != dtypes[-1]:
                 continue  # an operator without a float64 kernel; whatever else it is comes again
@@ -182,7 +171,7 @@ def _train_plainly(
 
 def _plain(
     plan: Plan, reference: ModelReference, graph: OperatorGraph, folder: Path, report: Report
-) -> _Plain:
+) -> tuple[float, int]:
     """One batch under autograd, microbatch after microbatch; gradients go to a file, under every name they have."""
     job, count = plan.job, plan.num_microbatches * plan.dp
     built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
@@ -199,13 +188,7 @@ def _plain(
     named = built.module.named_parameters(remove_duplicate=True)
     gradients = {name: p.grad.contiguous() for name, p in named if p.grad is not None}
     save_file(gradients, folder / PLAIN)
-    return _Plain(total, num_parameters)
-
-
-def _trained(graph: OperatorGraph) -> list[str]:
-    return [
-        graph.values[value].name for value in graph.gradients if graph.values[value].origin == "parameter"
-    ]
+    return total, num_parameters
 
 
 def largest_difference(found: torch.Tensor, wanted: torch.Tensor, least: float = 1e-30) -> float:
@@ -216,9 +199,7 @@ def largest_difference(found: torch.Tensor, wanted: torch.Tensor, least: float =
     return float((found - wanted).abs().max()) / scale
 
 
-MAX_SEQUENCE_LENGTH = 64
-MAX_MICROBATCH_SIZE = 2
-MAX_REPLICAS = 2
+MAX_SEQUENCE_LENGTH, MAX_MICROBATCH_SIZE, MAX_REPLICAS = 64, 2, 2
 
 Dtype = Literal["fp64", "fp32"]
 Report = Callable[[str], None]
@@ -281,19 +262,15 @@ def reduced_plan(
         stage_cuts(plan, graph)  # raises for a cut that the graph does not have
     else:
         names = cut_names(graph, scaled_cuts(_fractions(plan, original, report), graph))
-        plan = _resharded(_without_names(plan), names, graph)
+        # Policies that name no operators: a stage that recomputes some values recomputes all between its layers.
+        policies = (
+            policy if isinstance(policy, str) else "layers" if policy.recompute else "keep"
+            for policy in plan.memory_policy
+        )
+        plan = _resharded(plan.model_copy(update={"memory_policy": tuple(policies)}), names, graph)
     changes = {"model": ModelSection.of(reference), "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
         "loss_pieces": pieces, "reduce_dtype": None, "shard_size": None, "shorter_lengths": (), "devices": ()}  # fmt: skip
     return Plan.model_validate(plan.model_copy(update=changes).model_dump()), graph
-
-
-def _without_names(plan: Plan) -> Plan:
-    """`plan` with policies that name no operators: a stage that recomputes some values recomputes all between its layers."""
-    policies = [
-        policy if isinstance(policy, str) else "layers" if policy.recompute else "keep"
-        for policy in plan.memory_policy
-    ]
-    return plan.model_copy(update={"memory_policy": tuple(policies)})
 
 
 def _resharded(plan: Plan, names: tuple[str, ...], graph: OperatorGraph) -> Plan:

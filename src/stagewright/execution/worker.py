@@ -62,7 +62,7 @@ def work(
     with member(device, Limits(timeout, start_timeout), loaded.rank_on(launched)) as (watch, target):
         import torch
 
-        from stagewright.execution.checkpoint import is_due, restore, save
+        from stagewright.execution.checkpoint import restore, save
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.record import Record, StepLog, finite
@@ -85,9 +85,9 @@ def work(
             watch.num_steps = step + 1
             if log is not None:
                 log(step, result)
-            if checkpoint is not None and (
-                is_due(step + 1, num_steps, checkpoint_every) or result.is_last_asked
-            ):
+            is_last = result.is_last_asked or step + 1 == num_steps
+            is_due = is_last or (checkpoint_every is not None and (step + 1) % checkpoint_every == 0)
+            if checkpoint is not None and is_due:
                 save(session, Path(checkpoint), step + 1)
             if result.is_last_asked:
                 break
