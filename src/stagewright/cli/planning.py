@@ -19,101 +19,53 @@ if TYPE_CHECKING:
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
 
+# fmt: off
 ClusterName = Annotated[
-    str,
-    typer.Option("--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml."),
-]
+    str, typer.Option("--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml.")]
 PlannedCluster = Annotated[
-    str | None,
-    typer.Option("--cluster", "-c", metavar="C", help="The cluster; default the one the plan describes."),
-]
-JobFile = Annotated[
-    Path | None, typer.Option("--job", metavar="FILE", help="A job.toml; options override it.")
-]
+    str | None, typer.Option("--cluster", "-c", metavar="C", help="The cluster; default the one the plan describes.")]
+JobFile = Annotated[Path | None, typer.Option("--job", metavar="FILE", help="A job.toml; options override it.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per optimizer step.")]
 JobSequenceLength = Annotated[int | None, typer.Option("--sequence-length", help="Tokens per sample.")]
 JobSequenceLengths = Annotated[
-    str | None,
-    typer.Option(
-        "--sequence-lengths",
-        metavar="N,N,...",
-        help="Tokens per sample of the steps, in turn, in place of --sequence-length: one plan for all.",
-    ),
-]
+    str | None, typer.Option("--sequence-lengths", metavar="N,N,...",
+        help="Tokens per sample of the steps, in turn, in place of --sequence-length: one plan for all.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")
-]
+    str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Predict compiled execution: fused operators.")]
 RuntimeName = Annotated[
-    str | None,
-    typer.Option(
-        "--runtime",
-        metavar="NAME",
+    str | None, typer.Option("--runtime", metavar="NAME",
         help="Whose execution is predicted: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "
-        "deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.",
-    ),
-]
+        "deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.")]
 MemoryLimit = Annotated[
-    str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
-]
+    str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")]
 PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
 TensorWidth = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Tensor-parallel width: ranks that share every layer.")
-]
+    int | None, typer.Option("--tp", min=1, help="Tensor-parallel width: ranks that share every layer.")]
 SequenceParallel = Annotated[
-    bool,
-    typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers."),
-]
+    bool, typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers.")]
 ContextWidth = Annotated[
-    int | None,
-    typer.Option("--cp", min=1, help="Context-parallel width: ranks that divide every sample's tokens."),
-]
+    int | None, typer.Option("--cp", min=1, help="Context-parallel width: ranks that divide every sample's tokens.")]
 ExpertWidth = Annotated[
-    int | None,
-    typer.Option(
-        "--ep",
-        min=1,
-        help="Expert-parallel width: ranks of a stage that share every layer's experts out.",
-    ),
-]
+    int | None, typer.Option("--ep", min=1,
+        help="Expert-parallel width: ranks of a stage that share every layer's experts out.")]
 DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
 Zero = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=3,
-        metavar="LEVEL",
-        help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.",
-    ),
-]
+    int | None, typer.Option(min=0, max=3, metavar="LEVEL",
+        help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.")]
 ReduceDtype = Annotated[
-    str | None,
-    typer.Option(metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are."),
-]
+    str | None, typer.Option(metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are.")]
 ShardSize = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Replicas that share out among each other at most, say those of a node; others hold copies.",
-    ),
-]
+    int | None, typer.Option(min=1, metavar="N",
+        help="Replicas that share out among each other at most, say those of a node; others hold copies.")]
 ShardUnits = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto",
-        help="Pieces in which replicas gather and reduce a stage, with --zero 2 and 3; auto: the fastest in memory.",
-    ),
-]
+    str, typer.Option(metavar="N|auto",
+        help="Pieces in which replicas gather and reduce a stage, with --zero 2 and 3; auto: the fastest in memory.")]
 LossPieces = Annotated[
-    str,
-    typer.Option(
-        "--loss-pieces",
-        metavar="N|auto",
+    str, typer.Option("--loss-pieces", metavar="N|auto",
         help="Slices of a microbatch's tokens for which head and loss are evaluated one after the other; auto: several "
-        "where logits are large, or with `plan` where memory is short.",
-    ),
-]
+        "where logits are large, or with `plan` where memory is short.")]
+# fmt: on
 
 
 def checked_shard_units(text: str) -> int | None:
