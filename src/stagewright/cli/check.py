@@ -28,24 +28,17 @@ if TYPE_CHECKING:
 def check(
     context: typer.Context,
     plan: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A plan.json, or a schedule: the CSV of torch.distributed.pipelining, or a program as .txt or .json.",
-        ),
+        Path, typer.Argument(metavar="FILE",
+            help="A plan.json, or a schedule: the CSV of torch.distributed.pipelining, or a program as .txt or .json.")
     ],
     cluster: PlannedCluster = None,
     microbatches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a schedule: microbatches it must have; default those it names."),
-    ] = None,
+        int | None, typer.Option(min=1, help="Of a schedule: microbatches it must have; default those it names.")] = None,
     max_activations: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a schedule: most activations (stage and microbatch) on a rank."),
-    ] = None,
+        int | None, typer.Option(min=1, help="Of a schedule: most activations (stage and microbatch) on a rank.")] = None,
     with_model: WithModel = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Check that a plan or a schedule file would run, before any machine is booked.
 
     No code of a plan's model runs unless --with-model allows it. Exit code 0 if all is well. If not: 2 with the reason for a

@@ -41,11 +41,8 @@ def estimate(
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     recompute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WAY",
-            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).",
-        ),
+        str | None, typer.Option(metavar="WAY",
+            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).")
     ] = None,
     zero: planning.Zero = None,
     reduce_dtype: planning.ReduceDtype = None,
@@ -53,23 +50,17 @@ def estimate(
     shard_units: planning.ShardUnits = "auto",
     loss_pieces: planning.LossPieces = "1",
     by: Annotated[
-        str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
-    ] = None,
+        str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")] = None,
     cp: planning.ContextWidth = None,
     ep: planning.ExpertWidth = None,
-    chunks: Annotated[
-        int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")
-    ] = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")] = None,
     layers_per_stage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it."
-        ),
+        str | None, typer.Option(metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it.")
     ] = None,
     settings: Settings = None,
     with_model: WithModel = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Estimate time and memory of one configuration.
 
     Of a model, by default, the deepest pipeline with one replica; whether or not it fits the memory. Of a plan whose model

@@ -27,30 +27,20 @@ Processes = Annotated[int, typer.Option("--processes", "-n", min=1, help="Proces
 def probe(
     context: typer.Context,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The cluster file to write.")
-    ] = None,
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The cluster file to write.")] = None,
     processes: Processes = 1,
     device: Annotated[str, typer.Option(help="cpu (each process a share of the cores) or cuda.")] = "cpu",
     cluster: Annotated[
-        bool,
-        typer.Option("--cluster", help="As a rank of a launcher such as torchrun: measure all its hosts."),
-    ] = False,
+        bool, typer.Option("--cluster", help="As a rank of a launcher such as torchrun: measure all its hosts.")] = False,
     base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLUSTER", help="With --cluster: devices and nodes are known, measure links only."
-        ),
+        str | None, typer.Option(metavar="CLUSTER", help="With --cluster: devices and nodes are known, measure links only.")
     ] = None,
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0,
-            metavar="SECONDS",
-            help="Time for all measurements, default 180, more while they get on; with --cluster for each, default 600.",
-        ),
+        float | None, typer.Option(min=1.0, metavar="SECONDS",
+            help="Time for all measurements, default 180, more while they get on; with --cluster for each, default 600.")
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Measure this machine, or with --cluster all hosts of a launcher, as a cluster to plan for.
 
     This machine takes about fifteen seconds; all processes work at once, so that what they share shows. With --cluster every

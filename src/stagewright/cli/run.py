@@ -23,41 +23,27 @@ if TYPE_CHECKING:
 def run(
     plan: PlanFile,
     data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A text (bytes are tokens) or .npy of token ids; default synthetic."
-        ),
+        Path | None, typer.Option(metavar="FILE", help="A text (bytes are tokens) or .npy of token ids; default synthetic.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")
-    ] = None,
+        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")
-    ] = False,
+        bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")] = False,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0,
     start_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")
-    ] = 300.0,
+        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")] = 300.0,
     ranks: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's."),
-    ] = None,
+        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")
-    ] = False,
+        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")] = False,
     other_data: Annotated[
-        bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")
-    ] = False,
+        bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train a plan, one process per rank.
 
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it

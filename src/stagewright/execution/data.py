@@ -73,9 +73,8 @@ class SyntheticBatches:
     """Random numbers in the range of the model's example inputs."""
 
     def __init__(self, examples: Mapping[str, torch.Tensor], seed: int) -> None:
-        self.bounds = {
-            name: int(tensor.max()) + 1 for name, tensor in examples.items() if not tensor.is_floating_point()
-        }
+        integers = {name: tensor for name, tensor in examples.items() if not tensor.is_floating_point()}
+        self.bounds = {name: int(tensor.max()) + 1 for name, tensor in integers.items()}
         self.seed = seed
 
     def microbatch(self, step: int, first: int, graph: OperatorGraph) -> dict[str, torch.Tensor]:
@@ -83,15 +82,13 @@ class SyntheticBatches:
         for place, (name, value) in enumerate(sorted(graph.inputs.items())):
             meta = graph.values[value].meta
             dtype = DTYPES[meta.dtype]
-            rows = []
+            rows, shape = [], meta.shape[1:]
             for row in range(meta.shape[0]):
                 generator = torch.Generator().manual_seed(key(self.seed, step, first + row, place))
-                shape = meta.shape[1:]
                 if dtype.is_floating_point:
                     rows.append(torch.randn(shape, generator=generator, dtype=torch.float64))
                 else:
-                    rows.append(
-                        torch.randint(0, max(self.bounds.get(name, 2), 1), shape, generator=generator)
-                    )
+                    bound = max(self.bounds.get(name, 2), 1)
+                    rows.append(torch.randint(0, bound, shape, generator=generator))
             found[name] = torch.stack(rows).to(dtype)
         return found

@@ -113,7 +113,9 @@ class AdamW:
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Everything kept between steps, of what is on the device."""
-        yield from self._kept()
+        yield from self.masters.values()
+        for state in self.adamw.state.values() if self.adamw is not None else ():
+            yield from (item for item in state.values() if isinstance(item, torch.Tensor))
 
     def elsewhere(self) -> Iterable[torch.Tensor]:
         """Everything kept between steps in the memory of the host."""
@@ -126,12 +128,6 @@ class AdamW:
         """Parameters from their masters."""
         for value, master in self.masters.items():
             self.parameters[value].copy_(master)
-
-    def _kept(self) -> Iterable[torch.Tensor]:
-        yield from self.masters.values()
-        if self.adamw is not None:
-            for state in self.adamw.state.values():
-                yield from (item for item in state.values() if isinstance(item, torch.Tensor))
 
 
 class HostAdamW(AdamW):
@@ -150,14 +146,15 @@ class HostAdamW(AdamW):
         here = {value: self.received[value] for value in gradients}
         for value, gradient in gradients.items():
             here[value].copy_(gradient, non_blocking=True)
-        self._wait()
+        if any(parameter.device.type == "cuda" for parameter in self.parameters.values()):
+            torch.cuda.current_stream().synchronize()
         super().update(here)
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return ()
 
     def elsewhere(self) -> Iterable[torch.Tensor]:
-        yield from self._kept()
+        yield from super().tensors()
         yield from self.received.values()
 
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
@@ -170,11 +167,6 @@ class HostAdamW(AdamW):
             room = self.received[value].view(-1).view(parameter.dtype)[: parameter.numel()]
             rounded = room.view(parameter.shape).copy_(master)
             parameter.copy_(rounded, non_blocking=True)
-
-    def _wait(self) -> None:
-        """Until all copies from the device have arrived."""
-        if any(parameter.device.type == "cuda" for parameter in self.parameters.values()):
-            torch.cuda.current_stream().synchronize()
 
 
 def _host_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -246,11 +238,6 @@ class Optimizer:
                 return norm
         if self.clip_norm is not None:
             factor *= min(1.0, self.clip_norm / (norm + 1e-6))
-        self._update(factor)
-        return norm
-
-    def _update(self, factor: float) -> None:
-        """AdamW by `factor` times the gradients."""
         gradients = self.gradients
         if factor != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
@@ -259,6 +246,7 @@ class Optimizer:
         gradients.clear()
         self.shards.drop_gradients()
         self.shards.spread()
+        return norm
 
     def _norm(self, gradients: Mapping[int, torch.Tensor]) -> float:
         whole = {value: gradient for value, gradient in gradients.items() if value not in self.sharded}

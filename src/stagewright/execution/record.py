@@ -72,11 +72,8 @@ class RankRecord(StrictModel):
     @property
     def timed_peak_bytes(self) -> int:
         """Of metered steps as long as the one whose actions are recorded."""
-        return (
-            self.peak_of_length[max(self.peak_of_length)]
-            if self.peak_of_length
-            else self.allocated_peak_bytes
-        )
+        lengths = self.peak_of_length
+        return lengths[max(lengths)] if lengths else self.allocated_peak_bytes
 
 
 class Record(StrictModel):
@@ -127,12 +124,8 @@ class Record(StrictModel):
     @property
     def timed_steps(self) -> list[int]:
         """The steps of that length; the actions of the last of them are recorded."""
-        steps = range(len(self.step_seconds))
-        return [
-            step
-            for step in steps
-            if not self.sequence_lengths or self.sequence_lengths[step] == self.timed_length
-        ]
+        lengths, steps = self.sequence_lengths, range(len(self.step_seconds))
+        return [step for step in steps if not lengths or lengths[step] == self.timed_length]
 
     def save(self, path: str | Path) -> None:
         write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")

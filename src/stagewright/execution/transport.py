@@ -121,10 +121,9 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def _pack(message: Message, values: dict[int, torch.Tensor]) -> torch.Tensor:
     first = message.values[0]
     tensor = values[first.id]
-    if message.whole and len(message.values) > 1:
-        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset() - first.meta.offset)
     if message.whole:
-        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset())
+        offset = first.meta.offset if len(message.values) > 1 else 0
+        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset() - offset)
     shape, stride = distinct(first.meta)
     return tensor.as_strided(shape, stride, tensor.storage_offset()).contiguous().view(-1)
 
@@ -133,10 +132,8 @@ def _unpack(message: Message, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
     if message.whole:
         alone = len(message.values) == 1
         return {
-            value.id: buffer.as_strided(
-                value.meta.shape, value.meta.stride, 0 if alone else value.meta.offset
-            )
-            for value in message.values
+            v.id: buffer.as_strided(v.meta.shape, v.meta.stride, 0 if alone else v.meta.offset)
+            for v in message.values
         }
     value = message.values[0]
     shape, stride = distinct(value.meta)
