@@ -53,10 +53,10 @@ def tokens_of(data: str | Path) -> np.ndarray:
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
+        elif path.stat().st_size:
+            tokens = np.memmap(path, dtype=np.uint8, mode="r")
         else:
-            tokens = (
-                np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.array([], np.uint8)
-            )
+            tokens = np.array([], np.uint8)
     except OSError as error:
         raise InputError(f"data file '{data}' cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:

@@ -59,8 +59,9 @@ def _locked(folder: Path, option: str) -> int:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(handle, folder / LOCK):  # not one that its holder has just removed
-                break
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), (folder / LOCK).stat()):
+                    break  # and its holder has not just removed it
         except BlockingIOError:
             holder = _holder(handle)
             os.close(handle)
@@ -78,13 +79,6 @@ def _locked(folder: Path, option: str) -> int:
     return handle
 
 
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _holder(handle: int) -> str:
     try:
         said = json.loads(os.pread(handle, 4096, 0))
@@ -100,7 +94,9 @@ _LAUNCHER = "launcher"
 @contextmanager
 def run_folder() -> Iterator[Path]:
     """A new one for the run that this process starts. Raises `InputError` where there is no place for it."""
-    _remove_abandoned(Path(tempfile.gettempdir()))
+    for other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if _is_abandoned(other):
+            shutil.rmtree(other, ignore_errors=True)
     try:
         folder = private_folder(tempfile.mkdtemp(prefix=_PREFIX))
         lock = _marked(folder)
@@ -127,14 +123,8 @@ def _marked(folder: Path) -> int:
     return lock
 
 
-def _remove_abandoned(parent: Path) -> None:
-    """Folders of this user's runs whose launcher has ended."""
-    for folder in parent.glob(f"{_PREFIX}*"):
-        if _is_abandoned(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def _is_abandoned(folder: Path) -> bool:
+    """Whether it is of a run of this user whose launcher has ended."""
     try:
         lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:  # it is somebody else's, or about to be locked

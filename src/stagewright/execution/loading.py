@@ -33,10 +33,11 @@ def starting_tensors(
     where a parameter is in none of the files, or cannot be read."""
     parameters = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.parameters)
     buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
-    found: dict[str, torch.Tensor] = {}
-    for name in parameters:  # one by one, because a whole one may be many times a part
-        whole = model.tensors((name,))[name] if stored is None else stored.read(name)
-        found[name] = part(name, whole)
+    # One by one, because a whole one may be many times a part.
+    found = {
+        name: part(name, model.tensors((name,))[name] if stored is None else stored.read(name))
+        for name in parameters
+    }
     kept = {} if stored is None else stored.lasting(buffers)
     return {
         **found,
@@ -67,13 +68,11 @@ def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) 
 
 def _constants(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
     found = {}
-    for stage in stages:
-        for value in stage.constants:
-            name = stage.value(value).name
-            data = stage.graph.constants.get(name)
-            if data is None:
-                raise RunError(f"constant '{name}' of the traced model was not kept: trace the model again")
-            found[name] = from_contents(data, stage.value(value).meta)
+    for owner, value in ((stage, stage.value(value)) for stage in stages for value in stage.constants):
+        data = owner.graph.constants.get(value.name)
+        if data is None:
+            raise RunError(f"constant '{value.name}' of the traced model was not kept: trace the model again")
+        found[value.name] = from_contents(data, value.meta)
     return found
 
 

@@ -85,10 +85,12 @@ def read_manifest(folder: Path) -> Manifest:
     """That of the checkpoint in `folder`, to the last bit as it was written. Raises `InputError` where it is missing or
     damaged, or of another version."""
     try:
-        content = read_text(folder / MANIFEST, "manifest", "the checkpoint is of no use without it")
-        seal = (
-            read_text(folder / SEAL, "digest", most_bytes=_SEAL_BYTES) if (folder / SEAL).exists() else None
+        content, seal = (
+            read_text(folder / MANIFEST, "manifest", "the checkpoint is of no use without it"),
+            None,
         )
+        if (folder / SEAL).exists():
+            seal = read_text(folder / SEAL, "digest", most_bytes=_SEAL_BYTES)
     except InputError as error:
         raise damaged(folder, str(error)) from None
     if seal is None and _version(content) == 1:

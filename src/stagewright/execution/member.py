@@ -29,12 +29,12 @@ RUN_ERRORS: dict[str, type[StagewrightError]] = {one.__name__: one for one in (I
 def start_process() -> None:
     """For a process that is nothing but a rank: Ctrl-C is its launcher's to answer, and nothing it prints is on stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.showwarning = _show
+    warnings.showwarning = lambda message, *_: _say(f"warning: rank {os.environ['RANK']}: {message}")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
-def _show(message: Warning | str, *_: Any) -> None:
-    print(f"warning: rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> None:
@@ -69,7 +69,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
             watch.failed("RunError", message, is_consequence=True)
             # A launcher of ours reads the board; where it is gone, the first rank has the last word, and clears up.
             if meeting is None or (meeting.is_orphaned() and rank == 0):
-                print(f"stagewright: {printable(message)}", file=sys.stderr, flush=True)
+                _say(f"stagewright: {printable(message)}")
             _clear_up(meeting)
         finally:
             os._exit(1)
@@ -84,7 +84,13 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
         yield watch, target
     except Exception as error:
         raise _failure(error, rank, watch) from error
-    _left(watch)
+    # The run ended well, for this rank also if another one is lost now: its launcher says so.
+    import torch.distributed as dist
+
+    watch.stop()
+    with suppress(RuntimeError):
+        dist.barrier()
+    dist.destroy_process_group()
     _clear_up(meeting)
     del host
 
@@ -106,11 +112,9 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
     if kind == "cpu":
         keep_freed_memory()
     if watch.rank == 0 and is_unsealed():
-        print(
-            "warning: STAGEWRIGHT_TOKEN is not set, so whoever reaches this run's rendezvous store can end the run: set "
-            "it to the same secret on every host",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            "warning: STAGEWRIGHT_TOKEN is not set, so whoever reaches this run's rendezvous store can end the run: set it "
+            "to the same secret on every host"
         )
     watch.at(JOINING)
     dist.init_process_group(
@@ -122,16 +126,6 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
     )
     watch.at("starting")
     return target
-
-
-def _left(watch: Watch) -> None:
-    """The run ended well, for this rank also if another one is lost now: its launcher says so."""
-    import torch.distributed as dist
-
-    watch.stop()
-    with suppress(RuntimeError):
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 def _failure(error: Exception, rank: int, watch: Watch) -> StagewrightError:
@@ -167,7 +161,7 @@ def report_failure(error: StagewrightError) -> None:
     if wants_traceback():
         print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
     if not error.is_told:
-        print(f"stagewright: {printable(str(error))}", file=sys.stderr, flush=True)
+        _say(f"stagewright: {printable(str(error))}")
 
 
 def gather(document: str) -> list[Any]:

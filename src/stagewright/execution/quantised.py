@@ -19,9 +19,8 @@ from stagewright.errors import InputError
 FP8, MXFP4 = "fp8", "mxfp4"
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
-_OF_ACTIVATIONS = re.compile(
-    r"\.(activation|input)_scale(_inv)?$"
-)  # what training in full precision does without
+# What training in full precision does without.
+_OF_ACTIVATIONS = re.compile(r"\.(activation|input)_scale(_inv)?$")
 # What quantised weights come with: by names no other tensor has, behind the weight's own name, and beside it in its module.
 _LEFTOVER = re.compile(
     r"\.(SCB|weight_format|qweight|qzeros|g_idx|qscale_weight|codebooks)$|weight\.(absmax|quant_map|nested_|quant_state)"
