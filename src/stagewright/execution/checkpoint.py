@@ -114,8 +114,8 @@ def restore(session: Session, folder: Path) -> int:
         session.loss_scale.value = found.manifest.loss_scale
         session.loss_scale.num_good = found.manifest.num_good
         session.lengths.scale_loss(session.cotangent)
-    session.runner.rest()  # what was computed from parameters that have changed
-    session.runner.wake()
+    session.runner.release()  # what was computed from parameters that have changed
+    session.runner.restore()
     return found.manifest.step
 
 

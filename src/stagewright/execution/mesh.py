@@ -21,7 +21,7 @@ _STAGE, _COPY, _SHARD, _TENSOR = range(4)
 class Mesh:
     """Tensor rank t of pipeline rank p of replica d is global rank ``(p * dp + d) * tp + t``.
 
-    The ranks that share layers are neighbours, because they talk the most. Of the replicas, `shard_size` neighbours (None:
+    Tensor parallel ranks are neighbours, because they talk the most. Of the replicas, `shard_size` neighbours (None:
     all) shard the state that they have in common, and the others hold copies.
     """
 

@@ -1,7 +1,7 @@
 """The weights of a model by their own names, in the files that Hugging Face's libraries read.
 
 Each pipeline rank's first replica writes ``model-00001-of-00002.safetensors`` with the parameters and lasting buffers of its
-stages, gathered where replicas or ranks that share layers hold parts of them; ``model.safetensors.index.json`` says which
+stages, gathered where replicas or tensor parallel ranks hold parts of them; ``model.safetensors.index.json`` says which
 file has which tensor. A tied parameter is written once, by its first name.
 
 Source: the layout of sharded checkpoints in the documentation of transformers, "Sharded checkpoints".
@@ -77,7 +77,7 @@ class ModelFiles:
         )
 
     def tensors(self, session: Session) -> dict[str, torch.Tensor]:
-        """What this rank's file holds, on the CPU: nothing but on the first of the replicas and of those that share layers.
+        """What this rank's file holds, on the CPU: nothing but on the first replica and tensor parallel rank.
 
         Every rank must call this.
         """

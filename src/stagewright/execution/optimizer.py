@@ -181,7 +181,7 @@ class Optimizer:
 
     Args:
         pipeline: process group of the ranks of one replica; the norm is taken over them.
-        shards: what replicas share out, their gradients summed already.
+        shards: what is sharded over replicas, their gradients summed already.
         loss_scale: the factor on all gradients; None is 1.
         on_host: whether AdamW's state is in the memory of the host.
     """

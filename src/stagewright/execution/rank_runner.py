@@ -16,7 +16,7 @@ import torch.distributed as dist
 from stagewright.errors import RunError
 from stagewright.estimation.memory import stage_edges
 from stagewright.estimation.sharded import NOTHING, Moves, moves
-from stagewright.execution.clock import Stopwatch
+from stagewright.execution.clock import ActionTimer
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport
@@ -45,11 +45,11 @@ class BatchResult:
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
-    stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
+    timer: ActionTimer = field(default_factory=lambda: ActionTimer(torch.device("cpu")))
 
     def moments(self) -> list[Moment]:
         """When each action ran; on a GPU to be asked for once its work is done."""
-        seconds = self.stopwatch.seconds
+        seconds = self.timer.seconds
         return [Moment(action, seconds(start), seconds(end)) for action, start, end in self.marks]
 
 
@@ -64,7 +64,7 @@ class RankRunner:
         loss_scale: the cotangent of each microbatch's loss.
         groups: process groups for forward values and for cotangents; None is the default group.
         watch: told the text of every action before it runs.
-        shards: what replicas share out; GATHER, RELEASE and REDUCE are about it.
+        shards: what is sharded over replicas; GATHER, RELEASE and REDUCE are about it.
         first_microbatch: number in the whole batch of this replica's first microbatch.
         is_compiled: stage functions go through TorchInductor.
     """
@@ -92,7 +92,7 @@ class RankRunner:
         self.shards = shards or Shards()
         *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
         self.transport = Transport(device)
-        self.stopwatch = Stopwatch(device)
+        self.timer = ActionTimer(device)
         self._started: Any = None  # mark of when the present action had what it needs
         placed = program.placement.rank_of_stage
         self.runners = {
@@ -111,15 +111,15 @@ class RankRunner:
         for runner in self.runners.values():
             runner.scale_loss(cotangent)
 
-    def rest(self) -> None:
-        """Until `wake`, hold nothing that can be computed again from the weights."""
+    def release(self) -> None:
+        """Until `restore`, hold nothing that can be computed again from the weights."""
         for runner in self.runners.values():
-            runner.rest()
+            runner.release()
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Ready for batches again."""
         for runner in self.runners.values():
-            runner.wake()
+            runner.restore()
 
     def boundary(self) -> Iterator[torch.Tensor]:
         """What is on its way between stages."""
@@ -136,15 +136,15 @@ class RankRunner:
     def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
         """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. Raises `RunError`
         where an action failed; names the action and what it waited for."""
-        result = BatchResult(stopwatch=self.stopwatch)
-        self.stopwatch.begin()
+        result = BatchResult(timer=self.timer)
+        self.timer.begin()
         self.weights.begin_step()
         self.shards.drop_gradients()
         for runner in self.runners.values():
             runner.begin_step(step)
         for action, before in zip(self.actions, self._moves, strict=True):
             self.watch(str(action))
-            self._started = self.stopwatch.mark()
+            self._started = self.timer.mark()
             try:
                 if before is not NOTHING:
                     self._move(before)
@@ -153,7 +153,7 @@ class RankRunner:
                 raise RunError(f"action {action}: {error}") from error
             except (KeyError, RuntimeError) as error:
                 raise RunError(f"action {action} failed: {type(error).__name__}: {error}") from error
-            result.marks.append((action, self._started, self.stopwatch.mark()))
+            result.marks.append((action, self._started, self.timer.mark()))
         self.watch("end of batch")
         self.shards.end_batch(self._last_moves)
         self.transport.settle_all()
@@ -166,7 +166,7 @@ class RankRunner:
         self.shards.before(before)
         for stage in before.uses:
             self.runners[stage].put_parameters(self.shards.parameters(stage))
-            self._started = self.stopwatch.mark()  # waiting is not part of the action
+            self._started = self.timer.mark()  # waiting is not part of the action
 
     def _act(self, action: Action, microbatches: Sequence[Inputs], result: BatchResult) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -215,7 +215,7 @@ class RankRunner:
                 found.update(self._waiting.pop((kind, source, target, microbatch)))
             else:
                 found.update(self.transport.receive(link, microbatch))
-        self._started = self.stopwatch.mark()  # waiting is not part of the action
+        self._started = self.timer.mark()  # waiting is not part of the action
         return found
 
     def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors, result: BatchResult) -> None:

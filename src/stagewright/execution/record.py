@@ -58,7 +58,7 @@ class RankRecord(StrictModel):
     """That left this rank on a ring of replicas; `reduced_bytes` for sums of gradients."""
     reduced_bytes: Bytes = 0
     num_copy_sums: Count = 0
-    """Of gradients over the copies of what some of the replicas share out; `copy_sum_bytes` left this rank for them."""
+    """Of gradients over the copies of what some replicas shard; `copy_sum_bytes` left this rank for them."""
     copy_sum_bytes: Bytes = 0
     actions: tuple[tuple[str, Moment, Moment], ...]
     """Text, start and end in seconds from this rank's beginning of the step."""
@@ -202,8 +202,8 @@ def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def timeline_of(record: Record, plan: Plan, replica: int = 0) -> Timeline:
-    """When the computations of a run's last step, of its longest length, took place on the ranks of one replica.
+def timeline_of(record: Record, plan: Plan) -> Timeline:
+    """When the computations of a run's last step, of its longest length, took place on the ranks of the first replica.
 
     Seconds by the first rank's clock, from the start of the first computation; between ranks they are wrong by at most
     `clock_error_seconds`. An action starts when what it needs has arrived, so waiting is idle time. Raises `InputError`
@@ -211,7 +211,7 @@ def timeline_of(record: Record, plan: Plan, replica: int = 0) -> Timeline:
     if not record.timed_steps:
         raise InputError("the record has no step, so nothing was measured: run the plan for 3 steps or more")
     program = stage_program(plan)
-    ranks = _ranks_of(record, plan, replica)
+    ranks = _ranks_of(record, plan)
     times = [_times(rank, program) for rank in ranks]
     first = min((start for rank in times for start, _ in rank), default=0.0)
     shifted = [[(start - first, end - first) for start, end in rank] for rank in times]
@@ -224,8 +224,8 @@ def clock_error_seconds(record: Record) -> float:
     return sum(errors[:2])
 
 
-def _ranks_of(record: Record, plan: Plan, replica: int) -> list[RankRecord]:
-    wanted = {plan.global_rank(rank, replica): rank for rank in range(plan.pp)}
+def _ranks_of(record: Record, plan: Plan) -> list[RankRecord]:
+    wanted = {plan.global_rank(rank, 0): rank for rank in range(plan.pp)}
     found = {rank.rank: rank for rank in record.ranks if rank.rank in wanted}
     is_placed = all(rank.pipeline_rank == wanted[number] for number, rank in found.items())
     if len(record.ranks) != plan.num_ranks or len(found) != plan.pp or not is_placed:

@@ -177,7 +177,7 @@ class Session:
         return AtLength(graph, self._runner_of(stages))
 
     def _counted_elsewhere(self) -> set[int]:
-        """Parameters that the first of the ranks that share layers counts in the norm of the gradient."""
+        """Parameters that the first of the tensor parallel ranks counts in the norm of the gradient."""
         found = parallelism(self.graph)
         if found is None or self.mesh.tensor_rank == 0:
             return set()

@@ -1,6 +1,6 @@
-"""What the replicas of a stage share out: parameters, gradients and optimizer state in flat buffers.
+"""What is sharded over the replicas of a stage: parameters, gradients and optimizer state in flat buffers.
 
-Level 0 keeps everything on every replica; 1 shares out the optimizer state, 2 the gradients too, 3 the parameters too.
+Level 0 keeps everything on every replica; 1 shards the optimizer state, 2 the gradients too, 3 the parameters too.
 When a buffer comes and goes is said by `stagewright.estimation.sharded`, from which its bytes are predicted.
 """
 
@@ -178,8 +178,8 @@ class FlatBuffer:
         return self._named(whole)
 
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> Iterable[torch.Tensor]:
-        """This replica's part of the sum, without parameters that others count: ranks that share layers hold some of
-        their parameters whole, each the same ones, beside those they share out."""
+        """This replica's part of the sum, without parameters that others count: tensor parallel ranks hold some of
+        their parameters whole, each the same ones, beside those they share."""
         assert self.gradient_shard is not None
         if all(is_counted(entry.value) for entry in self.flat.entries):
             return [self.gradient_shard]
@@ -208,7 +208,7 @@ class Shards:
     """All flat buffers of a rank.
 
     Args:
-        flats: those that its stages use; without any, nothing is shared out.
+        flats: those that its stages use; without any, nothing is sharded.
         weights: the tensors of the rank, whole; what is sharded is taken out of them.
         replicas: None where there is one replica only.
         wire: type in which gradients are summed; None is that of the gradients.
@@ -285,7 +285,7 @@ class Shards:
         }
 
     def whole_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters that are shared out, whole and by name, one flat buffer after the other; every replica must ask."""
+        """Sharded parameters, whole and by name, one flat buffer after the other; every replica must ask."""
         for flat, buffer in self.buffers.items():
             if flat.level >= PARAMETERS:
                 yield buffer.whole_parameters()

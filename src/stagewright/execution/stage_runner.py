@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from stagewright.execution.compiled import compiled
-from stagewright.execution.host import HostCopies
+from stagewright.execution.offload import HostCopies
 from stagewright.execution.random import reseed
 from stagewright.execution.weights import Weights
 from stagewright.graph.stage import Function, Stage, Transfer
@@ -120,12 +120,12 @@ class StageRunner:
         self.resident[self.stage.graph.seed].fill_(cotangent)
         self._run_resident(self._static)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Let go of what is computed from constants and parameters."""
         for value in (*self._static.outputs, *self._derive.outputs):
             self.resident.pop(value, None)
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Ready for batches again; what is derived from parameters is made as each batch begins."""
         self._run_resident(self._static)
 

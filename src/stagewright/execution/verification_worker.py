@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stagewright.execution.session import Session
 
 _ROUNDING = 1e-4
-"""A gradient so many times smaller than the largest is judged by how that one rounds, where ranks share layers."""
+"""A gradient so many times smaller than the largest is judged by how that one rounds, with tensor parallelism."""
 
 
 def main(plan: str, folder: str) -> int:

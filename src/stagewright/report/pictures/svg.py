@@ -284,8 +284,8 @@ def byte_ticks(extent: float, most: int) -> list[float]:
     return [step * index for index in range(int(extent / step) + 1)]
 
 
-def png_image(svg: str, *, zoom: float = 2.0) -> bytes:
-    """The PNG of an SVG document, `zoom` pixels per unit. Raises `InputError` where the renderer is not installed."""
+def png_image(svg: str) -> bytes:
+    """The PNG of an SVG document, two pixels per unit. Raises `InputError` where the renderer is not installed."""
     try:
         import resvg_py
     except ImportError:
@@ -293,4 +293,4 @@ def png_image(svg: str, *, zoom: float = 2.0) -> bytes:
             "PNG images are rendered by a package that is not installed: pip install 'stagewright[pictures]' "
             "(resvg_py, 3 MB), or write --svg and convert that file"
         ) from None
-    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=zoom))
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=2.0))
