@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -156,12 +156,17 @@ def may_be_lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def report_failure(error: StagewrightError) -> None:
-    """Print an error of this rank, unless its launcher does."""
-    if wants_traceback():
-        print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
-    if not error.is_told:
-        _say(f"stagewright: {printable(str(error))}")
+def exit_code(work: Callable[[], None]) -> int:
+    """Of a rank that does `work`; prints its error unless its launcher does."""
+    try:
+        work()
+    except StagewrightError as error:
+        if wants_traceback():
+            print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
+        if not error.is_told:
+            _say(f"stagewright: {printable(str(error))}")
+        return 1 if isinstance(error, RunError) else 2
+    return 0
 
 
 def gather(document: str) -> list[Any]:

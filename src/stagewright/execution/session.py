@@ -119,8 +119,8 @@ class Session:
         del model, stored, tensors
         self.watch("making process groups")
         self.groups = Groups.of(self.mesh)
-        wire = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
-        self.shards = Shards(mine, self.weights, self.groups.replicas, wire)
+        reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
+        self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.pipelines())
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None

@@ -22,46 +22,50 @@ class FlatBuffer:
     """One flat buffer of this rank; it takes its parameters over from `weights`.
 
     Args:
-        wire: type in which gradients are summed over the replicas; None is that of the gradients.
+        reduce_dtype: in which gradients are summed over the replicas; None is that of the gradients.
     """
 
-    def __init__(self, flat: Flat, weights: Weights, replicas: Replicas, wire: torch.dtype | None) -> None:
+    def __init__(
+        self, flat: Flat, weights: Weights, replicas: Replicas, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.flat = flat
         self.weights = weights
         self.replicas = replicas
-        self.device = weights.device
         self.part = flat.shard(replicas.index)
         self.dtype = DTYPES[flat.dtype]
         self.gradient_dtype = weights.accumulate_dtype or self.dtype
-        self.wire = wire or self.gradient_dtype
+        self.reduce_dtype = reduce_dtype or self.gradient_dtype
         self.whole: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None
         self.gradient_shard: torch.Tensor | None = None
+        self._gathering: Pending | None = None
+        self._sums: dict[str, tuple[Pending, torch.Tensor]] = {}
         if flat.level >= OPTIMIZER:
             self._take_parameters()
         if flat.is_trained and flat.level < GRADIENTS:
             self.gradient = self.open()
             self.gradient_shard = self.gradient[self.part] if flat.level >= OPTIMIZER else None
-        self._gathering: Pending | None = None
-        self._summing: tuple[Pending, torch.Tensor] | None = None
-        self._crossing: tuple[Pending, torch.Tensor] | None = None
 
     def _take_parameters(self) -> None:
-        whole = self._zeros(self.flat.num_elements, self.dtype)
-        for entry in self.flat.entries:
-            _view(whole, entry).copy_(self.weights.tensors[entry.value])
+        whole = self._zeros(self.dtype)
+        views = self._values(whole)
+        for value, view in views.items():
+            view.copy_(self.weights.tensors[value])
         if self.flat.level < PARAMETERS:
             self.whole, self.shard = whole, whole[self.part]
-            for value, view in self._values(whole).items():
+            for value, view in views.items():
                 self.weights.put(value, view)
             return
         self.shard = whole[self.part].clone()
-        for entry in self.flat.entries:
-            self.weights.drop(entry.value)
+        for value in views:
+            self.weights.drop(value)
 
-    def _zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(num_elements, dtype=dtype, device=self.device)
+    def _zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.flat.num_elements, dtype=dtype, device=self.weights.device)
+
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.weights.device)
 
     def _values(self, whole: torch.Tensor) -> dict[int, torch.Tensor]:
         return {entry.value: _view(whole, entry) for entry in self.flat.entries}
@@ -75,7 +79,7 @@ class FlatBuffer:
         """Start to make the parameters whole."""
         assert self.shard is not None
         if self.whole is None:
-            self.whole = torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.device)
+            self.whole = self._empty()
         self._gathering = self.replicas.gather(self.whole, self.shard, f"gathering parameters of {self}")
 
     def gathered(self) -> dict[str, torch.Tensor]:
@@ -96,65 +100,62 @@ class FlatBuffer:
 
     def open(self) -> torch.Tensor:
         """Make a whole buffer to add gradients up in."""
-        self.gradient = self._zeros(self.flat.num_elements, self.gradient_dtype)
+        self.gradient = self._zeros(self.gradient_dtype)
         self.weights.accumulate_into(self._values(self.gradient))
         return self.gradient
 
     def reduce(self) -> None:
         """Start to sum the gradients over the replicas; a buffer of sharded gradients takes no more."""
         assert self.gradient is not None
-        wire = self.gradient if self.wire == self.gradient_dtype else self.gradient.to(self.wire)
-        doing = f"summing gradients of {self}"
+        sent, doing = self.gradient.to(self.reduce_dtype), f"summing gradients of {self}"
         if self.flat.level >= GRADIENTS:
             self.gradient = None
             self.weights.close(self.flat.values)
-        is_sharded = self.flat.level >= OPTIMIZER
-        pending = (
-            self.replicas.scatter_sum(wire, wire[self.part], doing)
-            if is_sharded
-            else self.replicas.sum(wire, doing)
-        )
-        self._summing = pending, wire
+        if self.flat.level >= OPTIMIZER:
+            pending = self.replicas.scatter_sum(sent, sent[self.part], doing)
+        else:
+            pending = self.replicas.sum(sent, doing)
+        self._sums["replicas"] = pending, sent
+
+    def _sum(self, over: str) -> torch.Tensor | None:
+        """What was sent, once it is summed; None where no sum was started."""
+        if over not in self._sums:
+            return None
+        pending, sent = self._sums.pop(over)
+        pending.wait()
+        return sent
 
     def settle(self) -> None:
         """Wait for the sum and put it where the optimizer looks."""
-        if self._summing is None:
+        if (summed := self._sum("replicas")) is None:
             return
-        pending, wire = self._summing
-        self._summing = None
-        pending.wait()
         if self.flat.level >= GRADIENTS:
             if self.gradient_shard is None:
-                self.gradient_shard = wire[self.part].to(self.gradient_dtype, copy=True)
+                self.gradient_shard = summed[self.part].to(self.gradient_dtype, copy=True)
             else:
-                self.gradient_shard.add_(wire[self.part])
-        elif wire is not self.gradient:
+                self.gradient_shard.add_(summed[self.part])
+        elif summed is not self.gradient:
             part = self.part if self.flat.level >= OPTIMIZER else slice(None)
-            self._summed().copy_(wire[part])
+            self._own_sum().copy_(summed[part])
 
-    def _summed(self) -> torch.Tensor:
+    def _own_sum(self) -> torch.Tensor:
         """What this replica has of the summed gradients."""
-        summed = self.gradient if self.flat.level < OPTIMIZER else self.gradient_shard
-        assert summed is not None
-        return summed
+        own = self.gradient if self.flat.level < OPTIMIZER else self.gradient_shard
+        assert own is not None
+        return own
 
     def cross(self) -> None:
         """Start to sum over the copies what this replica has of the sum, if there are any."""
-        if self.replicas.copies is None:
-            return
-        summed = self._summed()
-        wire = summed if self.wire == self.gradient_dtype else summed.to(self.wire)
-        self._crossing = self.replicas.sum_copies(wire, f"summing gradients of {self} over copies"), wire
+        if self.replicas.copies is not None:
+            sent = self._own_sum().to(self.reduce_dtype)
+            pending = self.replicas.sum_copies(sent, f"summing gradients of {self} over copies")
+            self._sums["copies"] = pending, sent
 
     def finish(self) -> None:
         """Wait for the sum over the copies."""
-        if self._crossing is None:
-            return
-        pending, wire = self._crossing
-        self._crossing = None
-        pending.wait()
-        if self.wire != self.gradient_dtype:
-            self._summed().copy_(wire)
+        summed = self._sum("copies")
+        if summed is not None and self.reduce_dtype != self.gradient_dtype:
+            self._own_sum().copy_(summed)
 
     def drop_gradients(self) -> None:
         """Let go of this replica's part of the sum, if it has a buffer of its own."""
@@ -165,7 +166,7 @@ class FlatBuffer:
         """The summed gradients of all replicas by parameter; every replica must ask."""
         whole, shard = self.gradient, self.gradient_shard
         if shard is not None:
-            whole = self._zeros(self.flat.num_elements, self.gradient_dtype)
+            whole = self._zeros(self.gradient_dtype)
             self.replicas.gather(whole, shard, f"gathering gradients of {self}").wait()
         assert whole is not None
         return self._values(whole)
@@ -173,7 +174,7 @@ class FlatBuffer:
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """The parameters of all replicas by name, in memory of their own; every replica must ask."""
         assert self.shard is not None
-        whole = torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.device)
+        whole = self._empty()
         self.replicas.gather(whole, self.shard, f"gathering parameters of {self}").wait()
         return self._named(whole)
 
@@ -211,7 +212,7 @@ class Shards:
         flats: those that its stages use; without any, nothing is sharded.
         weights: the tensors of the rank, whole; what is sharded is taken out of them.
         replicas: None where there is one replica only.
-        wire: type in which gradients are summed; None is that of the gradients.
+        reduce_dtype: in which gradients are summed; None is that of the gradients.
     """
 
     def __init__(
@@ -219,12 +220,12 @@ class Shards:
         flats: Sequence[Flat] = (),
         weights: Weights | None = None,
         replicas: Replicas | None = None,
-        wire: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.buffers: dict[Flat, FlatBuffer] = {}
         if weights is not None and replicas is not None:
-            self.buffers = {flat: FlatBuffer(flat, weights, replicas, wire) for flat in self.flats}
+            self.buffers = {flat: FlatBuffer(flat, weights, replicas, reduce_dtype) for flat in self.flats}
         self.replicas = replicas
 
     def is_gathered(self, stage: int) -> bool:

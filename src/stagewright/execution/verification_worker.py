@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.errors import StagewrightError
-from stagewright.execution.member import end_process, gather, member, report_failure, start_process
+from stagewright.execution.member import end_process, exit_code, gather, member, start_process
 from stagewright.execution.watch import Limits
 
 if TYPE_CHECKING:
@@ -16,16 +15,6 @@ if TYPE_CHECKING:
 
 _ROUNDING = 1e-4
 """A gradient so many times smaller than the largest is judged by how that one rounds, with tensor parallelism."""
-
-
-def main(plan: str, folder: str) -> int:
-    """Run one rank; returns the exit code."""
-    try:
-        work(Path(plan), Path(folder))
-    except StagewrightError as error:
-        report_failure(error)
-        return 1
-    return 0
 
 
 def work(plan: Path, folder: Path) -> None:
@@ -62,4 +51,4 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
 
 if __name__ == "__main__":
     start_process()
-    end_process(main(*sys.argv[1:]))
+    end_process(exit_code(lambda: work(*map(Path, sys.argv[1:]))))

@@ -62,8 +62,7 @@ class WeightFiles:
             _refuse_incomplete(folder, names)
             where = _listed(folder, names)
         files = cls(folder, where, manifest)
-        absent = [name for name in files.names if not files.path(name).exists()]
-        if absent:
+        if absent := [name for name in files.names if not files.path(name).exists()]:
             raise InputError(
                 f"'{index}' names files that are not there: {_some(absent)}; copy or download them, or {_SEED}"
             )
@@ -89,12 +88,10 @@ class WeightFiles:
         """How each tensor is stored: ``F32``, ``BF16``, ``I8``. Raises `InputError` where a file cannot be read, or lacks
         tensors that the index says it has."""
         found: dict[str, str] = {}
-        by_file: dict[str, list[str]] = {}
-        for tensor, name in self.where.items():
-            by_file.setdefault(name, []).append(tensor)
-        for name, wanted in sorted(by_file.items()):
+        for name in self.names:
             path = self.path(name)
             reader = open_weights(path, "np")
+            wanted = [tensor for tensor, file in self.where.items() if file == name]
             if lacking := sorted(set(wanted) - set(reader.keys())):
                 raise InputError(
                     f"'{INDEX}' says that '{path}' has {_some(lacking)}, which it has not: they do not belong together; "

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.errors import RunError, StagewrightError, StagewrightWarning
-from stagewright.execution.member import end_process, gather, member, report_failure, start_process
+from stagewright.errors import StagewrightWarning
+from stagewright.execution.member import end_process, exit_code, gather, member, start_process
 from stagewright.execution.watch import Limits
 from stagewright.version import __version__
 
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 def main(options: str) -> int:
     """Run one rank; returns the exit code. `options` are those of `work`, as JSON."""
-    try:
-        work(**json.loads(options))
-    except StagewrightError as error:
-        report_failure(error)
-        return 1 if isinstance(error, RunError) else 2
-    return 0
+    return exit_code(lambda: work(**json.loads(options)))
 
 
 def work(
