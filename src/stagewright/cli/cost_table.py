@@ -76,12 +76,9 @@ def stage_costs(layers: Sequence[LayerCosts], num_stages: int) -> StageCosts:
     def column(name: str) -> list[float]:
         return [sum(getattr(layers[index], name) for index in stage) for stage in stages]
 
+    passes = map(column, ("forward_s", "input_grad_s", "weight_grad_s"))
     return StageCosts.of(
-        column("forward_s"),
-        column("input_grad_s"),
-        column("weight_grad_s"),
-        saved_bytes=column("activation_bytes"),
-        base_bytes=column("parameter_bytes"),
+        *passes, saved_bytes=column("activation_bytes"), base_bytes=column("parameter_bytes")
     )
 
 
@@ -113,8 +110,7 @@ def _row(row: Any, where: str) -> LayerCosts:
     for key in row:
         if key not in known:
             raise InputError(f"{where}: unknown column '{key}'{nearest(str(key), known)}")
-    missing = [key for key in _REQUIRED if row.get(key) in (None, "")]
-    if missing:
+    if missing := [key for key in _REQUIRED if row.get(key) in (None, "")]:
         raise InputError(f"{where}: {missing[0]} is missing")
     figures = {key: _figure(value, key, where) for key, value in row.items() if key != "layer"}
     return LayerCosts(layer=str(row["layer"]), **figures)

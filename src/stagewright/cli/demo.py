@@ -123,15 +123,10 @@ def _search(model: str, cluster: Cluster, job: Job, pp: int | None = None) -> Fo
         return plan(model, cluster, job, report=progress, pp=pp)
 
 
-def main() -> None:
-    """Entry point of ``python -m stagewright.cli.demo``."""
+if __name__ == "__main__":
     import sys
 
     from stagewright import cli
 
     sys.argv[1:1] = ["demo"]
     cli.main()
-
-
-if __name__ == "__main__":
-    main()

@@ -137,9 +137,8 @@ def _listen(
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                raise RunError(
-                    f"rank {rank} of the probe ended during '{phase[rank]}' without a word"
-                ) from None
+                text = f"rank {rank} of the probe ended during '{phase[rank]}' without a word"
+                raise RunError(text) from None
             if kind == "phase":
                 phase[rank], done = value
                 if rank == 0:
@@ -158,7 +157,7 @@ def _listen(
 def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> None:
     try:
         device = _prepare(rank, request, store_path)
-        meet = dist.barrier if request.processes == request.world else _alone
+        meet = dist.barrier if request.processes == request.world else lambda: None
         watch = Stopwatch(device, request.seconds_per_figure, meet)
         found = Measurements()
         if rank < request.processes:
@@ -183,10 +182,6 @@ def _described(error: Exception) -> str:
         return "\n" + "".join(traceback.format_exception(error))
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"
-
-
-def _alone() -> None:
-    """Whoever measures alone has nobody to wait for."""
 
 
 def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:

@@ -112,11 +112,10 @@ class Session:
         stored = None
         if reference.weights is not None and not random_weights:
             stored = StoredWeights(reference.weights, model.module, reference.config or {})
-        tensors = starting_tensors(model, own, stored, self.part)
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        self.weights = Weights(own, tensors, device, accumulate, mine)
+        self.weights = Weights(own, starting_tensors(model, own, stored, self.part), device, accumulate, mine)
         self.model_files = ModelFiles.of(model, self.stages, plan.placement, rank, stored)
-        del model, stored, tensors
+        del model, stored
         self.watch("making process groups")
         self.groups = Groups.of(self.mesh)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
@@ -127,14 +126,9 @@ class Session:
         longest = AtLength(self.graph, self._runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         self._evaluator: RankRunner | None = None
+        on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
-            self.weights,
-            job,
-            tied,
-            self.groups.model,
-            self.shards,
-            self.loss_scale,
-            rank in plan.host_optimizer,
+            self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host
         )
         self.metering = Metering()
 

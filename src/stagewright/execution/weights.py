@@ -133,9 +133,7 @@ class TiedGroups:
             for members in sorted(set(shared.values()))
         }
         self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
-        self._owned_elsewhere = {
-            value for value, ranks in shared.items() if rank in ranks and rank != ranks[0]
-        }
+        self._owned_elsewhere = {v for v, ranks in shared.items() if rank in ranks and rank != ranks[0]}
 
     def count_elsewhere(self, parameters: Iterable[int]) -> None:
         """Leave `parameters` out of this rank's share of a norm: another rank has the same gradients."""
