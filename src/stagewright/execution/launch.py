@@ -12,14 +12,14 @@ from typing import Any
 from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint_folder import Checkpointing, check_start
 from stagewright.execution.folder_lock import in_use
-from stagewright.execution.machine_memory import refuse_without_room
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
+from stagewright.machine import machine_bytes
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
 from stagewright.schedule.action import Action, Kind
-from stagewright.units import format_seconds
+from stagewright.units import format_bytes, format_seconds
 
 
 def run(
@@ -123,6 +123,21 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
         raise InputError(
             f"{source}: schedule '{plan.schedule}' updates weights in the middle of a batch and keeps several versions of "
             "them, which is predicted, not run: plan with a schedule that updates once per batch, such as --schedule 1f1b"
+        )
+
+
+def refuse_without_room(plan: Plan) -> None:
+    """Before the processes of a plan are started on the CPU of this machine, all of them: the system would not refuse them
+    memory but end one of them, or of somebody else's, when there is no more. Raises `InputError` where their predicted
+    peaks together are more than the machine has."""
+    replicas = plan.dp * plan.tp
+    needed = replicas * sum(rank.allocated_peak_bytes + rank.host_bytes for rank in plan.predictions.ranks)
+    available = machine_bytes()
+    if needed > available:
+        raise InputError(
+            f"the {plan.num_ranks} ranks of the plan need {format_bytes(needed)} of memory, and as processes on the CPU of "
+            f"this machine they have {format_bytes(available)} together: run the plan on {plan.cluster.name}, for "
+            "which it was made, or plan for this machine, which `stagewright probe` describes"
         )
 
 

@@ -14,9 +14,9 @@ import torch
 
 from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, PerPrecisionFraction
 from stagewright.errors import InputError
-from stagewright.execution.machine_memory import machine_bytes
 from stagewright.execution.probe_measurements import Measurements, linear_fit, reference_precision
 from stagewright.execution.probe_operators import OperatorFigures, least_squares
+from stagewright.machine import machine_bytes
 from stagewright.units import parse_bytes
 
 _RESERVE_FRACTION = 0.04
@@ -136,7 +136,7 @@ def _link(found: list[Measurements], memory_bandwidth: float, source: str) -> Li
     timed = [one.message_seconds for one in found if one.message_seconds]
     if not timed:
         note = "guess: one device, so no link to measure; half of its measured memory bandwidth"
-        sources = dict.fromkeys(("latency_s", "bandwidth"), note)
+        sources = {"latency_s": note, "bandwidth": note}
         return Link(latency_s=0.0, bandwidth=memory_bandwidth / 2, sources=sources)
     fits = [linear_fit(*zip(*pairs[1:], strict=True)) for pairs in timed]
     rings = [one.ring_bandwidth for one in found if one.ring_bandwidth]

@@ -65,20 +65,16 @@ def svg_image(scene: Scene, *, width: int = 1400, theme: str = "light") -> str:
 
     Neighbouring bars of less than a pixel are drawn as one, so the document stays small for any program.
     """
-    layout = _layout(scene, float(width), THEMES[theme])
+    row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
+    lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
+    left = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
+    layout = _Layout(scene, THEMES[theme], float(width), row, 5.0 if row > 12 else 2.0, lane, left)
     parts = [*_head(layout), *_rows(layout), *_bars(layout), *_transfers(layout), *_axis(layout)]
     parts += _curves(layout)
     size = f'width="{width}" height="{layout.height:.0f}" viewBox="0 0 {width} {layout.height:.0f}"'
     ground = f'<rect width="100%" height="100%" fill="{layout.theme.ground}"/>'
     body = "\n".join([ground, *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}">\n{body}\n</svg>\n'
-
-
-def _layout(scene: Scene, width: float, theme: Theme) -> _Layout:
-    row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
-    lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
-    left = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
-    return _Layout(scene, theme, width, row, 5.0 if row > 12 else 2.0, lane, left)
 
 
 def _head(layout: _Layout) -> Iterator[str]:
@@ -227,9 +223,8 @@ def _curves(layout: _Layout) -> Iterator[str]:
     for rank in sorted(range(scene.num_ranks), key=lambda rank: rank == fullest):
         look = (theme.value, 1.8, 1.0) if rank == fullest else (theme.faint, 1.0, faintness)
         path = _steps(layout, scene.curves[rank], top, most)
-        yield '<path d="{}" fill="none" stroke="{}" stroke-width="{}" stroke-opacity="{}"/>'.format(
-            path, *look
-        )
+        drawn = '<path d="{}" fill="none" stroke="{}" stroke-width="{}" stroke-opacity="{}"/>'
+        yield drawn.format(path, *look)
 
 
 def _amount(scene: Scene, value: float) -> str:
