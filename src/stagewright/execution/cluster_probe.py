@@ -28,7 +28,7 @@ _SAME_SPEED = 1.25
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RankFigures:
     """What one rank has to say."""
 
     device_type: str
@@ -104,11 +104,11 @@ def probe_cluster(
     whole = measure_collectives(None, device, seconds_per_figure)
     inside = {} if len(own) == 1 else measure_collectives(host, device, seconds_per_figure)
     source = source_text(device.type, world, torch.get_num_threads())
-    found = _Found(device.type, source, torch.get_num_threads(), measurements, links, whole, inside)
-    everything = gather(TypeAdapter(_Found).dump_json(found).decode())
+    found = _RankFigures(device.type, source, torch.get_num_threads(), measurements, links, whole, inside)
+    everything = gather(TypeAdapter(_RankFigures).dump_json(found).decode())
     if rank != 0:
         return None
-    return _described([TypeAdapter(_Found).validate_python(one) for one in everything], nodes, base)
+    return _described([TypeAdapter(_RankFigures).validate_python(one) for one in everything], nodes, base)
 
 
 def _host() -> int:
@@ -143,7 +143,7 @@ def _check_base(base: Cluster, nodes: list[list[int]]) -> None:
 # -- from what the ranks found to a description -----------------------------------------------------------------------
 
 
-def _described(found: list[_Found], nodes: list[list[int]], base: Cluster | None) -> Cluster:
+def _described(found: list[_RankFigures], nodes: list[list[int]], base: Cluster | None) -> Cluster:
     source = found[0].source
     links = {(link.sender, link.receiver): link for one in found for link in one.links}
 
@@ -165,7 +165,9 @@ def _described(found: list[_Found], nodes: list[list[int]], base: Cluster | None
     )
 
 
-def _collectives(found: list[_Found], nodes: list[list[int]], source: str) -> tuple[MeasuredCollective, ...]:
+def _collectives(
+    found: list[_RankFigures], nodes: list[list[int]], source: str
+) -> tuple[MeasuredCollective, ...]:
     """Of all ranks, and of the ranks of a node: the slowest node, where all have equally many ranks."""
     curves = [("cluster", len(found), name, points) for name, points in found[0].whole.items()]
     if len({len(ranks) for ranks in nodes}) == 1 and len(nodes[0]) > 1 and len(nodes) > 1:
@@ -188,7 +190,7 @@ def _collectives(found: list[_Found], nodes: list[list[int]], source: str) -> tu
     )  # fmt: skip
 
 
-def _node_groups(found: list[_Found], nodes: list[list[int]]) -> tuple[NodeGroup, ...]:
+def _node_groups(found: list[_RankFigures], nodes: list[list[int]]) -> tuple[NodeGroup, ...]:
     """Runs of neighbouring nodes of equally many devices of one kind."""
     kinds = _kinds(found, nodes)
     made = {
@@ -217,7 +219,7 @@ def _node_groups(found: list[_Found], nodes: list[list[int]]) -> tuple[NodeGroup
     return tuple(groups)
 
 
-def _kinds(found: list[_Found], nodes: list[list[int]]) -> list[int]:
+def _kinds(found: list[_RankFigures], nodes: list[list[int]]) -> list[int]:
     """The kind of each node's devices, numbered as they come up."""
     first: list[tuple[float, int]] = []
     kinds = []
@@ -233,7 +235,7 @@ def _kinds(found: list[_Found], nodes: list[list[int]]) -> list[int]:
     return kinds
 
 
-def _rate(found: list[_Found]) -> float:
+def _rate(found: list[_RankFigures]) -> float:
     """FLOP/s of the largest matrix product, of the middle rank."""
     rates = []
     for one in found:
@@ -243,7 +245,7 @@ def _rate(found: list[_Found]) -> float:
     return sorted(rates)[len(rates) // 2]
 
 
-def _device_of(found: list[_Found], nodes: list[list[int]]) -> NodeGroup:
+def _device_of(found: list[_RankFigures], nodes: list[list[int]]) -> NodeGroup:
     """A node of one kind: the figures of all such nodes pooled, and the middle link inside them."""
     members = [found[rank] for ranks in nodes for rank in ranks]
     pooled = [one.measurements for one in members if one.measurements is not None]

@@ -41,9 +41,8 @@ class TextBatches:
             )
         least, largest = int(self.tokens.min()), int(self.tokens.max())
         if least < 0:
-            raise InputError(
-                f"data file '{path}' holds token {least}, but token ids begin at 0: leave such tokens out"
-            )
+            text = f"data file '{path}' holds token {least}, but token ids begin at 0: leave such tokens out"
+            raise InputError(text)
         if vocabulary is not None and largest >= vocabulary:
             raise InputError(
                 f"data file '{path}' holds token {largest}, but the model's vocabulary has {vocabulary}: tokenise the "

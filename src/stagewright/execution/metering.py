@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_iter
 from stagewright.execution.rank_runner import BatchResult
 from stagewright.planning.job import Job
 
+_GiveTensors = Callable[[], Iterable[torch.Tensor]]
+
 
 class StorageMeter(TorchDispatchMode):
     """Counts live bytes of storages while active.
@@ -108,11 +110,7 @@ class Metering:
 
     @contextmanager
     def counting(
-        self,
-        length: int,
-        device: torch.device,
-        lasting: Callable[[], Iterable[torch.Tensor]],
-        on_host: Callable[[], Iterable[torch.Tensor]],
+        self, length: int, device: torch.device, lasting: _GiveTensors, on_host: _GiveTensors
     ) -> Iterator[None]:
         """Inside, a step of samples of `length` tokens has the bytes alive counted.
 

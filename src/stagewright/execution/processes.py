@@ -213,16 +213,14 @@ class _Watchman:
         codes = {rank: process.poll() or 0 for rank, process in self._processes.items()}
         failed = sorted(filter(codes.get, codes), key=codes.__getitem__)  # those that a signal ended first
         silent = [rank for rank in failed if rank not in posts or posts[rank].failure is None]
-        if words and not words[0].is_consequence:
-            kind = RUN_ERRORS.get(words[0].kind, RunError)
-            return kind(f"the run stopped: {printable(words[0].message)}")
-        if silent:
+        if silent and (not words or words[0].is_consequence):
             rank = silent[0]
             process = self._processes[rank]
             told = f": {words[0].message}" if words else self._liveness.others(f"rank {rank} ")
             text = f"rank {rank} (process {process.pid}) ended with {_ending(process.returncode)} at {self._position(rank)}"
             return RunError(f"the run stopped: {printable(text + told)}")
-        return RunError(f"the run stopped: {printable(words[0].message)}")
+        kind = RunError if words[0].is_consequence else RUN_ERRORS.get(words[0].kind, RunError)
+        return kind(f"the run stopped: {printable(words[0].message)}")
 
     def _is_clear(self) -> bool:
         """Whether nothing that is still to come could say more: all have ended, one was killed, or one has said why."""

@@ -46,12 +46,11 @@ class Transport:
 
     def post(self, channel: Channel, microbatch: int) -> None:
         """Allocate buffers for a transfer and begin to receive into them."""
-        posted = []
+        posted = self._posted[channel.name, microbatch] = []
         for index, message in enumerate(channel.messages):
             buffer = torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
             work = dist.irecv(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
             posted.append((_work(work, channel), buffer))
-        self._posted[channel.name, microbatch] = posted
 
     def receive(self, channel: Channel, microbatch: int) -> dict[int, torch.Tensor]:
         """Wait for a posted transfer; its values by id."""

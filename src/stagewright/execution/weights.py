@@ -47,8 +47,8 @@ class Weights:
                     self.tensors[value] = _checked(stage, value, tensors).detach().to(device)
                     self.names[value] = name
         self.parameters = {
-            value: self.tensors[value]
-            for value in self.tensors
+            value: tensor
+            for value, tensor in self.tensors.items()
             if stages[0].graph.values[value].origin is Origin.PARAMETER
         }
         self.trained = tuple(dict.fromkeys(value for stage in stages for value, _ in stage.gradients))
