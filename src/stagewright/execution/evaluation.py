@@ -67,7 +67,7 @@ def forward_stages(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence
 
     Args:
         training: the graph of the model in training mode.
-        cuts: positions in the body of `training`.
+        cuts: cut indices in `training`.
 
     Raises:
         PlanError: a stage has no operator in evaluation mode.
@@ -76,7 +76,7 @@ def forward_stages(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence
 
 
 def _same_places(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence[int]) -> list[int]:
-    """`cuts` in the body of `graph`: in front of the same operator, or of the next that evaluation has too."""
+    """`cuts` as those of `graph`: in front of the same operator, or of the next that evaluation has too."""
     places = {graph.nodes[node].name: place for place, node in enumerate(graph.body)}
     names = [training.nodes[node].name for node in training.body]
     found = [next((places[name] for name in names[cut:] if name in places), None) for cut in cuts]

@@ -172,7 +172,7 @@ class StageRunner:
         self._held.clear()
 
     def recompute(self, microbatch: int) -> None:
-        """R. Makes again and fetches what the backward needs first; what was kept for R alone goes."""
+        """R. Recomputes and fetches what the backward needs first; what was kept for R alone goes."""
         held = self._held[microbatch]
         given = {value: held[value] for value in self.functions["rebuild"].inputs}
         later = self._for_backward

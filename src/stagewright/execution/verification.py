@@ -295,7 +295,7 @@ def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[flo
 
 
 def scaled_cuts(fractions: list[float], graph: OperatorGraph) -> list[int]:
-    """Legal, increasing cut positions of `graph`, each as near as can be to its fraction of the body. Raises `PlanError`
+    """Legal, increasing cut indices of `graph`, each as near as can be to its fraction of the operators. Raises `PlanError`
     where there are fewer legal cuts."""
     size, found = len(graph.body), [0]
     for index, fraction in enumerate(fractions):

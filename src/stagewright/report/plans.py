@@ -105,7 +105,7 @@ def _more_widths(plan: Plan) -> str:
 
 
 def batch_text(plan: Plan) -> str:
-    """How the global batch is shared out."""
+    """How the global batch is divided."""
     return (
         f"{plan.dp} x {plan.num_microbatches} microbatches of {plan.microbatch_size} are the global batch "
         f"of {plan.job.global_batch}"
