@@ -73,11 +73,14 @@ def check_program(
 
 def _findings(program: Program, max_activations: int | None) -> Iterator[Finding]:
     """One finding per check; when actions are misplaced the checks that rely on their places are left out."""
-    import stagewright.schedule.verify as verifying
-
-    placed = _outcome(
-        "placement", "every action is on the rank of its stage", lambda: verifying.check_placed(program)
+    from stagewright.schedule.verify import (
+        check_ordered,
+        check_placed,
+        check_transfer_order,
+        check_transfers_matched,
     )
+
+    placed = _outcome("placement", "every action is on the rank of its stage", lambda: check_placed(program))
     yield placed
     if not placed.passed:
         return
@@ -85,10 +88,10 @@ def _findings(program: Program, max_activations: int | None) -> Iterator[Finding
     yield _gradients(program)
     if program.is_lowered:
         matched = "every send has its receive, in one order"
-        checks = (verifying.check_transfers_matched, verifying.check_transfer_order)
+        checks = (check_transfers_matched, check_transfer_order)
         yield _outcome("transfers", matched, lambda: [check(program) for check in checks])
     ordered = "every action comes after those of its rank that it needs"
-    yield _outcome("order", ordered, lambda: verifying.check_ordered(program))
+    yield _outcome("order", ordered, lambda: check_ordered(program))
     yield _hang(program)
     yield _activations(program, max_activations)
 
