@@ -19,7 +19,7 @@ import torch
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import BodyCosts
-from stagewright.execution.meter import StorageMeter
+from stagewright.execution.metering import StorageMeter
 from stagewright.execution.probe import probe
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.verification import largest_difference

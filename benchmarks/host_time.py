@@ -160,7 +160,7 @@ def _forwards(runner: Any, inputs: dict[str, Any]) -> tuple[dict[int, Any], ...]
     made: dict[int, Any] = {}
     kept = []
     for one in runner.runners.values():
-        stage, function = one.stage, one._forward
+        stage, function = one.stage, one.functions["forward"]
         made.update((value, inputs[stage.value(value).name]) for value in stage.inputs)
         outputs = function.call(
             [made[value] for value in function.inputs], one.resident, runner.weights.accumulate, one._reseed
@@ -173,7 +173,7 @@ def _forwards(runner: Any, inputs: dict[str, Any]) -> tuple[dict[int, Any], ...]
 def _backwards(runner: Any, kept: tuple[dict[int, Any], ...]) -> None:
     cotangents: dict[int, Any] = {}
     for one, values in zip(reversed(runner.runners.values()), reversed(kept), strict=True):
-        function, known = one._backward, {**values, **cotangents}
+        function, known = one.functions["backward"], {**values, **cotangents}
         inputs = [known[value] for value in function.inputs]
         outputs = function.call(inputs, one.resident, runner.weights.accumulate, one._reseed)
         cotangents.update(zip(function.outputs, outputs, strict=True))

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 
-from stagewright.execution.meter import StorageMeter
+from stagewright.execution.metering import StorageMeter
 from stagewright.graph import Node, Origin, Part, Ref, Value
 from stagewright.tracing.arguments import encode, meta_of
 from stagewright.tracing.models.transformers_patches import trace_as_run

@@ -20,7 +20,7 @@ from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.operators import work
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
-from stagewright.execution.meter import StorageMeter
+from stagewright.execution.metering import StorageMeter
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph import Node, OperatorGraph, Origin

@@ -117,7 +117,7 @@ def choose() -> None:
     """What the head with the loss costs in layers, for a few vocabularies, in one process of the kind that runs plans."""
     import torch
 
-    from stagewright.execution.heap import keep_freed_memory
+    from stagewright.execution.allocation import keep_freed_memory
 
     torch.set_num_threads(1)
     keep_freed_memory()

@@ -45,7 +45,7 @@ def _work(rounds: int, out: Path, seats: Sequence[Seat], paths: Sequence[str]) -
     import torch
     import torch.distributed as dist
 
-    from stagewright.execution.heap import keep_freed_memory
+    from stagewright.execution.allocation import keep_freed_memory
     from stagewright.execution.session import Session
     from stagewright.planning.plan import load_plan
 

@@ -13,8 +13,7 @@ from stagewright.cli.output import check_writable
 from stagewright.cluster.matrices import _write_matrix
 from stagewright.cluster.toml import write_toml
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.record import Record
-from stagewright.execution.step_log import STEPS, StepLog
+from stagewright.execution.record import STEPS, Record, StepLog
 from stagewright.files import cache_folder, digest_of, private_folder, write_whole
 from stagewright.planning.plan import Plan
 

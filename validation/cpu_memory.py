@@ -94,7 +94,7 @@ def measure(label: str, wanted: Plan, sabotage: Callable[[Any], None] = lambda s
     """
     import torch
 
-    from stagewright.execution.meter import StorageMeter
+    from stagewright.execution.metering import StorageMeter
     from stagewright.execution.session import Session
 
     session = Session(wanted, torch.device("cpu"))

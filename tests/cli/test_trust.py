@@ -14,7 +14,7 @@ import pytest
 
 from patience import Deadline, patient
 from stagewright.execution import verification
-from stagewright.execution.verification import Difference, Verification
+from stagewright.execution.verification import Verification
 
 JOB = ("--global-batch", "4", "--sequence-length", "32", "--dtype", "fp32", "--cluster", "2x-rtx3090")
 SHAPE = ("--set", "num_hidden_layers=3", "--pp", "2", "--microbatch", "1")
@@ -120,7 +120,7 @@ def test_a_difference_is_exit_code_1_and_names_the_parameter(
     from stagewright.cli.app import app
 
     found = Verification(
-        "tiny-llama", 2, 100, "float64", 32, 2, 2, "zb-h1", 5.0, 0.0, 3, 2, Difference("head.weight", wrong), 1e-10
+        "tiny-llama", 2, 100, 32, "float64", "zb-h1", 2, 1, 2, 5.0, 0.0, 3, 2, wrong, "head.weight", 1e-10
     )  # fmt: skip
     monkeypatch.setattr(verification, "verify", lambda *_: found)
     done = CliRunner().invoke(app, ["verify", "tiny-llama", "--plan", str(plan)])

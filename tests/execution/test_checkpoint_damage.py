@@ -27,10 +27,10 @@ from faults import small_disk
 from multiprocess import run_ranks
 from stagewright.cli.app import app
 from stagewright.errors import InputError, RunError
+from stagewright.execution.checkpoint import write_tensors
 from stagewright.execution.checkpoint_folder import Checkpointing, Verified, check_start, newest
+from stagewright.execution.loading import StoredWeights
 from stagewright.execution.manifest import MANIFEST, SEAL, FileRecord, read_checkpoint
-from stagewright.execution.stored_weights import StoredWeights
-from stagewright.execution.tensor_file import write_tensors
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import resolve

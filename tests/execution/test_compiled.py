@@ -58,7 +58,7 @@ def test_while_bytes_are_counted_the_operators_run(monkeypatch: pytest.MonkeyPat
     import torch
 
     from stagewright.execution import compiled
-    from stagewright.execution.meter import StorageMeter
+    from stagewright.execution.metering import StorageMeter
 
     calls = []
     monkeypatch.setattr(

@@ -178,7 +178,7 @@ def test_a_full_folder_names_itself_and_ends_no_training(tmp_path: Path) -> None
 
 STARTS_AND_WAITS = """
 import sys, time
-from stagewright.execution.run_folder import run_folder
+from stagewright.execution.folder_lock import run_folder
 with run_folder() as folder:
     print(folder, flush=True)
     time.sleep(100)
@@ -188,7 +188,7 @@ with run_folder() as folder:
 def test_what_a_killed_launcher_left_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stagewright.execution.run_folder import run_folder
+    from stagewright.execution.folder_lock import run_folder
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     kept = tmp_path / "stagewright-run-of-others"
@@ -219,7 +219,8 @@ def test_a_rank_that_starts_behind_a_killed_launcher_says_so(tmp_path: Path) -> 
     """Another rank has removed the folder by then."""
     make_plan(tmp_path / "plan.json")
     done = subprocess.run(
-        [sys.executable, "-m", "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path)],
+        [sys.executable, "-m", "stagewright.execution.worker",
+         json.dumps({"plan": str(tmp_path / "plan.json"), "out": str(tmp_path)})],
         env={**os.environ, "RANK": "1", "WORLD_SIZE": "2", "STAGEWRIGHT_RENDEZVOUS": str(tmp_path / "gone"),
              "STAGEWRIGHT_LAUNCHER": "1", "STAGEWRIGHT_TOKEN": "secret"},
         capture_output=True, text=True, check=False, timeout=patient(120),

@@ -11,7 +11,7 @@ import pytest
 _CODE = """
 import resource, sys
 import torch
-from stagewright.execution.heap import keep_freed_memory
+from stagewright.execution.allocation import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 def touch():
@@ -39,7 +39,7 @@ def test_memory_of_freed_tensors_is_used_again() -> None:
 
 
 def test_what_the_user_set_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from stagewright.execution.heap import keep_freed_memory
+    from stagewright.execution.allocation import keep_freed_memory
 
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert not keep_freed_memory()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 
-from stagewright.execution.interrupts import interrupts_ignored
+from stagewright.execution.probe import interrupts_ignored
 
 ASK = "import signal; print(signal.getsignal(signal.SIGINT).name)"
 

@@ -9,7 +9,8 @@ from plans import make_plan
 
 from stagewright.errors import InputError
 from stagewright.execution import launch
-from stagewright.execution.machine_memory import machine_bytes, refuse_without_room
+from stagewright.execution.launch import refuse_without_room
+from stagewright.machine import machine_bytes
 from stagewright.planning.plan import Plan
 from stagewright.planning.predictions import RankPrediction
 

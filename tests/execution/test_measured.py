@@ -12,7 +12,7 @@ from plans import make_plan
 from multiprocess import run_ranks
 from records import record_of
 from stagewright.errors import InputError
-from stagewright.execution.measured import clock_error_seconds, timeline_of
+from stagewright.execution.record import clock_error_seconds, timeline_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.simulation import StageCosts, critical_path, difference, simulate

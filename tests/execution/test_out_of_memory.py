@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import sys
@@ -69,7 +70,7 @@ def fail_on_the_second_rank(rank: int, num_ranks: int, path: str, out: str) -> i
     StageRunner.backward = full  # type: ignore[method-assign]
     os.environ["LOCAL_RANK"] = str(rank)
     sys.stderr = Path(out, f"said-{rank}").open("w", buffering=1)  # noqa: SIM115 until the process ends
-    return main([path, "--out", out, "--device", "cpu", "--random-weights"])
+    return main(json.dumps({"plan": path, "out": out, "random_weights": True}))
 
 
 def test_a_limit_of_the_process(tmp_path: Path) -> None:

@@ -111,8 +111,8 @@ def test_a_rank_file_names_devices(tmp_path: Path) -> None:
 def test_training_is_the_same_wherever_the_ranks_are(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     make_plan(path, pp=2, dp=2, num_microbatches=2, num_steps=2, overrides={"num_hidden_layers": 2})
-    there = run_ranks(work_as, 4, str(path), "0,1,2,3")
-    moved = run_ranks(work_as, 4, str(path), "3,0,2,1")
+    there = run_ranks(work_as, 4, str(path), [0, 1, 2, 3])
+    moved = run_ranks(work_as, 4, str(path), [3, 0, 2, 1])
     assert there[0]["losses"] == moved[0]["losses"]
     assert (
         there[1:] == moved[1:] == [None] * 3
@@ -121,7 +121,7 @@ def test_training_is_the_same_wherever_the_ranks_are(tmp_path: Path) -> None:
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def work_as(rank: int, num_ranks: int, path: str, devices: str) -> dict | None:
+def work_as(rank: int, num_ranks: int, path: str, devices: list[int]) -> dict | None:
     from stagewright.execution.record import load_record
     from stagewright.execution.worker import work
 

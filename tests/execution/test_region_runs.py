@@ -53,4 +53,4 @@ def test_a_checkpointed_model_trains_as_one_that_keeps_and_within_what_was_predi
 
 def test_a_checkpointed_model_is_verified_against_autograd_with_its_checkpoints() -> None:
     found = verify(MODEL, planned(2, "1f1b", None))
-    assert found.holds and found.num_equal == found.num_gradients
+    assert found.holds and found.num_equal_gradients == found.num_gradients

@@ -98,7 +98,7 @@ def test_wrong_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
-         "stagewright.execution.worker", str(tmp_path / "plan.json"), "--out", str(tmp_path / "run")],
+         "stagewright.execution.worker", json.dumps({"plan": str(tmp_path / "plan.json"), "out": str(tmp_path / "run")})],
         capture_output=True, text=True, env={k: v for k, v in environment.items() if k not in ("RANK", "WORLD_SIZE")},
         timeout=patient(120), check=False,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
-from stagewright.execution.step_log import StepLog
+from stagewright.execution.record import StepLog
 
 
 def _steps(path: Path) -> list[int]:

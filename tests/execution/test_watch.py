@@ -12,9 +12,8 @@ import torch.distributed as dist
 
 from patience import Deadline
 from stagewright.errors import RunError
-from stagewright.execution import liveness, watch
-from stagewright.execution.board import Board, FileBoard, Post, Seal, StoreBoard, places, write_post
-from stagewright.execution.liveness import Liveness
+from stagewright.execution import watch
+from stagewright.execution.board import Board, FileBoard, Liveness, Post, Seal, StoreBoard, places, write_post
 from stagewright.execution.rendezvous import own_store
 from stagewright.execution.watch import JOINING, Limits, Watch
 
@@ -88,7 +87,7 @@ def test_time_in_which_nobody_could_look_is_held_against_nobody(
     """As after Ctrl-Z, or on a machine that was busy: silence counts only while this process could have heard a word."""
     board = FileBoard(tmp_path / "board", places(1), Seal("secret"))
     now = [100.0]
-    monkeypatch.setattr(liveness.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("stagewright.execution.board.time.monotonic", lambda: now[0])
     looking = Liveness(board, interval_s=0.25)
     write_post(board, 0, Post(1, "0F0"))
     looking.look([0])

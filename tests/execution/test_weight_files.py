@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 
 from stagewright.cli.app import app
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.loading import starting_tensors
+from stagewright.execution.loading import StoredWeights, starting_tensors
 from stagewright.execution.quantised import refuse_quantised
-from stagewright.execution.stored_weights import StoredWeights
 from stagewright.execution.weight_files import INDEX, WeightFiles, check_weights
 from stagewright.graph.carving import carve
 from stagewright.planning.plan import ModelSection, Plan

@@ -77,11 +77,11 @@ def test_an_svg_of_many_actions_stays_small() -> None:
     assert len(svg_image(scene_of(timeline))) < 100_000
 
 
-def test_a_png_is_an_image_of_the_svgs_size() -> None:
+def test_a_png_is_an_image_of_twice_the_svgs_size() -> None:
     pytest.importorskip("resvg_py")
-    image = png_image(svg_image(scene_of(looped()), width=600), zoom=1)
+    image = png_image(svg_image(scene_of(looped()), width=600))
     assert image.startswith(b"\x89PNG")
-    assert int.from_bytes(image[16:20]) == 600
+    assert int.from_bytes(image[16:20]) == 2 * 600
 
 
 def page_data(page: str) -> dict[str, Any]:

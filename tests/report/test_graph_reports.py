@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
-from stagewright.report.boundaries import boundaries
-from stagewright.report.graphs import graph_document, graph_summary, listing
-from stagewright.report.layers import find_layers
+from stagewright.report.graphs import boundaries, find_layers, graph_document, graph_summary, listing
 from stagewright.tracing.trace import trace_module
 
 

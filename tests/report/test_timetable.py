@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stagewright.report.timelines import timeline_document
-from stagewright.report.timetable import picture, segments
+from stagewright.report.timelines import picture, segments, timeline_document
 from stagewright.schedule import FAMILIES, build
 from stagewright.simulation import StageCosts, simulate
 

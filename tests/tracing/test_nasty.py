@@ -87,7 +87,9 @@ def test_running_the_forward_again_changes_nothing(name: str) -> None:
     inputs = [batches[0][runner.stage.value(value).name] for value in runner.stage.inputs]
     copies = [tensor.clone() for tensor in inputs]
     first, again = (
-        runner._forward.call(list(inputs), runner.resident, runner.weights.accumulate, runner._reseed)
+        runner.functions["forward"].call(
+            list(inputs), runner.resident, runner.weights.accumulate, runner._reseed
+        )
         for _ in range(2)
     )
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -119,7 +121,7 @@ def leak_one(outputs: list[torch.Tensor], kept: list[torch.Tensor]) -> list[torc
 
 @pytest.mark.parametrize(
     ("function", "said"),
-    [("_forward", "after F"), ("_input_grad", "after I"), ("_backward", "after the backward")],
+    [("forward", "after F"), ("input_grad", "after I"), ("backward", "after the backward")],
 )
 def test_a_leaked_tensor_is_noticed(function: str, said: str) -> None:
     """Keeps one output of a function alive on purpose: the check of live bytes must say so."""
@@ -128,11 +130,11 @@ def test_a_leaked_tensor_is_noticed(function: str, said: str) -> None:
     pipeline = Pipeline(graph, model, [6, cut], len(batches))
     runner = pipeline.runners[1]
     kept: list[torch.Tensor] = []
-    original = getattr(runner, function)
+    original = runner.functions[function]
     leaking = replace(original, call=lambda *given: leak_one(original.call(*given), kept))
-    setattr(runner, function, leaking)
+    runner.functions[function] = leaking
     with pytest.raises(AssertionError, match=f"{said} stage 1 holds .* the graph says"):
-        pipeline.step(batches, split=function == "_input_grad")
+        pipeline.step(batches, split=function == "input_grad")
 
 
 def test_a_value_used_after_the_next_forward_is_not_overwritten() -> None:

@@ -11,17 +11,15 @@ from typer.core import TyperGroup
 from stagewright.cli import (
     check,
     checkpoint,
-    clusters,
     compare,
     configure,
     demo,
     estimate,
-    models,
+    lists,
     plan,
     probe,
     run,
     schedule,
-    schema,
     simulate,
     trace,
     verify,
@@ -85,7 +83,7 @@ def stagewright(
 _VERBS = (
     plan.plan, configure.configure, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
     verify.verify, trace.trace, schedule.schedule,
-    probe.probe, models.models, clusters.clusters, schema.schema, demo.demo,
+    probe.probe, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 
 for _verb in _VERBS:

@@ -17,6 +17,7 @@ from stagewright.cli.planning import PlannedCluster, cluster_of
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError, PlanError, StagewrightError
+from stagewright.units import format_bytes
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
@@ -27,42 +28,29 @@ if TYPE_CHECKING:
 def check(
     context: typer.Context,
     plan: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE",
-            help="A plan.json, or a schedule: the CSV of torch.distributed.pipelining, or a program as .txt or .json.",
-        ),
+        Path, typer.Argument(metavar="FILE",
+            help="A plan.json, or a schedule: the CSV of torch.distributed.pipelining, or a program as .txt or .json.")
     ],
     cluster: PlannedCluster = None,
     microbatches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a schedule: microbatches it must have; default those it names."),
-    ] = None,
+        int | None, typer.Option(min=1, help="Of a schedule: microbatches it must have; default those it names.")] = None,
     max_activations: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a schedule: most activations (stage and microbatch) on a rank."),
-    ] = None,
+        int | None, typer.Option(min=1, help="Of a schedule: most activations (stage and microbatch) on a rank.")] = None,
     with_model: WithModel = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Check that a plan or a schedule file would run, before any machine is booked.
 
     No code of a plan's model runs unless --with-model allows it. Exit code 0 if all is well. If not: 2 with the reason for a
     plan, 1 with all findings for a schedule.
     """
     if holds_program(plan):
-        refuse(
-            context,
-            ["cluster", "with_model"],
-            "a schedule file says nothing of times and bytes",
-            "check the plan it is from",
-        )
+        why = "a schedule file says nothing of times and bytes"
+        refuse(context, ["cluster", "with_model"], why, "check the plan it is from")
         check_program(plan, microbatches, max_activations, as_json)
         return
-    refuse(
-        context, ["microbatches", "max_activations"], f"{plan} is a plan, with a number of microbatches and a memory",
-        "check a schedule file",
-    )  # fmt: skip
+    why = f"{plan} is a plan, with a number of microbatches and a memory"
+    refuse(context, ["microbatches", "max_activations"], why, "check a schedule file")
     found: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []
     failure: StagewrightError | None = None
@@ -78,13 +66,10 @@ def check(
         if failure is not None:
             raise typer.Exit(exit_code(failure))
         return
-    for one in found:
-        if one["passed"]:
-            show(f"ok  {one['check']}: {one['detail']}")
-    for one in left_out if failure is None else ():
-        show(f"--  {one['check']}: not checked, {one['why']}")
+    show(*(f"ok  {one['check']}: {one['detail']}" for one in found if one["passed"]))
     if failure is not None:
         raise failure
+    show(*(f"--  {one['check']}: not checked, {one['why']}" for one in left_out))
 
 
 def _checks(
@@ -129,19 +114,17 @@ def _checks_of_promises(plan: Plan, why: str, left_out: list[dict[str, str]]) ->
     from stagewright.planning.plan_stages import stage_program
     from stagewright.planning.promises import check_promised_memory, check_transfers
 
-    def leave_out(check: str, why: str) -> None:
-        left_out.append({"check": check, "why": why})
-
-    leave_out("model", why)
+    left_out.append({"check": "model", "why": why})
     if plan.predictions.costs is None:
-        leave_out("transfers", "as the plan does not say what its stages send; --with-model finds out")
+        why = "as the plan does not say what its stages send; --with-model finds out"
+        left_out.append({"check": "transfers", "why": why})
     else:
         edges = tuple((one.source, one.target) for one in plan.predictions.costs.transfers)
         yield "transfers", check_transfers(stage_program(plan), edges)
     if plan.predictions.ranks:
         yield "memory", check_promised_memory(plan, cluster_of(plan, None))
     else:
-        leave_out("memory", "as the plan predicts none; --with-model finds out")
+        left_out.append({"check": "memory", "why": "as the plan predicts none; --with-model finds out"})
 
 
 def _checks_of_model(plan: Plan, cluster: str | None, report: Progress) -> Iterator[tuple[str, str]]:
@@ -160,23 +143,16 @@ def _checks_of_model(plan: Plan, cluster: str | None, report: Progress) -> Itera
 def _check_loop(plan: Plan, cluster: Cluster) -> str:
     """Of a runtime without stages."""
     from stagewright.planning.estimate import estimate
-    from stagewright.planning.promises import TOLERANCE, check_promised_memory
-    from stagewright.units import format_bytes
+    from stagewright.planning.promises import check_promised_memory
 
     again = estimate(plan, cluster)
-    needed, said = (one.predictions.ranks[0].allocated_peak_bytes for one in (again, plan))
-    if abs(needed - said) > TOLERANCE * needed:
-        raise PlanError(
-            f"it needs {format_bytes(needed)}, but the plan says {format_bytes(said)}: plan again"
-        )
+    _check_said("it", *(one.predictions.ranks[0].allocated_peak_bytes for one in (again, plan)))
     return check_promised_memory(again, cluster)
 
 
 def _check_memory(plan: Plan, line: Pipeline) -> str:
     from stagewright.planning.pipeline import reserved_bytes
     from stagewright.planning.predict import rank_memories
-    from stagewright.planning.promises import TOLERANCE
-    from stagewright.units import format_bytes
 
     memories = rank_memories(line)
     for memory in memories:
@@ -188,11 +164,16 @@ def _check_memory(plan: Plan, line: Pipeline) -> str:
                 f"{format_bytes(needed - limit)} more than it may use ({format_bytes(limit)}): plan again"
             )
     for memory, predicted in zip(memories, plan.predictions.ranks, strict=False):  # of all ranks or of none
-        if abs(memory.peak_bytes - predicted.allocated_peak_bytes) > TOLERANCE * memory.peak_bytes:
-            raise PlanError(
-                f"rank {memory.rank} needs {format_bytes(memory.peak_bytes)}, but the plan says "
-                f"{format_bytes(predicted.allocated_peak_bytes)}: plan again"
-            )
+        _check_said(f"rank {memory.rank}", memory.peak_bytes, predicted.allocated_peak_bytes)
     fullest = max(memories, key=lambda memory: memory.peak_bytes)
     limit = line.usable_bytes(fullest.rank)
     return f"at most {format_bytes(fullest.peak_bytes)} (rank {fullest.rank}) of {format_bytes(limit)}"
+
+
+def _check_said(who: str, needed: int, said: int) -> None:
+    from stagewright.planning.promises import TOLERANCE
+
+    if abs(needed - said) > TOLERANCE * needed:
+        raise PlanError(
+            f"{who} needs {format_bytes(needed)}, but the plan says {format_bytes(said)}: plan again"
+        )

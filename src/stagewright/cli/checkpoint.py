@@ -10,6 +10,7 @@ import typer
 from stagewright.cli.options import Json
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
+from stagewright.units import format_bytes
 
 if TYPE_CHECKING:
     from stagewright.execution.checkpoint_folder import Verified
@@ -34,13 +35,12 @@ def verify(
 
     with Progress("reading checkpoints") as progress:
         found = verified(folder, progress)
+    is_ok = all(one.fault is None for one in found)
     if as_json:
-        print_document(
-            {"ok": not any(one.fault for one in found), "checkpoints": [_document(one) for one in found]}
-        )
+        print_document({"ok": is_ok, "checkpoints": [_document(one) for one in found]})
     else:
         show(*map(_line, found))
-    if any(one.fault for one in found):
+    if not is_ok:
         raise typer.Exit(1)
 
 
@@ -55,8 +55,6 @@ def _document(one: Verified) -> dict[str, Any]:
 
 
 def _line(one: Verified) -> str:
-    from stagewright.units import format_bytes
-
     if one.fault is not None:
         return one.fault
     return f"checkpoint '{one.path}' is ok: {one.num_files} files, {format_bytes(one.num_bytes)}"

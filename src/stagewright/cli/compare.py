@@ -33,8 +33,7 @@ def compare(
 
     No code of its model runs unless --with-model allows it.
     """
-    from stagewright.execution.measured import clock_error_seconds, timeline_of
-    from stagewright.execution.record import load_record
+    from stagewright.execution.record import clock_error_seconds, load_record, timeline_of
     from stagewright.planning.plan import load_plan
     from stagewright.report.comparison import both_pictures, comparison_document, comparison_table, in_words
     from stagewright.report.runs import as_timed, longest_not_run
@@ -76,10 +75,10 @@ def _warnings(record: Record, planned: Cluster) -> list[str]:
     """Why the two should not be expected to agree."""
     from stagewright.report.runs import on_other_devices
 
-    found = []
+    found = on_other_devices(record, planned.device.kind, planned.device.name)
     if record.timed_steps[-1] in record.metered_steps:
-        found.append(
-            "the record's times are of a step whose memory was counted, which is slow: run "
-            + ("3 steps or more" if record.timed_length is None else "each length three times or more")
+        more = "3 steps or more" if record.timed_length is None else "each length three times or more"
+        found.insert(
+            0, f"the record's times are of a step whose memory was counted, which is slow: run {more}"
         )
-    return [*found, *on_other_devices(record, planned.device.kind, planned.device.name)]
+    return found

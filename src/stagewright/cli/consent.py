@@ -22,11 +22,8 @@ WithModel = Annotated[
 
 
 def allow_model(plan: Plan, with_model: bool, what: str) -> None:
-    """Lets the model of `plan` be built; says which code that runs.
-
-    Raises:
-        InputError: it is a factory, and `with_model` was not given; `what` needs it.
-    """
+    """Lets the model of `plan` be built; says which code that runs. Raises `InputError` where it is a factory, and
+    `with_model` was not given; `what` needs it."""
     if not plan.model.is_code:
         return
     if not with_model:
@@ -44,9 +41,5 @@ def say_what_runs(model: str) -> None:
     if split_factory(model) is None:
         return
     file = factory_file(model)
-    where = (
-        ""
-        if file is None or file.is_relative_to(Path.cwd().resolve())
-        else f", in {file}, outside this folder"
-    )
-    say(f"runs {model}{where}")
+    is_here = file is None or file.is_relative_to(Path.cwd().resolve())
+    say(f"runs {model}" + ("" if is_here else f", in {file}, outside this folder"))

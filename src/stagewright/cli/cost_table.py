@@ -37,11 +37,8 @@ class LayerCosts:
 
 
 def read_cost_table(path: Path) -> list[LayerCosts]:
-    """The rows of a CSV file with a header, or of a JSON list of objects, in the order of the model.
-
-    Raises:
-        InputError: names the file, the row and what is wrong with it.
-    """
+    """The rows of a CSV file with a header, or of a JSON list of objects, in the order of the model. Raises `InputError`
+    with the file, the row and what is wrong with it."""
     rows = read_json(path, "cost table") if path.suffix == ".json" else read_csv_table(path, "cost table")
     if not isinstance(rows, list) or not rows:
         raise InputError(f"{path} has no rows: write one per layer, with {', '.join(_REQUIRED)}")
@@ -66,11 +63,8 @@ def layer_table(rows: Sequence[LayerCosts]) -> LayerTable:
 def stage_costs(layers: Sequence[LayerCosts], num_stages: int) -> StageCosts:
     """Costs of `num_stages` stages of consecutive layers, the slowest as fast as can be.
 
-    Parameters count as the bytes that are always there; transfers are not part of it.
-
-    Raises:
-        InputError: fewer layers than stages.
-    """
+    Parameters count as the bytes that are always there; transfers are not part of it. Raises `InputError` where there are
+    fewer layers than stages."""
     from stagewright.simulation import StageCosts
 
     if len(layers) < num_stages:
@@ -82,12 +76,9 @@ def stage_costs(layers: Sequence[LayerCosts], num_stages: int) -> StageCosts:
     def column(name: str) -> list[float]:
         return [sum(getattr(layers[index], name) for index in stage) for stage in stages]
 
+    passes = map(column, ("forward_s", "input_grad_s", "weight_grad_s"))
     return StageCosts.of(
-        column("forward_s"),
-        column("input_grad_s"),
-        column("weight_grad_s"),
-        saved_bytes=column("activation_bytes"),
-        base_bytes=column("parameter_bytes"),
+        *passes, saved_bytes=column("activation_bytes"), base_bytes=column("parameter_bytes")
     )
 
 
@@ -119,8 +110,7 @@ def _row(row: Any, where: str) -> LayerCosts:
     for key in row:
         if key not in known:
             raise InputError(f"{where}: unknown column '{key}'{nearest(str(key), known)}")
-    missing = [key for key in _REQUIRED if row.get(key) in (None, "")]
-    if missing:
+    if missing := [key for key in _REQUIRED if row.get(key) in (None, "")]:
         raise InputError(f"{where}: {missing[0]} is missing")
     figures = {key: _figure(value, key, where) for key, value in row.items() if key != "layer"}
     return LayerCosts(layer=str(row["layer"]), **figures)

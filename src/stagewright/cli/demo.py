@@ -62,9 +62,8 @@ def _plan_large(out: Path) -> None:
         "pipeline width, microbatch size and schedule is cut out of that graph, costed and simulated:",
         "128 samples of 8,192 tokens a step, bf16, AdamW.",
     )
-    found = _search(
-        _LARGE, load_cluster("8x-h100"), Job(global_batch=128, sequence_length=8192, dtype="bf16")
-    )
+    job = Job(global_batch=128, sequence_length=8192, dtype="bf16")
+    found = _search(_LARGE, load_cluster("8x-h100"), job)
     path = out / "plan.json"
     found.plans[0].save(path)
     show(plans_table(found.plans[:5]), left_out(found), f"The best is in {path}.\n")
@@ -124,15 +123,10 @@ def _search(model: str, cluster: Cluster, job: Job, pp: int | None = None) -> Fo
         return plan(model, cluster, job, report=progress, pp=pp)
 
 
-def main() -> None:
-    """Entry point of ``python -m stagewright.cli.demo``."""
+if __name__ == "__main__":
     import sys
 
     from stagewright import cli
 
     sys.argv[1:1] = ["demo"]
     cli.main()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,44 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from stagewright.cli import planning
 from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.options import Json, Settings, parse_settings
 from stagewright.cli.output import print_document, show
-from stagewright.cli.planning import (
-    Compiled,
-    ContextWidth,
-    DataWidth,
-    Dtype,
-    ExpertWidth,
-    GlobalBatch,
-    JobFile,
-    JobSequenceLength,
-    LossPieces,
-    MemoryLimit,
-    PipelineWidth,
-    PlannedCluster,
-    ReduceDtype,
-    RuntimeName,
-    SequenceParallel,
-    ShardSize,
-    ShardUnits,
-    TensorWidth,
-    Zero,
-    checked_reduce_dtype,
-    checked_shard_units,
-    cluster_of,
-    is_plan,
-    parse_layers,
-    parse_pieces,
-    read_job,
-    warn,
-)
 from stagewright.cli.progress import Progress
-from stagewright.cli.quick import without_collection
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
 from stagewright.errors import InputError, nearest
 
@@ -51,50 +26,41 @@ if TYPE_CHECKING:
 def estimate(
     context: typer.Context,
     subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model, or a plan.json.")],
-    cluster: PlannedCluster = None,
-    job: JobFile = None,
-    global_batch: GlobalBatch = None,
-    sequence_length: JobSequenceLength = None,
-    dtype: Dtype = None,
-    compiled: Compiled = False,
-    memory_limit: MemoryLimit = None,
-    runtime: RuntimeName = None,
-    pp: PipelineWidth = None,
-    dp: DataWidth = None,
-    tp: TensorWidth = None,
-    sequence_parallel: SequenceParallel = False,
+    cluster: planning.PlannedCluster = None,
+    job: planning.JobFile = None,
+    global_batch: planning.GlobalBatch = None,
+    sequence_length: planning.JobSequenceLength = None,
+    dtype: planning.Dtype = None,
+    compiled: planning.Compiled = False,
+    memory_limit: planning.MemoryLimit = None,
+    runtime: planning.RuntimeName = None,
+    pp: planning.PipelineWidth = None,
+    dp: planning.DataWidth = None,
+    tp: planning.TensorWidth = None,
+    sequence_parallel: planning.SequenceParallel = False,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     recompute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WAY",
-            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).",
-        ),
+        str | None, typer.Option(metavar="WAY",
+            help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).")
     ] = None,
-    zero: Zero = None,
-    reduce_dtype: ReduceDtype = None,
-    shard_size: ShardSize = None,
-    shard_units: ShardUnits = "auto",
-    loss_pieces: LossPieces = "1",
+    zero: planning.Zero = None,
+    reduce_dtype: planning.ReduceDtype = None,
+    shard_size: planning.ShardSize = None,
+    shard_units: planning.ShardUnits = "auto",
+    loss_pieces: planning.LossPieces = "1",
     by: Annotated[
-        str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")
-    ] = None,
-    cp: ContextWidth = None,
-    ep: ExpertWidth = None,
-    chunks: Annotated[
-        int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")
-    ] = None,
+        str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")] = None,
+    cp: planning.ContextWidth = None,
+    ep: planning.ExpertWidth = None,
+    chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")] = None,
     layers_per_stage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it."
-        ),
+        str | None, typer.Option(metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it.")
     ] = None,
     settings: Settings = None,
     with_model: WithModel = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Estimate time and memory of one configuration.
 
     Of a model, by default, the deepest pipeline with one replica; whether or not it fits the memory. Of a plan whose model
@@ -104,59 +70,45 @@ def estimate(
     from stagewright.planning.plan import load_plan
     from stagewright.tracing.models.reference import resolve
 
-    from_plan = is_plan(subject)
+    from_plan = planning.is_plan(subject)
     _refuse_unheard(context, from_plan)
     with without_collection(), Progress(f"estimating {subject}") as progress:
         if from_plan:
             plan = load_plan(subject)
-            on = cluster_of(plan, cluster)
+            on = planning.cluster_of(plan, cluster)
             needs_model = cluster is not None or by is not None
-            if _is_promised(plan, with_model, needs_model):
-                found = plan
-            else:
-                found = estimating.estimate(plan, on, report=progress)
+            is_promised = _is_promised(plan, with_model, needs_model)
+            found = plan if is_promised else estimating.estimate(plan, on, report=progress)
         else:
-            wanted = read_job(
-                job,
-                global_batch=global_batch,
-                sequence_length=sequence_length,
-                dtype=dtype,
-                compiled=compiled or None,
-                memory_limit=memory_limit,
-                runtime=runtime,
-            )
+            wanted = planning.read_job(
+                job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
+                compiled=compiled or None, memory_limit=memory_limit, runtime=runtime,
+            )  # fmt: skip
             on = _cluster(cluster)
             left = on.num_devices // (pp or on.num_devices) // (tp or 1) // (cp or 1)
-            refuse_unshared(
-                context,
-                is_one_replica=(max(left, 1) if dp is None else dp) * (cp or 1) <= 1,
-                is_one_rank_a_layer=tp in (None, 1),
-            )
+            replicas = (max(left, 1) if dp is None else dp) * (cp or 1)
+            refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=tp in (None, 1))
             reference = resolve(subject, parse_settings(settings))
             found = estimating.estimate(
                 reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, ep=ep or 1,
-                sequence_parallel=sequence_parallel,
-                microbatch=microbatch or 1,
-                chunks=chunks, layers_per_stage=parse_layers(layers_per_stage),
+                sequence_parallel=sequence_parallel, microbatch=microbatch or 1, chunks=chunks,
+                layers_per_stage=planning.parse_layers(layers_per_stage),
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
-                reduce_dtype=checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
-                shard_units=checked_shard_units(shard_units), loss_pieces=parse_pieces(loss_pieces),
+                reduce_dtype=planning.checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
+                shard_units=planning.checked_shard_units(shard_units), loss_pieces=planning.parse_pieces(loss_pieces),
                 report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
-    from stagewright.report.breakdown import breakdown_document, breakdown_table
-    from stagewright.report.lengths import lengths_tables
-    from stagewright.report.plans import estimate_document, estimate_heading, memory_table, stage_table
+    from stagewright.report import plans as report
     from stagewright.report.saving import loss_lines, saving_tables
 
     if as_json:
-        print_document(estimate_document(found) | ({"breakdown": breakdown_document(shares)} if by else {}))
-    else:
-        show(
-            estimate_heading(found), *lengths_tables(found), stage_table(found), *saving_tables(found), *loss_lines(found),
-            memory_table(found),
-        )  # fmt: skip
-        show(*((breakdown_table(shares, by),) if by else ()))
+        breakdown = {"breakdown": [dataclasses.asdict(share) for share in shares]} if by else {}
+        print_document(report.estimate_document(found) | breakdown)
+        return
+    show(report.estimate_heading(found), *report.lengths_tables(found), report.stage_table(found))
+    show(*saving_tables(found), *loss_lines(found), report.memory_table(found))
+    show(*((report.breakdown_table(shares, by),) if by else ()))
 
 
 def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
@@ -164,7 +116,9 @@ def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
     if needs_model or with_model or not plan.model.is_code:
         allow_model(plan, with_model, "--cluster or --by")
         return False
-    warn([f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"])
+    planning.warn(
+        [f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"]
+    )
     return True
 
 
@@ -176,7 +130,6 @@ def _recomputes(way: str | None) -> Literal["none", "selective", "full", "model"
 
 
 def _refuse_unheard(context: typer.Context, from_plan: bool) -> None:
-    """Refuses what would not be looked at."""
     if from_plan:
         refuse_all_but(
             context, ["subject", "cluster", "by", "with_model", "as_json"],
@@ -192,5 +145,18 @@ def _cluster(name: str | None) -> Cluster:
     if name is None:
         raise InputError("an estimate of a model needs a cluster: give --cluster, e.g. --cluster 8x-h100")
     found = load_cluster(name)
-    warn(found.cautions)
+    planning.warn(found.cautions)
     return found
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Inside, reference cycles are not looked for: graphs and programs are free of them and live to the end, so
+    that the passes over all of them were a third of a verb's time and freed nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -25,43 +25,29 @@ if TYPE_CHECKING:
 ASSUMED_BANDWIDTH = 50e9
 """Bytes a second of one port of 400 Gb/s. Source: NVIDIA ConnectX-7 data sheet, InfiniBand NDR."""
 
+# fmt: off
 Costs = Annotated[
-    Path | None,
-    typer.Option("--costs", metavar="TABLE", help="Costs per layer, CSV or JSON, in place of a model."),
-]
+    Path | None, typer.Option("--costs", metavar="TABLE", help="Costs per layer, CSV or JSON, in place of a model.")]
 Ranks = Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="With --costs: ranks.")]
 Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", "-m", min=1, help="With --costs: microbatches per batch.")
-]
+    int | None, typer.Option("--microbatches", "-m", min=1, help="With --costs: microbatches per batch.")]
 Speeds = Annotated[
-    str | None,
-    typer.Option(
-        "--speeds", metavar="A,B,...", help="With --costs: the speed of each rank, 1 as in the table."
-    ),
-]
+    str | None, typer.Option("--speeds", metavar="A,B,...",
+        help="With --costs: the speed of each rank, 1 as in the table.")]
 Ran = Annotated[
-    Path | None, typer.Option("--ran", metavar="PLAN", help="With --record: the plan.json that was run.")
-]
+    Path | None, typer.Option("--ran", metavar="PLAN", help="With --record: the plan.json that was run.")]
 RunRecord = Annotated[
-    Path | None,
-    typer.Option(
-        "--record", metavar="RECORD", help="With --costs: speeds of the ranks from a run's record.json."
-    ),
-]
+    Path | None, typer.Option("--record", metavar="RECORD",
+        help="With --costs: speeds of the ranks from a run's record.json.")]
 Bandwidth = Annotated[
-    str | None,
-    typer.Option(
-        "--bandwidth", metavar="SIZE", help="With --costs: bytes a second between ranks; default 50GB."
-    ),
-]
+    str | None, typer.Option("--bandwidth", metavar="SIZE",
+        help="With --costs: bytes a second between ranks; default 50GB.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="With --costs: how long to search.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="With --costs: seed of the search.")]
 Robust = Annotated[
-    float,
-    typer.Option(
-        "--robust", min=0.0, max=90.0, metavar="PERCENT", help="With --costs: shortest at worst for such errors."
-    ),
-]  # fmt: skip
+    float, typer.Option("--robust", min=0.0, max=90.0, metavar="PERCENT",
+        help="With --costs: shortest at worst for such errors.")]
+# fmt: on
 
 
 @dataclass(frozen=True)

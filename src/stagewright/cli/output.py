@@ -14,6 +14,8 @@ from stagewright.files import check_target
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from stagewright.simulation import Timeline
+
 
 def print_document(document: Any) -> None:
     """One JSON document on stdout."""
@@ -29,12 +31,18 @@ def show(*parts: RenderableType) -> None:
         console.print(part)
 
 
-def check_writable(path: Path | None) -> None:
-    """Refuses a path that could not be written, before the work that would be lost.
+def timetable(timeline: Timeline) -> list[RenderableType]:
+    """The timetable of `timeline` as stdout can show it."""
+    from stagewright.report.console import stdout
+    from stagewright.report.timelines import picture
 
-    Raises:
-        InputError: the folder is missing or read-only, or `path` is a folder, a link or a device.
-    """
+    console = stdout()
+    return [*picture(timeline, console.width, console.is_terminal)]
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuses a path that could not be written, before the work that would be lost. Raises `InputError` where the folder is
+    missing or read-only, or `path` is a folder, a link or a device."""
     if path is None:
         return
     check_target(path)

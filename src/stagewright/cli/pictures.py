@@ -13,7 +13,6 @@ from stagewright.errors import InputError
 from stagewright.files import write_whole
 
 if TYPE_CHECKING:
-    from stagewright.report.pictures import Scene
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 
@@ -57,22 +56,16 @@ class Pictures(NamedTuple):
         """Write every file asked for; `curves` says what the ranks hold, where that is known better."""
         if not self.files:
             return
-        from stagewright.report.pictures import chrome_trace, html_page, scene_of
+        from stagewright.report.pictures import chrome_trace, html_page, png_image, scene_of, svg_image
 
         scene = scene_of(timeline, curves())
-        self._write_images(scene)
+        if self.svg is not None or self.png is not None:
+            image = svg_image(scene, theme="dark" if self.dark else "light")
+            if self.svg is not None:
+                write_whole(self.svg, image)
+            if self.png is not None:
+                write_whole(self.png, png_image(image))
         if self.html is not None:
             write_whole(self.html, html_page(scene))
         if self.trace is not None:
             write_whole(self.trace, chrome_trace(scene))
-
-    def _write_images(self, scene: Scene) -> None:
-        if self.svg is None and self.png is None:
-            return
-        from stagewright.report.pictures import png_image, svg_image
-
-        image = svg_image(scene, theme="dark" if self.dark else "light")
-        if self.svg is not None:
-            write_whole(self.svg, image)
-        if self.png is not None:
-            write_whole(self.png, png_image(image))

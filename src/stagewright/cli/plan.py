@@ -284,8 +284,7 @@ def _tell(found: Found, output: Path | None, top: int | None, as_json: bool) -> 
         plans = [plan_document(one, path) for one, path in zip(shown, paths, strict=True)]
         print_document({"plans": plans, "excluded": [dataclasses.asdict(one) for one in found.excluded]})
         return
-    from stagewright.report.lengths import lengths_tables
-    from stagewright.report.plans import found_heading, left_out, plans_table
+    from stagewright.report.plans import found_heading, left_out, lengths_tables, plans_table
     from stagewright.report.saving import loss_lines, saving_tables
 
     show(

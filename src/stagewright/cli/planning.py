@@ -19,101 +19,53 @@ if TYPE_CHECKING:
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
 
+# fmt: off
 ClusterName = Annotated[
-    str,
-    typer.Option("--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml."),
-]
+    str, typer.Option("--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml.")]
 PlannedCluster = Annotated[
-    str | None,
-    typer.Option("--cluster", "-c", metavar="C", help="The cluster; default the one the plan describes."),
-]
-JobFile = Annotated[
-    Path | None, typer.Option("--job", metavar="FILE", help="A job.toml; options override it.")
-]
+    str | None, typer.Option("--cluster", "-c", metavar="C", help="The cluster; default the one the plan describes.")]
+JobFile = Annotated[Path | None, typer.Option("--job", metavar="FILE", help="A job.toml; options override it.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", help="Samples per optimizer step.")]
 JobSequenceLength = Annotated[int | None, typer.Option("--sequence-length", help="Tokens per sample.")]
 JobSequenceLengths = Annotated[
-    str | None,
-    typer.Option(
-        "--sequence-lengths",
-        metavar="N,N,...",
-        help="Tokens per sample of the steps, in turn, in place of --sequence-length: one plan for all.",
-    ),
-]
+    str | None, typer.Option("--sequence-lengths", metavar="N,N,...",
+        help="Tokens per sample of the steps, in turn, in place of --sequence-length: one plan for all.")]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")
-]
+    str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Predict compiled execution: fused operators.")]
 RuntimeName = Annotated[
-    str | None,
-    typer.Option(
-        "--runtime",
-        metavar="NAME",
+    str | None, typer.Option("--runtime", metavar="NAME",
         help="Whose execution is predicted: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "
-        "deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.",
-    ),
-]
+        "deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.")]
 MemoryLimit = Annotated[
-    str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")
-]
+    str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")]
 PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
 TensorWidth = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Tensor-parallel width: ranks that share every layer.")
-]
+    int | None, typer.Option("--tp", min=1, help="Tensor-parallel width: ranks that share every layer.")]
 SequenceParallel = Annotated[
-    bool,
-    typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers."),
-]
+    bool, typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers.")]
 ContextWidth = Annotated[
-    int | None,
-    typer.Option("--cp", min=1, help="Context-parallel width: ranks that divide every sample's tokens."),
-]
+    int | None, typer.Option("--cp", min=1, help="Context-parallel width: ranks that divide every sample's tokens.")]
 ExpertWidth = Annotated[
-    int | None,
-    typer.Option(
-        "--ep",
-        min=1,
-        help="Expert-parallel width: ranks of a stage that share every layer's experts out.",
-    ),
-]
+    int | None, typer.Option("--ep", min=1,
+        help="Expert-parallel width: ranks of a stage that share every layer's experts out.")]
 DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
 Zero = Annotated[
-    int | None,
-    typer.Option(
-        min=0,
-        max=3,
-        metavar="LEVEL",
-        help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.",
-    ),
-]
+    int | None, typer.Option(min=0, max=3, metavar="LEVEL",
+        help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.")]
 ReduceDtype = Annotated[
-    str | None,
-    typer.Option(metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are."),
-]
+    str | None, typer.Option(metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are.")]
 ShardSize = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Replicas that share out among each other at most, say those of a node; others hold copies.",
-    ),
-]
+    int | None, typer.Option(min=1, metavar="N",
+        help="Replicas that share out among each other at most, say those of a node; others hold copies.")]
 ShardUnits = Annotated[
-    str,
-    typer.Option(
-        metavar="N|auto",
-        help="Pieces in which replicas gather and reduce a stage, with --zero 2 and 3; auto: the fastest in memory.",
-    ),
-]
+    str, typer.Option(metavar="N|auto",
+        help="Pieces in which replicas gather and reduce a stage, with --zero 2 and 3; auto: the fastest in memory.")]
 LossPieces = Annotated[
-    str,
-    typer.Option(
-        "--loss-pieces",
-        metavar="N|auto",
+    str, typer.Option("--loss-pieces", metavar="N|auto",
         help="Slices of a microbatch's tokens for which head and loss are evaluated one after the other; auto: several "
-        "where logits are large, or with `plan` where memory is short.",
-    ),
-]
+        "where logits are large, or with `plan` where memory is short.")]
+# fmt: on
 
 
 def checked_shard_units(text: str) -> int | None:
@@ -150,22 +102,31 @@ def parse_lengths(text: str | None) -> tuple[int, ...] | None:
     >>> parse_lengths("512,512,4096"), parse_lengths(None)
     ((512, 512, 4096), None)
     """
+    return _counts(
+        text, "--sequence-lengths", "numbers of tokens with commas between, as 512,1024,4096", least=1
+    )
+
+
+def parse_layers(text: str | None) -> tuple[int, ...] | None:
+    """
+    >>> parse_layers("3,4,4,3"), parse_layers(None)
+    ((3, 4, 4, 3), None)
+    """
+    return _counts(text, "--layers-per-stage", "numbers of layers with commas between, as 3,4,4,3", least=0)
+
+
+def _counts(text: str | None, option: str, what: str, least: int) -> tuple[int, ...] | None:
     if text is None:
         return None
-    lengths = [parse_count(part) or 0 for part in text.split(",")]
-    if not all(lengths):
-        raise InputError(
-            f"--sequence-lengths {text}: give numbers of tokens with commas between, as 512,1024,4096"
-        )
-    return tuple(lengths)
+    counts = [parse_count(part) for part in text.split(",")]
+    if any(count is None or count < least for count in counts):
+        raise InputError(f"{option} {text}: give {what}")
+    return tuple(count for count in counts if count is not None)
 
 
 def read_job(path: Path | None, **options: Any) -> Job:
-    """The job of a file with the given options in place; options that are None were not given.
-
-    Raises:
-        InputError: a missing or wrong key, in the words of the command line where no file was given.
-    """
+    """The job of a file with the given options in place; options that are None were not given. Raises `InputError` for a
+    missing or wrong key, in the words of the command line where no file was given."""
     from stagewright.planning.job import load_job
 
     given = {key: value for key, value in options.items() if value is not None}
@@ -180,19 +141,6 @@ def read_job(path: Path | None, **options: Any) -> Job:
     return load_job(path, given)
 
 
-def parse_layers(text: str | None) -> tuple[int, ...] | None:
-    """
-    >>> parse_layers("3,4,4,3"), parse_layers(None)
-    ((3, 4, 4, 3), None)
-    """
-    if text is None:
-        return None
-    counts = [parse_count(part) for part in text.split(",")]
-    if any(count is None for count in counts):
-        raise InputError(f"--layers-per-stage {text}: give numbers of layers with commas between, as 3,4,4,3")
-    return tuple(count or 0 for count in counts)
-
-
 def check_one_length(job: Job, what: str) -> None:
     """Raises `InputError` for a job of several sequence lengths, which `what` would not look at."""
     if job.sequence_lengths:
@@ -203,11 +151,8 @@ def check_one_length(job: Job, what: str) -> None:
 
 
 def cluster_of(plan: Plan, name: str | None) -> Cluster:
-    """The cluster `name`, or the one the plan was made for.
-
-    Raises:
-        InputError: no such cluster, or a plan that describes none, for one that is not in the catalog.
-    """
+    """The cluster `name`, or the one the plan was made for. Raises `InputError` where there is no such cluster, or the
+    plan describes none and that is not in the catalog."""
     from stagewright.cluster import load_cluster
 
     return plan.cluster.load() if name is None else load_cluster(name)

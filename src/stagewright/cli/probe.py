@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError
 
+if TYPE_CHECKING:
+    from stagewright.cluster import Cluster
+
 _TIMEOUT_S, _CLUSTER_TIMEOUT_S = 180.0, 600.0
 """Of all measurements here; of each between the ranks of a launcher, before one is taken for lost."""
 
@@ -24,30 +27,20 @@ Processes = Annotated[int, typer.Option("--processes", "-n", min=1, help="Proces
 def probe(
     context: typer.Context,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The cluster file to write.")
-    ] = None,
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="The cluster file to write.")] = None,
     processes: Processes = 1,
     device: Annotated[str, typer.Option(help="cpu (each process a share of the cores) or cuda.")] = "cpu",
     cluster: Annotated[
-        bool,
-        typer.Option("--cluster", help="As a rank of a launcher such as torchrun: measure all its hosts."),
-    ] = False,
+        bool, typer.Option("--cluster", help="As a rank of a launcher such as torchrun: measure all its hosts.")] = False,
     base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CLUSTER", help="With --cluster: devices and nodes are known, measure links only."
-        ),
+        str | None, typer.Option(metavar="CLUSTER", help="With --cluster: devices and nodes are known, measure links only.")
     ] = None,
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=1.0,
-            metavar="SECONDS",
-            help="Time for all measurements, default 180, more while they get on; with --cluster for each, default 600.",
-        ),
+        float | None, typer.Option(min=1.0, metavar="SECONDS",
+            help="Time for all measurements, default 180, more while they get on; with --cluster for each, default 600.")
     ] = None,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Measure this machine, or with --cluster all hosts of a launcher, as a cluster to plan for.
 
     This machine takes about fifteen seconds; all processes work at once, so that what they share shows. With --cluster every
@@ -60,36 +53,46 @@ def probe(
             context, ["processes"], "with --cluster the launcher says how many processes there are",
             "probe this machine without --cluster",
         )  # fmt: skip
-        _probe_hosts(output, device, base, timeout or _CLUSTER_TIMEOUT_S, as_json)
-        return
-    check_writable(output)
-    with Progress("importing torch") as progress:
-        from stagewright.execution import probe as prober
-
-        found = prober.probe(
-            device,
-            processes,
-            lambda what, fraction: progress(f"measuring: {what}", fraction),
-            time_limit_s=timeout or _TIMEOUT_S,
+        found = _probe_hosts(output, device, base, timeout or _CLUSTER_TIMEOUT_S)
+        if found is None:
+            return
+        comment, matrices = (
+            "Measured by `stagewright probe --cluster` on the hosts it describes.",
+            " and its matrices",
         )
-    warn(found.cautions)
+    else:
+        check_writable(output)
+        found = _probe_here(device, processes, timeout or _TIMEOUT_S)
+        comment, matrices = "Measured by `stagewright probe` on the machine it describes.", ""
     if output is not None:
         from stagewright.cluster import save_cluster
 
-        save_cluster(found, output, "Measured by `stagewright probe` on the machine it describes.")
+        save_cluster(found, output, comment)
     if as_json:
         print_document(found.model_dump(mode="json", exclude_none=True))
         return
-    from stagewright.report.clusters import cluster_summary
+    from stagewright.report.clusters import cluster_summary, links_summary
 
-    show(cluster_summary(found))
+    show(cluster_summary(found), *([links_summary(found)] if cluster else []))
     if output is not None:
-        show(f"\nWrote {output}; plan for it with `--cluster {output}`.")
+        show(f"\nWrote {output}{matrices}; plan for it with `--cluster {output}`.")
 
 
-def _probe_hosts(output: Path | None, device: str, base: str | None, timeout: float, as_json: bool) -> None:
-    """What `probe --cluster` does on each rank of a launcher."""
-    from stagewright.cluster import load_cluster, save_cluster
+def _probe_here(device: str, processes: int, timeout: float) -> Cluster:
+    with Progress("importing torch") as progress:
+        from stagewright.execution.probe import probe
+
+        def report(what: str, fraction: float) -> None:
+            progress(f"measuring: {what}", fraction)
+
+        found = probe(device, processes, report, time_limit_s=timeout)
+    warn(found.cautions)
+    return found
+
+
+def _probe_hosts(output: Path | None, device: str, base: str | None, timeout: float) -> Cluster | None:
+    """What `probe --cluster` does on each rank of a launcher; the first one has the cluster."""
+    from stagewright.cluster import load_cluster
 
     known = None if base is None else load_cluster(base)
     is_first = os.environ.get("RANK", "0") == "0"
@@ -99,16 +102,4 @@ def _probe_hosts(output: Path | None, device: str, base: str | None, timeout: fl
 
     with cluster_probe.joined(device, timeout) as target, Progress("probing the cluster") as progress:
         report = progress if is_first else lambda what, fraction: None
-        found = cluster_probe.probe_cluster(target, known, progress=report)
-    if found is None:
-        return
-    if output is not None:
-        save_cluster(found, output, "Measured by `stagewright probe --cluster` on the hosts it describes.")
-    if as_json:
-        print_document(found.model_dump(mode="json", exclude_none=True))
-        return
-    from stagewright.report.clusters import cluster_summary, links_summary
-
-    show(cluster_summary(found), links_summary(found))
-    if output is not None:
-        show(f"\nWrote {output} and its matrices; plan for it with `--cluster {output}`.")
+        return cluster_probe.probe_cluster(target, known, progress=report)

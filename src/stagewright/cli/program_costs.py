@@ -37,11 +37,8 @@ class Costing(NamedTuple):
 def costing_of(
     asked: Asked, promise: Promise | None, name: str, rank_of_stage: Sequence[int] = ()
 ) -> Costing:
-    """The costs that are asked for, and for the rest those that `promise` of the program `name`, placed so, states.
-
-    Raises:
-        InputError: the table cannot be used, or has other layers than the promise is for.
-    """
+    """The costs that are asked for, and for the rest those that `promise` of the program `name`, placed so, states. Raises
+    `InputError` where the table cannot be used, or has other layers than the promise is for."""
     if promise is None:
         return _unstated(asked, name)
     transfers: Transfers = promise.transfers if asked.transfer is None else asked.transfer
@@ -59,7 +56,13 @@ def costing_of(
         costs, said = promise.stage_costs, f"costs as {name} states them"
     if asked.transfer is not None:
         said += f", but {asked.transfer:g} s for every transfer"
-    return Costing(_only(costs, name), transfers, overhead, said)
+
+    def costs_of(num_stages: int) -> StageCosts:
+        if num_stages != costs.num_stages:
+            raise InputError(f"{name} states the costs of {costs.num_stages} stages, not of {num_stages}")
+        return costs
+
+    return Costing(costs_of, transfers, overhead, said)
 
 
 def _unstated(asked: Asked, name: str) -> Costing:
@@ -97,12 +100,3 @@ def _of_table(
     )  # fmt: skip
     layout = Layout((*promise.cuts, layers.num_layers), tuple(rank_of_stage))
     return stage_costs(problem, layout), hops(problem, layout)
-
-
-def _only(costs: StageCosts, name: str) -> CostsOf:
-    def of(num_stages: int) -> StageCosts:
-        if num_stages != costs.num_stages:
-            raise InputError(f"{name} states the costs of {costs.num_stages} stages, not of {num_stages}")
-        return costs
-
-    return of

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from stagewright.schedule import Program
     from stagewright.simulation.promise import Promise
 
+_ENDINGS = (".csv", ".txt", ".json")
+
 
 def is_program_file(text: str) -> bool:
     """Whether `text` has the ending of a program file.
@@ -20,17 +22,7 @@ def is_program_file(text: str) -> bool:
     >>> is_program_file("torch.csv"), is_program_file("1f1b")
     (True, False)
     """
-    return Path(text).suffix in _READERS
-
-
-def read_program(path: Path) -> Program:
-    """The program in a file.
-
-    Raises:
-        InputError: the file cannot be read or is not a program.
-        ScheduleError: an action or the placement is wrong.
-    """
-    return _READERS[path.suffix](path)
+    return Path(text).suffix in _ENDINGS
 
 
 def read_promised_program(path: Path) -> tuple[Program, Promise | None]:
@@ -40,9 +32,13 @@ def read_promised_program(path: Path) -> tuple[Program, Promise | None]:
         InputError: the file cannot be read or is not a program, or a promise that makes no sense.
         ScheduleError: an action or the placement is wrong.
     """
-    if path.suffix != ".json":
-        return read_program(path), None
     from stagewright.schedule import Program
+    from stagewright.schedule.torch_csv import read_torch_csv
+
+    if path.suffix == ".csv":
+        return read_torch_csv(read_text(path, "program"), path.stem), None
+    if path.suffix == ".txt":
+        return Program.from_text(read_text(path, "program")), None
     from stagewright.simulation.promise import Promise
 
     document = read_sealed_json(path, "program")
@@ -52,7 +48,7 @@ def read_promised_program(path: Path) -> tuple[Program, Promise | None]:
 
 def check_ending(path: Path | None) -> None:
     """Raises `InputError` for the name of a program file whose ending says nothing of what is to be in it."""
-    if path is not None and path.suffix not in _READERS:
+    if path is not None and path.suffix not in _ENDINGS:
         raise InputError(
             f"cannot write '{path}': end its name in .json for the program with its cuts, costs and promises, or for the "
             "order of its actions alone in .txt, or in .csv as torch.distributed.pipelining reads it"
@@ -60,11 +56,8 @@ def check_ending(path: Path | None) -> None:
 
 
 def program_text(path: Path, program: Program, promise: Promise) -> str:
-    """What is written to `path`, whose ending `check_ending` has seen; see `lost_in`.
-
-    Raises:
-        ScheduleError: the format does not have some action of the program.
-    """
+    """What is written to `path`, whose ending `check_ending` has seen; see `lost_in`. Raises `ScheduleError` where the
+    format does not have some action of the program."""
     if path.suffix == ".txt":
         return program.to_text()
     if path.suffix == ".csv":
@@ -79,25 +72,3 @@ def lost_in(path: Path) -> str | None:
     if path.suffix == ".json":
         return None
     return f"{path} has the order of actions alone: cuts, costs and what is promised need a file that ends in .json"
-
-
-def _from_csv(path: Path) -> Program:
-    from stagewright.schedule.torch_csv import read_torch_csv
-
-    return read_torch_csv(read_text(path, "program"), path.stem)
-
-
-def _from_text(path: Path) -> Program:
-    from stagewright.schedule import Program
-
-    return Program.from_text(read_text(path, "program"))
-
-
-def _from_json(path: Path) -> Program:
-    from stagewright.schedule import Program
-
-    return Program.from_document(read_sealed_json(path, "program"))
-
-
-_READERS = {".csv": _from_csv, ".txt": _from_text, ".json": _from_json}
-"""Program files by ending: of torch.distributed.pipelining, and our own text and JSON."""

@@ -32,22 +32,15 @@ def refuse(
     if not given:
         return
     listed = ", ".join(_written(one, context.params.get(one.name or "")) for one in given)
-    meant = "".join(
-        f"; {hint}" for name, hint in (hints or {}).items() if name in {one.name for one in given}
-    )
+    named = {one.name for one in given}
+    meant = "".join(f"; {hint}" for name, hint in (hints or {}).items() if name in named)
     raise InputError(f"{why}: leave out {listed}, or {remedy}{meant}")
 
 
-def refuse_all_but(
-    context: typer.Context,
-    kept: Iterable[str],
-    why: str,
-    remedy: str,
-    hints: Mapping[str, str] | None = None,
-) -> None:
+def refuse_all_but(context: typer.Context, kept: Iterable[str], why: str, remedy: str) -> None:
     """The same for every option and argument of the verb but those `kept`, ones that are yet to be written included."""
     names = {one.name for one in context.command.params if one.name is not None}
-    refuse(context, names - set(kept), why, remedy, hints)
+    refuse(context, names - set(kept), why, remedy)
 
 
 def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank_a_layer: bool) -> None:

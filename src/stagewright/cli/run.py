@@ -23,41 +23,27 @@ if TYPE_CHECKING:
 def run(
     plan: PlanFile,
     data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="A text (bytes are tokens) or .npy of token ids; default synthetic."
-        ),
+        Path | None, typer.Option(metavar="FILE", help="A text (bytes are tokens) or .npy of token ids; default synthetic.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")
-    ] = None,
+        Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     random_weights: Annotated[
-        bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")
-    ] = False,
+        bool, typer.Option("--random-weights", help="Start from the seed even where weights are at hand.")] = False,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds a rank may stay at one action.")] = 1800.0,
     start_timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")
-    ] = 300.0,
+        float, typer.Option(min=1.0, help="Seconds until every rank must have joined the others.")] = 300.0,
     ranks: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's."),
-    ] = None,
+        Path | None, typer.Option(metavar="FILE", help="Node and device of every rank (CSV); default the plan's.")] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")
-    ] = False,
+        Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")] = False,
     other_data: Annotated[
-        bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")
-    ] = False,
+        bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Train a plan, one process per rank.
 
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it
@@ -69,55 +55,33 @@ def run(
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
-    _check_readable(data)
+    if data is not None and not (data.is_file() and os.access(data, os.R_OK)):
+        raise InputError(f"data file '{data}' cannot be read: check the path")
     if os.environ.get("RANK", "0") == "0":
         say_what_runs(loaded.model.text)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
     record = launch.run(
-        plan,
-        data,
-        steps,
-        folder,
-        device=device,
-        random_weights=random_weights,
-        timeout=timeout,
-        start_timeout=start_timeout,
-        ranks=ranks,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        other_data=other_data,
-    )
+        plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
+        start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
+        resume=resume, other_data=other_data,
+    )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
     from stagewright.cli.planning import warn
-    from stagewright.report.runs import (
-        diverged,
-        longest_not_run,
-        on_other_devices,
-        run_document,
-        run_summary,
-        too_few_steps,
-    )
+    from stagewright.report import runs as report
 
     path = folder / "record.json"
-    document = run_document(loaded, record, str(path))
-    elsewhere = on_other_devices(record, loaded.cluster.kind, loaded.cluster.name)
-    is_alone = record.device == "cpu" and "RANK" not in os.environ  # all ranks are children of this process
-    warn(
-        [
-            *elsewhere,
-            *(measured_beside(others()) if is_alone else ()),
-            *longest_not_run(loaded, record),
-            *too_few_steps(len(record.losses)),
-            *diverged(record.losses),
-        ]
-    )
+    document = report.run_document(loaded, record, str(path))
+    warn(report.on_other_devices(record, loaded.cluster.kind, loaded.cluster.name))
+    if record.device == "cpu" and "RANK" not in os.environ:  # all ranks are children of this process
+        warn(measured_beside(others()))
+    warn(report.longest_not_run(loaded, record))
+    warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
     if as_json:
         print_document(document)
     else:
-        show(run_summary(document), f"Wrote {path}.")
+        show(report.run_summary(document), f"Wrote {path}.")
     if record.stopped_by is not None:
         print(_stopped(record, steps or loaded.job.num_steps, checkpoint), file=sys.stderr)
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
@@ -130,9 +94,3 @@ def _stopped(record: Record, num_steps: int, checkpoint: Path | None) -> str:
     if checkpoint is None:
         return f"{where}; no checkpoint was asked for (--checkpoint), so nothing is kept to go on from"
     return f"{where}; its checkpoint is in {checkpoint}: the same command with --resume goes on from there"
-
-
-def _check_readable(data: Path | None) -> None:
-    """Refuses a data file that is not there before any process is started."""
-    if data is not None and not (data.is_file() and os.access(data, os.R_OK)):
-        raise InputError(f"data file '{data}' cannot be read: check the path")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stagewright.cli.options import Json, parse_settings
-from stagewright.cli.output import print_document, show
+from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
-from stagewright.cli.program_costs import Asked, Costing, CostsOf, costing_of
+from stagewright.cli.program_costs import Asked, CostsOf, costing_of
 from stagewright.cli.program_file import is_program_file, read_promised_program
 from stagewright.cli.refuse import is_given, refuse
 from stagewright.errors import InputError, ScheduleError
@@ -28,43 +28,37 @@ _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
 def schedule(
     context: typer.Context,
     name: Annotated[
-        str,
-        typer.Argument(
-            metavar="NAME", help="gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, ... or a program file."
-        ),
+        str, typer.Argument(metavar="NAME",
+            help="gpipe, 1f1b, interleaved-1f1b, breadth-first, zb-h1, ... or a program file.")
     ],
     ranks: Annotated[int, typer.Option("--ranks", "-p", help="Ranks of the pipeline.")] = 4,
     microbatches: Annotated[int, typer.Option("--microbatches", "-m", help="Microbatches per batch.")] = 8,
     chunks: Annotated[
-        int | None, typer.Option("--chunks", "-v", help="Stages per rank; default the schedule's own.")
-    ] = None,
+        int | None, typer.Option("--chunks", "-v", help="Stages per rank; default the schedule's own.")] = None,
     forward: _Seconds = 1.0,
     input_grad: _Seconds = 1.0,
     weight_grad: _Seconds = 1.0,
     transfer: _Seconds = 0.0,
     costs: Annotated[
-        Path | None,
-        typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, in place of uniform ones."),
-    ] = None,
+        Path | None, typer.Option(metavar="TABLE", help="Costs per layer, CSV or JSON, in place of uniform ones.")] = None,
     memory_limit: Annotated[
-        int | None, typer.Option(min=1, help="Most activations (stage and microbatch) a rank may hold.")
-    ] = None,
+        int | None, typer.Option(min=1, help="Most activations (stage and microbatch) a rank may hold.")] = None,
     options: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the schedule.")
-    ] = None,
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="An option of the schedule.")] = None,
     svg: Svg = None,
     png: Png = None,
     html: Html = None,
     trace: Trace = None,
     dark: Dark = False,
     as_json: Json = False,
-) -> None:
+) -> None:  # fmt: skip
     """Simulate a schedule and print its timetable.
 
     The program is checked first: complete, in order, free of deadlock. That of a file which states its costs is simulated by
     these; costs that are given take their place.
     """
     from stagewright.report.timelines import heading, rank_table, timeline_document
+    from stagewright.schedule import verify
     from stagewright.schedule.families import check_written
     from stagewright.simulation import simulate
 
@@ -79,28 +73,33 @@ def schedule(
             context, ["forward", "input_grad", "weight_grad"], "--costs says how long each pass takes",
             "give one time for all stages without --costs",
         )  # fmt: skip
-    for what, seconds in (
-        ("--forward", forward), ("--input-grad", input_grad), ("--weight-grad", weight_grad), ("--transfer", transfer),
-    ):  # fmt: skip
-        check_seconds(seconds, what)
+    for what in ("forward", "input_grad", "weight_grad", "transfer"):
+        check_seconds(context.params[what], f"--{what.replace('_', '-')}")
     pictures = Pictures(svg, png, html, trace, dark)
     pictures.check(name)
     given = parse_settings(options)
     check_written(name, given)
     if memory_limit is not None and _limits_itself(name):
         given["memory_limit"] = float(memory_limit)
-    passes = (forward, input_grad, weight_grad)
-    asked = Asked(
-        costs,
-        passes if is_given(context, "forward", "input_grad", "weight_grad") else None,
-        transfer if is_given(context, "transfer") else None,
+    passes = (
+        (forward, input_grad, weight_grad)
+        if is_given(context, "forward", "input_grad", "weight_grad")
+        else None
     )
-    program, costing = _program_and_costs(
-        name, ranks, microbatches, chunks, asked, given, memory_limit is not None
-    )
-    timeline = simulate(
-        program, costing.costs_of(program.num_stages), costing.transfers, action_overhead_s=costing.overhead_s
-    )
+    asked = Asked(costs, passes, transfer if is_given(context, "transfer") else None)
+    if is_program_file(name):
+        program, promise = read_promised_program(Path(name))
+        verify(program)
+        costing = costing_of(asked, promise, name, program.placement.rank_of_stage)
+    else:
+        costing = costing_of(asked, None, name)
+        counts = memory_limit is not None
+        program = verify(
+            _program(name, ranks, microbatches, chunks, costing.costs_of, transfer, given, counts)
+        )
+    overhead = costing.overhead_s
+    stage_costs = costing.costs_of(program.num_stages)
+    timeline = simulate(program, stage_costs, costing.transfers, action_overhead_s=overhead)
     if memory_limit is not None and "memory_limit" not in given:
         _check_limit(program, memory_limit, costing.costs_of, transfer)
     pictures.write(timeline)
@@ -109,35 +108,7 @@ def schedule(
     if as_json:
         print_document(document)
         return
-    from stagewright.report.console import stdout
-    from stagewright.report.timetable import picture
-
-    console = stdout()
-    show(
-        heading(document),
-        *said,
-        "",
-        *picture(timeline, console.width, console.is_terminal),
-        rank_table(document),
-    )
-
-
-def _program_and_costs(
-    name: str, ranks: int, microbatches: int, chunks: int | None, asked: Asked, options: dict[str, Any],
-    counts_activations: bool,
-) -> tuple[Program, Costing]:  # fmt: skip
-    """The program of a file, by the costs that it states where no others are asked for, or of a schedule by name."""
-    from stagewright.schedule import verify
-
-    if is_program_file(name):
-        program, promise = read_promised_program(Path(name))
-        return verify(program), costing_of(asked, promise, name, program.placement.rank_of_stage)
-    costing = costing_of(asked, None, name)
-    transfer = asked.transfer or 0.0
-    program = _program(
-        name, ranks, microbatches, chunks, costing.costs_of, transfer, options, counts_activations
-    )
-    return verify(program), costing
+    show(heading(document), *said, "", *timetable(timeline), rank_table(document))
 
 
 def _program(

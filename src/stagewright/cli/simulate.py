@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.options import Json, PlanFile
-from stagewright.cli.output import print_document, show
+from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
 from stagewright.cli.planning import PlannedCluster, cluster_of, warn
 from stagewright.cli.progress import Progress
@@ -16,7 +16,6 @@ from stagewright.units import format_seconds
 if TYPE_CHECKING:
     from stagewright.planning.pipeline import Pipeline
     from stagewright.planning.plan import Plan
-    from stagewright.planning.predictions import StepCosts
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 
@@ -47,8 +46,9 @@ def simulate(
     loaded = load_plan(plan)
     with Progress(f"simulating {plan}") as progress:
         line = _line(loaded, cluster, with_model, bool(pictures.files), progress)
-        costs, peaks = _promised(loaded) if cluster is None else (None, None)
-        if costs is None:
+        costs = loaded.predictions.costs
+        peaks = [rank.allocated_peak_bytes for rank in loaded.predictions.ranks] or None
+        if cluster is not None or costs is None:
             assert line is not None
             costs, peaks = step_costs(line), [memory.peak_bytes for memory in rank_memories(line)]
         program = stage_program(loaded)
@@ -59,12 +59,8 @@ def simulate(
     if as_json:
         print_document(document)
         return
-    from stagewright.report.console import stdout
-    from stagewright.report.timetable import picture
-
-    console = stdout()
     show(heading(document), f"{format_seconds(step)} per step, with the optimizer", "")
-    show(*picture(timeline, console.width, console.is_terminal), rank_table(document))
+    show(*timetable(timeline), rank_table(document))
 
 
 def _line(
@@ -86,12 +82,6 @@ def _line(
     except StagewrightError as error:
         warn([f"the picture counts activations instead of bytes: {error}"])
         return None
-
-
-def _promised(plan: Plan) -> tuple[StepCosts | None, list[int] | None]:
-    """What the plan states of the costs of its step, and of the peaks of its ranks."""
-    peaks = [rank.allocated_peak_bytes for rank in plan.predictions.ranks]
-    return plan.predictions.costs, peaks or None
 
 
 def _curves(line: Pipeline, timeline: Timeline) -> list[Curve]:

@@ -8,18 +8,8 @@ from typing import Annotated
 
 import typer
 
-from stagewright.cli.options import (
-    Json,
-    MicrobatchSize,
-    Model,
-    Output,
-    SequenceLength,
-    Settings,
-    parse_settings,
-    torch_dtype,
-)
+from stagewright.cli import options, planning
 from stagewright.cli.output import check_writable, print_document, show
-from stagewright.cli.planning import ContextWidth, ExpertWidth, RuntimeName, SequenceParallel, TensorWidth
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse_unshared
 from stagewright.files import write_whole
@@ -27,19 +17,19 @@ from stagewright.files import write_whole
 
 def trace(
     context: typer.Context,
-    model: Model,
-    microbatch: MicrobatchSize = 1,
-    sequence_length: SequenceLength = 1024,
+    model: options.Model,
+    microbatch: options.MicrobatchSize = 1,
+    sequence_length: options.SequenceLength = 1024,
     dtype: Annotated[str, typer.Option(help="Precision of parameters and activations.")] = "bf16",
-    tp: TensorWidth = None,
-    sequence_parallel: SequenceParallel = False,
-    cp: ContextWidth = None,
-    ep: ExpertWidth = None,
-    runtime: RuntimeName = None,
-    settings: Settings = None,
-    output: Output = None,
+    tp: planning.TensorWidth = None,
+    sequence_parallel: planning.SequenceParallel = False,
+    cp: planning.ContextWidth = None,
+    ep: planning.ExpertWidth = None,
+    runtime: planning.RuntimeName = None,
+    settings: options.Settings = None,
+    output: options.Output = None,
     use_cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse and keep the trace.")] = True,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Trace a model into its operator graph.
 
@@ -54,7 +44,7 @@ def trace(
     check_writable(output)
     refuse_unshared(context, is_one_replica=False, is_one_rank_a_layer=(tp or 1) == 1)
     begun = time.perf_counter()
-    overrides, element_type = parse_settings(settings), torch_dtype(dtype)
+    overrides, element_type = options.parse_settings(settings), options.torch_dtype(dtype)
     profile = load_runtime(runtime or STAGEWRIGHT)
     shared = shared_layers(tp or 1, sequence_parallel, cp or 1, ep or 1)
     with Progress(f"tracing {model}") as progress:

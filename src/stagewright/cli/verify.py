@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,30 +47,11 @@ def verify(
 
 
 def _document(found: Verification) -> dict[str, Any]:
-    return {
-        "equal": found.holds,
-        "model": found.model,
-        "num_layers": found.num_layers,
-        "num_parameters": found.num_parameters,
-        "sequence_length": found.sequence_length,
-        "dtype": found.dtype,
-        "schedule": found.schedule,
-        "num_ranks": found.num_ranks,
-        "num_replicas": found.num_replicas,
-        "num_stages": found.num_stages,
-        "loss": _number(found.loss),
-        "loss_difference": _number(found.loss_difference),
-        "num_gradients": found.num_gradients,
-        "num_equal_gradients": found.num_equal,
-        "gradient_difference": _number(found.worst.relative),
-        "worst_parameter": found.worst.name,
-        "tolerance": found.tolerance,
-    }
-
-
-def _number(value: float) -> float | None:
     """None for what JSON cannot write: NaN and infinity."""
-    return value if abs(value) < float("inf") else None
+    return {"equal": found.holds} | {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in asdict(found).items()
+    }
 
 
 def _lines(found: Verification) -> list[str]:
@@ -76,7 +59,7 @@ def _lines(found: Verification) -> list[str]:
     verdict = (
         "Pipelined equals plain." if found.holds else "Pipelined is NOT equal to plain: the plan cannot be trusted."
     )  # fmt: skip
-    worst = f", largest difference {found.worst.relative:.1e} in {found.worst.name}"
+    worst = f", largest difference {found.gradient_difference:.1e} in {found.worst_parameter}"
     return [
         f"{found.model}, {layers}, {found.num_parameters:,} parameters, {found.dtype}, "
         f"{found.sequence_length} tokens a sample: {found.schedule} with {found.num_stages} stages on "
@@ -84,8 +67,8 @@ def _lines(found: Verification) -> list[str]:
         + (f" ({found.num_replicas} replicas)" if found.num_replicas > 1 else "")
         + " against one process",
         f"loss {found.loss:.6f}, largest difference {found.loss_difference:.1e}",
-        f"{found.num_gradients} gradients, {found.num_equal} of them equal to the last bit"
-        + (worst if found.num_equal < found.num_gradients else ""),
+        f"{found.num_gradients} gradients, {found.num_equal_gradients} of them equal to the last bit"
+        + (worst if found.num_equal_gradients < found.num_gradients else ""),
         f"(differences relative to the largest element; rounding explains {found.tolerance:.0e})",
         verdict,
     ]

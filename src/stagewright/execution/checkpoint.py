@@ -10,6 +10,8 @@ A folder is there whole or not at all: it gets its name when every rank has writ
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -21,20 +23,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from stagewright.errors import InputError, RunError, StagewrightError
-from stagewright.execution.checkpoint_folder import (
-    UNFINISHED,
-    digest,
-    folder_name,
-    identity,
-    instead_of,
-    newest,
-    steps_of,
-)
-from stagewright.execution.exchange import exchange
+from stagewright.execution import checkpoint_folder as folders
+from stagewright.execution.collectives import exchange
 from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
 from stagewright.execution.model_files import write_index
 from stagewright.execution.session import Session
-from stagewright.execution.tensor_file import write_tensors
 from stagewright.version import __version__
 
 _RANK = "rank-"
@@ -60,15 +53,12 @@ def is_due(step: int, num_steps: int, every: int | None) -> bool:
 
 
 def save(session: Session, folder: Path, step: int) -> Path:
-    """Write the state after `step` steps to ``folder/step-...``; every rank must call this.
-
-    Raises:
-        RunError: a rank cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left then,
-            and the ones before are as they were.
-    """
+    """Write the state after `step` steps to ``folder/step-...``; every rank must call this. Raises `RunError` where a rank
+    cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left then, and the ones before
+    are as they were."""
     session.watch(f"writing the checkpoint of step {step}")
-    final = folder / folder_name(step)
-    scratch = folder / f".{final.name}{UNFINISHED}"
+    final = folder / folders.folder_name(step)
+    scratch = folder / f".{final.name}{folders.UNFINISHED}"
     is_first = session.mesh.rank == 0
     if is_first:
         shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was ended in the middle
@@ -116,7 +106,7 @@ def restore(session: Session, folder: Path) -> int:
             one.tensor.copy_(_of_shape(readers[one.writer].get_tensor(one.name), one))
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"checkpoint '{found.path}' cannot be read: {error}; {instead_of(found.path)}"
+            f"checkpoint '{found.path}' cannot be read: {error}; {folders.instead_of(found.path)}"
         ) from None
     session.optimizer.adamw.round()
     session.shards.spread()
@@ -124,8 +114,8 @@ def restore(session: Session, folder: Path) -> int:
         session.loss_scale.value = found.manifest.loss_scale
         session.loss_scale.num_good = found.manifest.num_good
         session.lengths.scale_loss(session.cotangent)
-    session.runner.rest()  # what was computed from parameters that have changed
-    session.runner.wake()
+    session.runner.release()  # what was computed from parameters that have changed
+    session.runner.restore()
     return found.manifest.step
 
 
@@ -145,7 +135,7 @@ def _held(session: Session) -> Iterator[_Held]:
     for value, tensor in weights.parameters.items():
         if value not in trained:
             yield _Held(names[value], first, tensor)
-    for value, tensor in session.shards.frozen().items():
+    for value, tensor in session.shards.parts(are_trained=False).items():
         yield _Held(names[value], sharer, tensor)
     for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
         yield _Held(names[value], mesh.rank, weights.tensors[value])
@@ -164,15 +154,19 @@ def _agreed(folder: Path) -> Checkpoint:
     """The newest checkpoint, which all ranks see alike; every rank must call this."""
     found, fault = None, None
     try:
-        found = newest(folder)
+        found = folders.newest(folder)
     except InputError as error:
         fault = str(error)
-    seen = None if found is None else [found.manifest.step, digest(found.manifest.model_dump(mode="json"))]
+    seen = (
+        None
+        if found is None
+        else [found.manifest.step, folders.digest(found.manifest.model_dump(mode="json"))]
+    )
     told = exchange({"seen": seen, "fault": fault})
     if faults := [one["fault"] for one in told if one["fault"] is not None]:
         raise InputError(faults[0])
     if found is None or any(one["seen"] != seen for one in told):
-        names = ["none" if one["seen"] is None else folder_name(one["seen"][0]) for one in told]
+        names = ["none" if one["seen"] is None else folders.folder_name(one["seen"][0]) for one in told]
         other = next((rank for rank, one in enumerate(told) if one["seen"] != told[0]["seen"]), 0)
         raise RunError(
             f"rank 0 sees checkpoint {names[0]} in '{folder}', rank {other} {names[other]}: the folder must be on a file "
@@ -191,21 +185,19 @@ def _verify(session: Session, found: Checkpoint, read: set[str]) -> None:
     except InputError as error:
         fault = str(error)
     if faults := [told for told in exchange(fault) if told is not None]:
-        raise InputError(f"{faults[0]}; {instead_of(found.path)}")
+        raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
 
 
 def _write_own(session: Session, scratch: Path) -> tuple[dict[str, FileRecord], str | None]:
     """This rank's files, and what kept it from writing them; every rank must call this."""
     own = {held.name: held.tensor for held in _held(session) if held.writer == session.mesh.rank}
-    of_model = session.model_files.tensors(
-        session
-    )  # together with other ranks, also if this one cannot write
+    # Together with other ranks, also if this one cannot write.
+    of_model = session.model_files.tensors(session)
     files = {_rank_file(session.mesh.rank): own, session.model_files.name: of_model}
     try:
         scratch.mkdir(parents=True, exist_ok=True)
-        return {
-            name: write_tensors(scratch / name, tensors) for name, tensors in files.items() if tensors
-        }, None
+        written = {name: write_tensors(scratch / name, held) for name, held in files.items() if held}
+        return written, None
     except (OSError, RunError) as error:
         return {}, getattr(error, "strerror", None) or str(error)
 
@@ -218,11 +210,11 @@ def _complete(session: Session, scratch: Path, step: int, files: Mapping[str, Fi
                 f"file '{name}' that another rank wrote is not there: all ranks must share the file system"
             )
     described = write_index(scratch, session.reference.config)
-    scale, plan = session.loss_scale, identity(session.plan)
+    scale, plan = session.loss_scale, folders.identity(session.plan)
     manifest = Manifest(
         stagewright=__version__,
         step=step,
-        plan_digest=digest(plan),
+        plan_digest=folders.digest(plan),
         plan=plan,
         data=session.data,
         loss_scale=None if scale is None else scale.value,
@@ -234,7 +226,7 @@ def _complete(session: Session, scratch: Path, step: int, files: Mapping[str, Fi
 
 
 def _not_written(folder: Path, step: int, fault: str) -> RunError:
-    before = [path.name for path in steps_of(folder)]
+    before = [path.name for path in folders.steps_of(folder)]
     kept = f"; {before[0]} is whole: go on from it with --resume" if before else ""
     return RunError(
         f"the checkpoint of step {step} cannot be written to '{folder}' ({fault}): make room there, or give another folder "
@@ -253,3 +245,63 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+_TYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_ALIGNMENT = 8
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """A file of `tensors`, which may lie on any device; on the disk when this returns.
+
+    Raises:
+        OSError: it cannot be written.
+        RunError: a tensor is of a type that such files do not have.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in _pieces(tensors):
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(bytes=size, sha256=digest.hexdigest())
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    # So that all are aligned.
+    offset, order = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _TYPES:
+            raise RunError(f"tensor '{name}' is of type {tensor.dtype}, which safetensors files do not have")
+        end = offset + tensor.numel() * tensor.element_size()
+        shape, dtype = list(tensor.shape), _TYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in order:
+        flat = tensors[name].detach().reshape(-1).cpu().contiguous()
+        yield flat.view(torch.uint8).numpy().data

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError
-from stagewright.execution.data_identity import DataIdentity, identity_of
+from stagewright.execution.data_identity import identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.files import make_writable
 from stagewright.planning.plan import Plan
@@ -57,11 +57,8 @@ def steps_of(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The checkpoint after the most steps, if all its files are there; None where there is none.
-
-    Raises:
-        InputError: it is damaged or of another version; says which is the newest whole one before it.
-    """
+    """The checkpoint after the most steps, if all its files are there; None where there is none. Raises `InputError` where
+    it is damaged or of another version; says which is the newest whole one before it."""
     found = steps_of(folder)
     if not found:
         return None
@@ -103,14 +100,10 @@ class Verified:
 
 
 def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
-    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first.
-
-    Raises:
-        InputError: there is none.
-    """
-    found = (
-        [folder] if (folder / MANIFEST).exists() or _STEP.fullmatch(folder.name) else steps_of(folder)[::-1]
-    )
+    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
+    none."""
+    is_one = (folder / MANIFEST).exists() or _STEP.fullmatch(folder.name)
+    found = [folder] if is_one else steps_of(folder)[::-1]
     if not found or not folder.is_dir():
         raise InputError(f"there is no checkpoint in '{folder}': name the folder that --checkpoint was given")
     checked = []
@@ -142,13 +135,9 @@ class Checkpointing:
 
 
 def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Path | None = None) -> None:
-    """Before any process is started.
-
-    Raises:
-        InputError: the options do not go together; there is nothing to go on from, or it is damaged, of another plan or
-            data, or of as many steps as are asked for; or a run that starts afresh would mix its checkpoints with those of
-            another.
-    """
+    """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
+    from, or it is damaged, of another plan or data, or of as many steps as are asked for; or a run that starts afresh
+    would mix its checkpoints with those of another."""
     asked.check()
     if asked.folder is None:
         return
@@ -168,8 +157,12 @@ def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Pa
             f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
         )
     _check_plan(found, plan, num_steps)
-    if not asked.is_other_data:
-        _check_data(found, identity_of(data))
+    was = found.manifest.data
+    if not asked.is_other_data and not was.is_same(now := identity_of(data)):
+        raise InputError(
+            f"checkpoint '{found.path}' is of a run on other data: it was {was}, and this is {now}: give the same data, or "
+            "go on with this with --other-data"
+        )
 
 
 def _check_plan(found: Checkpoint, plan: Plan, num_steps: int) -> None:
@@ -183,15 +176,6 @@ def _check_plan(found: Checkpoint, plan: Plan, num_steps: int) -> None:
         raise InputError(
             f"checkpoint '{found.path}' is of {found.manifest.step} steps, and {num_steps} are asked for: steps are counted "
             f"from the start of the first run; give --steps more than {found.manifest.step}"
-        )
-
-
-def _check_data(found: Checkpoint, data: DataIdentity) -> None:
-    was = found.manifest.data
-    if not was.is_same(data):
-        raise InputError(
-            f"checkpoint '{found.path}' is of a run on other data: it was {was}, and this is {data}: give the same data, or "
-            "go on with this with --other-data"
         )
 
 

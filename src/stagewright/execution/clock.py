@@ -72,13 +72,10 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Stopwatch:
+class ActionTimer:
     """Marks moments of the work of a device and says later when they were.
 
     On a GPU, work is queued and runs later than it is asked for, so a mark is an event in the queue of work.
-
-    Args:
-        device: whose work is timed.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
+from stagewright.execution.collectives import exchange, own_group
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
 from stagewright.execution.member import gather
 from stagewright.execution.probe_description import describe, source_text
@@ -27,7 +28,7 @@ _SAME_SPEED = 1.25
 
 
 @dataclass(frozen=True)
-class _Found:
+class _RankFigures:
     """What one rank has to say."""
 
     device_type: str
@@ -41,11 +42,8 @@ class _Found:
 
 @contextmanager
 def joined(device: str, time_limit_s: float) -> Iterator[torch.device]:
-    """Inside, this process is a rank of the group that a launcher has described; gives its device.
-
-    Raises:
-        InputError: no launcher, or a device that is not there.
-    """
+    """Inside, this process is a rank of the group that a launcher has described; gives its device. Raises `InputError`
+    where there is no launcher or no such device."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         raise InputError(
             "probe --cluster is a rank of a launcher: start it on every host, e.g. with "
@@ -91,35 +89,32 @@ def probe_cluster(
     rank, world = dist.get_rank(), dist.get_world_size()
     if world < 2:
         raise InputError("one rank has no links: start probe --cluster on two devices or more")
-    nodes = _nodes(_of_all(_host(), device))
+    nodes = _nodes(exchange(_host()))
     if base is not None:
         _check_base(base, nodes)
-    measurements = None if base is not None else _measure_device(device, seconds_per_figure, progress)
+    measurements = None
+    if base is None:
+        watch, measurements = Stopwatch(device, seconds_per_figure, dist.barrier), Measurements()
+        measure_compute(watch, measurements, lambda what, done: progress(what, done / 2))
+        measure_posting(watch, measurements)
     links = measure_links(nodes, device, seconds_per_figure / 2, progress)
     progress("collectives", 0.9)
     own = next(ranks for ranks in nodes if rank in ranks)
-    host = _host_group(nodes, rank)
+    host = own_group(nodes)
     whole = measure_collectives(None, device, seconds_per_figure)
     inside = {} if len(own) == 1 else measure_collectives(host, device, seconds_per_figure)
     source = source_text(device.type, world, torch.get_num_threads())
-    found = _Found(device.type, source, torch.get_num_threads(), measurements, links, whole, inside)
-    everything = gather(TypeAdapter(_Found).dump_json(found).decode())
+    found = _RankFigures(device.type, source, torch.get_num_threads(), measurements, links, whole, inside)
+    everything = gather(TypeAdapter(_RankFigures).dump_json(found).decode())
     if rank != 0:
         return None
-    return _described([TypeAdapter(_Found).validate_python(one) for one in everything], nodes, base)
+    return _described([TypeAdapter(_RankFigures).validate_python(one) for one in everything], nodes, base)
 
 
 def _host() -> int:
     """What tells the host of this rank from others: the launcher's number of it, as names may repeat in containers."""
     group = os.environ.get("GROUP_RANK")
     return int(group) if group else zlib.crc32(socket.gethostname().encode())
-
-
-def _of_all(number: int, device: torch.device) -> list[int]:
-    """The number of every rank, on every rank."""
-    found = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor([number], device=device))
-    return [int(one) for one in found]
 
 
 def _nodes(hosts: Sequence[int]) -> list[list[int]]:
@@ -135,16 +130,6 @@ def _nodes(hosts: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def _host_group(nodes: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """The group of this rank's host; every rank makes those of all hosts."""
-    own = None
-    for ranks in nodes:
-        made = dist.new_group(ranks)
-        if rank in ranks and isinstance(made, dist.ProcessGroup):
-            own = made
-    return own
-
-
 def _check_base(base: Cluster, nodes: list[list[int]]) -> None:
     wanted = [len(base.ranks_of(node)) for node in range(base.num_nodes)]
     started = [len(ranks) for ranks in nodes]
@@ -155,44 +140,34 @@ def _check_base(base: Cluster, nodes: list[list[int]]) -> None:
         )
 
 
-def _measure_device(device: torch.device, seconds_per_figure: float, progress: Progress) -> Measurements:
-    watch, found = Stopwatch(device, seconds_per_figure, dist.barrier), Measurements()
-    measure_compute(watch, found, lambda what, done: progress(what, done / 2))
-    measure_posting(watch, found)
-    return found
-
-
 # -- from what the ranks found to a description -----------------------------------------------------------------------
 
 
-def _described(found: list[_Found], nodes: list[list[int]], base: Cluster | None) -> Cluster:
+def _described(found: list[_RankFigures], nodes: list[list[int]], base: Cluster | None) -> Cluster:
     source = found[0].source
-    groups = base.nodes if base is not None else _node_groups(found, nodes)
+    links = {(link.sender, link.receiver): link for one in found for link in one.links}
+
+    def matrix(name: str) -> tuple[tuple[float, ...], ...]:
+        ranks = range(len(found))
+        return tuple(tuple(getattr(links.get((a, b)), name, 0.0) for b in ranks) for a in ranks)
+
+    measured = MeasuredBandwidth(
+        between="ranks",
+        bandwidth=matrix("bandwidth"),
+        latency_s=matrix("latency_s"),
+        sources={"bandwidth": source, "latency_s": source},
+    )
     return Cluster(
         name=base.name if base is not None else "probed",
-        nodes=groups,
-        measured=_measured(found, source),
+        nodes=base.nodes if base is not None else _node_groups(found, nodes),
+        measured=measured,
         collectives=_collectives(found, nodes, source),
     )
 
 
-def _measured(found: list[_Found], source: str) -> MeasuredBandwidth:
-    size = len(found)
-    bandwidth = [[0.0] * size for _ in range(size)]
-    latency = [[0.0] * size for _ in range(size)]
-    for one in found:
-        for link in one.links:
-            bandwidth[link.sender][link.receiver] = link.bandwidth
-            latency[link.sender][link.receiver] = link.latency_s
-    return MeasuredBandwidth(
-        between="ranks",
-        bandwidth=tuple(map(tuple, bandwidth)),
-        latency_s=tuple(map(tuple, latency)),
-        sources={"bandwidth": source, "latency_s": source},
-    )
-
-
-def _collectives(found: list[_Found], nodes: list[list[int]], source: str) -> tuple[MeasuredCollective, ...]:
+def _collectives(
+    found: list[_RankFigures], nodes: list[list[int]], source: str
+) -> tuple[MeasuredCollective, ...]:
     """Of all ranks, and of the ranks of a node: the slowest node, where all have equally many ranks."""
     curves = [("cluster", len(found), name, points) for name, points in found[0].whole.items()]
     if len({len(ranks) for ranks in nodes}) == 1 and len(nodes[0]) > 1 and len(nodes) > 1:
@@ -206,50 +181,45 @@ def _collectives(found: list[_Found], nodes: list[list[int]], source: str) -> tu
     return tuple(
         MeasuredCollective.model_validate(
             {
-                "operation": name,
-                "spans": spans,
-                "num_ranks": size,
-                "num_bytes": [num_bytes for num_bytes, _ in points],
-                "seconds": [seconds for _, seconds in points],
+                "operation": name, "spans": spans, "num_ranks": size,
+                "num_bytes": [num_bytes for num_bytes, _ in points], "seconds": [seconds for _, seconds in points],
                 "sources": {"seconds": source, "num_bytes": source},
             }
         )
         for spans, size, name, points in curves
-    )
+    )  # fmt: skip
 
 
-def _node_groups(found: list[_Found], nodes: list[list[int]]) -> tuple[NodeGroup, ...]:
+def _node_groups(found: list[_RankFigures], nodes: list[list[int]]) -> tuple[NodeGroup, ...]:
     """Runs of neighbouring nodes of equally many devices of one kind."""
     kinds = _kinds(found, nodes)
     made = {
         kind: _device_of(found, [nodes[node] for node, one in enumerate(kinds) if one == kind])
         for kind in set(kinds)
     }
+    node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    links = [link for one in found for link in one.links]
+    across = [link for link in links if node_of[link.sender] != node_of[link.receiver]]
     groups = []
     for kind, run in groupby(range(len(nodes)), key=lambda node: kinds[node]):
-        members = list(run)
-        group = made[kind]
+        members, group = list(run), made[kind]
         name = "local" if len(made) == 1 else f"local-{kind}"
-        device = group.device.model_copy(update={"name": name})
-        link = _network(found, nodes)
+        nics = "guess: the measured links are what counts"
         groups.append(
             NodeGroup(
                 count=len(members),
                 devices_per_node=len(nodes[members[0]]),
                 num_nics=1,
-                device=device,
+                device=group.device.model_copy(update={"name": name}),
                 intra_node=group.intra_node,
-                inter_node=link,
-                sources={
-                    "devices_per_node": found[0].source,
-                    "num_nics": "guess: the measured links are what counts",
-                },
+                inter_node=_middle(across or links, found[0].source),
+                sources={"devices_per_node": found[0].source, "num_nics": nics},
             )
         )
     return tuple(groups)
 
 
-def _kinds(found: list[_Found], nodes: list[list[int]]) -> list[int]:
+def _kinds(found: list[_RankFigures], nodes: list[list[int]]) -> list[int]:
     """The kind of each node's devices, numbered as they come up."""
     first: list[tuple[float, int]] = []
     kinds = []
@@ -265,7 +235,7 @@ def _kinds(found: list[_Found], nodes: list[list[int]]) -> list[int]:
     return kinds
 
 
-def _rate(found: list[_Found]) -> float:
+def _rate(found: list[_RankFigures]) -> float:
     """FLOP/s of the largest matrix product, of the middle rank."""
     rates = []
     for one in found:
@@ -275,7 +245,7 @@ def _rate(found: list[_Found]) -> float:
     return sorted(rates)[len(rates) // 2]
 
 
-def _device_of(found: list[_Found], nodes: list[list[int]]) -> NodeGroup:
+def _device_of(found: list[_RankFigures], nodes: list[list[int]]) -> NodeGroup:
     """A node of one kind: the figures of all such nodes pooled, and the middle link inside them."""
     members = [found[rank] for ranks in nodes for rank in ranks]
     pooled = [one.measurements for one in members if one.measurements is not None]
@@ -288,18 +258,9 @@ def _device_of(found: list[_Found], nodes: list[list[int]]) -> NodeGroup:
     return group.model_copy(update={"intra_node": link, "devices_per_node": size})
 
 
-def _network(found: list[_Found], nodes: list[list[int]]) -> Link:
-    """The middle link between nodes."""
-    node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
-    across = [link for one in found for link in one.links if node_of[link.sender] != node_of[link.receiver]]
-    return _middle(across or [link for one in found for link in one.links], found[0].source)
-
-
 def _middle(links: list[LinkCurve], source: str) -> Link:
-    latencies = sorted(link.latency_s for link in links)
-    bandwidths = sorted(link.bandwidth for link in links)
-    return Link(
-        latency_s=latencies[len(links) // 2],
-        bandwidth=bandwidths[len(links) // 2],
-        sources={"latency_s": source, "bandwidth": source},
-    )
+    figures = {
+        name: sorted(getattr(link, name) for link in links)[len(links) // 2]
+        for name in ("latency_s", "bandwidth")
+    }
+    return Link(**figures, sources=dict.fromkeys(figures, source))

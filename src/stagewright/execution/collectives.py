@@ -1,8 +1,11 @@
-"""Collectives over the replicas of a stage: asynchronous, in place, counted."""
+"""Collectives: over the replicas of a stage, asynchronous, in place and counted; and of documents, over all ranks."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +37,8 @@ class Pending:
     doing: str
 
     def wait(self) -> None:
-        """Until its result may be used; on a GPU, by what is asked for from now on.
-
-        Raises:
-            RunError: a replica is gone.
-        """
+        """Until its result may be used; on a GPU, by what is asked for from now on. Raises `RunError` where a replica is
+        gone."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -48,10 +48,10 @@ class Pending:
 
 @dataclass
 class Replicas:
-    """The ranks that share out the same stages, of which this one has number `index`.
+    """The ranks that the state of the same stages is sharded over, of which this one has number `index`.
 
     Gathers and sums have a process group each, so that neither queues behind the other. Where other ranks hold copies of
-    what these share out, `copies` has those of this rank's part.
+    these shards, `copies` has those of this rank's.
     """
 
     index: int
@@ -109,3 +109,30 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """Backends do not know complex numbers."""
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
+    """A process group for each of `groups`, in the making of which every process takes part. Returns its own."""
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(list(ranks))
+        if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
+            own = made
+    return own
+
+
+def exchange(document: Any) -> list[Any]:
+    """Every rank's JSON document, in the order of ranks, which all must call this: what arrives is data and never code."""
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    own = torch.frombuffer(bytearray(json.dumps(document).encode()), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([own.numel()], dtype=torch.int64, device=device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    received = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(received, padded)
+    return [
+        json.loads(item[: int(size)].cpu().numpy().tobytes())
+        for item, size in zip(received, sizes, strict=True)
+    ]

@@ -21,6 +21,8 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 float64 compute some values, such as rotary tables, in float32."""
 _LOOSE = 0.1
 
+Tensors = list[torch.Tensor]
+
 
 def compiled(
     function: Function,
@@ -64,28 +66,20 @@ class _Parts:
         self.whole = whole
         last = {value: number for number, part in enumerate(parts) for value in part.inputs}
         last |= dict.fromkeys(whole.outputs, len(parts))
-        self.parts = [
-            (part, [last[value] == number for value in part.inputs]) for number, part in enumerate(parts)
-        ]
+        self.parts = [(part, [last[v] == number for v in part.inputs]) for number, part in enumerate(parts)]
         self.given = [value in last for value in whole.inputs]
 
     def __call__(
-        self,
-        inputs: list[torch.Tensor],
-        resident: dict[int, torch.Tensor],
-        accumulate: Accumulate,
-        reseed: Reseed,
-    ) -> list[torch.Tensor]:
+        self, inputs: Tensors, resident: dict[int, torch.Tensor], accumulate: Accumulate, reseed: Reseed
+    ) -> Tensors:
         if is_seen_by_modes():
             return self.whole.call(inputs, resident, accumulate, reseed)
         given = zip(self.whole.inputs, inputs, self.given, strict=True)
         known = {value: tensor for value, tensor, is_used in given if is_used}
         inputs.clear()
         for part, is_last in self.parts:
-            taken = [
-                known.pop(value) if last else known[value]
-                for value, last in zip(part.inputs, is_last, strict=True)
-            ]
+            uses = zip(part.inputs, is_last, strict=True)
+            taken = [known.pop(value) if last else known[value] for value, last in uses]
             known.update(zip(part.outputs, part.call(taken, resident, accumulate, reseed), strict=True))
         return [known[value] if value in known else resident[value] for value in self.whole.outputs]
 
@@ -100,12 +94,8 @@ class _Compiled:
         self.fast = torch.compile(pure.call, dynamic=False, fullgraph=True)
 
     def __call__(
-        self,
-        inputs: list[torch.Tensor],
-        resident: dict[int, torch.Tensor],
-        accumulate: Accumulate,
-        reseed: Reseed,
-    ) -> list[torch.Tensor]:
+        self, inputs: Tensors, resident: dict[int, torch.Tensor], accumulate: Accumulate, reseed: Reseed
+    ) -> Tensors:
         is_metered = is_seen_by_modes()  # bytes are counted of the operators, as they are predicted
         if not self.checked and not is_metered:
             self.checked = True
@@ -170,9 +160,8 @@ def _is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
     finite = other[other.isfinite()]
     scale = float(finite.abs().max()) if finite.numel() else 0.0
     part = TOLERANCE.get(other.dtype, _LOOSE)
-    return torch.allclose(
-        one, other, rtol=part, atol=part * scale, equal_nan=True
-    )  # equal infinities are close
+    # Equal infinities are close.
+    return torch.allclose(one, other, rtol=part, atol=part * scale, equal_nan=True)
 
 
 def _sharing(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -27,11 +27,8 @@ class Batches(Protocol):
 
 
 class TextBatches:
-    """Windows at random places of a text; bytes are tokens. A ``.npy`` file holds token ids instead.
-
-    Raises:
-        InputError: the file cannot be read or is shorter than one sample.
-    """
+    """Windows at random places of a text; bytes are tokens. A ``.npy`` file holds token ids instead. Raises `InputError`
+    where the file cannot be read or is shorter than one sample."""
 
     def __init__(
         self, path: str | Path, sequence_length: int, seed: int, vocabulary: int | None = None
@@ -44,9 +41,8 @@ class TextBatches:
             )
         least, largest = int(self.tokens.min()), int(self.tokens.max())
         if least < 0:
-            raise InputError(
-                f"data file '{path}' holds token {least}, but token ids begin at 0: leave such tokens out"
-            )
+            text = f"data file '{path}' holds token {least}, but token ids begin at 0: leave such tokens out"
+            raise InputError(text)
         if vocabulary is not None and largest >= vocabulary:
             raise InputError(
                 f"data file '{path}' holds token {largest}, but the model's vocabulary has {vocabulary}: tokenise the "
@@ -76,9 +72,8 @@ class SyntheticBatches:
     """Random numbers in the range of the model's example inputs."""
 
     def __init__(self, examples: Mapping[str, torch.Tensor], seed: int) -> None:
-        self.bounds = {
-            name: int(tensor.max()) + 1 for name, tensor in examples.items() if not tensor.is_floating_point()
-        }
+        integers = {name: tensor for name, tensor in examples.items() if not tensor.is_floating_point()}
+        self.bounds = {name: int(tensor.max()) + 1 for name, tensor in integers.items()}
         self.seed = seed
 
     def microbatch(self, step: int, first: int, graph: OperatorGraph) -> dict[str, torch.Tensor]:
@@ -86,15 +81,13 @@ class SyntheticBatches:
         for place, (name, value) in enumerate(sorted(graph.inputs.items())):
             meta = graph.values[value].meta
             dtype = DTYPES[meta.dtype]
-            rows = []
+            rows, shape = [], meta.shape[1:]
             for row in range(meta.shape[0]):
                 generator = torch.Generator().manual_seed(key(self.seed, step, first + row, place))
-                shape = meta.shape[1:]
                 if dtype.is_floating_point:
                     rows.append(torch.randn(shape, generator=generator, dtype=torch.float64))
                 else:
-                    rows.append(
-                        torch.randint(0, max(self.bounds.get(name, 2), 1), shape, generator=generator)
-                    )
+                    bound = max(self.bounds.get(name, 2), 1)
+                    rows.append(torch.randint(0, bound, shape, generator=generator))
             found[name] = torch.stack(rows).to(dtype)
         return found

@@ -48,18 +48,15 @@ class DataIdentity(StrictModel):
 
 def tokens_of(data: str | Path) -> np.ndarray:
     """The tokens of a data file in one row, read when they are looked at: of a ``.npy`` its numbers, of a text its bytes.
-
-    Raises:
-        InputError: it cannot be read or holds no integers.
-    """
+    Raises `InputError` where it cannot be read or holds no integers."""
     path = Path(data)
     try:
         if path.suffix == ".npy":
             tokens = np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
+        elif path.stat().st_size:
+            tokens = np.memmap(path, dtype=np.uint8, mode="r")
         else:
-            tokens = (
-                np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.array([], np.uint8)
-            )
+            tokens = np.array([], np.uint8)
     except OSError as error:
         raise InputError(f"data file '{data}' cannot be read: {error.strerror or error}") from None
     except (ValueError, EOFError) as error:
@@ -72,11 +69,7 @@ def tokens_of(data: str | Path) -> np.ndarray:
 
 
 def identity_of(data: str | Path | None) -> DataIdentity:
-    """Of a data file, or of synthetic samples where there is none.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """Of a data file, or of synthetic samples where there is none. Raises `InputError` where the file cannot be read."""
     if data is None:
         return DataIdentity(kind="synthetic")
     path, tokens = Path(data), tokens_of(data)

@@ -14,10 +14,7 @@ ASKED = ("cpu", "cuda", "auto")
 
 def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
     """``cpu`` or ``cuda``: what is asked for; with ``auto`` a GPU where the plan is for GPUs and this machine has any.
-
-    Raises:
-        InputError: no such kind, or fewer GPUs than the ranks that this machine is to run.
-    """
+    Raises `InputError` where there is no such kind, or there are fewer GPUs than the ranks that this machine is to run."""
     if asked not in ASKED:
         raise InputError(f"--device {asked}{nearest(asked, ASKED)}: give cpu, cuda or auto")
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -32,11 +29,8 @@ def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of this process, which is its current one from now on.
-
-    Raises:
-        InputError: there are several GPUs, and the launcher does not say which is this process's.
-    """
+    """The device of this process, which is its current one from now on. Raises `InputError` where there are several GPUs,
+    and the launcher does not say which is this process's."""
     if kind == "cpu":
         return torch.device("cpu")
     local = os.environ.get("LOCAL_RANK")

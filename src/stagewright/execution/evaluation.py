@@ -26,8 +26,6 @@ from stagewright.tracing.cache import trace
 if TYPE_CHECKING:
     from stagewright.execution.session import Session
 
-_NOTHING = Function((), (), ())
-
 
 def evaluator(session: Session) -> RankRunner:
     """Runs this rank's forwards on the weights that it trains; every rank must call this.
@@ -38,9 +36,8 @@ def evaluator(session: Session) -> RankRunner:
     """
     plan, device, rank = session.plan, session.device, session.mesh.pipeline_rank
     session.watch("tracing for evaluation")
-    graph = trace(
-        session.reference, plan.microbatch_size, device=device.type, training=False, **plan.traced()
-    )
+    size, traced = plan.microbatch_size, plan.traced()
+    graph = trace(session.reference, size, device=device.type, training=False, **traced)
     stages = forward_stages(graph, session.graph, [stage.start for stage in session.stages[1:]])
     shared_out = plan.sharding if plan.dp > 1 else ()
     gathered = [stage for stage, level in enumerate(shared_out) if level >= PARAMETERS]
@@ -62,9 +59,7 @@ def forward_program(program: Program) -> Program:
     ['0F0 0F1 0F2', '1F0 1F1 1F2']
     """
     plain = program.without_pairs()
-    return plain.with_ranks(
-        (action for action in actions if action.kind is Kind.F) for actions in plain.ranks
-    )
+    return plain.with_ranks((one for one in actions if one.kind is Kind.F) for actions in plain.ranks)
 
 
 def forward_stages(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence[int]) -> list[Stage]:
@@ -72,7 +67,7 @@ def forward_stages(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence
 
     Args:
         training: the graph of the model in training mode.
-        cuts: positions in the body of `training`.
+        cuts: cut indices in `training`.
 
     Raises:
         PlanError: a stage has no operator in evaluation mode.
@@ -81,7 +76,7 @@ def forward_stages(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence
 
 
 def _same_places(graph: OperatorGraph, training: OperatorGraph, cuts: Sequence[int]) -> list[int]:
-    """`cuts` in the body of `graph`: in front of the same operator, or of the next that evaluation has too."""
+    """`cuts` as those of `graph`: in front of the same operator, or of the next that evaluation has too."""
     places = {graph.nodes[node].name: place for place, node in enumerate(graph.body)}
     names = [training.nodes[node].name for node in training.body]
     found = [next((places[name] for name in names[cut:] if name in places), None) for cut in cuts]
@@ -105,24 +100,13 @@ def _forward_only(stage: Stage) -> Stage:
     nodes = sorted((node for node in own if node.op not in MOVES), key=lambda node: node.id)
     made = {*stage.forward.inputs, *made_by(nodes), *stage.resident}
     outputs = tuple(sorted(wanted & made))
+    nothing = Function((), (), ())
     return replace(
-        stage,
-        static=(),
-        derived=(*stage.static, *stage.derived),
+        stage, static=(), derived=(*stage.static, *stage.derived), late=(),
         forward=replace(stage.forward, nodes=tuple(nodes), outputs=outputs),
-        late=(),
-        input_grad=_NOTHING,
-        weight_grad=_NOTHING,
-        backward=_NOTHING,
-        rebuild=_NOTHING,
-        grad_receives=(),
-        grad_sends=(),
-        saved=(),
-        offloaded=(),
-        relayed=(),
-        gradients=(),
-        mutations=(),
-    )
+        input_grad=nothing, weight_grad=nothing, backward=nothing, rebuild=nothing, grad_receives=(), grad_sends=(),
+        saved=(), offloaded=(), relayed=(), gradients=(), mutations=(),
+    )  # fmt: skip
 
 
 def evaluation_weights(

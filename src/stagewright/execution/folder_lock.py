@@ -1,11 +1,17 @@
-"""Folders that one run at a time writes to: a lock that the system takes from a process that ends, however it ends."""
+"""Folders of one run alone, held by a lock that the system takes from a process that ends, however it ends: those it
+writes to, and a private one in which its ranks on this machine find each other, gone when the run is.
+
+A private folder whose launcher was killed is removed by the ranks that find themselves without it, or by the next run.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
+import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stagewright.errors import InputError
-from stagewright.files import make_writable
+from stagewright.files import make_writable, private_folder
 from stagewright.text import say
 
 LOCK = ".in-use"
@@ -24,11 +30,8 @@ _held: set[tuple[int, Path]] = set()
 @contextmanager
 def in_use(path: str | Path | None, option: str) -> Iterator[None]:
     """Inside, folder `path` is this run's alone; it is made if there is none. Under a launcher the first rank holds it.
-
-    Raises:
-        InputError: another process has it, whose number, host and start are named, or nothing can be written there; `option`
-            is where another folder is given.
-    """
+    Raises `InputError` where another process has it, whose number, host and start are named, or nothing can be written
+    there; `option` is where another folder is given."""
     if path is None:
         yield
         return
@@ -56,8 +59,9 @@ def _locked(folder: Path, option: str) -> int:
         handle = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(handle, folder / LOCK):  # not one that its holder has just removed
-                break
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), (folder / LOCK).stat()):
+                    break  # and its holder has not just removed it
         except BlockingIOError:
             holder = _holder(handle)
             os.close(handle)
@@ -75,16 +79,60 @@ def _locked(folder: Path, option: str) -> int:
     return handle
 
 
-def _is_at(handle: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(handle), path.stat())
-    except FileNotFoundError:
-        return False
-
-
 def _holder(handle: int) -> str:
     try:
         said = json.loads(os.pread(handle, 4096, 0))
         return f"process {int(said['pid'])} on host {said['host']} since {said['since']}"
     except (OSError, ValueError, KeyError, TypeError):  # it has not written that yet
         return "another process"
+
+
+_PREFIX = "stagewright-run-"
+_LAUNCHER = "launcher"
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """A new one for the run that this process starts. Raises `InputError` where there is no place for it."""
+    for other in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        if _is_abandoned(other):
+            shutil.rmtree(other, ignore_errors=True)
+    try:
+        folder = private_folder(tempfile.mkdtemp(prefix=_PREFIX))
+        lock = _marked(folder)
+    except OSError as error:
+        raise InputError(
+            f"no folder for temporary files can be made ({error.strerror or error}): make room in "
+            f"'{tempfile.gettempdir()}', or set TMPDIR"
+        ) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _marked(folder: Path) -> int:
+    """An open file whose lock ends with this process; it gets its name once it is locked."""
+    lock = os.open(folder / f"{_LAUNCHER}.new", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError:  # a file system without locks, where nobody will take it for abandoned either
+        return lock
+    os.rename(folder / f"{_LAUNCHER}.new", folder / _LAUNCHER)
+    return lock
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether it is of a run of this user whose launcher has ended."""
+    try:
+        lock = os.open(folder / _LAUNCHER, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # it is somebody else's, or about to be locked
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.fstat(lock).st_uid == os.geteuid()
+    except OSError:
+        return False
+    finally:
+        os.close(lock)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from stagewright.errors import InputError, RunError
 from stagewright.execution.checkpoint_folder import Checkpointing, check_start
 from stagewright.execution.folder_lock import in_use
-from stagewright.execution.machine_memory import refuse_without_room
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
+from stagewright.machine import machine_bytes
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.rank_file import read_rank_file
 from stagewright.schedule.action import Action, Kind
-from stagewright.units import format_seconds
+from stagewright.units import format_bytes, format_seconds
 
 
 def run(
@@ -69,44 +71,36 @@ def run(
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
     check_weights(loaded, random_weights, resume)
-    asked = Checkpointing(
-        None if checkpoint is None else Path(checkpoint), checkpoint_every, resume, other_data
-    )
+    checkpoints = None if checkpoint is None else Path(checkpoint)
+    asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data)
     asked.check()
-    folder = (
-        Path(out)
-        if out is not None
-        else Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    )
+    default = Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = default if out is None else Path(out)
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    kind = kind_of(device, loaded, _num_ranks_here(loaded, is_launched))
+    # Of all ranks of the plan, or those that a launcher says it starts here.
+    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched else loaded.num_ranks
+    kind = kind_of(device, loaded, num_here)
     if kind == "cpu" and not is_launched:
         refuse_without_room(loaded)
-    options = {
-        "data": data,
-        "steps": steps,
-        "device": kind,
-        "timeout": timeout,
-        "start-timeout": start_timeout,
-    }
-    options |= {"checkpoint": checkpoint, "checkpoint-every": checkpoint_every}
-    arguments = [str(Path(plan).resolve()), "--out", str(folder)]
-    arguments += [f"--{name}={value}" for name, value in options.items() if value is not None]
+    options: dict[str, Any] = {
+        "plan": str(Path(plan).resolve()), "out": str(folder), "data": None if data is None else str(data),
+        "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
+        "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
+        "checkpoint_every": checkpoint_every, "resume": resume,
+    }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
         loaded = loaded.model_copy(update={"devices": devices})
-        arguments += [f"--devices={','.join(map(str, devices))}"]
-    arguments += ["--random-weights"] if random_weights else []
-    arguments += ["--resume"] if resume else []
+        options["devices"] = devices
     num_steps = steps or loaded.job.num_steps
     with in_use(checkpoint, "--checkpoint"):
         check_start(asked, loaded, num_steps, data)
         with in_use(folder, "--out"):
             if is_launched:
-                return _join(arguments, folder)
+                return _join(options, folder)
             if sys.stderr.isatty():
                 print(starting(loaded, kind, num_steps), file=sys.stderr, flush=True)
-            return _start(loaded, arguments, folder, start_timeout)
+            return _start(loaded, options, folder, start_timeout)
 
 
 def starting(plan: Plan, kind: str, num_steps: int) -> str:
@@ -117,11 +111,8 @@ def starting(plan: Plan, kind: str, num_steps: int) -> str:
 
 
 def refuse_what_is_not_run(plan: Plan, source: str) -> None:
-    """Before any process is started.
-
-    Raises:
-        InputError: the plan is one that is predicted only; `source` is where it came from.
-    """
+    """Before any process is started. Raises `InputError` where the plan is one that is predicted only; `source` is where it
+    came from."""
     if plan.cp > 1:
         raise InputError(f"{source}: context parallelism is predicted, not run: plan without --cp")
     if plan.ep > 1:
@@ -135,22 +126,32 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
         )
 
 
-def _num_ranks_here(plan: Plan, is_launched: bool) -> int:
-    """Ranks that this machine is to run: all of the plan, or those that a launcher says it starts here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched else plan.num_ranks
+def refuse_without_room(plan: Plan) -> None:
+    """Before the processes of a plan are started on the CPU of this machine, all of them: the system would not refuse them
+    memory but end one of them, or of somebody else's, when there is no more. Raises `InputError` where their predicted
+    peaks together are more than the machine has."""
+    replicas = plan.dp * plan.tp
+    needed = replicas * sum(rank.allocated_peak_bytes + rank.host_bytes for rank in plan.predictions.ranks)
+    available = machine_bytes()
+    if needed > available:
+        raise InputError(
+            f"the {plan.num_ranks} ranks of the plan need {format_bytes(needed)} of memory, and as processes on the CPU of "
+            f"this machine they have {format_bytes(available)} together: run the plan on {plan.cluster.name}, for "
+            "which it was made, or plan for this machine, which `stagewright probe` describes"
+        )
 
 
-def _join(arguments: list[str], folder: Path) -> Record | None:
-    from stagewright.execution.worker import parsed, work
+def _join(options: dict[str, Any], folder: Path) -> Record | None:
+    from stagewright.execution.worker import work
 
-    work(**parsed(arguments))
+    work(**options)
     return load_record(folder / "record.json") if os.environ["RANK"] == "0" else None
 
 
-def _start(plan: Plan, arguments: list[str], folder: Path, start_timeout: float) -> Record:
+def _start(plan: Plan, options: dict[str, Any], folder: Path, start_timeout: float) -> Record:
     began = time.time()
     ranks = [plan.rank_on(device) for device in range(plan.num_ranks)]
-    start_ranks("stagewright.execution.worker", arguments, ranks, start_timeout, can_stop=True)
+    start_ranks("stagewright.execution.worker", [json.dumps(options)], ranks, start_timeout, can_stop=True)
     record = folder / "record.json"
     if not record.exists() or record.stat().st_mtime < began - 1:
         raise RunError(f"the run ended without a record in '{folder}'")

@@ -18,9 +18,9 @@ class AtLength:
 
 
 class Lengths:
-    """The runner at work and those that rest; runners are made when their length is first asked for.
+    """The runner at work and those that are released; runners are made when their length is first asked for.
 
-    What a runner computes from constants and parameters is dropped while it rests, so that at any time there are the bytes
+    What a runner computes from constants and parameters is dropped while another works: at any time there are the bytes
     of one length alone.
     """
 
@@ -32,11 +32,11 @@ class Lengths:
     def turn_to(self, length: int) -> AtLength:
         """The runner for `length`, ready for a batch."""
         if length not in self._made:
-            self.now.runner.rest()
+            self.now.runner.release()
             self._made[length] = self._make(length)
         elif self._made[length] is not self.now:
-            self.now.runner.rest()
-            self._made[length].runner.wake()
+            self.now.runner.release()
+            self._made[length].runner.restore()
         self.now = self._made[length]
         return self.now
 
@@ -46,7 +46,7 @@ class Lengths:
             one.runner.scale_loss(cotangent)
         for one in self._made.values():
             if one is not self.now:
-                one.runner.rest()
+                one.runner.release()
 
     @property
     def num_bytes_sent(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations, product
 
 import torch
@@ -169,28 +170,22 @@ def measure_collectives(
 ) -> dict[str, list[tuple[float, float]]]:
     """Operation -> (bytes of the whole buffer, seconds) on the ranks of `group`, all of which take part."""
     size = dist.get_world_size(group)
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+        "all-reduce": lambda whole, shard: dist.all_reduce(whole, group=group),
+        "all-gather": lambda whole, shard: all_gather(whole, shard, group=group),
+        "reduce-scatter": lambda whole, shard: reduce_scatter(shard, whole, group=group),
+    }
     found: dict[str, list[tuple[float, float]]] = {}
-    for name in ("all-reduce", "all-gather", "reduce-scatter"):
-        points: list[tuple[float, float]] = []
+    for name, collective in calls.items():
+        points = found[name] = []
         for wanted in COLLECTIVE_BYTES:
             if points and points[-1][1] > _LONGEST_S:
                 break
-            call, num_bytes = _collective(name, -(-wanted // (4 * size)), size, group, device)
-            points.append((float(num_bytes), _timed(call, group, device, seconds_per_size)))
-        found[name] = points
+            part = -(-wanted // (4 * size))
+            whole, shard = torch.zeros(part * size, device=device), torch.zeros(part, device=device)
+            seconds = _timed(partial(collective, whole, shard), group, device, seconds_per_size)
+            points.append((float(whole.numel() * whole.element_size()), seconds))
     return found
-
-
-def _collective(
-    name: str, part: int, size: int, group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[Callable[[], object], int]:
-    whole, shard = torch.zeros(part * size, device=device), torch.zeros(part, device=device)
-    calls: dict[str, Callable[[], object]] = {
-        "all-reduce": lambda: dist.all_reduce(whole, group=group),
-        "all-gather": lambda: all_gather(whole, shard, group=group),
-        "reduce-scatter": lambda: reduce_scatter(shard, whole, group=group),
-    }
-    return calls[name], whole.numel() * whole.element_size()
 
 
 def _timed(

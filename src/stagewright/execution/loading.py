@@ -1,13 +1,20 @@
-"""The tensors a rank starts from: drawn from the seed as the plain model would, or as they are stored."""
+"""The tensors a rank starts from: drawn from the seed as the plain model would, or as its safetensors files have them.
+
+Source: of quantised weights, ``Fp8Dequantize`` and ``convert_moe_packed_tensors`` of transformers, which read whole models.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from stagewright.errors import RunError
-from stagewright.execution.stored_weights import StoredWeights
+from stagewright.errors import InputError, RunError, StagewrightWarning
+from stagewright.execution.quantised import FIX, leftovers_of, method_of, parts_of, scheme
+from stagewright.execution.weight_files import WeightFiles, open_weights, reading
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.tracing.arguments import from_contents
@@ -22,17 +29,15 @@ def starting_tensors(
 ) -> dict[str, torch.Tensor]:
     """Parameters and buffers of `stages` by name: as they are `stored`, or from the seed where nothing is.
 
-    Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter.
-
-    Raises:
-        InputError: a parameter is in none of the files, or cannot be read.
-    """
+    Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter. Raises `InputError`
+    where a parameter is in none of the files, or cannot be read."""
     parameters = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.parameters)
     buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
-    found: dict[str, torch.Tensor] = {}
-    for name in parameters:  # one by one, because a whole one may be many times a part
-        whole = model.tensors((name,))[name] if stored is None else stored.read(name)
-        found[name] = part(name, whole)
+    # One by one, because a whole one may be many times a part.
+    found = {
+        name: part(name, model.tensors((name,))[name] if stored is None else stored.read(name))
+        for name in parameters
+    }
     kept = {} if stored is None else stored.lasting(buffers)
     return {
         **found,
@@ -63,11 +68,151 @@ def part_of(whole: torch.Tensor, shard: TensorShard, num_ranks: int, rank: int) 
 
 def _constants(stages: Iterable[Stage]) -> dict[str, torch.Tensor]:
     found = {}
-    for stage in stages:
-        for value in stage.constants:
-            name = stage.value(value).name
-            data = stage.graph.constants.get(name)
-            if data is None:
-                raise RunError(f"constant '{name}' of the traced model was not kept: trace the model again")
-            found[name] = from_contents(data, stage.value(value).meta)
+    for owner, value in ((stage, stage.value(value)) for stage in stages for value in stage.constants):
+        data = owner.graph.constants.get(value.name)
+        if data is None:
+            raise RunError(f"constant '{value.name}' of the traced model was not kept: trace the model again")
+        found[value.name] = from_contents(data, value.meta)
     return found
+
+
+class StoredWeights:
+    """Weights in `folder` for the model `module`, whose names begin with ``net.``.
+
+    Args:
+        config: content of the model's ``config.json``, which says how the weights are quantised.
+
+    Raises:
+        InputError: files are missing or lie outside the folder, or the weights are quantised in a way that is not read.
+    """
+
+    def __init__(self, folder: Path, module: torch.nn.Module, config: Mapping[str, Any]) -> None:
+        self._files = WeightFiles.of(folder)
+        self._method = method_of(config, str(folder))
+        self._scheme = scheme(config)
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
+        self._lasting = buffers.keys() & module.state_dict(keep_vars=True).keys()
+        self._known = {_key(name) for name in self._layouts}
+        self._stored = sorted(self._files.where)
+        self._readers: dict[str, Any] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the files have tensor `name` of the model."""
+        return bool(parts_of(_key(name), self._files.where, self._method))
+
+    def read(self, name: str) -> torch.Tensor:
+        """Tensor `name` of the model, of its shape and type. Raises `InputError` where it is in no file, cannot be read, or
+        is stored as something else."""
+        key, layout = _key(name), self._layouts[name]
+        parts = parts_of(key, self._files.where, self._method)
+        if not parts:
+            raise InputError(
+                f"'{self._files.folder}' has no tensor '{key}': the files belong to another model, or store it under "
+                "another name; run with --random-weights to start from the seed"
+            )
+        if left := [one for one in leftovers_of(key, self._stored, self._known) if one not in parts]:
+            raise InputError(
+                f"'{self._files.folder}' has '{left[0]}' beside '{key}', which is therefore quantised, in a way that its "
+                f"config.json does not name: {FIX}"
+            )
+        whole = dequantised(key, [self._get(part) for part in parts], self._scheme, layout.dtype)
+        if whole.shape != layout.shape:
+            raise InputError(
+                f"tensor '{key}' in '{self._files.where[parts[0]]}' has shape {list(whole.shape)}, expected "
+                f"{list(layout.shape)}: the files belong to another model"
+            )
+        if _kind(whole) != _kind(layout):
+            raise InputError(
+                f"tensor '{key}' in '{self._files.where[parts[0]]}' is stored as {whole.dtype}, and the model has "
+                f"{layout.dtype} there, so that its numbers are not those of the model: {FIX}"
+            )
+        return whole.to(layout.dtype, copy=len(parts) == 1)  # what is read plainly is memory of the file
+
+    def lasting(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """The buffers among `names` that belong to the model's state, by name; a warning names those in no file."""
+        lasting = [name for name in names if name in self._lasting]
+        for name in lasting:
+            if not self.has(name) and self._layouts[name].is_floating_point():
+                warnings.warn(
+                    f"'{self._files.folder}' has no tensor '{_key(name)}': it is as in a fresh model",
+                    StagewrightWarning,
+                    stacklevel=2,
+                )
+        return {name: self.read(name) for name in lasting if self.has(name)}
+
+    def _get(self, key: str) -> torch.Tensor:
+        """A stored tensor, in memory of the file: what is changed there changes it."""
+        name = self._files.where[key]
+        if name not in self._readers:
+            self._readers[name] = open_weights(self._files.verified(name), "pt")
+        with reading(self._files.path(name)):
+            return self._readers[name].get_tensor(key)
+
+
+def _key(name: str) -> str:
+    return name.removeprefix("net.")
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What sort of numbers a tensor has; floating ones of fewer than 16 bits are of a sort of their own."""
+    if tensor.is_floating_point():
+        return "float" if tensor.element_size() >= 2 else str(tensor.dtype)
+    return "complex" if tensor.is_complex() else "integer"
+
+
+_EXPONENT_BIAS = 127  # of scales that are powers of two, stored as bytes
+_EXACT = (torch.bfloat16, torch.float32)  # have every number that four bits and a power of two make
+
+
+def dequantised(
+    key: str, parts: Sequence[torch.Tensor], said: Mapping[str, Any], dtype: torch.dtype
+) -> torch.Tensor:
+    """Tensor `key` of the stored `parts` (`stagewright.execution.quantised.parts_of`); `said` is the config's scheme.
+
+    The result need not be of type `dtype`, which is what it is wanted as. Raises `InputError` where weights and scales do
+    not fit each other."""
+    if len(parts) == 1:
+        return parts[0]
+    one, scales = parts
+    if one.dtype == torch.uint8:
+        return _of_packed(key, one, scales, dtype if dtype in _EXACT else torch.float32)
+    if one.dtype != torch.float8_e4m3fn:
+        raise InputError(
+            f"tensor '{key}' is stored as {one.dtype} with scales, and of such only torch.float8_e4m3fn is read: dequantise "
+            "it once with transformers, or run with --random-weights to start from the seed"
+        )
+    return _of_blocks(key, one, scales, said.get("weight_block_size"))
+
+
+def _of_blocks(
+    key: str, weight: torch.Tensor, scales: torch.Tensor, block: Sequence[int] | None
+) -> torch.Tensor:
+    """Every block of ``[rows, columns]`` of a weight times its scale; the last ones may be cut off."""
+    if scales.dtype == torch.uint8:
+        scales = torch.exp2(scales.float() - _EXPONENT_BIAS)
+    scales, wide = scales.float(), weight.float()
+    if scales.numel() == 1:
+        return wide * scales.reshape(())
+    sizes = tuple(block or ())
+    if len(sizes) == 2 and weight.dim() == scales.dim() >= 2:
+        rows, columns = weight.shape[-2:]
+        if scales.shape == (*weight.shape[:-2], -(-rows // sizes[0]), -(-columns // sizes[1])):
+            scales = scales.repeat_interleave(sizes[0], -2)[..., :rows, :]
+            return wide * scales.repeat_interleave(sizes[1], -1)[..., :columns]
+    raise InputError(
+        f"tensor '{key}' is {list(weight.shape)} and its scales are {list(scales.shape)}, which does not fit blocks of "
+        f"{list(sizes) or 'no size'} (weight_block_size in config.json): the files belong to another model"
+    )
+
+
+def _of_packed(key: str, blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Two numbers of four bits per byte, 32 of them with one scale, which transformers also transposes."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    if blocks.dim() != 4 or blocks.shape[:-1] != scales.shape or scales.dtype != torch.uint8:
+        raise InputError(
+            f"tensor '{key}' has blocks of {list(blocks.shape)} and scales of {list(scales.shape)}, which do not fit each "
+            "other: the files belong to another model"
+        )
+    return convert_moe_packed_tensors(blocks, scales, dtype=dtype)

@@ -82,16 +82,15 @@ def write_manifest(folder: Path, manifest: Manifest) -> list[Path]:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """That of the checkpoint in `folder`, to the last bit as it was written.
-
-    Raises:
-        InputError: it is missing or damaged, or of another version.
-    """
+    """That of the checkpoint in `folder`, to the last bit as it was written. Raises `InputError` where it is missing or
+    damaged, or of another version."""
     try:
-        content = read_text(folder / MANIFEST, "manifest", "the checkpoint is of no use without it")
-        seal = (
-            read_text(folder / SEAL, "digest", most_bytes=_SEAL_BYTES) if (folder / SEAL).exists() else None
+        content, seal = (
+            read_text(folder / MANIFEST, "manifest", "the checkpoint is of no use without it"),
+            None,
         )
+        if (folder / SEAL).exists():
+            seal = read_text(folder / SEAL, "digest", most_bytes=_SEAL_BYTES)
     except InputError as error:
         raise damaged(folder, str(error)) from None
     if seal is None and _version(content) == 1:
@@ -109,11 +108,8 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`, all of whose files have the bytes that were written; their contents are not read.
-
-    Raises:
-        InputError: it is damaged, or of another version.
-    """
+    """The checkpoint in `folder`, all of whose files have the bytes that were written; their contents are not read. Raises
+    `InputError` where it is damaged, or of another version."""
     manifest = read_manifest(folder)
     for name, record in manifest.files.items():
         try:
@@ -129,11 +125,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def check_contents(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """That files of a checkpoint are to the last bit as they were written.
-
-    Raises:
-        InputError: one is not, or cannot be read.
-    """
+    """That files of a checkpoint are to the last bit as they were written. Raises `InputError` where one is not, or cannot
+    be read."""
     for name in names:
         try:
             digest = digest_of(inside(folder, name))

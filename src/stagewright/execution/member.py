@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,12 @@ RUN_ERRORS: dict[str, type[StagewrightError]] = {one.__name__: one for one in (I
 def start_process() -> None:
     """For a process that is nothing but a rank: Ctrl-C is its launcher's to answer, and nothing it prints is on stdout."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.showwarning = _show
+    warnings.showwarning = lambda message, *_: _say(f"warning: rank {os.environ['RANK']}: {message}")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
 
 
-def _show(message: Warning | str, *_: Any) -> None:
-    print(f"warning: rank {os.environ['RANK']}: {message}", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def end_process(code: int) -> None:
@@ -69,7 +69,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
             watch.failed("RunError", message, is_consequence=True)
             # A launcher of ours reads the board; where it is gone, the first rank has the last word, and clears up.
             if meeting is None or (meeting.is_orphaned() and rank == 0):
-                print(f"stagewright: {printable(message)}", file=sys.stderr, flush=True)
+                _say(f"stagewright: {printable(message)}")
             _clear_up(meeting)
         finally:
             os._exit(1)
@@ -84,7 +84,13 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
         yield watch, target
     except Exception as error:
         raise _failure(error, rank, watch) from error
-    _left(watch)
+    # The run ended well, for this rank also if another one is lost now: its launcher says so.
+    import torch.distributed as dist
+
+    watch.stop()
+    with suppress(RuntimeError):
+        dist.barrier()
+    dist.destroy_process_group()
     _clear_up(meeting)
     del host
 
@@ -99,18 +105,16 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
     """The device of this process, which has joined the group of all ranks."""
     import torch.distributed as dist
 
+    from stagewright.execution.allocation import keep_freed_memory
     from stagewright.execution.device import local_device
-    from stagewright.execution.heap import keep_freed_memory
 
     target = local_device(kind)
     if kind == "cpu":
         keep_freed_memory()
     if watch.rank == 0 and is_unsealed():
-        print(
-            "warning: STAGEWRIGHT_TOKEN is not set, so whoever reaches this run's rendezvous store can end the run: set "
-            "it to the same secret on every host",
-            file=sys.stderr,
-            flush=True,
+        _say(
+            "warning: STAGEWRIGHT_TOKEN is not set, so whoever reaches this run's rendezvous store can end the run: set it "
+            "to the same secret on every host"
         )
     watch.at(JOINING)
     dist.init_process_group(
@@ -122,16 +126,6 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
     )
     watch.at("starting")
     return target
-
-
-def _left(watch: Watch) -> None:
-    """The run ended well, for this rank also if another one is lost now: its launcher says so."""
-    import torch.distributed as dist
-
-    watch.stop()
-    with suppress(RuntimeError):
-        dist.barrier()
-    dist.destroy_process_group()
 
 
 def _failure(error: Exception, rank: int, watch: Watch) -> StagewrightError:
@@ -162,17 +156,22 @@ def may_be_lost_peer(error: BaseException | None) -> bool:
     return False
 
 
-def report_failure(error: StagewrightError) -> None:
-    """Print an error of this rank, unless its launcher does."""
-    if wants_traceback():
-        print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
-    if not error.is_told:
-        print(f"stagewright: {printable(str(error))}", file=sys.stderr, flush=True)
+def exit_code(work: Callable[[], None]) -> int:
+    """Of a rank that does `work`; prints its error unless its launcher does."""
+    try:
+        work()
+    except StagewrightError as error:
+        if wants_traceback():
+            print("".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
+        if not error.is_told:
+            _say(f"stagewright: {printable(str(error))}")
+        return 1 if isinstance(error, RunError) else 2
+    return 0
 
 
 def gather(document: str) -> list[Any]:
     """Every rank's JSON document, in the order of ranks, on the launcher's rank 0; nothing elsewhere."""
-    from stagewright.execution.exchange import exchange
+    from stagewright.execution.collectives import exchange
 
     told = exchange(json.loads(document))
     return told if os.environ.get("RANK", "0") == "0" else []

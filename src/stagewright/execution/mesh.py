@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Self
 
+import numpy as np
 import torch.distributed as dist
+
+from stagewright.execution.collectives import Replicas, own_group
+from stagewright.graph.tensor_parallel import GROUP
+from stagewright.tracing.tensor_parallel.operators import use_group
+
+_STAGE, _COPY, _SHARD, _TENSOR = range(4)
+"""Axes of the grid of ranks: the replicas are copies of shards."""
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Tensor rank t of pipeline rank p of replica d is global rank ``(p * dp + d) * tp + t``.
 
-    The ranks that share layers are neighbours, because they talk the most. Of the replicas, `shard_size` neighbours (None:
-    all) share out what they hold alike, and the others hold copies.
+    Tensor parallel ranks are neighbours, because they talk the most. Of the replicas, `shard_size` neighbours (None:
+    all) shard the state that they have in common, and the others hold copies.
     """
 
     pp: int
@@ -23,7 +33,7 @@ class Mesh:
 
     @property
     def num_shards(self) -> int:
-        """Replicas that share out among each other."""
+        """Replicas that state is sharded over."""
         return self.shard_size or self.dp
 
     @property
@@ -47,54 +57,68 @@ class Mesh:
 
     def pipelines(self) -> list[list[int]]:
         """For each replica and tensor rank, the ranks that pass activations on, by pipeline rank."""
-        return [
-            [self.global_rank(stage, replica, part) for stage in range(self.pp)]
-            for replica in range(self.dp)
-            for part in range(self.tp)
-        ]
+        return self._groups(_STAGE)
 
-    def replica_groups(self) -> list[list[int]]:
-        """The ranks that share out the same stages, for each pipeline and tensor rank and each copy."""
-        return [
-            [self.global_rank(stage, first + index, part) for index in range(self.num_shards)]
-            for stage in range(self.pp)
-            for part in range(self.tp)
-            for first in range(0, self.dp, self.num_shards)
-        ]
+    def shard_groups(self) -> list[list[int]]:
+        """The ranks that the state of the same stages is sharded over, for each pipeline and tensor rank and each copy."""
+        return self._groups(_SHARD)
 
     def copy_groups(self) -> list[list[int]]:
-        """The ranks that hold copies of the same part, for each pipeline and tensor rank and each part."""
-        return [
-            [self.global_rank(stage, replica, part) for replica in range(index, self.dp, self.num_shards)]
-            for stage in range(self.pp)
-            for part in range(self.tp)
-            for index in range(self.num_shards)
-        ]
+        """The ranks that hold copies of the same shard, for each pipeline and tensor rank and each shard."""
+        return self._groups(_COPY)
 
     def tensor_groups(self) -> list[list[int]]:
-        """The ranks that share the layers of the same stages, for each pipeline rank and replica."""
-        return [
-            [self.global_rank(stage, replica, part) for part in range(self.tp)]
-            for stage in range(self.pp)
-            for replica in range(self.dp)
-        ]
+        """The tensor parallel ranks of the same stages, for each pipeline rank and replica."""
+        return self._groups(_TENSOR)
 
     def whole_models(self) -> list[list[int]]:
         """The ranks that hold one copy of the model together, for each replica."""
-        return [
-            [self.global_rank(stage, replica, part) for stage in range(self.pp) for part in range(self.tp)]
-            for replica in range(self.dp)
-        ]
+        return self._groups(_STAGE, _TENSOR)
 
-    def group(self, groups: list[list[int]]) -> dist.ProcessGroup | None:
-        """A process group for each of `groups`, in the making of which every process takes part. Returns its own."""
-        own: dist.ProcessGroup | None = None
-        for ranks in groups:
-            made = dist.new_group(ranks)
-            if self.rank in ranks and isinstance(made, dist.ProcessGroup):
-                own = made
-        return own
+    def _groups(self, *inside: int) -> list[list[int]]:
+        """The global ranks that differ along the axes `inside` only, together."""
+        grid = np.arange(self.size).reshape(self.pp, self.dp // self.num_shards, self.num_shards, self.tp)
+        size = math.prod(grid.shape[axis] for axis in inside)
+        outside = [axis for axis in range(grid.ndim) if axis not in inside]
+        return grid.transpose(*outside, *inside).reshape(-1, size).tolist()
 
-    def own(self, groups: list[list[int]]) -> list[int]:
-        """The one of `groups` that this process is in."""
-        return next(ranks for ranks in groups if self.rank in ranks)
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a run that one process is in.
+
+    * `pipeline`: the global ranks that pass activations on to each other, by pipeline rank;
+    * `forward`, `backward`: groups of them, one for each direction;
+    * `model`: the ranks that hold one copy of the model together;
+    * `replicas`: the ranks that the state of the same stages is sharded over; None where there is one replica.
+    """
+
+    pipeline: list[int]
+    forward: dist.ProcessGroup | None
+    backward: dist.ProcessGroup | None
+    model: dist.ProcessGroup | None
+    replicas: Replicas | None
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Self:
+        """Every process makes all of them, in the same order; the operators that ranks share from now on use theirs."""
+        pipelines = mesh.pipelines()
+        pipeline = next(ranks for ranks in pipelines if mesh.rank in ranks)
+        forward, backward = own_group(pipelines), own_group(pipelines)
+        model = forward
+        if mesh.tp > 1:
+            sharing = own_group(mesh.tensor_groups())
+            assert sharing is not None
+            use_group(GROUP, sharing)
+            model = own_group(mesh.whole_models())
+        return cls(pipeline, forward, backward, model, _replicas(mesh))
+
+
+def _replicas(mesh: Mesh) -> Replicas | None:
+    if mesh.dp == 1:
+        return None
+    groups, size = mesh.shard_groups(), mesh.num_shards
+    gathers, sums = own_group(groups), own_group(groups)
+    assert gathers is not None and sums is not None
+    copies = own_group(mesh.copy_groups()) if size < mesh.dp else None
+    return Replicas(mesh.replica % size, size, gathers, sums, copies)

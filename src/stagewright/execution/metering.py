@@ -1,16 +1,64 @@
-"""What a rank measures of its steps beyond their seconds: the bytes alive in some, and when the actions of one ran."""
+"""What a rank measures of its steps beyond their seconds: the bytes alive in some, and when the actions of one ran.
+
+On CUDA the allocator knows the bytes. On the CPU a dispatch mode sees every tensor an operator makes and counts its storage
+until the last reference is gone; it shares no code with the estimator it judges.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from stagewright.execution.meter import StorageMeter
 from stagewright.execution.rank_runner import BatchResult
 from stagewright.planning.job import Job
+
+_GiveTensors = Callable[[], Iterable[torch.Tensor]]
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts live bytes of storages while active.
+
+    Args:
+        already: tensors that were alive before, such as parameters and optimizer state.
+        elsewhere: tensors that do not count, because they stand for memory of the host.
+    """
+
+    def __init__(self, already: Iterable[torch.Tensor] = (), elsewhere: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        for tensor in elsewhere:
+            self._known[tensor.untyped_storage()] = 0
+        for tensor in already:
+            self._count(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for item in tree_iter(result):
+            if isinstance(item, torch.Tensor):
+                self._count(item)
+        return result
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        size = storage.nbytes()
+        self._known[storage] = size
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.live_bytes -= size
 
 
 def metered_steps(job: Job, num_steps: int, first: int = 0) -> set[int]:
@@ -62,11 +110,7 @@ class Metering:
 
     @contextmanager
     def counting(
-        self,
-        length: int,
-        device: torch.device,
-        lasting: Callable[[], Iterable[torch.Tensor]],
-        on_host: Callable[[], Iterable[torch.Tensor]],
+        self, length: int, device: torch.device, lasting: _GiveTensors, on_host: _GiveTensors
     ) -> Iterator[None]:
         """Inside, a step of samples of `length` tokens has the bytes alive counted.
 

@@ -1,7 +1,7 @@
 """The weights of a model by their own names, in the files that Hugging Face's libraries read.
 
 Each pipeline rank's first replica writes ``model-00001-of-00002.safetensors`` with the parameters and lasting buffers of its
-stages, gathered where replicas or ranks that share layers hold parts of them; ``model.safetensors.index.json`` says which
+stages, gathered where replicas or tensor parallel ranks hold parts of them; ``model.safetensors.index.json`` says which
 file has which tensor. A tied parameter is written once, by its first name.
 
 Source: the layout of sharded checkpoints in the documentation of transformers, "Sharded checkpoints".
@@ -19,8 +19,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from stagewright.execution.loading import unused_tensors
-from stagewright.execution.stored_weights import StoredWeights
+from stagewright.execution.loading import StoredWeights, unused_tensors
 from stagewright.execution.weight_files import CONFIG, INDEX
 from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
@@ -57,7 +56,10 @@ class ModelFiles:
         stored: StoredWeights | None,
     ) -> ModelFiles:
         """For pipeline rank `rank`; `stored` is what the run starts from, None where it starts from the seed."""
-        lasting = _lasting(model.module)
+        # Parameters, tied ones by their first name, and the buffers that belong to the module's state.
+        state, module = model.module.state_dict(keep_vars=True), model.module
+        lasting = {name for name, _ in module.named_parameters()}
+        lasting |= {name for name, _ in module.named_buffers(remove_duplicate=False)} & state.keys()
         owners: dict[str, int] = {}
         for stage in stages:
             here = placement[stage.index]
@@ -75,7 +77,7 @@ class ModelFiles:
         )
 
     def tensors(self, session: Session) -> dict[str, torch.Tensor]:
-        """What this rank's file holds, on the CPU: nothing but on the first of the replicas and of those that share layers.
+        """What this rank's file holds, on the CPU: nothing but on the first replica and tensor parallel rank.
 
         Every rank must call this.
         """
@@ -99,20 +101,15 @@ def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:
     for file in sorted(folder.glob("model-*.safetensors")):
         with safe_open(str(file), framework="pt") as reader:
             where.update(dict.fromkeys(reader.keys(), file.name))
-        total += _tensor_bytes(file)
+        with file.open("rb") as opened:
+            header = int.from_bytes(opened.read(8), "little")
+        total += file.stat().st_size - 8 - header  # all but the header, whose bytes the first eight count
     documents: dict[str, Any] = {INDEX: {"metadata": {"total_size": total}, "weight_map": where}}
     if config is not None:
         documents[CONFIG] = {key: value for key, value in config.items() if key not in _OF_STORAGE}
     for name, document in documents.items():
         write_whole(folder / name, json.dumps(document, indent=2, sort_keys=True) + "\n")
     return [folder / name for name in documents]
-
-
-def _lasting(module: torch.nn.Module) -> frozenset[str]:
-    """Parameters, tied ones by their first name, and the buffers that belong to the state of `module`."""
-    kept = module.state_dict(keep_vars=True)
-    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    return frozenset({name for name, _ in module.named_parameters()} | (buffers & kept.keys()))
 
 
 def _tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:
@@ -139,10 +136,3 @@ def _merged(part: torch.Tensor, how: TensorShard, num_ranks: int) -> torch.Tenso
             whole.narrow(how.dim, start, stop - start).copy_(one.narrow(how.dim, offset, stop - start))
             offset += stop - start
     return whole.narrow(how.dim, 0, how.whole_size)
-
-
-def _tensor_bytes(file: Path) -> int:
-    """Of a safetensors file: all but its header, whose bytes the first eight count."""
-    with file.open("rb") as opened:
-        header = int.from_bytes(opened.read(8), "little")
-    return file.stat().st_size - 8 - header

@@ -28,12 +28,10 @@ def explained(
     Call it when nothing of the failed step is held any more, so that there is room for what it does.
     """
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in alive.items() if size)
-    predicted = plan.at_length(length).predictions.ranks
-    promised = (
-        f"; the plan was to need {format_bytes(predicted[pipeline_rank].reserved_peak_bytes)} at its peak"
-        if predicted
-        else ""
-    )
+    promised = ""
+    if predicted := plan.at_length(length).predictions.ranks:
+        peak = format_bytes(predicted[pipeline_rank].reserved_peak_bytes)
+        promised = f"; the plan was to need {peak} at its peak"
     return RunError(
         f"out of memory at {position} ({_asked(error)}); alive: {listed or 'nothing yet'}, "
         f"{format_bytes(sum(alive.values()))} in all{promised}. {_advice(plan, pipeline_rank, length)}"
@@ -54,13 +52,9 @@ def _advice(plan: Plan, pipeline_rank: int, length: int) -> str:
         return "Plan again with a --memory-limit"
     command = [sys.executable, "-m", "stagewright.planning.cheaper", str(pipeline_rank), str(length)]
     try:
+        document = plan.model_dump_json()
         done = subprocess.run(
-            command,
-            input=plan.model_dump_json(),
-            capture_output=True,
-            text=True,
-            timeout=_ADVICE_S,
-            check=True,
+            command, input=document, capture_output=True, text=True, timeout=_ADVICE_S, check=True
         )
     except (subprocess.SubprocessError, OSError, MemoryError):
         return "A cheaper plan could not be worked out here: plan again with a --memory-limit"
@@ -77,10 +71,10 @@ def alive_bytes(
     """Bytes of the storages a rank holds, by category; each counts once. What a function holds for itself is not seen."""
     seen: set[int] = set()
     buffers = shards.buffers.values()
+    parameters = [*weights.parameters.values(), *(b.whole for b in buffers), *(b.shard for b in buffers)]
     found = {
-        "parameters": _fresh([*weights.parameters.values(), *_there(b.whole for b in buffers)], seen)
-        + _fresh(_there(b.shard for b in buffers), seen),
-        "gradients": _fresh([*weights.gradients.values(), *_there(b.gradient_shard for b in buffers)], seen),
+        "parameters": _fresh(parameters, seen),
+        "gradients": _fresh([*weights.gradients.values(), *(b.gradient_shard for b in buffers)], seen),
         "optimizer": _fresh(optimizer.state(), seen),
         "inputs": _fresh((tensor for one in inputs for tensor in one.values()), seen),
         "constants": _fresh((t for one in runner.runners.values() for t in one.resident.values()), seen),
@@ -93,14 +87,12 @@ def alive_bytes(
     return found
 
 
-def _there(tensors: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor is not None]
-
-
-def _fresh(tensors: Iterable[torch.Tensor], seen: set[int]) -> int:
+def _fresh(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
     """Bytes of the storages of `tensors` that are not in `seen`, which they are from then on."""
     total = 0
     for tensor in tensors:
+        if tensor is None:
+            continue
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())

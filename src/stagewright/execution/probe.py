@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -19,18 +22,11 @@ import torch.multiprocessing as mp
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, RunError, wants_traceback
-from stagewright.execution.heap import keep_freed_memory
-from stagewright.execution.interrupts import interrupts_ignored
+from stagewright.execution import probe_measurements as measuring
+from stagewright.execution.allocation import keep_freed_memory
 from stagewright.execution.machine_use import watch_others
 from stagewright.execution.probe_description import describe
-from stagewright.execution.probe_measurements import (
-    MESSAGE_PHASE,
-    Measurements,
-    Stopwatch,
-    measure_compute,
-    measure_messages,
-    measure_posting,
-)
+from stagewright.execution.probe_measurements import Measurements, Stopwatch
 from stagewright.machine import num_cores
 
 Progress = Callable[[str, float], None]
@@ -141,9 +137,8 @@ def _listen(
             try:
                 kind, value = pipe.recv()
             except EOFError:
-                raise RunError(
-                    f"rank {rank} of the probe ended during '{phase[rank]}' without a word"
-                ) from None
+                text = f"rank {rank} of the probe ended during '{phase[rank]}' without a word"
+                raise RunError(text) from None
             if kind == "phase":
                 phase[rank], done = value
                 if rank == 0:
@@ -162,16 +157,16 @@ def _listen(
 def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> None:
     try:
         device = _prepare(rank, request, store_path)
-        meet = dist.barrier if request.processes == request.world else _alone
+        meet = dist.barrier if request.processes == request.world else lambda: None
         watch = Stopwatch(device, request.seconds_per_figure, meet)
         found = Measurements()
         if rank < request.processes:
-            measure_compute(watch, found, lambda what, done: pipe.send(("phase", (what, done))))
+            measuring.measure_compute(watch, found, lambda what, done: pipe.send(("phase", (what, done))))
         dist.barrier()
-        pipe.send(("phase", (MESSAGE_PHASE, 1.0)))
-        measure_messages(watch, found)
+        pipe.send(("phase", (measuring.MESSAGE_PHASE, 1.0)))
+        measuring.measure_messages(watch, found)
         if request.processes == request.world:
-            measure_posting(watch, found)
+            measuring.measure_posting(watch, found)
         dist.barrier()
         pipe.send(("found", found))
         dist.destroy_process_group()
@@ -187,10 +182,6 @@ def _described(error: Exception) -> str:
         return "\n" + "".join(traceback.format_exception(error))
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"
-
-
-def _alone() -> None:
-    """Whoever measures alone has nobody to wait for."""
 
 
 def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:
@@ -211,3 +202,16 @@ def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:
         timeout=timedelta(seconds=request.time_limit_s),
     )
     return torch.device("cpu" if request.device_type == "cpu" else f"cuda:{rank}")
+
+
+@contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Processes started inside ignore Ctrl-C from their first moment on; whoever starts them has to end them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only there can be said what a signal does
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -14,9 +14,9 @@ import torch
 
 from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, PerPrecisionFraction
 from stagewright.errors import InputError
-from stagewright.execution.machine_memory import machine_bytes
 from stagewright.execution.probe_measurements import Measurements, linear_fit, reference_precision
 from stagewright.execution.probe_operators import OperatorFigures, least_squares
+from stagewright.machine import machine_bytes
 from stagewright.units import parse_bytes
 
 _RESERVE_FRACTION = 0.04
@@ -35,15 +35,17 @@ def describe(
     figures = {
         **_arithmetic(found, device_type),
         **_memory(found),
-        "memory_bytes": _memory_bytes(device_type, num_devices),
+        "memory_bytes": (
+            torch.cuda.get_device_properties(0).total_memory
+            if device_type == "cuda"
+            else machine_bytes() // num_devices  # an equal share of the machine's, or its container's
+        ),
         "launch_overhead_s": _median(found, "launch_overhead_s"),
         "host_overhead_s": _median(found, "host_overhead_s"),
     }
-    operators = [one.operators for one in found if one.operators is not None]
-    if operators:
+    if operators := [one.operators for one in found if one.operators is not None]:
         figures |= _operators(operators, figures)
-    posting = [one.message_overhead_s for one in found if one.message_overhead_s is not None]
-    if posting:
+    if posting := [one.message_overhead_s for one in found if one.message_overhead_s is not None]:
         figures["message_overhead_s"] = statistics.median(posting)
     guess = "guess: room for fragmentation and communication buffers"
     device = Device(
@@ -66,19 +68,24 @@ def _arithmetic(found: list[Measurements], device_type: str) -> dict[str, Any]:
     precisions = list(found[0].matmul_seconds)
     curves = {name: [_rate_and_ramp(one, name) for one in found] for name in precisions}
     rates = {name: statistics.median(rate for rate, _ in curves[name]) for name in precisions}
-    peaks = {name: max(rates[name], _best_rate(found, name)) for name in precisions}
+    best = {
+        name: statistics.median(max(flop / s for flop, s in one.matmul_seconds[name]) for one in found)
+        for name in precisions
+    }
+    peaks = {name: max(rates[name], best[name]) for name in precisions}
     reference = reference_precision(device_type, precisions)
-    half = next(
-        (name for name in ("bf16", "fp16") if name in rates), reference
-    )  # as `Device.matmul_seconds` reads it
+    # As `Device.matmul_seconds` reads it.
+    half = next((name for name in ("bf16", "fp16") if name in rates), reference)
+
+    def attention(name: str) -> float:
+        return min(1.0, _median(found, name) / peaks[reference])
+
     return {
         "peak_flops": PerPrecision(**peaks),
         "matmul_efficiency": PerPrecisionFraction(**{name: rates[name] / peaks[name] for name in precisions}),
         "matmul_half_flop": rates[half] * statistics.median(ramp for _, ramp in curves[reference]),
-        "attention_efficiency": min(1.0, _median(found, "attention_flops") / peaks[reference]),
-        "attention_backward_efficiency": min(
-            1.0, _median(found, "attention_backward_flops") / peaks[reference]
-        ),
+        "attention_efficiency": attention("attention_flops"),
+        "attention_backward_efficiency": attention("attention_backward_flops"),
     }
 
 
@@ -91,10 +98,8 @@ def _rate_and_ramp(found: Measurements, precision: str) -> tuple[float, float]:
     if found.operators and precision == "fp32":
         overhead, per_flop = found.operators.product_s, found.operators.flop_s
     else:
-        timed = found.matmul_seconds[precision]
-        overhead, per_flop = least_squares(
-            [(1.0, flop) for flop, _ in timed], [seconds for _, seconds in timed]
-        )
+        flops, seconds = zip(*found.matmul_seconds[precision], strict=True)
+        overhead, per_flop = least_squares([(1.0, flop) for flop in flops], seconds)
     common = found.launch_overhead_s or found.host_overhead_s
     return 1 / max(per_flop, 1 / _HIGHEST_RATE), max(overhead - common, 0.0)
 
@@ -127,17 +132,12 @@ def _operators(found: list[OperatorFigures], figures: dict[str, Any]) -> dict[st
     }
 
 
-def _best_rate(found: list[Measurements], precision: str) -> float:
-    return statistics.median(max(flop / s for flop, s in one.matmul_seconds[precision]) for one in found)
-
-
 def _link(found: list[Measurements], memory_bandwidth: float, source: str) -> Link:
     timed = [one.message_seconds for one in found if one.message_seconds]
     if not timed:
         note = "guess: one device, so no link to measure; half of its measured memory bandwidth"
-        return Link(
-            latency_s=0.0, bandwidth=memory_bandwidth / 2, sources={"latency_s": note, "bandwidth": note}
-        )
+        sources = {"latency_s": note, "bandwidth": note}
+        return Link(latency_s=0.0, bandwidth=memory_bandwidth / 2, sources=sources)
     fits = [linear_fit(*zip(*pairs[1:], strict=True)) for pairs in timed]
     rings = [one.ring_bandwidth for one in found if one.ring_bandwidth]
     return Link(
@@ -192,10 +192,3 @@ def _cache_bytes() -> int | None:
         return max((parse_bytes(f"{level.read_text().strip()}iB") for level in levels), default=None)
     except (OSError, InputError):
         return None
-
-
-def _memory_bytes(device_type: str, processes: int) -> int:
-    """What one device may use: a GPU's memory, or an equal share of the machine's (or its container's)."""
-    if device_type == "cuda":
-        return torch.cuda.get_device_properties(0).total_memory
-    return machine_bytes() // processes

@@ -1,6 +1,4 @@
-"""What one process of a probe measures: medians of warmed-up, time-boxed repetitions, in step with its
-peers.
-"""
+"""What one process of a probe measures: medians of warmed-up, time-boxed repetitions, in step with its peers."""
 
 from __future__ import annotations
 
@@ -71,8 +69,7 @@ class Measurements:
 
 
 def linear_fit(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(rate, overhead) of `seconds = overhead + amounts / rate`, least squares of the relative error,
-    overhead >= 0.
+    """(rate, overhead) of `seconds = overhead + amounts / rate`, least squares of the relative error, overhead >= 0.
 
     >>> rate, overhead = linear_fit([1e6, 1e7, 1e8], [2e-3, 11e-3, 101e-3])
     >>> round(rate / 1e9, 6), round(overhead, 6)
@@ -165,15 +162,15 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
     if device.type == "cpu":
         return
     x = torch.ones(1, device=device)
-    samples = []
+    samples, count = [], 200
     for _ in range(50):
         start = time.perf_counter()
-        for _ in range(200):
+        for _ in range(count):
             torch.add(x, x)
-        samples.append((time.perf_counter() - start) / 200)
+        samples.append((time.perf_counter() - start) / count)
         synchronize(device)
     found.host_overhead_s = statistics.median(samples)
-    graph, count = torch.cuda.CUDAGraph(), 200
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for _ in range(count):
             x.add_(1)
@@ -237,14 +234,12 @@ def measure_attention(watch: Stopwatch, found: Measurements) -> None:
         return
     batch, heads, length, width = ATTENTION_SHAPE
     dtype = supported_precisions(device)[reference_precision(device.type, supported_precisions(device))]
-    q, k, v = (
-        torch.randn(batch, heads, length, width, device=device).to(dtype).requires_grad_() for _ in range(3)
-    )
+    shape = (batch, heads, length, width)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     flop = 4.0 * batch * heads * length**2 * width
     with torch.no_grad():
-        found.attention_flops = flop / watch.seconds(
-            "attention", lambda: F.scaled_dot_product_attention(q, k, v)
-        )
+        forward = watch.seconds("attention", lambda: F.scaled_dot_product_attention(q, k, v))
+    found.attention_flops = flop / forward
     out = F.scaled_dot_product_attention(q, k, v)
     seed = torch.ones_like(out)
     backward = watch.seconds("backward", lambda: torch.autograd.grad(out, (q, k, v), seed, retain_graph=True))
@@ -252,9 +247,7 @@ def measure_attention(watch: Stopwatch, found: Measurements) -> None:
 
 
 def reference_precision(device_type: str, names: dict[str, torch.dtype] | Sequence[str]) -> str:
-    """The precision that training there uses most: it decides the half-saturation size and attention's
-    peak.
-    """
+    """The precision that training there uses most: it decides the half-saturation size and attention's peak."""
     if device_type == "cpu":
         return "fp32"
     return "bf16" if "bf16" in names else "fp16"
@@ -288,9 +281,9 @@ def _resident_bytes() -> int:
 def measure_messages(watch: Stopwatch, found: Measurements) -> None:
     """Half round trips with the neighbour (0 with 1, 2 with 3, ... at the same time) at several sizes.
 
-    Every rank makes the same number of trips: a rank that stopped on its own clock would leave its peer
-    waiting. The figure is the fastest tenth, not the middle: on a shared machine a waiting process is often
-    woken one time slice of the scheduler (milliseconds) late, which says nothing about the link.
+    Every rank makes the same number of trips: a rank that stopped on its own clock would leave its peer waiting. The
+    figure is the fastest tenth, not the middle: on a shared machine a waiting process is often woken one time slice of the
+    scheduler (milliseconds) late, which says nothing about the link.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     peer = rank ^ 1
@@ -328,14 +321,11 @@ def measure_posting(watch: Stopwatch, found: Measurements) -> None:
 
 
 def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:
+    ways = (dist.send, dist.recv)
     synchronize(buffer.device)
     start = time.perf_counter()
-    if rank < peer:
-        dist.send(buffer, peer)
-        dist.recv(buffer, peer)
-    else:
-        dist.recv(buffer, peer)
-        dist.send(buffer, peer)
+    for way in ways if rank < peer else reversed(ways):
+        way(buffer, peer)
     synchronize(buffer.device)
     return time.perf_counter() - start
 

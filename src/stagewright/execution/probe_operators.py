@@ -8,7 +8,7 @@ of networks that have the usual ones, each timed in its place, and from least sq
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -141,10 +141,7 @@ def faster_half(samples: Sequence[_T], seconds: Callable[[_T], float]) -> list[_
 
 def _runner(stage: Stage, network: nn.Module, mark: _Marks) -> StageRunner:
     device = torch.device("cpu")
-    tensors: Mapping[str, torch.Tensor] = {
-        **dict(network.named_parameters()),
-        **dict(network.named_buffers()),
-    }
+    tensors = dict(network.named_parameters()) | dict(network.named_buffers())
     return StageRunner(stage, Weights([stage], tensors, device), device, loss_scale=1.0, mark=mark)
 
 
@@ -181,17 +178,13 @@ def fitted(samples: Samples) -> OperatorFigures:
     overhead, moved, normed, functions, random, scattered = least_squares(
         [
             (
-                1.0,
-                found.bytes_moved if found.kernel is Kernel.MEMORY else 0.0,
-                found.bytes_moved if found.kernel is Kernel.NORM else 0.0,
-                found.num_functions,
-                found.num_random,
-                found.num_scattered,
+                1.0, *(found.bytes_moved if found.kernel is kernel else 0.0 for kernel in (Kernel.MEMORY, Kernel.NORM)),
+                found.num_functions, found.num_random, found.num_scattered,
             )
             for found, _ in streams
         ],
         [seconds for _, seconds in streams],
-    )
+    )  # fmt: skip
     products = by_kernel[Kernel.MATMUL]
     product, flop, packed_byte = least_squares(
         [(1.0, found.arithmetic, found.bytes_moved) for found, _ in products],

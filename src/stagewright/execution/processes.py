@@ -11,16 +11,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stagewright.errors import RunError, StagewrightError
-from stagewright.execution.board import LAUNCHER, FileBoard, Post
-from stagewright.execution.liveness import FINISHED, Liveness
+from stagewright.execution.board import FINISHED, LAUNCHER, FileBoard, Liveness
+from stagewright.execution.folder_lock import run_folder
 from stagewright.execution.member import RUN_ERRORS
 from stagewright.execution.rendezvous import Meeting
-from stagewright.execution.run_folder import run_folder
 from stagewright.text import printable
 
 _INTERVAL_S = 0.2
@@ -96,11 +95,17 @@ def _processes(
             )
         yield found
     finally:
+        _signal(found.values(), signal.SIGKILL)
         for process in found.values():
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.wait()
+
+
+def _signal(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """To all that the processes have started too."""
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
 
 
 def _environment(meeting: Meeting, place: int, num_processes: int) -> dict[str, str]:
@@ -167,12 +172,9 @@ class _Watchman:
 
     def _pause(self) -> None:
         """Ctrl-Z halts the ranks too; `fg` lets all go on."""
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for process in self._processes.values():
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-            if number == signal.SIGSTOP:
-                os.kill(os.getpid(), signal.SIGSTOP)
+        _signal(self._processes.values(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        _signal(self._processes.values(), signal.SIGCONT)
 
     # -- what went wrong --------------------------------------------------------------------------------------------
 
@@ -208,17 +210,17 @@ class _Watchman:
         posts = self._liveness.posts
         words = [post.failure for post in posts.values() if post.failure is not None]
         words.sort(key=lambda failure: (failure.is_consequence, failure.time))
-        silent = [rank for rank in self._failed() if rank not in posts or posts[rank].failure is None]
-        if words and not words[0].is_consequence:
-            kind = RUN_ERRORS.get(words[0].kind, RunError)
-            return kind(f"the run stopped: {printable(words[0].message)}")
-        if silent:
+        codes = {rank: process.poll() or 0 for rank, process in self._processes.items()}
+        failed = sorted(filter(codes.get, codes), key=codes.__getitem__)  # those that a signal ended first
+        silent = [rank for rank in failed if rank not in posts or posts[rank].failure is None]
+        if silent and (not words or words[0].is_consequence):
             rank = silent[0]
             process = self._processes[rank]
             told = f": {words[0].message}" if words else self._liveness.others(f"rank {rank} ")
             text = f"rank {rank} (process {process.pid}) ended with {_ending(process.returncode)} at {self._position(rank)}"
             return RunError(f"the run stopped: {printable(text + told)}")
-        return RunError(f"the run stopped: {printable(words[0].message)}")
+        kind = RunError if words[0].is_consequence else RUN_ERRORS.get(words[0].kind, RunError)
+        return kind(f"the run stopped: {printable(words[0].message)}")
 
     def _is_clear(self) -> bool:
         """Whether nothing that is still to come could say more: all have ended, one was killed, or one has said why."""
@@ -230,16 +232,10 @@ class _Watchman:
             or any(not failure.is_consequence for failure in said)
         )
 
-    def _failed(self) -> list[int]:
-        """Ranks whose process has failed; those that were ended by a signal first."""
-        codes = {rank: process.poll() for rank, process in self._processes.items()}
-        return sorted((rank for rank, code in codes.items() if code), key=lambda rank: codes[rank] or 0)
-
     def _position(self, rank: int) -> str:
-        post: Post | None = self._liveness.posts.get(rank)
-        if post is None:
-            return "the start"
-        return "the end" if post.position == FINISHED else post.position
+        post = self._liveness.posts.get(rank)
+        position = "the start" if post is None else post.position
+        return "the end" if position == FINISHED else position
 
 
 def _is_halted(pid: int) -> bool:

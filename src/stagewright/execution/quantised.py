@@ -19,9 +19,8 @@ from stagewright.errors import InputError
 FP8, MXFP4 = "fp8", "mxfp4"
 SCALE = "_scale_inv"
 BLOCKS, SCALES = "_blocks", "_scales"
-_OF_ACTIVATIONS = re.compile(
-    r"\.(activation|input)_scale(_inv)?$"
-)  # what training in full precision does without
+# What training in full precision does without.
+_OF_ACTIVATIONS = re.compile(r"\.(activation|input)_scale(_inv)?$")
 # What quantised weights come with: by names no other tensor has, behind the weight's own name, and beside it in its module.
 _LEFTOVER = re.compile(
     r"\.(SCB|weight_format|qweight|qzeros|g_idx|qscale_weight|codebooks)$|weight\.(absmax|quant_map|nested_|quant_state)"
@@ -51,11 +50,8 @@ def scheme(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def method_of(config: Mapping[str, Any], source: str) -> str | None:
-    """How the weights in folder `source` are quantised; None for plain numbers.
-
-    Raises:
-        InputError: in a way that is not read.
-    """
+    """How the weights in folder `source` are quantised; None for plain numbers. Raises `InputError` where that way is not
+    read."""
     said = scheme(config)
     method = said.get("quant_method")
     if said and method not in (FP8, MXFP4):
@@ -68,11 +64,8 @@ def method_of(config: Mapping[str, Any], source: str) -> str | None:
 
 
 def refuse_quantised(types: Mapping[str, str], method: str | None, source: str) -> None:
-    """What the names and `types` of stored tensors tell without the model.
-
-    Raises:
-        InputError: tensors are quantised in another way than `method`.
-    """
+    """What the names and `types` of stored tensors tell without the model. Raises `InputError` where tensors are quantised
+    in another way than `method`."""
     for name, stored in types.items():
         if _belongs(name, types, method):
             continue

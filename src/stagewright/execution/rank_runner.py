@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.estimation.memory import stage_edges
 from stagewright.estimation.sharded import NOTHING, Moves, moves
-from stagewright.execution.clock import Stopwatch
+from stagewright.execution.clock import ActionTimer
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
-from stagewright.execution.transport import Channel, Transport, channel
+from stagewright.execution.transport import Channel, Transport
 from stagewright.execution.weights import Weights
+from stagewright.graph.payload import messages
 from stagewright.graph.stage import Stage, Transfer
 from stagewright.schedule.action import COMPUTE, Action, Kind
 from stagewright.schedule.program import Program
@@ -43,20 +45,12 @@ class BatchResult:
 
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
-    stopwatch: Stopwatch = field(default_factory=lambda: Stopwatch(torch.device("cpu")))
+    timer: ActionTimer = field(default_factory=lambda: ActionTimer(torch.device("cpu")))
 
     def moments(self) -> list[Moment]:
         """When each action ran; on a GPU to be asked for once its work is done."""
-        seconds = self.stopwatch.seconds
+        seconds = self.timer.seconds
         return [Moment(action, seconds(start), seconds(end)) for action, start, end in self.marks]
-
-
-def stage_edges(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
-    """Pairs of stages (earlier, later) between which values or cotangents travel."""
-    forward = {(stage.index, transfer.stage) for stage in stages for transfer in stage.sends}
-    backward = {(transfer.stage, stage.index) for stage in stages for transfer in stage.grad_sends}
-    chain = {(stage, stage + 1) for stage in range(len(stages) - 1)}
-    return tuple(sorted(forward | backward | chain))
 
 
 class RankRunner:
@@ -67,11 +61,10 @@ class RankRunner:
         program: a lowered program (with sends and receives).
         rank: this process's pipeline rank.
         ranks: the global rank of each pipeline rank of this replica.
-        weights: the tensors of this rank.
         loss_scale: the cotangent of each microbatch's loss.
         groups: process groups for forward values and for cotangents; None is the default group.
         watch: told the text of every action before it runs.
-        shards: what replicas share out; GATHER, RELEASE and REDUCE are about it.
+        shards: what is sharded over replicas; GATHER, RELEASE and REDUCE are about it.
         first_microbatch: number in the whole batch of this replica's first microbatch.
         is_compiled: stage functions go through TorchInductor.
     """
@@ -99,23 +92,17 @@ class RankRunner:
         self.shards = shards or Shards()
         *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
         self.transport = Transport(device)
-        self.stopwatch = Stopwatch(device)
+        self.timer = ActionTimer(device)
         self._started: Any = None  # mark of when the present action had what it needs
         placed = program.placement.rank_of_stage
         self.runners = {
             stage.index: StageRunner(
-                stage,
-                weights,
-                device,
-                loss_scale,
-                seed,
-                self.shards.is_gathered(stage.index),
-                first_microbatch,
+                stage, weights, device, loss_scale, seed, self.shards.is_gathered(stage.index), first_microbatch,
                 is_compiled,
             )
             for stage in stages
             if placed[stage.index] == rank
-        }
+        }  # fmt: skip
         self._forward, self._backward = _channels(stages, placed, rank, ranks, groups)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
@@ -124,15 +111,15 @@ class RankRunner:
         for runner in self.runners.values():
             runner.scale_loss(cotangent)
 
-    def rest(self) -> None:
-        """Until `wake`, hold nothing that can be computed again from the weights."""
+    def release(self) -> None:
+        """Until `restore`, hold nothing that can be computed again from the weights."""
         for runner in self.runners.values():
-            runner.rest()
+            runner.release()
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Ready for batches again."""
         for runner in self.runners.values():
-            runner.wake()
+            runner.restore()
 
     def boundary(self) -> Iterator[torch.Tensor]:
         """What is on its way between stages."""
@@ -147,20 +134,17 @@ class RankRunner:
             runner.drop()
 
     def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
-        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards.
-
-        Raises:
-            RunError: an action failed; names the action and what it waited for.
-        """
-        result = BatchResult(stopwatch=self.stopwatch)
-        self.stopwatch.begin()
+        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. Raises `RunError`
+        where an action failed; names the action and what it waited for."""
+        result = BatchResult(timer=self.timer)
+        self.timer.begin()
         self.weights.begin_step()
         self.shards.drop_gradients()
         for runner in self.runners.values():
             runner.begin_step(step)
         for action, before in zip(self.actions, self._moves, strict=True):
             self.watch(str(action))
-            self._started = self.stopwatch.mark()
+            self._started = self.timer.mark()
             try:
                 if before is not NOTHING:
                     self._move(before)
@@ -169,7 +153,7 @@ class RankRunner:
                 raise RunError(f"action {action}: {error}") from error
             except (KeyError, RuntimeError) as error:
                 raise RunError(f"action {action} failed: {type(error).__name__}: {error}") from error
-            result.marks.append((action, self._started, self.stopwatch.mark()))
+            result.marks.append((action, self._started, self.timer.mark()))
         self.watch("end of batch")
         self.shards.end_batch(self._last_moves)
         self.transport.settle_all()
@@ -182,7 +166,7 @@ class RankRunner:
         self.shards.before(before)
         for stage in before.uses:
             self.runners[stage].put_parameters(self.shards.parameters(stage))
-            self._started = self.stopwatch.mark()  # waiting is not part of the action
+            self._started = self.timer.mark()  # waiting is not part of the action
 
     def _act(self, action: Action, microbatches: Sequence[Inputs], result: BatchResult) -> None:
         stage, microbatch = action.stage, action.microbatch
@@ -191,10 +175,8 @@ class RankRunner:
         match action.kind:
             case Kind.F:
                 self._run_forward(stage, index, microbatches[index], result)
-            case Kind.B:
-                self._run_backward(self.runners[stage].backward, stage, index, result)
-            case Kind.I:
-                self._run_backward(self.runners[stage].input_grad, stage, index, result)
+            case Kind.B | Kind.I:
+                self._run_backward(action.kind, stage, index, result)
             case Kind.W:
                 self.runners[stage].weight_grad(index)
             case Kind.R:
@@ -213,29 +195,15 @@ class RankRunner:
                 raise RunError(f"this executor does not run {action.kind} actions yet")
 
     def _run_forward(self, stage: int, microbatch: int, inputs: Inputs, result: BatchResult) -> None:
-        runner = self.runners[stage]
         arrived = self._collect("forward", self._forward, stage, microbatch)
-        made = runner.forward(microbatch, arrived, inputs)
-        self._take_loss(stage, microbatch, made, result)
-        self._hand_over("forward", stage, microbatch, made)
+        made = self.runners[stage].forward(microbatch, arrived, inputs)
+        self._hand_over("forward", stage, microbatch, made, result)
 
-    def _run_backward(
-        self,
-        function: Callable[[int, Tensors], Tensors],
-        stage: int,
-        microbatch: int,
-        result: BatchResult,
-    ) -> None:
+    def _run_backward(self, kind: Kind, stage: int, microbatch: int, result: BatchResult) -> None:
         cotangents = self._collect("backward", self._backward, stage, microbatch)
-        made = function(microbatch, cotangents)
-        self._take_loss(stage, microbatch, made, result)
-        self._hand_over("backward", stage, microbatch, made)
-
-    def _take_loss(self, stage: int, microbatch: int, made: Tensors, result: BatchResult) -> None:
-        """Note the loss if it is among what F, or with a late loss B or I, has made."""
-        loss = self.runners[stage].stage.graph.loss
-        if loss in made:
-            result.losses[microbatch] = made.pop(loss)
+        runner = self.runners[stage]
+        made = (runner.backward if kind is Kind.B else runner.input_grad)(microbatch, cotangents)
+        self._hand_over("backward", stage, microbatch, made, result)
 
     def _collect(self, kind: str, channels: _Channels, stage: int, microbatch: int) -> Tensors:
         """What other stages made for `stage`: received from other ranks, or handed over on this one."""
@@ -247,12 +215,15 @@ class RankRunner:
                 found.update(self._waiting.pop((kind, source, target, microbatch)))
             else:
                 found.update(self.transport.receive(link, microbatch))
-        self._started = self.stopwatch.mark()  # waiting is not part of the action
+        self._started = self.timer.mark()  # waiting is not part of the action
         return found
 
-    def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors) -> None:
-        """Set values aside for the stages that need them, until they are sent or used."""
+    def _hand_over(self, kind: str, stage: int, microbatch: int, made: Tensors, result: BatchResult) -> None:
+        """Set values aside for the stages that need them, until they are sent or used, and note the loss if it is among
+        what F, or with a late loss B or I, has made."""
         own = self.runners[stage].stage
+        if own.graph.loss in made:
+            result.losses[microbatch] = made.pop(own.graph.loss)
         transfers = own.sends if kind == "forward" else own.grad_sends
         values = {transfer.stage: transfer.values for transfer in transfers}
         channels = self._forward if kind == "forward" else self._backward
@@ -261,13 +232,7 @@ class RankRunner:
                 kept = {value: made[value] for value in values.get(target, ())}
                 self._waiting[kind, source, target, microbatch] = kept
 
-    def _send(
-        self,
-        kind: str,
-        channels: _Channels,
-        edge: tuple[int, int],
-        microbatch: int,
-    ) -> None:
+    def _send(self, kind: str, channels: _Channels, edge: tuple[int, int], microbatch: int) -> None:
         values = self._waiting.pop((kind, *edge, microbatch))
         self.transport.send(_remote(channels, edge), microbatch, values)
 
@@ -298,7 +263,7 @@ def _channel(
     source: Stage, target: int, transfers: Iterable[Transfer], peer: int, group: dist.ProcessGroup | None
 ) -> Channel:
     sent = next((transfer.values for transfer in transfers if transfer.stage == target), ())
-    return channel(f"{source.index}>{target}", peer, tuple(map(source.value, sent)), group)
+    return Channel(f"{source.index}>{target}", peer, messages(tuple(map(source.value, sent))), group)
 
 
 def _peer(action: Action) -> int:

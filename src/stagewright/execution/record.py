@@ -1,20 +1,32 @@
-"""The record of a run: what was measured, in the units and shapes of what was predicted."""
+"""What a run leaves: a line for every step, which outlives a run that fails, and the record of what was measured, in the
+units and shapes of what was predicted.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
+import sys
+import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import MOST_RECORD_BYTES, read_sealed_json, sealed
-from stagewright.errors import InputError
-from stagewright.files import write_whole
+from stagewright.errors import InputError, StagewrightWarning
+from stagewright.files import through_no_link, write_whole
 from stagewright.limits import MOST_PREDICTED, MOST_STEPS
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import Bytes, Position, Seconds
+from stagewright.schedule.program import Program
+from stagewright.simulation import Timeline
+from stagewright.simulation.observed import observed
 
 Moment = Annotated[float, Field(ge=-MOST_PREDICTED, le=MOST_PREDICTED)]
 """Seconds from some beginning."""
@@ -46,7 +58,7 @@ class RankRecord(StrictModel):
     """That left this rank on a ring of replicas; `reduced_bytes` for sums of gradients."""
     reduced_bytes: Bytes = 0
     num_copy_sums: Count = 0
-    """Of gradients over the copies of what some of the replicas share out; `copy_sum_bytes` left this rank for them."""
+    """Of gradients over the copies of what some replicas shard; `copy_sum_bytes` left this rank for them."""
     copy_sum_bytes: Bytes = 0
     actions: tuple[tuple[str, Moment, Moment], ...]
     """Text, start and end in seconds from this rank's beginning of the step."""
@@ -60,11 +72,8 @@ class RankRecord(StrictModel):
     @property
     def timed_peak_bytes(self) -> int:
         """Of metered steps as long as the one whose actions are recorded."""
-        return (
-            self.peak_of_length[max(self.peak_of_length)]
-            if self.peak_of_length
-            else self.allocated_peak_bytes
-        )
+        lengths = self.peak_of_length
+        return lengths[max(lengths)] if lengths else self.allocated_peak_bytes
 
 
 class Record(StrictModel):
@@ -115,12 +124,8 @@ class Record(StrictModel):
     @property
     def timed_steps(self) -> list[int]:
         """The steps of that length; the actions of the last of them are recorded."""
-        steps = range(len(self.step_seconds))
-        return [
-            step
-            for step in steps
-            if not self.sequence_lengths or self.sequence_lengths[step] == self.timed_length
-        ]
+        lengths, steps = self.sequence_lengths, range(len(self.step_seconds))
+        return [step for step in steps if not lengths or lengths[step] == self.timed_length]
 
     def save(self, path: str | Path) -> None:
         write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")
@@ -134,3 +139,111 @@ def load_record(path: str | Path) -> Record:
             f"{path} is a plan: the record of its run is the record.json that `stagewright run` wrote"
         )
     return validated(Record, document, str(path))
+
+
+STEPS = "steps.jsonl"
+
+
+class StepLog:
+    """One line per step in ``steps.jsonl``, and one on stderr, there at most one a second when steps are many.
+
+    Args:
+        folder: where the file goes, beside ``record.json``.
+        first: steps done before; a run that goes on from some adds its lines to those that are there.
+        num_steps: steps there will be with them.
+    """
+
+    def __init__(self, folder: Path, first: int, num_steps: int) -> None:
+        self.num_steps = num_steps
+        self.printed = 0.0
+        self.is_incomplete = False
+        self.path = folder / STEPS
+        if not first:
+            self.path.unlink(missing_ok=True)
+
+    def __call__(self, step: int, result: Any) -> None:
+        """Step number `step`, counted from 0, is done."""
+        line = {
+            "step": step + 1,
+            "loss": finite(result.loss),
+            "gradient_norm": finite(result.gradient_norm),
+            "seconds": result.seconds,
+        }
+        self._keep(json.dumps(line))
+        now = time.monotonic()
+        if 0 < step < self.num_steps - 1 and self.num_steps > 50 and now - self.printed < 1.0:
+            return
+        self.printed = now
+        print(
+            f"step {step + 1}/{self.num_steps}  loss {result.loss:.4f}  gradient norm {result.gradient_norm:.3f}  "
+            f"{result.seconds:.3f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _keep(self, line: str) -> None:
+        """A file that takes no more ends no training: that is said once, and tried again with every step."""
+        try:
+            with open(self.path, "a", encoding="utf-8", opener=through_no_link) as file:
+                file.write(f"{line}\n")
+        except OSError as error:
+            if not self.is_incomplete:
+                self.is_incomplete = True
+                warnings.warn(
+                    f"steps from {json.loads(line)['step']} on are missing in '{self.path}' ({error.strerror or error}); "
+                    "the run goes on: make room there, or its record cannot be written either",
+                    StagewrightWarning,
+                    stacklevel=2,
+                )
+
+
+def finite(value: float) -> float | None:
+    """None for what JSON has no number for."""
+    return value if math.isfinite(value) else None
+
+
+def timeline_of(record: Record, plan: Plan) -> Timeline:
+    """When the computations of a run's last step, of its longest length, took place on the ranks of the first replica.
+
+    Seconds by the first rank's clock, from the start of the first computation; between ranks they are wrong by at most
+    `clock_error_seconds`. An action starts when what it needs has arrived, so waiting is idle time. Raises `InputError`
+    where the record is not of a run of `plan`, or of none of its steps."""
+    if not record.timed_steps:
+        raise InputError("the record has no step, so nothing was measured: run the plan for 3 steps or more")
+    program = stage_program(plan)
+    ranks = _ranks_of(record, plan)
+    times = [_times(rank, program) for rank in ranks]
+    first = min((start for rank in times for start, _ in rank), default=0.0)
+    shifted = [[(start - first, end - first) for start, end in rank] for rank in times]
+    return observed(program, shifted, [rank.timed_peak_bytes for rank in ranks])
+
+
+def clock_error_seconds(record: Record) -> float:
+    """How far the clocks of any two ranks may be apart after correction."""
+    errors = sorted((rank.clock_error_seconds for rank in record.ranks), reverse=True)
+    return sum(errors[:2])
+
+
+def _ranks_of(record: Record, plan: Plan) -> list[RankRecord]:
+    wanted = {plan.global_rank(rank, 0): rank for rank in range(plan.pp)}
+    found = {rank.rank: rank for rank in record.ranks if rank.rank in wanted}
+    is_placed = all(rank.pipeline_rank == wanted[number] for number, rank in found.items())
+    if len(record.ranks) != plan.num_ranks or len(found) != plan.pp or not is_placed:
+        raise InputError(
+            f"the record is of {len(record.ranks)} ranks, and not of the {plan.num_ranks} that the plan has "
+            f"(pp {plan.pp} x dp {plan.dp} x tp {plan.tp}): give the plan that was run"
+        )
+    return [found[rank] for rank in wanted]
+
+
+def _times(rank: RankRecord, program: Program) -> list[tuple[float, float]]:
+    """Start and end of the computations of one rank, in program order."""
+    wanted = [str(action) for action in program.actions(rank.pipeline_rank)]
+    known = set(wanted)
+    ran = [(text, start, end) for text, start, end in rank.actions if text in known]
+    if [text for text, _, _ in ran] != wanted:
+        raise InputError(
+            f"rank {rank.rank} of the record did not run the plan's actions in the plan's order: "
+            "give the plan that was run"
+        )
+    return [(rank.began_seconds + start, rank.began_seconds + end) for _, start, end in ran]

@@ -116,18 +116,14 @@ def hosted_store() -> dist.Store | None:
 
 
 def own_store(timeout_s: float = 30.0) -> dist.Store:
-    """A connection to the launcher's store that no other thread of this process uses.
-
-    Raises:
-        RunError: the store does not answer in time.
-    """
+    """A connection to the launcher's store that no other thread of this process uses. Raises `RunError` where the store does
+    not answer in time."""
     import torch.distributed as dist
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=timeout_s)
     try:
-        store = dist.TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-        )
+        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:  # torch's DistError is one
         said = str(error).strip().splitlines()[0]
         raise RunError(

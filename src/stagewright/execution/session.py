@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,27 +14,24 @@ import torch.distributed as dist
 from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset, synchronize
+from stagewright.execution.collectives import exchange
 from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
 from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.evaluation import evaluator
-from stagewright.execution.exchange import exchange
-from stagewright.execution.groups import Groups
 from stagewright.execution.lengths import AtLength, Lengths
-from stagewright.execution.loading import part_of, starting_tensors
-from stagewright.execution.loss_scale import LossScale
-from stagewright.execution.mesh import Mesh
+from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
+from stagewright.execution.mesh import Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
-from stagewright.execution.optimizer import Optimizer
+from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
-from stagewright.execution.stored_weights import StoredWeights
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
-from stagewright.graph.flat import Flat, flats, of_stages
+from stagewright.graph.flat import flats, of_stages
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
 from stagewright.graph.verify_stages import verify_stages
@@ -45,7 +43,6 @@ from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
-from stagewright.tracing.models.reference import ModelReference
 
 
 @dataclass(frozen=True)
@@ -92,43 +89,46 @@ class Session:
         reference = self.reference = plan.model.resolved()
         job = plan.job
         report("tracing")
-        self.graph = trace(
-            reference, plan.microbatch_size, device=device.type, report=report, **plan.traced()
-        )
+        traced = plan.traced()
+        self.graph = trace(reference, plan.microbatch_size, device=device.type, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
         self.program = stage_program(plan)
         report("building the weights of this rank")
-        model = DeferredModel(
-            reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed
+        size = plan.microbatch_size
+        model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
+        vocabulary = (reference.config or {}).get("vocab_size")
+        self.batches: Batches = (
+            SyntheticBatches(model.inputs, job.seed)
+            if data is None
+            else TextBatches(data, job.sequence_length, job.seed, vocabulary)
         )
-        self.batches = self._batches(model, reference, data)
         self.data = _agreed_data(data)
-        self.own = own = [
-            stage for stage in self.stages if plan.placement[stage.index] == self.mesh.pipeline_rank
-        ]
+        rank = self.mesh.pipeline_rank
+        self.own = own = [stage for stage in self.stages if plan.placement[stage.index] == rank]
         shards = self.mesh.num_shards
         every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
         stored = None
         if reference.weights is not None and not random_weights:
             stored = StoredWeights(reference.weights, model.module, reference.config or {})
-        self.weights = self._weights(model, stored, own, mine)
-        self.model_files = ModelFiles.of(model, self.stages, plan.placement, self.mesh.pipeline_rank, stored)
+        accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
+        self.weights = Weights(own, starting_tensors(model, own, stored, self.part), device, accumulate, mine)
+        self.model_files = ModelFiles.of(model, self.stages, plan.placement, rank, stored)
         del model, stored
         self.watch("making process groups")
         self.groups = Groups.of(self.mesh)
-        wire = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
-        self.shards = Shards(mine, self.weights, self.groups.replicas, wire)
-        tied = TiedGroups(self.stages, plan.placement, self.mesh.pipeline_rank, self.mesh.pipelines())
+        reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
+        self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
+        tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.pipelines())
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self._runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         self._evaluator: RankRunner | None = None
-        on_host = self.mesh.pipeline_rank in plan.host_optimizer
+        on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
-            self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host=on_host
+            self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host
         )
         self.metering = Metering()
 
@@ -143,23 +143,6 @@ class Session:
         return self.lengths.now.runner
 
     # -- set-up -----------------------------------------------------------------------------------------------------
-
-    def _batches(self, model: DeferredModel, reference: ModelReference, data: str | Path | None) -> Batches:
-        if data is None:
-            return SyntheticBatches(model.inputs, self.plan.job.seed)
-        vocabulary = (reference.config or {}).get("vocab_size")
-        return TextBatches(data, self.plan.job.sequence_length, self.plan.job.seed, vocabulary)
-
-    def _weights(
-        self,
-        model: DeferredModel,
-        stored: StoredWeights | None,
-        own: list[Stage],
-        mine: tuple[Flat, ...],
-    ) -> Weights:
-        tensors = starting_tensors(model, own, stored, self.part)
-        accumulate = torch.float32 if self.plan.job.dtype in ("bf16", "fp16") else None
-        return Weights(own, tensors, self.device, accumulate, mine)
 
     def part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """What this rank holds of a tensor of the whole model."""
@@ -178,11 +161,8 @@ class Session:
         )  # fmt: skip
 
     def _at_length(self, length: int) -> AtLength:
-        """The model for samples of `length` tokens, cut as the plan says, on this rank's weights.
-
-        Raises:
-            PlanError: it has other operators than for the longest.
-        """
+        """The model for samples of `length` tokens, cut as the plan says, on this rank's weights. Raises `PlanError` where
+        it has other operators than for the longest."""
         self.watch(f"tracing for {length} tokens")
         asked = self.plan.at_length(length)
         graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **asked.traced())
@@ -191,7 +171,7 @@ class Session:
         return AtLength(graph, self._runner_of(stages))
 
     def _counted_elsewhere(self) -> set[int]:
-        """Parameters that the first of the ranks that share layers counts in the norm of the gradient."""
+        """Parameters that the first of the tensor parallel ranks counts in the norm of the gradient."""
         found = parallelism(self.graph)
         if found is None or self.mesh.tensor_rank == 0:
             return set()
@@ -210,15 +190,11 @@ class Session:
         """The inputs of this replica's microbatches of a step, as long as those of `graph`, or the longest."""
         plan, graph = self.plan, graph or self.graph
         first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
-        return [
-            {
-                name: tensor.to(self.device)
-                for name, tensor in self.batches.microbatch(
-                    step, first + index * plan.microbatch_size, graph
-                ).items()
-            }
+        batches = (
+            self.batches.microbatch(step, first + index * plan.microbatch_size, graph)
             for index in range(plan.num_microbatches)
-        ]
+        )
+        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
 
     def train_step(self, step: int, metered: bool = False) -> StepResult:
         """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
@@ -226,18 +202,16 @@ class Session:
         inputs = self.microbatches(step, self.lengths.turn_to(length).graph)
         dist.barrier(self.groups.forward)
         try:
-            if not metered:
-                return self._step(step, inputs)
-            with self.metering.counting(
+            counting = self.metering.counting(
                 length, self.device, lambda: self._lasting(inputs), self.optimizer.host_state
-            ):
+            )
+            with counting if metered else nullcontext():
                 return self._step(step, inputs)
         except Exception as error:
             failed = cause_of(error)
             if failed is None:
                 raise
-            parts = self.runner, self.weights, self.shards, self.optimizer
-            alive = alive_bytes(*parts, inputs)
+            alive = alive_bytes(self.runner, self.weights, self.shards, self.optimizer, inputs)
             forget(error, self.runner.drop)
             at = self.position
         self.watch("working out a cheaper plan")
@@ -256,7 +230,7 @@ class Session:
         batch = self.runner.run_batch(step, inputs)
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._mean_loss(batch)
+        return self._agreed(batch)[0]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -294,9 +268,6 @@ class Session:
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
-    def _mean_loss(self, result: BatchResult) -> float:
-        return self._agreed(result)[0]
-
     def _agreed(self, result: BatchResult) -> tuple[float, bool]:
         """The mean loss over all microbatches of all replicas, and whether a rank is asked to stop; known to every rank."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -323,7 +294,7 @@ class Session:
             self._evaluator = evaluator(self)
         inputs = self.microbatches(step)
         dist.barrier(self.groups.forward)
-        return self._mean_loss(self._evaluator.run_batch(step, inputs))
+        return self._agreed(self._evaluator.run_batch(step, inputs))[0]
 
     # -- record -----------------------------------------------------------------------------------------------------
 
@@ -350,11 +321,8 @@ class Session:
 
 
 def _agreed_data(data: str | Path | None) -> DataIdentity:
-    """What all ranks are trained on; every rank must call this.
-
-    Raises:
-        InputError: files of the same path differ between hosts.
-    """
+    """What all ranks are trained on; every rank must call this. Raises `InputError` where files of the same path differ
+    between hosts."""
     own = identity_of(data)
     told = [DataIdentity(**one) for one in exchange(own.model_dump())]
     for rank, other in enumerate(told):

@@ -1,6 +1,6 @@
-"""What the replicas of a stage share out: parameters, gradients and optimizer state in flat buffers.
+"""What is sharded over the replicas of a stage: parameters, gradients and optimizer state in flat buffers.
 
-Level 0 keeps everything on every replica; 1 shares out the optimizer state, 2 the gradients too, 3 the parameters too.
+Level 0 keeps everything on every replica; 1 shards the optimizer state, 2 the gradients too, 3 the parameters too.
 When a buffer comes and goes is said by `stagewright.estimation.sharded`, from which its bytes are predicted.
 """
 
@@ -22,50 +22,56 @@ class FlatBuffer:
     """One flat buffer of this rank; it takes its parameters over from `weights`.
 
     Args:
-        wire: type in which gradients are summed over the replicas; None is that of the gradients.
+        reduce_dtype: in which gradients are summed over the replicas; None is that of the gradients.
     """
 
-    def __init__(self, flat: Flat, weights: Weights, replicas: Replicas, wire: torch.dtype | None) -> None:
+    def __init__(
+        self, flat: Flat, weights: Weights, replicas: Replicas, reduce_dtype: torch.dtype | None
+    ) -> None:
         self.flat = flat
         self.weights = weights
         self.replicas = replicas
-        self.device = weights.device
         self.part = flat.shard(replicas.index)
         self.dtype = DTYPES[flat.dtype]
         self.gradient_dtype = weights.accumulate_dtype or self.dtype
-        self.wire = wire or self.gradient_dtype
+        self.reduce_dtype = reduce_dtype or self.gradient_dtype
         self.whole: torch.Tensor | None = None
         self.shard: torch.Tensor | None = None
         self.gradient: torch.Tensor | None = None
         self.gradient_shard: torch.Tensor | None = None
+        self._gathering: Pending | None = None
+        self._sums: dict[str, tuple[Pending, torch.Tensor]] = {}
         if flat.level >= OPTIMIZER:
             self._take_parameters()
         if flat.is_trained and flat.level < GRADIENTS:
-            self._make_gradients()
-        self._gathering: Pending | None = None
-        self._summing: tuple[Pending, torch.Tensor] | None = None
-        self._crossing: tuple[Pending, torch.Tensor] | None = None
+            self.gradient = self.open()
+            self.gradient_shard = self.gradient[self.part] if flat.level >= OPTIMIZER else None
 
     def _take_parameters(self) -> None:
-        whole = self._zeros(self.flat.num_elements, self.dtype)
-        for entry in self.flat.entries:
-            _view(whole, entry).copy_(self.weights.tensors[entry.value])
+        whole = self._zeros(self.dtype)
+        views = self._values(whole)
+        for value, view in views.items():
+            view.copy_(self.weights.tensors[value])
         if self.flat.level < PARAMETERS:
             self.whole, self.shard = whole, whole[self.part]
-            for entry in self.flat.entries:
-                self.weights.put(entry.value, _view(whole, entry))
+            for value, view in views.items():
+                self.weights.put(value, view)
             return
         self.shard = whole[self.part].clone()
-        for entry in self.flat.entries:
-            self.weights.drop(entry.value)
+        for value in views:
+            self.weights.drop(value)
 
-    def _make_gradients(self) -> None:
-        self.open()
-        assert self.gradient is not None
-        self.gradient_shard = self.gradient[self.part] if self.flat.level >= OPTIMIZER else None
+    def _zeros(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.flat.num_elements, dtype=dtype, device=self.weights.device)
 
-    def _zeros(self, num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(num_elements, dtype=dtype, device=self.device)
+    def _empty(self) -> torch.Tensor:
+        return torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.weights.device)
+
+    def _values(self, whole: torch.Tensor) -> dict[int, torch.Tensor]:
+        return {entry.value: _view(whole, entry) for entry in self.flat.entries}
+
+    def _named(self, whole: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {entry.name: _view(whole, entry) for entry in self.flat.entries}
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -73,7 +79,7 @@ class FlatBuffer:
         """Start to make the parameters whole."""
         assert self.shard is not None
         if self.whole is None:
-            self.whole = torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.device)
+            self.whole = self._empty()
         self._gathering = self.replicas.gather(self.whole, self.shard, f"gathering parameters of {self}")
 
     def gathered(self) -> dict[str, torch.Tensor]:
@@ -83,7 +89,7 @@ class FlatBuffer:
             self._gathering = None
         if self.whole is None:
             raise RunError(f"the parameters of {self} are used before they are gathered")
-        return {entry.name: _view(self.whole, entry) for entry in self.flat.entries}
+        return self._named(self.whole)
 
     def release(self) -> None:
         """Drop the whole parameters."""
@@ -92,64 +98,64 @@ class FlatBuffer:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self) -> torch.Tensor:
         """Make a whole buffer to add gradients up in."""
-        self.gradient = self._zeros(self.flat.num_elements, self.gradient_dtype)
-        views = {entry.value: _view(self.gradient, entry) for entry in self.flat.entries}
-        self.weights.accumulate_into(views)
+        self.gradient = self._zeros(self.gradient_dtype)
+        self.weights.accumulate_into(self._values(self.gradient))
+        return self.gradient
 
     def reduce(self) -> None:
         """Start to sum the gradients over the replicas; a buffer of sharded gradients takes no more."""
         assert self.gradient is not None
-        wire = self.gradient if self.wire == self.gradient_dtype else self.gradient.to(self.wire)
-        doing = f"summing gradients of {self}"
+        sent, doing = self.gradient.to(self.reduce_dtype), f"summing gradients of {self}"
         if self.flat.level >= GRADIENTS:
             self.gradient = None
             self.weights.close(self.flat.values)
         if self.flat.level >= OPTIMIZER:
-            self._summing = self.replicas.scatter_sum(wire, wire[self.part], doing), wire
+            pending = self.replicas.scatter_sum(sent, sent[self.part], doing)
         else:
-            self._summing = self.replicas.sum(wire, doing), wire
+            pending = self.replicas.sum(sent, doing)
+        self._sums["replicas"] = pending, sent
+
+    def _sum(self, over: str) -> torch.Tensor | None:
+        """What was sent, once it is summed; None where no sum was started."""
+        if over not in self._sums:
+            return None
+        pending, sent = self._sums.pop(over)
+        pending.wait()
+        return sent
 
     def settle(self) -> None:
         """Wait for the sum and put it where the optimizer looks."""
-        if self._summing is None:
+        if (summed := self._sum("replicas")) is None:
             return
-        pending, wire = self._summing
-        self._summing = None
-        pending.wait()
         if self.flat.level >= GRADIENTS:
             if self.gradient_shard is None:
-                self.gradient_shard = wire[self.part].to(self.gradient_dtype, copy=True)
+                self.gradient_shard = summed[self.part].to(self.gradient_dtype, copy=True)
             else:
-                self.gradient_shard.add_(wire[self.part])
-        elif wire is not self.gradient:
+                self.gradient_shard.add_(summed[self.part])
+        elif summed is not self.gradient:
             part = self.part if self.flat.level >= OPTIMIZER else slice(None)
-            self._summed().copy_(wire[part])
+            self._own_sum().copy_(summed[part])
 
-    def _summed(self) -> torch.Tensor:
+    def _own_sum(self) -> torch.Tensor:
         """What this replica has of the summed gradients."""
-        summed = self.gradient if self.flat.level < OPTIMIZER else self.gradient_shard
-        assert summed is not None
-        return summed
+        own = self.gradient if self.flat.level < OPTIMIZER else self.gradient_shard
+        assert own is not None
+        return own
 
     def cross(self) -> None:
         """Start to sum over the copies what this replica has of the sum, if there are any."""
-        if self.replicas.copies is None:
-            return
-        summed = self._summed()
-        wire = summed if self.wire == self.gradient_dtype else summed.to(self.wire)
-        self._crossing = self.replicas.sum_copies(wire, f"summing gradients of {self} over copies"), wire
+        if self.replicas.copies is not None:
+            sent = self._own_sum().to(self.reduce_dtype)
+            pending = self.replicas.sum_copies(sent, f"summing gradients of {self} over copies")
+            self._sums["copies"] = pending, sent
 
     def finish(self) -> None:
         """Wait for the sum over the copies."""
-        if self._crossing is None:
-            return
-        pending, wire = self._crossing
-        self._crossing = None
-        pending.wait()
-        if self.wire != self.gradient_dtype:
-            self._summed().copy_(wire)
+        summed = self._sum("copies")
+        if summed is not None and self.reduce_dtype != self.gradient_dtype:
+            self._own_sum().copy_(summed)
 
     def drop_gradients(self) -> None:
         """Let go of this replica's part of the sum, if it has a buffer of its own."""
@@ -160,21 +166,21 @@ class FlatBuffer:
         """The summed gradients of all replicas by parameter; every replica must ask."""
         whole, shard = self.gradient, self.gradient_shard
         if shard is not None:
-            whole = self._zeros(self.flat.num_elements, self.gradient_dtype)
+            whole = self._zeros(self.gradient_dtype)
             self.replicas.gather(whole, shard, f"gathering gradients of {self}").wait()
         assert whole is not None
-        return {entry.value: _view(whole, entry) for entry in self.flat.entries}
+        return self._values(whole)
 
     def whole_parameters(self) -> dict[str, torch.Tensor]:
         """The parameters of all replicas by name, in memory of their own; every replica must ask."""
         assert self.shard is not None
-        whole = torch.empty(self.flat.num_elements, dtype=self.dtype, device=self.device)
+        whole = self._empty()
         self.replicas.gather(whole, self.shard, f"gathering parameters of {self}").wait()
-        return {entry.name: _view(whole, entry) for entry in self.flat.entries}
+        return self._named(whole)
 
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> Iterable[torch.Tensor]:
-        """This replica's part of the sum, without parameters that others count: ranks that share layers hold some of
-        their parameters whole, each the same ones, beside those they share out."""
+        """This replica's part of the sum, without parameters that others count: tensor parallel ranks hold some of
+        their parameters whole, each the same ones, beside those they share."""
         assert self.gradient_shard is not None
         if all(is_counted(entry.value) for entry in self.flat.entries):
             return [self.gradient_shard]
@@ -203,10 +209,10 @@ class Shards:
     """All flat buffers of a rank.
 
     Args:
-        flats: those that its stages use; without any, nothing is shared out.
+        flats: those that its stages use; without any, nothing is sharded.
         weights: the tensors of the rank, whole; what is sharded is taken out of them.
         replicas: None where there is one replica only.
-        wire: type in which gradients are summed; None is that of the gradients.
+        reduce_dtype: in which gradients are summed; None is that of the gradients.
     """
 
     def __init__(
@@ -214,12 +220,12 @@ class Shards:
         flats: Sequence[Flat] = (),
         weights: Weights | None = None,
         replicas: Replicas | None = None,
-        wire: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.flats = tuple(flats)
         self.buffers: dict[Flat, FlatBuffer] = {}
         if weights is not None and replicas is not None:
-            self.buffers = {flat: FlatBuffer(flat, weights, replicas, wire) for flat in self.flats}
+            self.buffers = {flat: FlatBuffer(flat, weights, replicas, reduce_dtype) for flat in self.flats}
         self.replicas = replicas
 
     def is_gathered(self, stage: int) -> bool:
@@ -238,26 +244,17 @@ class Shards:
 
     def before(self, moves: Moves) -> None:
         """What an action does with the buffers, but for handing parameters to its stage."""
-        for flat in moves.settles:
-            self.buffers[flat].settle()
-        for flat in moves.crosses:
-            self.buffers[flat].cross()
-        for flat in moves.releases:
-            self.buffers[flat].release()
-        for flat in moves.gathers:
-            self.buffers[flat].gather()
-        for flat in moves.opens:
-            self.buffers[flat].open()
-        for flat in moves.reduces:
-            self.buffers[flat].reduce()
+        for flats, operation in (
+            (moves.settles, FlatBuffer.settle), (moves.crosses, FlatBuffer.cross), (moves.releases, FlatBuffer.release),
+            (moves.gathers, FlatBuffer.gather), (moves.opens, FlatBuffer.open), (moves.reduces, FlatBuffer.reduce),
+        ):  # fmt: skip
+            for flat in flats:
+                operation(self.buffers[flat])
 
     def parameters(self, stage: int) -> dict[str, torch.Tensor]:
         """The gathered parameters of `stage` by name, once they are there."""
-        found: dict[str, torch.Tensor] = {}
-        for flat in self.flats:
-            if flat.level >= PARAMETERS and stage in flat.stages:
-                found.update(self.buffers[flat].gathered())
-        return found
+        flats = (flat for flat in self.flats if flat.level >= PARAMETERS and stage in flat.stages)
+        return {name: tensor for flat in flats for name, tensor in self.buffers[flat].gathered().items()}
 
     def end_batch(self, moves: Moves) -> None:
         """Sum what no REDUCE has summed, and wait for all sums."""
@@ -280,24 +277,16 @@ class Shards:
         for buffer in updated:
             buffer.gathered()
 
-    def parts(self) -> dict[int, torch.Tensor]:
-        """This rank's parts of trained parameters, by the first parameter of each flat buffer."""
+    def parts(self, are_trained: bool = True) -> dict[int, torch.Tensor]:
+        """This rank's shards of parameters, of those that are trained or of the others, by the first of each buffer."""
         return {
             flat.values[0]: buffer.shard
             for flat, buffer in self.buffers.items()
-            if flat.is_trained and buffer.shard is not None
-        }
-
-    def frozen(self) -> dict[int, torch.Tensor]:
-        """This rank's parts of parameters that are not trained, by the first of each flat buffer."""
-        return {
-            flat.values[0]: buffer.shard
-            for flat, buffer in self.buffers.items()
-            if not flat.is_trained and buffer.shard is not None
+            if flat.is_trained == are_trained and buffer.shard is not None
         }
 
     def whole_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Parameters that are shared out, whole and by name, one flat buffer after the other; every replica must ask."""
+        """Sharded parameters, whole and by name, one flat buffer after the other; every replica must ask."""
         for flat, buffer in self.buffers.items():
             if flat.level >= PARAMETERS:
                 yield buffer.whole_parameters()
@@ -312,11 +301,8 @@ class Shards:
 
     def counted_gradients(self, is_counted: Callable[[int], bool]) -> list[torch.Tensor]:
         """What `gradient_parts` hold of the parameters that this rank counts in a norm over the whole model."""
-        found: list[torch.Tensor] = []
-        for buffer in self.buffers.values():
-            if buffer.gradient_shard is not None:
-                found += buffer.counted_gradients(is_counted)
-        return found
+        buffers = (buffer for buffer in self.buffers.values() if buffer.gradient_shard is not None)
+        return [part for buffer in buffers for part in buffer.counted_gradients(is_counted)]
 
     def is_sharded(self, parameter: int) -> bool:
         """Whether each replica updates a part of `parameter` only."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from stagewright.execution.compiled import compiled
-from stagewright.execution.host import HostCopies
+from stagewright.execution.offload import HostCopies
 from stagewright.execution.random import reseed
 from stagewright.execution.weights import Weights
-from stagewright.graph.stage import Function, Stage
+from stagewright.graph.stage import Function, Stage, Transfer
 from stagewright.graph.tensor_parallel import GROUP, local_draws
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.keys import key
@@ -24,9 +24,7 @@ class StageRunner:
     """Runs the functions of one stage.
 
     Args:
-        stage: the carved stage.
         weights: the tensors of the rank; parameters and buffers are updated in place.
-        device: where everything lives.
         loss_scale: the cotangent of the loss of one microbatch.
         seed: of the random numbers the stage draws.
         is_gathered: parameters are missing until `put_parameters` is called.
@@ -72,33 +70,28 @@ class StageRunner:
 
     def _compile(self) -> None:
         stage = self.stage
+        functions = {
+            name: getattr(stage, name)
+            for name in ("forward", "rebuild", "input_grad", "weight_grad", "backward")
+        }
         lasting = {output for node in stage.static for output in node.outputs if output is not None}
         derived = {output for node in stage.derived for output in node.outputs if output is not None}
         used = {
             value
-            for function in (
-                stage.forward,
-                stage.rebuild,
-                stage.input_grad,
-                stage.weight_grad,
-                stage.backward,
-            )
+            for function in functions.values()
             for value in (*(v for node in function.nodes for v in node.inputs), *function.outputs)
         }
         sources = {*stage.parameters, *stage.buffers, *stage.constants, stage.graph.seed}
-        static = self._runnable(Function(stage.static, (), tuple(sorted(lasting & used))), sources, "static")
-        self._static = static
-        self._run_resident(static)
-        self._derive = self._runnable(
-            Function(stage.derived, (), tuple(sorted(derived & used))), sources | lasting, "derived"
-        )
+        static = Function(stage.static, (), tuple(sorted(lasting & used)))
+        self._static = self._runnable(static, sources, "static")
+        self._run_resident(self._static)
+        derive = Function(stage.derived, (), tuple(sorted(derived & used)))
+        self._derive = self._runnable(derive, sources | lasting, "derived")
         resident = sources | lasting | derived
-        self._forward = self._runnable(stage.forward, resident, "forward")
-        self._input_grad = self._runnable(stage.input_grad, resident, "input_grad")
-        self._weight_grad = self._runnable(stage.weight_grad, resident, "weight_grad")
-        self._backward = self._runnable(stage.backward, resident, "backward")
-        self._rebuild = self._runnable(stage.rebuild, resident, "rebuild")
         self._for_backward = stage.after_rebuild
+        self.functions = {
+            name: self._runnable(function, resident, name) for name, function in functions.items()
+        }
 
     def _runnable(self, function: Function, resident: set[int], name: str) -> Runnable:
         name = f"stage{self.stage.index}_{name}"
@@ -127,12 +120,12 @@ class StageRunner:
         self.resident[self.stage.graph.seed].fill_(cotangent)
         self._run_resident(self._static)
 
-    def rest(self) -> None:
+    def release(self) -> None:
         """Let go of what is computed from constants and parameters."""
         for value in (*self._static.outputs, *self._derive.outputs):
             self.resident.pop(value, None)
 
-    def wake(self) -> None:
+    def restore(self) -> None:
         """Ready for batches again; what is derived from parameters is made as each batch begins."""
         self._run_resident(self._static)
 
@@ -154,14 +147,17 @@ class StageRunner:
         stage = self.stage
         for value in stage.inputs:
             arrived[value] = inputs[stage.value(value).name]
-        outputs = self._call(self._forward, microbatch, arrived)
+        outputs = self._call("forward", microbatch, arrived)
         for buffer, value in stage.mutations:
             self.resident[buffer].copy_(outputs[value])
         self._held[microbatch] = {value: outputs[value] for value in stage.saved}
-        sent = {value: outputs[value] for transfer in stage.sends for value in transfer.values}
-        if stage.graph.loss in outputs:
-            sent[stage.graph.loss] = outputs[stage.graph.loss]
-        return sent
+        return self._sent(stage.sends, outputs)
+
+    def _sent(self, transfers: Iterable[Transfer], outputs: Tensors) -> Tensors:
+        """What goes to other stages, and the loss where it is among `outputs`."""
+        sent = {value: outputs[value] for transfer in transfers for value in transfer.values}
+        loss = self.stage.graph.loss
+        return sent | ({loss: outputs[loss]} if loss in outputs else {})
 
     @property
     def held(self) -> Mapping[int, Tensors]:
@@ -176,12 +172,13 @@ class StageRunner:
         self._held.clear()
 
     def recompute(self, microbatch: int) -> None:
-        """R. Makes again and fetches what the backward needs first; what was kept for R alone goes."""
+        """R. Recomputes and fetches what the backward needs first; what was kept for R alone goes."""
         held = self._held[microbatch]
-        given = {value: held[value] for value in self._rebuild.inputs}
-        self._held[microbatch] = kept = {v: tensor for v, tensor in held.items() if v in self._for_backward}
+        given = {value: held[value] for value in self.functions["rebuild"].inputs}
+        later = self._for_backward
+        self._held[microbatch] = kept = {value: tensor for value, tensor in held.items() if value in later}
         held.clear()
-        kept.update(self._call(self._rebuild, microbatch, given))
+        kept.update(self._call("rebuild", microbatch, given))
 
     def input_grad(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """I. Takes cotangents from later stages; returns cotangents for earlier ones, and a late loss."""
@@ -189,32 +186,29 @@ class StageRunner:
         available.update(cotangents)
         cotangents.clear()
         kept = {value: available[value] for value in self.stage.relayed if value in available}
-        given = {value: available[value] for value in self._input_grad.inputs}
+        given = {value: available[value] for value in self.functions["input_grad"].inputs}
         available.clear()
-        outputs = self._call(self._input_grad, microbatch, given)
+        outputs = self._call("input_grad", microbatch, given)
         kept.update((value, outputs[value]) for value in self.stage.relayed if value in outputs)
         self._held[microbatch] = kept
-        sent = {value: outputs[value] for transfer in self.stage.grad_sends for value in transfer.values}
-        if self.stage.graph.loss in outputs:
-            sent[self.stage.graph.loss] = outputs[self.stage.graph.loss]
-        return sent
+        return self._sent(self.stage.grad_sends, outputs)
 
     def weight_grad(self, microbatch: int) -> None:
         """W. Adds the weight gradients of one microbatch to the gradient buffers."""
-        self._call(self._weight_grad, microbatch, self._held.pop(microbatch))
+        self._call("weight_grad", microbatch, self._held.pop(microbatch))
 
     def backward(self, microbatch: int, cotangents: Tensors) -> Tensors:
         """B: I and W in one, freeing saved values as it goes; a late loss is among what it returns."""
         inputs = self._held.pop(microbatch)
         inputs.update(cotangents)
         cotangents.clear()
-        return self._call(self._backward, microbatch, inputs)
+        return self._call("backward", microbatch, inputs)
 
     # -- inner ------------------------------------------------------------------------------------------------------
 
-    def _call(self, runnable: Runnable, microbatch: int, given: Tensors) -> Tensors:
+    def _call(self, name: str, microbatch: int, given: Tensors) -> Tensors:
         """Run a function on values taken out of `given`, so that each is freed at its last use."""
-        self._microbatch = microbatch
+        runnable, self._microbatch = self.functions[name], microbatch
         inputs = [given[value] for value in runnable.inputs]
         given.clear()
         with torch.no_grad():

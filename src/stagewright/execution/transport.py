@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
-from stagewright.graph import Value
-from stagewright.graph.payload import Message, distinct, messages
+from stagewright.graph.payload import Message, distinct
 from stagewright.schedule.action import SENDS_IN_FLIGHT
 from stagewright.tracing.arguments import DTYPES
 
@@ -38,10 +37,6 @@ class Channel:
         return zlib.crc32(f"{self.name}/{microbatch}/{index}".encode()) % _TAG_SPACE
 
 
-def channel(name: str, peer: int, values: tuple[Value, ...], group: dist.ProcessGroup | None) -> Channel:
-    return Channel(name, peer, messages(values), group)
-
-
 class Transport:
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -51,12 +46,11 @@ class Transport:
 
     def post(self, channel: Channel, microbatch: int) -> None:
         """Allocate buffers for a transfer and begin to receive into them."""
-        posted = []
+        posted = self._posted[channel.name, microbatch] = []
         for index, message in enumerate(channel.messages):
             buffer = torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
             work = dist.irecv(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
             posted.append((_work(work, channel), buffer))
-        self._posted[channel.name, microbatch] = posted
 
     def receive(self, channel: Channel, microbatch: int) -> dict[int, torch.Tensor]:
         """Wait for a posted transfer; its values by id."""
@@ -126,10 +120,9 @@ def _raw(tensor: torch.Tensor) -> torch.Tensor:
 def _pack(message: Message, values: dict[int, torch.Tensor]) -> torch.Tensor:
     first = message.values[0]
     tensor = values[first.id]
-    if message.whole and len(message.values) > 1:
-        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset() - first.meta.offset)
     if message.whole:
-        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset())
+        offset = first.meta.offset if len(message.values) > 1 else 0
+        return tensor.as_strided((message.num_elements,), (1,), tensor.storage_offset() - offset)
     shape, stride = distinct(first.meta)
     return tensor.as_strided(shape, stride, tensor.storage_offset()).contiguous().view(-1)
 
@@ -138,10 +131,8 @@ def _unpack(message: Message, buffer: torch.Tensor) -> dict[int, torch.Tensor]:
     if message.whole:
         alone = len(message.values) == 1
         return {
-            value.id: buffer.as_strided(
-                value.meta.shape, value.meta.stride, 0 if alone else value.meta.offset
-            )
-            for value in message.values
+            v.id: buffer.as_strided(v.meta.shape, v.meta.stride, 0 if alone else v.meta.offset)
+            for v in message.values
         }
     value = message.values[0]
     shape, stride = distinct(value.meta)

@@ -9,30 +9,31 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import torch
 from safetensors.torch import save_file
 
-from stagewright.errors import InputError, RunError, StagewrightError
+from stagewright.errors import InputError, PlanError, RunError, StagewrightError
 from stagewright.execution.data import SyntheticBatches
 from stagewright.execution.launch import refuse_what_is_not_run
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.random import keyed
-from stagewright.execution.reduced_copy import (
-    Dtype,
-    Report,
-    layers_of,
-    reduced_model,
-    reduced_plan,
-    without_dropout,
-)
 from stagewright.graph import OperatorGraph
-from stagewright.planning.plan import Plan
+from stagewright.graph.carving import carve
+from stagewright.graph.cutting import Cutting
+from stagewright.graph.flat import PARAMETERS
+from stagewright.planning.job import Job
+from stagewright.planning.loss_pieces import in_pieces
+from stagewright.planning.plan import ModelSection, Plan, shared_layers
+from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
+from stagewright.planning.sharding import sharded_program, without_sharding
+from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
+from stagewright.tracing.models.overrides import DROPOUT
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
@@ -43,14 +44,6 @@ OUTCOME = "outcome.json"
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Of one tensor: the largest difference of an element, relative to its largest element in the plain run."""
-
-    name: str
-    relative: float
-
-
-@dataclass(frozen=True)
 class Verification:
     """How far a pipelined batch is from the plain one."""
 
@@ -58,34 +51,28 @@ class Verification:
     num_layers: int | None
     """Of the copy; None where the model could not be reduced."""
     num_parameters: int
-    dtype: str
     sequence_length: int
-    num_stages: int
+    dtype: str
+    schedule: str
     num_ranks: int
     """Of one replica."""
-    schedule: str
+    num_replicas: int
+    num_stages: int
     loss: float
     loss_difference: float
     """Relative."""
     num_gradients: int
-    num_equal: int
-    """Gradients equal to the last bit."""
-    worst: Difference
+    num_equal_gradients: int
+    """To the last bit."""
+    gradient_difference: float
+    """The largest of an element, relative to the largest element of its gradient, which is that of `worst_parameter`."""
+    worst_parameter: str
     tolerance: float
-    num_replicas: int = 1
 
     @property
     def holds(self) -> bool:
         """Whether loss and every gradient are within the tolerance (a NaN is not)."""
-        return self.loss_difference <= self.tolerance and self.worst.relative <= self.tolerance
-
-
-@dataclass(frozen=True)
-class _Plain:
-    """The plain run: its loss, and its gradients in a file."""
-
-    loss: float
-    num_parameters: int
+        return self.loss_difference <= self.tolerance and self.gradient_difference <= self.tolerance
 
 
 def verify(
@@ -111,37 +98,34 @@ def verify(
         )
     with tempfile.TemporaryDirectory(prefix="stagewright-verify-") as scratch:
         folder = Path(scratch)
-        reduced, graph, plain = _train_plainly(original, plan, num_layers, folder, report)
+        reduced, graph, loss, num_parameters = _train_plainly(original, plan, num_layers, folder, report)
         reduced.save(folder / "plan.json")
         report(f"training it pipelined by {reduced.num_ranks} processes")
-        arguments = [str(folder / "plan.json"), "--out", str(folder)]
+        arguments = [str(folder / "plan.json"), str(folder)]
         start_ranks("stagewright.execution.verification_worker", arguments, range(reduced.num_ranks))
         outcome = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
-    return _judged(reduced, graph, plain, outcome)
-
-
-def _judged(reduced: Plan, graph: OperatorGraph, plain: _Plain, outcome: Mapping[str, Any]) -> Verification:
     dtype = reduced.job.torch_name
     found = _worst_of_each(outcome["differences"])
-    missing = sorted(set(_trained(graph)) - found.keys())
-    if missing:
+    values = (graph.values[value] for value in graph.gradients)
+    if missing := sorted({value.name for value in values if value.origin == "parameter"} - found.keys()):
         raise RunError(f"no rank holds the gradient of '{missing[0]}'")
     worst = max(found, key=lambda name: _order(found[name]))
     return Verification(
         model=reduced.model.name,
         num_layers=layers_of(resolve(reduced.model.text, reduced.model.overrides)),
-        num_parameters=plain.num_parameters,
+        num_parameters=num_parameters,
         dtype=dtype,
         sequence_length=reduced.job.sequence_length,
         num_stages=reduced.num_stages,
         num_ranks=reduced.pp * reduced.tp,
         num_replicas=reduced.dp,
         schedule=reduced.schedule,
-        loss=plain.loss,
-        loss_difference=abs(outcome["loss"] - plain.loss) / max(abs(plain.loss), 1e-30),
+        loss=loss,
+        loss_difference=abs(outcome["loss"] - loss) / max(abs(loss), 1e-30),
         num_gradients=len(found),
-        num_equal=sum(difference == 0.0 for difference in found.values()),
-        worst=Difference(worst, found[worst]),
+        num_equal_gradients=sum(difference == 0.0 for difference in found.values()),
+        gradient_difference=found[worst],
+        worst_parameter=worst,
         tolerance=TOLERANCES[dtype],
     )
 
@@ -165,8 +149,9 @@ def _order(difference: float) -> float:
 
 def _train_plainly(
     original: ModelReference, plan: Plan, num_layers: int | None, folder: Path, report: Report
-) -> tuple[Plan, OperatorGraph, _Plain]:
-    """The reduced plan, its graph and the plain run: in float64, or in float32 where an operator lacks float64."""
+) -> tuple[Plan, OperatorGraph, float, int]:
+    """The reduced plan, its graph, the loss of the plain run and how many parameters it trained: in float64, or in float32
+    where an operator lacks float64."""
     reference = reduced_model(original, plan.num_stages, num_layers)
     if plan.tp > 1:
         reference = without_dropout(reference)
@@ -174,7 +159,7 @@ def _train_plainly(
     for dtype in dtypes:
         try:
             reduced, graph = reduced_plan(plan, original, reference, dtype, report)
-            return reduced, graph, _plain(reduced, reference, graph, folder, report)
+            return reduced, graph, *_plain(reduced, reference, graph, folder, report)
         except (StagewrightError, RuntimeError) as error:
             if dtype != dtypes[-1]:
                 continue  # an operator without a float64 kernel; whatever else it is comes again
@@ -186,7 +171,7 @@ def _train_plainly(
 
 def _plain(
     plan: Plan, reference: ModelReference, graph: OperatorGraph, folder: Path, report: Report
-) -> _Plain:
+) -> tuple[float, int]:
     """One batch under autograd, microbatch after microbatch; gradients go to a file, under every name they have."""
     job, count = plan.job, plan.num_microbatches * plan.dp
     built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
@@ -203,13 +188,7 @@ def _plain(
     named = built.module.named_parameters(remove_duplicate=True)
     gradients = {name: p.grad.contiguous() for name, p in named if p.grad is not None}
     save_file(gradients, folder / PLAIN)
-    return _Plain(total, num_parameters)
-
-
-def _trained(graph: OperatorGraph) -> list[str]:
-    return [
-        graph.values[value].name for value in graph.gradients if graph.values[value].origin == "parameter"
-    ]
+    return total, num_parameters
 
 
 def largest_difference(found: torch.Tensor, wanted: torch.Tensor, least: float = 1e-30) -> float:
@@ -218,3 +197,122 @@ def largest_difference(found: torch.Tensor, wanted: torch.Tensor, least: float =
         return 0.0
     scale = max(float(wanted.abs().max()), least)
     return float((found - wanted).abs().max()) / scale
+
+
+MAX_SEQUENCE_LENGTH, MAX_MICROBATCH_SIZE, MAX_REPLICAS = 64, 2, 2
+
+Dtype = Literal["fp64", "fp32"]
+Report = Callable[[str], None]
+
+
+def reduced_model(original: ModelReference, num_stages: int, num_layers: int | None) -> ModelReference:
+    """The model with as many layers as there are stages, and at least two (or `num_layers`); a factory as it is. Raises
+    `InputError` where a factory is asked for another number of layers, or more layers are wanted than there are."""
+    have = layers_of(original)
+    if have is None:
+        if num_layers is not None:
+            raise InputError(
+                f"--layers {num_layers}: '{original.text}' is no configuration with a number of layers; "
+                "leave --layers out to verify the model as it is"
+            )
+        return original
+    if num_layers is not None and not 1 <= num_layers <= have:
+        raise InputError(
+            f"--layers {num_layers}: model '{original.name}' has {have} layers; give 1 to {have}"
+        )
+    wanted = min(have, max(2, num_stages)) if num_layers is None else num_layers
+    if wanted == have:
+        return original
+    return resolve(original.text, {**original.overrides, "num_hidden_layers": wanted})
+
+
+def without_dropout(reference: ModelReference) -> ModelReference:
+    """The model without dropout, which draws other numbers for what ranks share; a factory as it is."""
+    if reference.config is None:
+        return reference
+    return resolve(reference.text, {**reference.overrides, DROPOUT: 0.0})
+
+
+def layers_of(reference: ModelReference) -> int | None:
+    """None where the model's configuration says no number of layers."""
+    config = reference.config or {}
+    found = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    return next((layers for layers in found if isinstance(layers, int)), None)
+
+
+def reduced_plan(
+    plan: Plan, original: ModelReference, reference: ModelReference, dtype: Dtype, report: Report
+) -> tuple[Plan, OperatorGraph]:
+    """`plan` for two replicas at most of the reduced model, with at most two samples a microbatch; and the model's graph.
+    Raises `PlanError` where the reduced model cannot be cut into as many stages."""
+    microbatch_size = min(plan.microbatch_size, MAX_MICROBATCH_SIZE)
+    dp = min(plan.dp, MAX_REPLICAS)
+    job = Job(
+        global_batch=plan.num_microbatches * microbatch_size * dp,
+        sequence_length=min(plan.job.sequence_length, MAX_SEQUENCE_LENGTH),
+        dtype=dtype,
+        seed=plan.job.seed,
+        num_steps=1,
+    )
+    pieces = min(plan.loss_pieces, microbatch_size * job.sequence_length)
+    shared = shared_layers(plan.tp, plan.sequence_parallel) | in_pieces(pieces)
+    graph = trace(reference, microbatch_size, report=report, **job.traced(plan.cluster.kind), **shared)
+    if reference == original and plan.job.autocast is None:  # whose operators have other names
+        names = plan.cuts
+        stage_cuts(plan, graph)  # raises for a cut that the graph does not have
+    else:
+        names = cut_names(graph, scaled_cuts(_fractions(plan, original, report), graph))
+        # Policies that name no operators: a stage that recomputes some values recomputes all between its layers.
+        policies = (
+            policy if isinstance(policy, str) else "layers" if policy.recompute else "keep"
+            for policy in plan.memory_policy
+        )
+        plan = _resharded(plan.model_copy(update={"memory_policy": tuple(policies)}), names, graph)
+    changes = {"model": ModelSection.of(reference), "job": job, "dp": dp, "microbatch_size": microbatch_size, "cuts": names,
+        "loss_pieces": pieces, "reduce_dtype": None, "shard_size": None, "shorter_lengths": (), "devices": ()}  # fmt: skip
+    return Plan.model_validate(plan.model_copy(update=changes).model_dump()), graph
+
+
+def _resharded(plan: Plan, names: tuple[str, ...], graph: OperatorGraph) -> Plan:
+    """`plan` with parameters gathered for the weight gradients of the stages of another model."""
+    program = stage_program(plan)
+    levels = [level if plan.dp > 1 else 0 for level in plan.sharding]
+    if not any(level >= PARAMETERS for level in levels):
+        return plan
+    position = {graph.nodes[node].name: index for index, node in enumerate(graph.body)}
+    stages = carve(graph, [position[name] for name in names])
+    resharded = sharded_program(without_sharding(program), stages, levels)
+    return plan.model_copy(update={"program": tuple(tuple(map(str, ranks)) for ranks in resharded.ranks)})
+
+
+def _fractions(plan: Plan, original: ModelReference, report: Report) -> list[float]:
+    """Where the plan cuts, as shares of the operators."""
+    stages = plan.predictions.stages
+    if stages:
+        return [stage.start / stages[-1].stop for stage in stages[1:]]
+    graph = trace(original, plan.microbatch_size, report=report, **plan.traced())
+    return [cut / len(graph.body) for cut in stage_cuts(plan, graph)]
+
+
+def scaled_cuts(fractions: list[float], graph: OperatorGraph) -> list[int]:
+    """Legal, increasing cut indices of `graph`, each as near as can be to its fraction of the operators. Raises `PlanError`
+    where there are fewer legal cuts."""
+    size, found = len(graph.body), [0]
+    for index, fraction in enumerate(fractions):
+        last = size - (len(fractions) - index)  # leaves a place for each cut to come
+        places = sorted(range(found[-1] + 1, last + 1), key=lambda place: abs(place - fraction * size))
+        chosen = next((place for place in places if _is_legal(graph, place)), None)
+        if chosen is None:
+            raise PlanError(
+                f"the reduced model cannot be cut into {len(fractions) + 1} stages: verify with more --layers"
+            )
+        found.append(chosen)
+    return found[1:]
+
+
+def _is_legal(graph: OperatorGraph, cut: int) -> bool:
+    try:
+        Cutting(graph, [cut])
+    except PlanError:
+        return False
+    return True

@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.errors import StagewrightError
-from stagewright.execution.member import end_process, gather, member, report_failure, start_process
+from stagewright.execution.member import end_process, exit_code, gather, member, start_process
 from stagewright.execution.watch import Limits
 
 if TYPE_CHECKING:
     from stagewright.execution.session import Session
 
 _ROUNDING = 1e-4
-"""A gradient so many times smaller than the largest is judged by how that one rounds, where ranks share layers."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one rank; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m stagewright.execution.verification_worker", description=__doc__
-    )
-    parser.add_argument("plan")
-    parser.add_argument("--out", required=True)
-    options = parser.parse_args(arguments)
-    try:
-        work(Path(options.plan), Path(options.out))
-    except StagewrightError as error:
-        report_failure(error)
-        return 1
-    return 0
+"""A gradient so many times smaller than the largest is judged by how that one rounds, with tensor parallelism."""
 
 
 def work(plan: Path, folder: Path) -> None:
@@ -60,9 +42,8 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
     with safe_open(str(plain), framework="pt") as reader:
         wanted = {name: session.part(name, reader.get_tensor(name)) for name in gradients}
     least = 1e-30
-    if (
-        session.mesh.tp > 1
-    ):  # sums over ranks round otherwise, and some gradients (of a key's bias) are rounding only
+    if session.mesh.tp > 1:
+        # Sums over ranks round otherwise, and some gradients (of a key's bias) are rounding only.
         largest = max((float(gradient.abs().max()) for gradient in wanted.values()), default=0.0)
         least = max(least, largest * _ROUNDING)
     return [(name, largest_difference(gradient, wanted[name], least)) for name, gradient in gradients.items()]
@@ -70,4 +51,4 @@ def _differences(session: Session, plain: Path) -> list[tuple[str, float]]:
 
 if __name__ == "__main__":
     start_process()
-    end_process(main())
+    end_process(exit_code(lambda: work(*map(Path, sys.argv[1:]))))

@@ -14,14 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stagewright.execution.board import (
+    FINISHED,
     LAUNCHER,
     SILENCE_S,
     Board,
     Failure,
+    Liveness,
     Post,
     write_post,
 )
-from stagewright.execution.liveness import FINISHED, Liveness
 
 INTERVAL_S = 0.25
 """Seconds between two posts of a rank."""
@@ -191,11 +192,12 @@ class Watch:
             everyone = Liveness(self._board, INTERVAL_S)
             everyone.look(range(self.num_ranks))
             unseen = set(range(self.num_ranks)) - everyone.posts.keys()
-            behind = {
-                rank: post.position for rank, post in everyone.posts.items() if post.position != JOINING
-            }
             missing = [f"rank {rank} gave no sign of life" for rank in sorted(unseen)]
-            missing += [f"rank {rank} is still at '{where}'" for rank, where in sorted(behind.items())]
+            missing += [
+                f"rank {rank} is still at '{post.position}'"
+                for rank, post in sorted(everyone.posts.items())
+                if post.position != JOINING
+            ]
             return f"not all ranks joined within {waited:.0f} s: {', '.join(missing) or 'the network lets none connect'}"
         if waited > self._limits.action_s:
             return f"this rank has been at {self._position} for {waited:.0f} s, longer than the limit of an action"
@@ -203,14 +205,13 @@ class Watch:
 
     def _judge(self, received: signal.Signals) -> None:
         """A launcher asks this rank to end: because another one died, or because somebody wants the run to stop."""
-        if self._stopped.is_set() or self.num_steps is None:
-            problem = None if self._stopped.is_set() else self.blame()
-            if problem is not None:
-                self._fail(problem)
-            os._exit(128 + received)
-        self.stop_asked = signal.Signals(received).name
-        if problem := self.blame():
+        ends = self._stopped.is_set() or self.num_steps is None
+        if not ends:
+            self.stop_asked = signal.Signals(received).name
+        if not self._stopped.is_set() and (problem := self.blame()):
             self._fail(problem)
+        if ends:
+            os._exit(128 + received)
 
     def _fail(self, problem: str) -> None:
         if not self._failing.acquire(blocking=False):

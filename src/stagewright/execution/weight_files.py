@@ -44,11 +44,8 @@ class WeightFiles:
 
     @classmethod
     def of(cls, folder: Path) -> WeightFiles:
-        """Those in `folder`.
-
-        Raises:
-            InputError: files are missing, lie elsewhere or cannot be read, or two of them have the same tensor.
-        """
+        """Those in `folder`. Raises `InputError` where files are missing, lie elsewhere or cannot be read, or two of them
+        have the same tensor."""
         manifest = read_manifest(folder) if (folder / MANIFEST).exists() else None
         index = folder / INDEX
         if manifest is not None:
@@ -65,8 +62,7 @@ class WeightFiles:
             _refuse_incomplete(folder, names)
             where = _listed(folder, names)
         files = cls(folder, where, manifest)
-        absent = [name for name in files.names if not files.path(name).exists()]
-        if absent:
+        if absent := [name for name in files.names if not files.path(name).exists()]:
             raise InputError(
                 f"'{index}' names files that are not there: {_some(absent)}; copy or download them, or {_SEED}"
             )
@@ -82,28 +78,20 @@ class WeightFiles:
         return _path(self.folder, name)
 
     def verified(self, name: str) -> Path:
-        """Of a file, which is to the last bit as it was written, where its digest is known.
-
-        Raises:
-            InputError: it is not.
-        """
+        """Of a file, which is to the last bit as it was written, where its digest is known. Raises `InputError` where it is
+        not."""
         if self.manifest is not None:
             _compare(self.folder, self.manifest, [name])
         return self.path(name)
 
     def types(self) -> dict[str, str]:
-        """How each tensor is stored: ``F32``, ``BF16``, ``I8``.
-
-        Raises:
-            InputError: a file cannot be read, or lacks tensors that the index says it has.
-        """
+        """How each tensor is stored: ``F32``, ``BF16``, ``I8``. Raises `InputError` where a file cannot be read, or lacks
+        tensors that the index says it has."""
         found: dict[str, str] = {}
-        by_file: dict[str, list[str]] = {}
-        for tensor, name in self.where.items():
-            by_file.setdefault(name, []).append(tensor)
-        for name, wanted in sorted(by_file.items()):
+        for name in self.names:
             path = self.path(name)
             reader = open_weights(path, "np")
+            wanted = [tensor for tensor, file in self.where.items() if file == name]
             if lacking := sorted(set(wanted) - set(reader.keys())):
                 raise InputError(
                     f"'{INDEX}' says that '{path}' has {_some(lacking)}, which it has not: they do not belong together; "
@@ -117,11 +105,8 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
     """Before any process is started: whether a run can start from the weights of its model, if there are any.
 
     Where there are none and nothing was said of random ones, the first rank or launcher says on stderr that they are drawn.
-
-    Raises:
-        InputError: the model has changed, or files are missing, damaged, outside the folder, or of numbers in a form that is
-            not read.
-    """
+    Raises `InputError` where the model has changed, or files are missing, damaged, outside the folder, or of numbers in a
+    form that is not read."""
     reference = plan.model.resolved()
     if random_weights or reference.kind == "factory":
         return
@@ -137,11 +122,8 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
 
 
 def open_weights(path: Path, framework: str) -> safe_open:
-    """A reader of a safetensors file, for `framework` (``np``, ``pt``).
-
-    Raises:
-        InputError: there is no such file, or it is no safetensors file.
-    """
+    """A reader of a safetensors file, for `framework` (``np``, ``pt``). Raises `InputError` where there is no such file, or
+    it is no safetensors file."""
     if not path.is_file():
         what = "is a folder, not a file" if path.is_dir() else "is not there"
         raise InputError(f"weights '{path}' {what}: copy or download the file again, or {_SEED}")

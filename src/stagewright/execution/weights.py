@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.execution.collectives import own_group
 from stagewright.graph import Origin
 from stagewright.graph.flat import Flat
 from stagewright.graph.stage import Stage
@@ -46,8 +47,8 @@ class Weights:
                     self.tensors[value] = _checked(stage, value, tensors).detach().to(device)
                     self.names[value] = name
         self.parameters = {
-            value: self.tensors[value]
-            for value in self.tensors
+            value: tensor
+            for value, tensor in self.tensors.items()
             if stages[0].graph.values[value].origin is Origin.PARAMETER
         }
         self.trained = tuple(dict.fromkeys(value for stage in stages for value, _ in stage.gradients))
@@ -127,18 +128,12 @@ class TiedGroups:
             for value, _ in stage.gradients:
                 holders.setdefault(value, set()).add(rank_of_stage[stage.index])
         shared = {value: tuple(sorted(ranks)) for value, ranks in holders.items() if len(ranks) > 1}
-        here = dist.get_rank() if shared else 0
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for members in sorted(set(shared.values())):
-            for replica in replicas:
-                ranks = [replica[member] for member in members]
-                group = dist.new_group(ranks)
-                if here in ranks and isinstance(group, dist.ProcessGroup):
-                    groups[members] = group
-        self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
-        self._owned_elsewhere = {
-            value for value, ranks in shared.items() if rank in ranks and rank != ranks[0]
+        groups = {
+            members: own_group([[replica[member] for member in members] for replica in replicas])
+            for members in sorted(set(shared.values()))
         }
+        self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
+        self._owned_elsewhere = {v for v, ranks in shared.items() if rank in ranks and rank != ranks[0]}
 
     def count_elsewhere(self, parameters: Iterable[int]) -> None:
         """Leave `parameters` out of this rank's share of a norm: another rank has the same gradients."""

@@ -48,7 +48,8 @@ def links_summary(cluster: Cluster) -> Table:
         if not links:
             continue
         middle = links[len(links) // 2][0]
-        rows.append((span, "middle", _rate(middle), format_seconds(_middle_latency(links)), ""))
+        latency = sorted(latency for _, latency, _, _ in links)[len(links) // 2]
+        rows.append((span, "middle", _rate(middle), format_seconds(latency), ""))
         slow = [link for link in links if link[0] < _SLOW * middle]
         for bandwidth, latency, a, b in slow[:_SHOWN]:
             path = f"rank {a} to rank {b}"
@@ -71,10 +72,6 @@ def _links(cluster: Cluster, inside: bool) -> list[tuple[float, float, int, int]
         for link in (cluster.link_between(a, b),)
     ]
     return sorted(links)
-
-
-def _middle_latency(links: list[tuple[float, float, int, int]]) -> float:
-    return sorted(latency for _, latency, _, _ in links)[len(links) // 2]
 
 
 def _rate(bandwidth: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from stagewright.planning.plan import Plan
 from stagewright.report.runs import Measured
 from stagewright.report.tables import table
-from stagewright.report.timetable import picture
+from stagewright.report.timelines import picture
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
 from stagewright.units import format_bytes, format_seconds
@@ -65,6 +65,15 @@ def comparison_document(
     `predicted` and `measured` are timelines of one batch; the step is longer by the sums of gradients and the update. With
     several lengths, `plan` is that for batches of the length that was timed.
     """
+    expected = action_seconds(predicted)
+    # Of the replicas of a rank the fullest counts.
+    peaks = [
+        (
+            prediction.allocated_peak_bytes,
+            max(r.timed_peak_bytes for r in record.ranks if r.pipeline_rank == prediction.rank),
+        )
+        for prediction in plan.predictions.ranks
+    ]
     return {
         "model": plan.model.name,
         "schedule": plan.schedule,
@@ -72,11 +81,25 @@ def comparison_document(
         "batch_seconds": _pair(predicted.makespan_s, measured.makespan_s),
         "bubble_fraction": _pair(predicted.bubble_fraction, measured.bubble_fraction),
         "clock_error_seconds": clock_error_s,
-        "actions": _actions(predicted, measured),
-        "ranks": [_rank(plan, record, rank, predicted, measured) for rank in range(plan.pp)],
-        "disagreements": [
-            found.text for found in disagreements(predicted, measured, _peaks(plan, record), plan, record)
+        "actions": [
+            {
+                "stage": stage,
+                "action": kind,
+                "count": count,
+                "seconds": _pair(expected[stage, kind][0], seconds),
+            }
+            for (stage, kind), (seconds, count) in action_seconds(measured).items()
         ],
+        "ranks": [
+            {
+                "rank": rank,
+                "busy_seconds": _pair(predicted.busy_s[rank], measured.busy_s[rank]),
+                "idle_seconds": _pair(predicted.idle_s[rank], measured.idle_s[rank]),
+                "allocated_peak_bytes": _pair(*peaks[rank]) if rank < len(peaks) else None,
+            }
+            for rank in range(plan.pp)
+        ],
+        "disagreements": [found.text for found in disagreements(predicted, measured, peaks, plan, record)],
     }
 
 
@@ -84,110 +107,52 @@ def _pair(predicted: float, measured: float) -> dict[str, float]:
     return {"predicted": float(predicted), "measured": float(measured)}
 
 
-def _actions(predicted: Timeline, measured: Timeline) -> list[dict[str, Any]]:
-    expected, found = action_seconds(predicted), action_seconds(measured)
-    return [
-        {
-            "stage": stage,
-            "action": kind,
-            "count": count,
-            "seconds": _pair(expected[stage, kind][0], seconds),
-        }
-        for (stage, kind), (seconds, count) in found.items()
-    ]
-
-
-def _rank(plan: Plan, record: Measured, rank: int, predicted: Timeline, measured: Timeline) -> dict[str, Any]:
-    peaks = dict(enumerate(_peaks(plan, record)))
-    return {
-        "rank": rank,
-        "busy_seconds": _pair(predicted.busy_s[rank], measured.busy_s[rank]),
-        "idle_seconds": _pair(predicted.idle_s[rank], measured.idle_s[rank]),
-        "allocated_peak_bytes": _pair(*peaks[rank]) if rank in peaks else None,
-    }
-
-
-def _peaks(plan: Plan, record: Measured) -> list[tuple[int, int]]:
-    """Per pipeline rank, predicted and measured peak bytes; of its replicas the fullest counts."""
-    return [
-        (
-            prediction.allocated_peak_bytes,
-            max(r.timed_peak_bytes for r in record.ranks if r.pipeline_rank == prediction.rank),
-        )
-        for prediction in plan.predictions.ranks
-    ]
-
-
 # -- disagreements ------------------------------------------------------------------------------------------------
 
 
 def disagreements(
-    predicted: Timeline,
-    measured: Timeline,
-    peaks: Sequence[tuple[int, int]],
-    plan: Plan,
-    record: Measured,
+    predicted: Timeline, measured: Timeline, peaks: Sequence[tuple[int, int]], plan: Plan, record: Measured
 ) -> list[Disagreement]:
     """What differs most, in words: seconds as a share of the predicted step, bytes as a share of the peak."""
-    step = plan.predictions.step_seconds
-    found = [
-        *_of_actions(predicted, measured, step),
-        *_of_waiting(predicted, measured, step),
-        *_of_the_rest(predicted, measured, plan, record),
-        *_of_memory(peaks),
-    ]
-    found = [item for item in found if item.weight >= _WORTH_NAMING]
-    return sorted(found, key=lambda item: item.weight, reverse=True)[:_NUM_NAMED]
+    found = (*_of_time(predicted, measured, plan, record), *_of_memory(peaks))
+    large = [item for item in found if item.weight >= _WORTH_NAMING]
+    return sorted(large, key=lambda item: item.weight, reverse=True)[:_NUM_NAMED]
 
 
-def _of_actions(predicted: Timeline, measured: Timeline, step: float) -> list[Disagreement]:
-    expected = action_seconds(predicted)
-    found = []
-    for (stage, kind), (seconds, count) in action_seconds(measured).items():
-        guess = expected[stage, kind][0]
+def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Measured) -> Iterator[Disagreement]:
+    step, expected = plan.predictions.step_seconds, action_seconds(predicted)
+    for (stage, kind), (now, count) in action_seconds(measured).items():
+        was = expected[stage, kind][0]
         text = (
-            f"stage {stage}'s {_NAMES[kind]} takes {_factor(guess, seconds)}: {format_seconds(seconds)} instead of "
-            f"{format_seconds(guess)}, {count} times a batch"
+            f"stage {stage}'s {_NAMES[kind]} takes {_factor(was, now)}: {format_seconds(now)} instead of "
+            f"{format_seconds(was)}, {count} times a batch"
         )
-        found.append(Disagreement(text, abs(seconds - guess) * count / step))
-    return found
-
-
-def _of_waiting(predicted: Timeline, measured: Timeline, step: float) -> list[Disagreement]:
-    """Waiting that differs more than the computations explain shows on the rank with the largest difference."""
-    change = measured.idle_s - predicted.idle_s
-    rank = int(abs(change).argmax())
+        yield Disagreement(text, abs(now - was) * count / step)
+    # Waiting that differs more than the computations explain shows on the rank with the largest difference.
+    rank = int(abs(measured.idle_s - predicted.idle_s).argmax())
     was, now = float(predicted.idle_s[rank]), float(measured.idle_s[rank])
     text = (
         f"rank {rank} waits {format_seconds(now)} a batch instead of {format_seconds(was)} "
         f"({_share(now, measured)} of it instead of {_share(was, predicted)})"
     )
-    return [Disagreement(text, abs(now - was) / step)]
-
-
-def _of_the_rest(predicted: Timeline, measured: Timeline, plan: Plan, record: Measured) -> list[Disagreement]:
-    """Of the step without the batch: sums of gradients, norm and update."""
-    was = plan.predictions.step_seconds - predicted.makespan_s
-    now = record.median_step_seconds - measured.makespan_s
-    if was <= 0 or now <= 0:
-        return []
-    text = (
-        f"the end of the step (sums of gradients, norm and update) takes {_factor(was, now)}: "
-        f"{format_seconds(now)} instead of {format_seconds(was)}"
-    )
-    return [Disagreement(text, abs(now - was) / plan.predictions.step_seconds)]
-
-
-def _of_memory(peaks: Sequence[tuple[int, int]]) -> list[Disagreement]:
-    return [
-        Disagreement(
-            f"rank {rank}'s peak is {_times(now / was)} the predicted one: {format_bytes(now)} instead of "
-            f"{format_bytes(was)}",
-            abs(now - was) / was,
+    yield Disagreement(text, abs(now - was) / step)
+    was, now = step - predicted.makespan_s, record.median_step_seconds - measured.makespan_s
+    if was > 0 and now > 0:
+        text = (
+            f"the end of the step (sums of gradients, norm and update) takes {_factor(was, now)}: "
+            f"{format_seconds(now)} instead of {format_seconds(was)}"
         )
-        for rank, (was, now) in enumerate(peaks)
-        if was and now
-    ]
+        yield Disagreement(text, abs(now - was) / step)
+
+
+def _of_memory(peaks: Sequence[tuple[int, int]]) -> Iterator[Disagreement]:
+    for rank, (was, now) in enumerate(peaks):
+        if was and now:
+            text = (
+                f"rank {rank}'s peak is {_times(now / was)} the predicted one: {format_bytes(now)} instead of "
+                f"{format_bytes(was)}"
+            )
+            yield Disagreement(text, abs(now - was) / was)
 
 
 def _factor(was: float, now: float) -> str:
@@ -214,11 +179,8 @@ def comparison_table(document: dict[str, Any]) -> Table:
     rows = [
         _row("step", document["step_seconds"]),
         _row("batch", document["batch_seconds"]),
-        _bubble(document["bubble_fraction"]),
-    ]
-    rows += [
-        _row(f"stage {entry['stage']}: {_NAMES[entry['action']]}", entry["seconds"])
-        for entry in document["actions"]
+        (*_row("bubble", document["bubble_fraction"], "{:.1%}".format)[:3], ""),
+        *(_row(f"stage {a['stage']}: {_NAMES[a['action']]}", a["seconds"]) for a in document["actions"]),
     ]
     for rank in document["ranks"]:
         rows.append(_row(f"rank {rank['rank']}: busy", rank["busy_seconds"]))
@@ -231,10 +193,6 @@ def comparison_table(document: dict[str, Any]) -> Table:
 def _row(name: str, pair: dict[str, float], written: Any = format_seconds) -> tuple[str, str, str, str]:
     ratio = f"{pair['measured'] / pair['predicted']:.2f}" if pair["predicted"] else ""
     return name, written(pair["predicted"]), written(pair["measured"]), ratio
-
-
-def _bubble(pair: dict[str, float]) -> tuple[str, str, str, str]:
-    return "bubble", f"{pair['predicted']:.1%}", f"{pair['measured']:.1%}", ""
 
 
 def in_words(document: dict[str, Any]) -> str:

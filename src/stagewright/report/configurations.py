@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
@@ -68,15 +69,12 @@ def left_out_table(found: Found) -> Table | None:
     """Why other configurations are none; nothing where none was left out."""
     grouped: dict[str, list[Excluded]] = {}
     for one in found.excluded:
-        grouped.setdefault(_kind(one), []).append(one)
+        kind = one.reason if one.missing_bytes is None else f"lacks memory, tp {one.tp}"
+        grouped.setdefault(kind, []).append(one)
     if not grouped:
         return None
     rows = [(kind, _nearest(group), len(group)) for kind, group in sorted(grouped.items())]
     return table("Left out", ("reason", "nearest", "configurations"), rows, text=2)
-
-
-def _kind(one: Excluded) -> str:
-    return one.reason if one.missing_bytes is None else f"lacks memory, tp {one.tp}"
 
 
 def _nearest(group: Sequence[Excluded]) -> str:
@@ -98,30 +96,20 @@ def offers_table(offers: Sequence[Offer]) -> Table:
     return table("", ("cluster", "devices", "batch", "tokens", "days", "dollars"), rows)
 
 
-def offer_document(one: Offer) -> dict[str, Any]:
-    """One size of `configure --json`."""
+def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
+    """All sizes of `configure --json`, best first."""
+    return {"sizes": [_size(one) for one in found]}
+
+
+def _size(one: Offer) -> dict[str, Any]:
     return {
         "devices": one.bill.num_devices,
-        "global_batch": one.bill.global_batch,
-        "tokens": one.bill.tokens,
-        "days": one.bill.days,
-        "dollars": one.bill.dollars,
+        **{name: getattr(one.bill, name) for name in ("global_batch", "tokens", "days", "dollars")},
         "configurations": [
             plan_document(plan, None)
             | {"recompute": recomputed(plan) or "none", "zero": max(plan.sharding), "devices": list(plan.devices)}
             for plan in one.found.plans
         ],
-        "excluded": [
-            {
-                "reason": item.reason, "tp": item.tp, "pp": item.pp, "dp": item.dp, "schedule": item.schedule,
-                "microbatch_size": item.microbatch_size, "missing_bytes": item.missing_bytes,
-            }
-            for item in one.found.excluded
-        ],
+        "excluded": [asdict(item) for item in one.found.excluded],
         "num_bounded": one.found.num_bounded,
     }  # fmt: skip
-
-
-def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
-    """All sizes, best first."""
-    return {"sizes": [offer_document(one) for one in found]}

@@ -54,12 +54,9 @@ def joint_document(
 
 def _summary(plan: JointPlan) -> dict[str, Any]:
     return {
-        "schedule": plan.name,
-        "num_stages": plan.layout.num_stages,
-        "makespan_seconds": plan.makespan_s,
-        "peak_bytes": plan.peak_bytes,
-        "fits": plan.fits,
-    }
+        "schedule": plan.name, "num_stages": plan.layout.num_stages, "makespan_seconds": plan.makespan_s,
+        "peak_bytes": plan.peak_bytes, "fits": plan.fits,
+    }  # fmt: skip
 
 
 def joint_heading(found: Found, plan: JointPlan) -> str:
@@ -85,18 +82,16 @@ def assumptions_text(assumed: Assumptions) -> str:
         memory = "any amount of memory (--memory-limit)"
     else:
         memory = f"memory of {', '.join(map(format_bytes, dict.fromkeys(assumed.memory_limits)))} per rank"
-    equal = len(set(assumed.speeds)) == 1
-    speeds = (
-        "equal ranks (--speeds)" if equal else "speeds " + ", ".join(f"{one:.3g}" for one in assumed.speeds)
-    )
+    speeds = "equal ranks (--speeds)"
+    if len(set(assumed.speeds)) > 1:
+        speeds = "speeds " + ", ".join(f"{one:.3g}" for one in assumed.speeds)
     return f"Assumed: {transfers}; {memory}; {speeds}; activations held until their weight gradient."
 
 
 def ranks_table(plan: JointPlan) -> Table:
     """Layers, time and memory of every rank."""
     timeline = plan.timeline
-    rows = []
-    starts = (0, *plan.layout.cuts)
+    rows, starts = [], (0, *plan.layout.cuts)
     for rank in range(timeline.num_ranks):
         stages = plan.layout.placement.stages_of(rank)
         layers = " ".join(_span(starts[stage], plan.layout.ends[stage]) for stage in stages)
@@ -116,8 +111,7 @@ def _span(start: int, end: int) -> str:
 
 def ablation_table(steps: tuple[Step, ...]) -> Table:
     """What each decision adds to the ones before it."""
-    rows = []
-    before = steps[0].makespan_s
+    rows, before = [], steps[0].makespan_s
     for step in steps:
         gain = "" if step is steps[0] else f"{before / step.makespan_s - 1:+.1%}"
         whole = f"{steps[0].makespan_s / step.makespan_s:.2f}x"

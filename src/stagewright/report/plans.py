@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.predictions import Predictions, RankPrediction
-from stagewright.report.lengths import lengths_document
-from stagewright.report.tables import byte_unit, figure, plural, table, time_unit
-from stagewright.units import format_seconds
-
-_HEADINGS = ("pp x\ndp", "stages", "micro-\nbatches", "schedule", "tokens/s", "MFU", "bubble")
+from stagewright.planning.predictions import Predictions
+from stagewright.report.tables import byte_unit, figure, numbered, plural, table, time_unit
+from stagewright.units import GIGA, format_seconds
 
 _LEAST_SHARE = 0.02
 """Categories of memory that are never more of a rank's peak than this are shown as one."""
@@ -53,26 +50,25 @@ def estimate_document(plan: Plan) -> dict[str, Any]:
 
 def _figures(plan: Plan) -> dict[str, Any]:
     """The configuration and its time."""
-    predictions = plan.predictions
+    of_step = ("step_seconds", "tokens_per_second", "mfu", "bubble_fraction")
+    of_plan = ("dp", "tp", "cp", "ep", "pp", "num_stages", "schedule", "microbatch_size", "num_microbatches")
     return {
-        "step_seconds": predictions.step_seconds,
-        "tokens_per_second": predictions.tokens_per_second,
+        **{name: getattr(plan.predictions, name) for name in of_step},
         "mean_step_seconds": plan.mean_step_seconds,
         "mean_tokens_per_second": plan.mean_rate(_tokens),
-        "mfu": predictions.mfu,
-        "bubble_fraction": predictions.bubble_fraction,
         "runtime": plan.job.runtime,
-        "dp": plan.dp,
-        "tp": plan.tp,
-        "cp": plan.cp,
-        "ep": plan.ep,
-        "pp": plan.pp,
-        "num_stages": plan.num_stages,
-        "schedule": plan.schedule,
-        "microbatch_size": plan.microbatch_size,
-        "num_microbatches": plan.num_microbatches,
-        "lengths": lengths_document(plan),
-    }
+        **{name: getattr(plan, name) for name in of_plan},
+        "lengths": [
+            {
+                "sequence_length": length,
+                "share": plan.job.shares[length],
+                "step_seconds": one.step_seconds,
+                "tokens_per_second": one.tokens_per_second,
+                "reserved_peak_bytes": [rank.reserved_peak_bytes for rank in one.ranks],
+            }
+            for length, one in (plan.by_length.items() if plan.shorter_lengths else ())
+        ],
+    }  # fmt: skip
 
 
 def found_heading(found: Found) -> str:
@@ -105,12 +101,11 @@ def widths(plan: Plan) -> str:
 
 
 def _more_widths(plan: Plan) -> str:
-    """Ranks that divide a sequence, and those that share experts out, who are among the others."""
     return (f" x cp {plan.cp}" if plan.cp > 1 else "") + (f", ep {plan.ep}" if plan.ep > 1 else "")
 
 
 def batch_text(plan: Plan) -> str:
-    """How the global batch is shared out."""
+    """How the global batch is divided."""
     return (
         f"{plan.dp} x {plan.num_microbatches} microbatches of {plan.microbatch_size} are the global batch "
         f"of {plan.job.global_batch}"
@@ -130,20 +125,17 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     unit, size = byte_unit(count for counts in peaks for count in counts)
     rows = [
         (
-            widths(plan),
-            plan.num_stages,
-            f"{plan.num_microbatches} of {plan.microbatch_size}",
-            described_schedule(plan),
-            format_seconds(plan.mean_step_seconds),
-            f"{plan.mean_rate(_tokens):,.0f}",
-            f"{plan.mean_rate(lambda one: one.mfu):.1%}",
-            f"{plan.mean_rate(lambda one: one.bubble_fraction):.1%}",
+            widths(plan), plan.num_stages, f"{plan.num_microbatches} of {plan.microbatch_size}", described_schedule(plan),
+            format_seconds(plan.mean_step_seconds), f"{plan.mean_rate(_tokens):,.0f}",
+            f"{plan.mean_rate(lambda one: one.mfu):.1%}", f"{plan.mean_rate(lambda one: one.bubble_fraction):.1%}",
             _range(counts, size),
         )
         for plan, counts in zip(plans, peaks, strict=True)
-    ]
+    ]  # fmt: skip
     step = "mean\nstep" if any(plan.shorter_lengths for plan in plans) else "step"
-    headings = (*_HEADINGS[:4], step, *_HEADINGS[4:], f"peak {unit}\nper rank")
+    headings = (
+        "pp x\ndp", "stages", "micro-\nbatches", "schedule", step, "tokens/s", "MFU", "bubble", f"peak {unit}\nper rank",
+    )  # fmt: skip
     return table("", headings, rows, text=0)
 
 
@@ -152,51 +144,39 @@ def estimate_heading(plan: Plan) -> str:
     predictions = plan.predictions
     shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + _more_widths(plan)
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
+    under = "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
     return (
         f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}{shared}, {described_schedule(plan)}, "
-        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}{_under(plan)}\n"
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}{under}\n"
         f"step{longest} {format_seconds(predictions.step_seconds)}, "
         f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
     )
 
 
-def _under(plan: Plan) -> str:
-    return "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
-
-
 def memory_table(plan: Plan) -> Table:
     """Each rank's bytes by category at the moment of its peak, and its busy time."""
     ranks = plan.predictions.ranks
-    categories = _large_categories(ranks)
+    categories = dict.fromkeys(
+        name
+        for rank in ranks
+        for name, size in rank.categories.items()
+        if size > _LEAST_SHARE * rank.allocated_peak_bytes
+    )
     unit, size = byte_unit(rank.reserved_peak_bytes for rank in ranks)
     rows = [
         (
             rank.rank,
             *(figure(rank.categories.get(name, 0), size) for name in categories),
             figure(sum(count for name, count in rank.categories.items() if name not in categories), size),
-            figure(rank.allocated_peak_bytes, size),
-            figure(rank.reserved_peak_bytes, size),
-            rank.peak_at,
-            format_seconds(rank.busy_seconds),
+            figure(rank.allocated_peak_bytes, size), figure(rank.reserved_peak_bytes, size),
+            rank.peak_at, format_seconds(rank.busy_seconds),
         )
         for rank in ranks
-    ]
+    ]  # fmt: skip
     names = (*(name.replace("_", " ") for name in categories), "other")
     headings = ("rank", *names, "allocated", "reserved", "at", "busy")
     return table(f"Memory at the peak of each pipeline rank, in {unit}", headings, rows)
-
-
-def _large_categories(ranks: Sequence[RankPrediction]) -> list[str]:
-    """Names of the categories that matter on some rank, in their order."""
-    return list(
-        dict.fromkeys(
-            name
-            for rank in ranks
-            for name, size in rank.categories.items()
-            if size > _LEAST_SHARE * rank.allocated_peak_bytes
-        )
-    )
 
 
 def stage_table(plan: Plan) -> Table:
@@ -206,33 +186,16 @@ def stage_table(plan: Plan) -> Table:
     time_name, second = time_unit(stage.forward_seconds for stage in stages)
     rows = [
         (
-            index,
-            plan.placement[index],
-            start,
-            figure(stage.parameter_bytes, size),
-            figure(stage.forward_seconds, second),
-            figure(stage.input_grad_seconds, second),
-            figure(stage.weight_grad_seconds, second),
-            figure(stage.saved_bytes, size),
-            figure(stage.boundary_bytes, size),
+            rank, start, figure(stage.parameter_bytes, size), figure(stage.forward_seconds, second),
+            figure(stage.input_grad_seconds, second), figure(stage.weight_grad_seconds, second),
+            figure(stage.saved_bytes, size), figure(stage.boundary_bytes, size),
         )
-        for index, (start, stage) in enumerate(zip(["(start)", *plan.cuts], stages, strict=True))
-    ]
-    rows = [_several(group) for group in _alike(rows)]
+        for rank, start, stage in zip(plan.placement, ["(start)", *plan.cuts], stages, strict=True)
+    ]  # fmt: skip
+    rows = numbered(rows, alike=lambda row: (row[0], *row[2:]))
     headings = ("stage", "rank", "starts at", "parameters", "F", "I", "W", "saved", "sent")
     title = f"Stages, per microbatch, in {time_name} and {bytes_name}"
     return table(title, headings, rows, text=3)
-
-
-def _alike(rows: Sequence[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
-    """Rows of neighbouring stages on one rank with the same figures, together."""
-    return [list(group) for _, group in groupby(rows, key=lambda row: (row[1], *row[3:]))]
-
-
-def _several(rows: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """One row for all of `rows`."""
-    first, last = rows[0], rows[-1]
-    return first if len(rows) == 1 else (f"{first[0]}-{last[0]}", *first[1:])
 
 
 def _range(counts: Sequence[int], size: float) -> str:
@@ -242,3 +205,46 @@ def _range(counts: Sequence[int], size: float) -> str:
     """
     low, high = (f"{count / size:.1f}" for count in (min(counts), max(counts)))
     return low if low == high else f"{low}-{high}"
+
+
+def lengths_tables(plan: Plan) -> list[Table]:
+    """A row for each length; no table where all batches have one."""
+    if not plan.shorter_lengths:
+        return []
+    shares = plan.job.shares
+    ranks = (rank for one in plan.by_length.values() for rank in one.ranks)
+    unit, size = byte_unit(rank.reserved_peak_bytes for rank in ranks)
+    rows = [
+        (
+            length,
+            f"{shares[length]:.0%}",
+            format_seconds(one.step_seconds),
+            f"{one.tokens_per_second:,.0f}",
+            *(figure(rank.reserved_peak_bytes, size) for rank in one.ranks),
+        )
+        for length, one in plan.by_length.items()
+    ]
+    headings = ("tokens", "of steps", "step", "tokens/s", *(f"rank {rank}" for rank in range(plan.pp)))
+    title = f"By length: mean step {format_seconds(plan.mean_step_seconds)}, peaks in {unit}"
+    return [table(title, headings, rows)]
+
+
+def breakdown_table(shares: Sequence[Share], by: str) -> Table:
+    """One row per share, and how much of all time it is."""
+    total = sum(share.seconds for share in shares) or 1.0
+    time_name, time_size = time_unit(share.seconds for share in shares)
+    byte_name, byte_size = byte_unit(share.bytes_moved for share in shares)
+    rows = [
+        (
+            share.name,
+            share.num_calls,
+            figure(share.forward_s, time_size),
+            figure(share.backward_s, time_size),
+            f"{share.seconds / total:.1%}",
+            figure(share.flop, GIGA),
+            figure(share.bytes_moved, byte_size),
+        )
+        for share in shares
+    ]
+    headings = (by, "calls", f"forward\n{time_name}", f"backward\n{time_name}", "share", "GFLOP", byte_name)
+    return table("One microbatch through the whole model", headings, rows)

@@ -98,21 +98,18 @@ def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
         "predicted_step_seconds": plan.predictions.step_seconds,
         "tokens_per_second": tokens / measured.median_step_seconds,
         "all_step_seconds": list(measured.step_seconds),
-        "ranks": [_beside_predicted(plan, rank) for rank in measured.ranks],
-    }
-
-
-def _beside_predicted(plan: Plan, rank: MeasuredRank) -> dict[str, Any]:
-    """What a rank measured and what was predicted, which is None where the plan predicts nothing of its ranks."""
-    ranks = plan.predictions.ranks
-    predicted = ranks[rank.pipeline_rank] if ranks else None
-    return {
-        "rank": rank.rank,
-        "pipeline_rank": rank.pipeline_rank,
-        "allocated_peak_bytes": rank.timed_peak_bytes,
-        "predicted_allocated_peak_bytes": predicted and predicted.allocated_peak_bytes,
-        "busy_seconds": rank.busy_seconds,
-        "predicted_busy_seconds": predicted and predicted.busy_seconds,
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "pipeline_rank": rank.pipeline_rank,
+                "allocated_peak_bytes": rank.timed_peak_bytes,
+                "predicted_allocated_peak_bytes": predicted and predicted.allocated_peak_bytes,
+                "busy_seconds": rank.busy_seconds,
+                "predicted_busy_seconds": predicted and predicted.busy_seconds,
+            }
+            for rank in measured.ranks
+            for predicted in (plan.predictions.ranks[rank.pipeline_rank] if plan.predictions.ranks else None,)
+        ],
     }
 
 
@@ -133,14 +130,8 @@ def comparison(document: dict[str, Any]) -> Table:
     """Predicted beside measured: the time of a step, and each rank's peak of allocated bytes."""
     length = document["timed_length"]
     of_length = "" if length is None else f" of {length} tokens"
-    rows = [
-        _compared(
-            f"step time{of_length}",
-            document["predicted_step_seconds"],
-            document["step_seconds"],
-            format_seconds,
-        )
-    ]
+    seconds = document["predicted_step_seconds"], document["step_seconds"]
+    rows = [_compared(f"step time{of_length}", *seconds, format_seconds)]
     for rank in document["ranks"]:
         pair = rank["predicted_allocated_peak_bytes"], rank["allocated_peak_bytes"]
         rows.append(_compared(f"peak memory of rank {rank['rank']}", *pair, format_bytes))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable
 
 from rich.table import Table
 
@@ -13,7 +12,7 @@ from stagewright.planning.loss_pieces import logits_bytes
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import RankPrediction, StagePrediction
-from stagewright.report.tables import byte_unit, figure, table
+from stagewright.report.tables import byte_unit, figure, numbered, plural, table
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import format_bytes, format_seconds
 
@@ -45,18 +44,7 @@ def _stages_table(plan: Plan) -> Table:
     ]
     headings = ("stages", "what and why", "kept", "recom-\nputed", "off-\nloaded", "takes")
     title = f"What is saved for the backward, per microbatch, in {unit}"
-    return table(title, headings, _grouped(rows), text=2)
-
-
-def _grouped(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Numbered rows; neighbours that are equal are one."""
-    found: list[tuple[str, ...]] = []
-    start = 0
-    for row, group in groupby(rows):
-        stop = start + len(list(group))
-        found.append((str(start) if stop == start + 1 else f"{start}-{stop - 1}", *row))
-        start = stop
-    return found
+    return table(title, headings, numbered(rows), text=2)
 
 
 def _peaks_table(plan: Plan) -> Table:
@@ -69,7 +57,7 @@ def _peaks_table(plan: Plan) -> Table:
         rest = rank.allocated_peak_bytes - sum(parts)
         rows.append((_place(rank), *(figure(part, size) for part in (rest, *parts))))
     headings = ("rank", "when", "state,\nbuffers", "saved", "recom-\nputed", "results")
-    return table(f"What the peak of every rank is made of, in {unit}", headings, _grouped(rows), text=2)
+    return table(f"What the peak of every rank is made of, in {unit}", headings, numbered(rows), text=2)
 
 
 def _place(rank: RankPrediction) -> str:
@@ -99,11 +87,8 @@ def _reason(plan: Plan, index: int, stage: StagePrediction, count: int) -> str:
         return "what enters each layer is kept"
     names = (*policy.recompute, *policy.offload) if isinstance(policy, StagePolicy) else ()
     what = f": {_modules(names)}" if names else ""
-    return f"{format_bytes(count * freed)} more for {_microbatches(count)} in flight if all were kept{what}"
-
-
-def _microbatches(count: int) -> str:
-    return "1 microbatch" if count == 1 else f"{count} microbatches"
+    microbatches = plural(count, "microbatch", "microbatches")
+    return f"{format_bytes(count * freed)} more for {microbatches} in flight if all were kept{what}"
 
 
 def _modules(operators: Iterable[str]) -> str:

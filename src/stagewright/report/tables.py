@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -75,9 +77,24 @@ def facts(pairs: Iterable[tuple[str, object]]) -> Table:
     return built
 
 
-def plural(count: int, noun: str) -> str:
+def numbered(
+    rows: Iterable[tuple[Any, ...]], alike: Callable[[tuple[Any, ...]], object] = lambda row: row
+) -> list[tuple[Any, ...]]:
+    """Rows with their numbers in front; neighbours that are `alike` are one.
+
+    >>> numbered([("a", 1), ("a", 1), ("b", 2)])
+    [('0-1', 'a', 1), ('2', 'b', 2)]
     """
-    >>> plural(1, "tensor"), plural(2, "tensor")
-    ('1 tensor', '2 tensors')
+    found: list[tuple[Any, ...]] = []
+    for _, group in groupby(enumerate(rows), key=lambda pair: alike(pair[1])):
+        (first, row), *others = group
+        found.append((f"{first}-{others[-1][0]}" if others else str(first), *row))
+    return found
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
     """
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    >>> plural(1, "tensor"), plural(2, "tensor"), plural(2, "microbatch", "microbatches")
+    ('1 tensor', '2 tensors', '2 microbatches')
+    """
+    return f"{count} {noun if count == 1 else nouns or f'{noun}s'}"

@@ -1,14 +1,21 @@
-"""A timeline in figures: as the document of `schedule` and `simulate`, and as a table."""
+"""A timeline for people and programs: the document of `schedule` and `simulate`, a table of the ranks, and a timetable of
+one row of text per rank, coloured on a terminal, in ASCII elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from stagewright.report.tables import table
-from stagewright.schedule import Action, Kind, Program
+from stagewright.schedule import Kind, Program
+from stagewright.schedule.action import COMPUTE, Action
 from stagewright.simulation import Timeline
 from stagewright.units import format_bytes, format_seconds
 
@@ -20,15 +27,11 @@ def peak_activations(program: Program) -> list[int]:
     >>> peak_activations(build("1f1b", 4, 8)), peak_activations(build("zb-v", 2, 6))
     ([4, 3, 2, 1], [4, 4])
     """
-    return [_peak(actions) for actions in program.ranks]
-
-
-def _peak(actions: Iterable[Action]) -> int:
-    held = most = 0
-    for part in (part for action in actions for part in action.parts):
-        held += (part.kind is Kind.F) - (part.kind in (Kind.B, Kind.W))
-        most = max(most, held)
-    return most
+    changes = (
+        [(p.kind is Kind.F) - (p.kind in (Kind.B, Kind.W)) for action in actions for p in action.parts]
+        for actions in program.ranks
+    )
+    return [max(0, *accumulate(change)) for change in changes]
 
 
 def timeline_document(
@@ -72,14 +75,126 @@ def rank_table(document: dict[str, Any]) -> Table:
     """Busy and idle time and the peaks of every rank."""
     rows = [
         (
-            rank["rank"],
-            ", ".join(map(str, rank["stages"])),
-            format_seconds(rank["busy_seconds"]),
-            format_seconds(rank["idle_seconds"]),
-            rank["peak_activations"],
-            format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else None,
+            rank["rank"], ", ".join(map(str, rank["stages"])),
+            format_seconds(rank["busy_seconds"]), format_seconds(rank["idle_seconds"]),
+            rank["peak_activations"], format_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else None,
         )
         for rank in document["ranks"]
-    ]
+    ]  # fmt: skip
     headings = ("rank", "stages", "busy", "idle", "peak activations", "peak memory")
     return table("", headings, rows, text=2)
+
+
+_SHADES = {"F": ("blue", "dark_blue"), "B": ("green", "dark_green"), "I": ("cyan", "dark_cyan"),
+           "W": ("magenta", "dark_magenta"), "R": ("yellow", "dark_goldenrod")}  # fmt: skip
+_IDLE = "."
+_GAP = " ~ "
+_LEAST_COLUMNS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One computation in the picture: columns `start` to `stop` of its rank's row."""
+
+    action: Action
+    start: int
+    stop: int
+
+
+def picture(timeline: Timeline, width: int, colour: bool, fit_seconds: float | None = None) -> list[Text]:
+    """The rows of all ranks and a time axis, at most `width` columns wide.
+
+    As wide as the label of the shortest computation asks for; with colours to tell computations apart two
+    columns are enough. Where there is no room, only the beginning and the end of the batch are shown, with
+    ``~`` between them.
+
+    With `fit_seconds` the scale is the one at which that much time fits, whatever becomes of the labels: so
+    that timelines can be compared line by line.
+    """
+    margin = len(f"rank {timeline.num_ranks - 1} ")
+    room = max(width - margin - 1, 16)
+    scale = room / fit_seconds if fit_seconds else _columns_per_second(timeline, room, colour)
+    columns, half = math.ceil(timeline.makespan_s * scale - 1e-9), (room - len(_GAP)) // 2
+    windows = [(0, columns)] if columns <= room else [(0, half), (columns - half, columns)]
+    rows = []
+    for rank in range(timeline.num_ranks):
+        found = list(segments(timeline, rank, scale))
+        row = Text(f"rank {rank} ".rjust(margin), no_wrap=True)
+        row.append_text(Text(_GAP).join(_row(found, window, _full(timeline), colour) for window in windows))
+        rows.append(row)
+    return [*rows, _axis(timeline, windows, margin)]
+
+
+def segments(timeline: Timeline, rank: int, columns_per_second: float) -> Iterator[Segment]:
+    """The computations of `rank` on a grid of columns; those that cover no column are left out."""
+    for event in timeline.events(rank):
+        if event.action.kind not in COMPUTE:
+            continue
+        start, stop = round(event.start_s * columns_per_second), round(event.end_s * columns_per_second)
+        if stop > start:
+            yield Segment(event.action, start, stop)
+
+
+def label(action: Action, full: bool) -> str:
+    """What a computation is called: with its stage where a rank has several.
+
+    >>> label(Action.parse("2F0"), full=False), label(Action.parse("2F0"), full=True)
+    ('F0', '2F0')
+    """
+    return str(action) if full else f"{action.kind}{action.microbatch}"
+
+
+def _full(timeline: Timeline) -> bool:
+    placement = timeline.encoded.placement
+    return placement.num_stages > placement.num_ranks
+
+
+def _columns_per_second(timeline: Timeline, room: int, colour: bool) -> float:
+    """A whole number of columns for the shortest computation."""
+    seconds = (timeline.end_s - timeline.start_s)[timeline.is_compute]
+    if not (seconds > 0).any():
+        return room / timeline.makespan_s if timeline.makespan_s else 0.0
+    shortest, full = float(seconds[seconds > 0].min()), _full(timeline)
+    events = (event for rank in range(timeline.num_ranks) for event in timeline.events(rank))
+    wanted = max(len(label(event.action, full)) for event in events) + 1
+    fitting = int(room / (timeline.makespan_s / shortest) + 1e-9)
+    least = _LEAST_COLUMNS if colour else wanted
+    return (min(wanted, fitting) if fitting >= least else wanted) / shortest
+
+
+def _row(found: list[Segment], window: tuple[int, int], full: bool, colour: bool) -> Text:
+    """The part of a rank's row that lies in `window`."""
+    idle = " " if colour else _IDLE
+    row, reached = Text(), window[0]
+    for segment in found:
+        start, stop = max(segment.start, window[0]), min(segment.stop, window[1])
+        if stop <= start:
+            continue
+        row.append(idle * (start - reached))
+        row.append_text(_computation(segment.action, stop - start, full, colour))
+        reached = stop
+    return row.append(idle * (window[1] - reached))
+
+
+def _computation(action: Action, size: int, full: bool, colour: bool) -> Text:
+    text = label(action, full)
+    if not colour:
+        return Text(_plain(text, str(action.kind), size))
+    shade = _SHADES[action.kind][(action.microbatch or 0) % 2]
+    return Text(text.center(size) if len(text) <= size else " " * size, style=f"bold white on {shade}")
+
+
+def _plain(text: str, kind: str, size: int) -> str:
+    """
+    >>> _plain("F0", "F", 5), _plain("F0", "F", 2), _plain("F12", "F", 2)
+    ('F0-- ', 'F0', 'FF')
+    """
+    if len(text) > size:
+        return kind * size
+    return text if len(text) == size else text.ljust(size - 1, "-") + " "
+
+
+def _axis(timeline: Timeline, windows: list[tuple[int, int]], margin: int) -> Text:
+    end = format_seconds(timeline.makespan_s)
+    columns = sum(stop - start for start, stop in windows) + len(_GAP) * (len(windows) - 1)
+    return Text(" " * margin + "0" + end.rjust(max(columns - 1, len(end) + 1)), style="dim")

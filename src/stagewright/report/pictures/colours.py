@@ -6,37 +6,23 @@ from dataclasses import dataclass
 
 from stagewright.schedule import Kind
 
-NAMES: dict[Kind, str] = {
-    Kind.F: "forward",
-    Kind.B: "backward",
-    Kind.I: "input gradient",
-    Kind.W: "weight gradient",
-    Kind.R: "recompute",
-    Kind.SEND_F: "send value",
-    Kind.RECV_F: "post receive of value",
-    Kind.SEND_B: "send gradient",
-    Kind.RECV_B: "post receive of gradient",
-    Kind.GATHER: "gather weights",
-    Kind.RELEASE: "release weights",
-    Kind.REDUCE: "reduce gradients",
-    Kind.STEP: "optimizer step",
+_LOOKS = {
+    Kind.F: ("forward", "#3a6fd8"),
+    Kind.B: ("backward", "#2f9461"),
+    Kind.I: ("input gradient", "#1591a3"),
+    Kind.W: ("weight gradient", "#a04fc4"),
+    Kind.R: ("recompute", "#c98a12"),
+    Kind.SEND_F: ("send value", "#3a6fd8"),
+    Kind.RECV_F: ("post receive of value", "#3a6fd8"),
+    Kind.SEND_B: ("send gradient", "#2f9461"),
+    Kind.RECV_B: ("post receive of gradient", "#2f9461"),
+    Kind.GATHER: ("gather weights", "#7b8494"),
+    Kind.RELEASE: ("release weights", "#7b8494"),
+    Kind.REDUCE: ("reduce gradients", "#d0573f"),
+    Kind.STEP: ("optimizer step", "#5b6472"),
 }
-
-FILLS: dict[Kind, str] = {
-    Kind.F: "#3a6fd8",
-    Kind.B: "#2f9461",
-    Kind.I: "#1591a3",
-    Kind.W: "#a04fc4",
-    Kind.R: "#c98a12",
-    Kind.SEND_F: "#3a6fd8",
-    Kind.RECV_F: "#3a6fd8",
-    Kind.SEND_B: "#2f9461",
-    Kind.RECV_B: "#2f9461",
-    Kind.GATHER: "#7b8494",
-    Kind.RELEASE: "#7b8494",
-    Kind.REDUCE: "#d0573f",
-    Kind.STEP: "#5b6472",
-}
+NAMES = {kind: name for kind, (name, _) in _LOOKS.items()}
+FILLS = {kind: fill for kind, (_, fill) in _LOOKS.items()}
 """Of the first stage of a rank; `shade` lightens those of its further stages."""
 
 _LIGHTEST = 0.46

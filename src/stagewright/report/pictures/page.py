@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from dataclasses import asdict
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -41,44 +42,39 @@ def _data(scene: Scene) -> dict[str, Any]:
     bars, chunks = scene.bars, np.array(scene.chunks)
     order = np.lexsort((bars.start_s, bars.beside, bars.rank))
     lanes = np.bincount(2 * bars.rank + bars.beside, minlength=2 * scene.num_ranks)
+    moves = scene.transfers
+    moving = np.flatnonzero(moves.end_s > moves.start_s)
+    moving = moving[np.argsort(moves.start_s[moving], kind="stable")]
     return {
         "title": printable(scene.title),
         "subtitle": printable(scene.subtitle),
         "makespan": scene.makespan_s,
         "rankOfStage": scene.rank_of_stage,
         "numChunks": scene.num_chunks,
-        "themes": {name: _public(theme) for name, theme in THEMES.items()},
-        "kinds": [_kind(index, scene.num_chunks) for index in range(len(KINDS))],
+        "themes": {name: asdict(theme) for name, theme in THEMES.items()},
+        "kinds": [
+            {
+                "text": kind.value, "name": NAMES[kind], "fill": FILLS[kind],
+                "fills": [shade(kind, chunk, scene.num_chunks) for chunk in range(scene.num_chunks)],
+            }
+            for kind in KINDS
+        ],
         "inks": [ink(chunk, scene.num_chunks) for chunk in range(scene.num_chunks)],
         "shown": [KINDS.index(kind) for kind in scene.kinds],
         "laneOffsets": [0, *np.cumsum(lanes).tolist()],
-        "bars": {
-            "kind": _packed(bars.kind[order], "<i2"),
-            "stage": _packed(bars.stage[order], "<i2"),
-            "chunk": _packed(chunks[bars.stage[order]], "<i2"),
-            "microbatch": _packed(bars.microbatch[order], "<i4"),
-            "half": _packed(bars.half[order], "<i2"),
-            "start": _packed(bars.start_s[order], "<f4"),
-            "seconds": _packed((bars.end_s - bars.start_s)[order], "<f4"),
-            "bytes": _packed(bars.num_bytes[order], "<f4") if scene.curves_are_bytes else "",
-        },
-        "transfers": _transfers(scene),
+        "bars": _packed(
+            order, kind=(bars.kind, "<i2"), stage=(bars.stage, "<i2"), chunk=(chunks[bars.stage], "<i2"),
+            microbatch=(bars.microbatch, "<i4"), half=(bars.half, "<i2"), start=(bars.start_s, "<f4"),
+            seconds=(bars.end_s - bars.start_s, "<f4"),
+            bytes=(bars.num_bytes if scene.curves_are_bytes else np.zeros(0), "<f4"),
+        ),
+        "transfers": _packed(
+            moving, source=(moves.source_stage, "<i2"), target=(moves.target_stage, "<i2"),
+            microbatch=(moves.microbatch, "<i4"), start=(moves.start_s, "<f4"), end=(moves.end_s, "<f4"),
+        ),
         "curves": [_curve(curve) for curve in scene.curves],
         "curvesAreBytes": scene.curves_are_bytes,
-    }
-
-
-def _transfers(scene: Scene) -> dict[str, str]:
-    moves = scene.transfers
-    chosen = np.flatnonzero(moves.end_s > moves.start_s)
-    chosen = chosen[np.argsort(moves.start_s[chosen], kind="stable")]
-    return {
-        "source": _packed(moves.source_stage[chosen], "<i2"),
-        "target": _packed(moves.target_stage[chosen], "<i2"),
-        "microbatch": _packed(moves.microbatch[chosen], "<i4"),
-        "start": _packed(moves.start_s[chosen], "<f4"),
-        "end": _packed(moves.end_s[chosen], "<f4"),
-    }
+    }  # fmt: skip
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
@@ -86,18 +82,12 @@ def _curve(curve: Curve) -> dict[str, Any]:
     if len(time) > _MOST_POINTS:
         starts = np.arange(0, len(time), -(-len(time) // _MOST_POINTS))
         time, held = time[starts], np.maximum.reduceat(held, starts)
-    return {"time": _packed(time, "<f4"), "held": _packed(held, "<f4"), "peak": curve.peak}
+    return {**_packed(slice(None), time=(time, "<f4"), held=(held, "<f4")), "peak": curve.peak}
 
 
-def _kind(index: int, num_chunks: int) -> dict[str, Any]:
-    kind = KINDS[index]
-    fills = [shade(kind, chunk, num_chunks) for chunk in range(num_chunks)]
-    return {"text": kind.value, "name": NAMES[kind], "fill": FILLS[kind], "fills": fills}
-
-
-def _public(theme: Any) -> dict[str, str]:
-    return {name: getattr(theme, name) for name in type(theme).__dataclass_fields__}
-
-
-def _packed(values: NDArray[Any], dtype: str) -> str:
-    return base64.b64encode(values.astype(dtype).tobytes()).decode("ascii")
+def _packed(order: Any, **arrays: tuple[NDArray[Any], str]) -> dict[str, str]:
+    """Arrays in an order and an element type, by name; of an empty one nothing."""
+    return {
+        name: base64.b64encode(values[order].astype(dtype).tobytes()).decode("ascii") if len(values) else ""
+        for name, (values, dtype) in arrays.items()
+    }

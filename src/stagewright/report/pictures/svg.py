@@ -1,14 +1,15 @@
-"""A timeline as a static SVG timetable, with what every rank holds beneath."""
+"""A timeline as a static timetable, SVG or PNG, with what every rank holds beneath."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 
 import numpy as np
 
-from stagewright.report.pictures.axis import byte_ticks, ticks
+from stagewright.errors import InputError
 from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, Theme, ink, shade
 from stagewright.report.pictures.scene import KINDS, Curve, Scene
 from stagewright.text import printable
@@ -64,20 +65,16 @@ def svg_image(scene: Scene, *, width: int = 1400, theme: str = "light") -> str:
 
     Neighbouring bars of less than a pixel are drawn as one, so the document stays small for any program.
     """
-    layout = _layout(scene, float(width), THEMES[theme])
+    row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
+    lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
+    left = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
+    layout = _Layout(scene, THEMES[theme], float(width), row, 5.0 if row > 12 else 2.0, lane, left)
     parts = [*_head(layout), *_rows(layout), *_bars(layout), *_transfers(layout), *_axis(layout)]
     parts += _curves(layout)
     size = f'width="{width}" height="{layout.height:.0f}" viewBox="0 0 {width} {layout.height:.0f}"'
     ground = f'<rect width="100%" height="100%" fill="{layout.theme.ground}"/>'
     body = "\n".join([ground, *parts])
     return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}">\n{body}\n</svg>\n'
-
-
-def _layout(scene: Scene, width: float, theme: Theme) -> _Layout:
-    row = float(np.clip(640 / scene.num_ranks - 4, 7, 34))
-    lane = max(3.0, row / 5) if scene.bars.beside.any() else 0.0
-    left = _MARGIN + 16 + 7.2 * len(f"rank {scene.num_ranks - 1}")
-    return _Layout(scene, theme, width, row, 5.0 if row > 12 else 2.0, lane, left)
 
 
 def _head(layout: _Layout) -> Iterator[str]:
@@ -168,17 +165,12 @@ def _labels(layout: _Layout, chunk: np.ndarray, left: np.ndarray, right: np.ndar
         room = (right[index] - left[index] - 2) / (size * 0.6)
         text = next((each for each in wanted if len(each) <= room), None)
         if text is not None:
-            x, y = (left[index] + right[index]) / 2, _middle(layout, int(index)) + size * 0.36
+            part = (0.5, 0.25, 0.75)[bars.half[index]]
+            middle = layout.y(int(bars.rank[index])) + part * layout.row
+            x, y = (left[index] + right[index]) / 2, middle + size * 0.36
             colour = ink(int(chunk[index]), scene.num_chunks)
             yield f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{text}</text>'
     yield "</g>"
-
-
-def _middle(layout: _Layout, index: int) -> float:
-    """The height at which a computation's label is centred."""
-    bars = layout.scene.bars
-    part = (0.5, 0.25, 0.75)[bars.half[index]]
-    return layout.y(int(bars.rank[index])) + part * layout.row
 
 
 def _transfers(layout: _Layout) -> Iterator[str]:
@@ -217,26 +209,22 @@ def _curves(layout: _Layout) -> Iterator[str]:
     scene, theme = layout.scene, layout.theme
     top = layout.bottom + _AXIS + 22
     most = max((curve.peak for curve in scene.curves), default=0.0) or 1.0
-    yield _text(layout.left, top - 10, _caption(scene), theme.text, 12, weight=600)
+    fullest = int(np.argmax([curve.peak for curve in scene.curves]))
+    what = "Memory" if scene.curves_are_bytes else "Stage activations"
+    caption = (
+        f"{what} on every rank; most on rank {fullest} (blue): {_amount(scene, scene.curves[fullest].peak)}"
+    )
+    yield _text(layout.left, top - 10, caption, theme.text, 12, weight=600)
     for tick in (byte_ticks if scene.curves_are_bytes else ticks)(most, 4):
         y = top + _CURVES * (1 - tick / most)
         yield f'<path d="M{layout.left:.1f} {y:.1f}H{layout.width - _MARGIN:.1f}" stroke="{theme.grid}"/>'
         yield _text(layout.left - 10, y + 4, _amount(scene, tick), theme.faint, 11, anchor="end")
-    fullest = int(np.argmax([curve.peak for curve in scene.curves]))
     faintness = 0.55 if scene.num_ranks <= 16 else 0.2
     for rank in sorted(range(scene.num_ranks), key=lambda rank: rank == fullest):
         look = (theme.value, 1.8, 1.0) if rank == fullest else (theme.faint, 1.0, faintness)
         path = _steps(layout, scene.curves[rank], top, most)
-        yield '<path d="{}" fill="none" stroke="{}" stroke-width="{}" stroke-opacity="{}"/>'.format(
-            path, *look
-        )
-
-
-def _caption(scene: Scene) -> str:
-    peaks = [curve.peak for curve in scene.curves]
-    what = "Memory" if scene.curves_are_bytes else "Stage activations"
-    fullest = int(np.argmax(peaks))
-    return f"{what} on every rank; most on rank {fullest} (blue): {_amount(scene, peaks[fullest])}"
+        drawn = '<path d="{}" fill="none" stroke="{}" stroke-width="{}" stroke-opacity="{}"/>'
+        yield drawn.format(path, *look)
 
 
 def _amount(scene: Scene, value: float) -> str:
@@ -263,3 +251,41 @@ def _text(
 ) -> str:
     look = f'font-size="{size:g}" font-weight="{weight}" text-anchor="{anchor}" fill="{fill}"'
     return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(printable(text))}</text>'
+
+
+def ticks(extent: float, most: int) -> list[float]:
+    """Round values from 0 to `extent`, at most `most` steps of 1, 2 or 5 times a power of ten apart.
+
+    >>> ticks(33.0, 10)
+    [0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 30.0]
+    """
+    if extent <= 0:
+        return [0.0]
+    rough = extent / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    return [step * index for index in range(int(extent / step + 1e-9) + 1)]
+
+
+def byte_ticks(extent: float, most: int) -> list[float]:
+    """Powers of two bytes apart, from 0 to `extent`, at most `most` steps.
+
+    >>> byte_ticks(5 * 2**30, 4) == [0, 2 * 2**30, 4 * 2**30]
+    True
+    """
+    if extent <= 0:
+        return [0.0]
+    step = 2.0 ** math.ceil(math.log2(extent / most))
+    return [step * index for index in range(int(extent / step) + 1)]
+
+
+def png_image(svg: str) -> bytes:
+    """The PNG of an SVG document, two pixels per unit. Raises `InputError` where the renderer is not installed."""
+    try:
+        import resvg_py
+    except ImportError:
+        raise InputError(
+            "PNG images are rendered by a package that is not installed: pip install 'stagewright[pictures]' "
+            "(resvg_py, 3 MB), or write --svg and convert that file"
+        ) from None
+    return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=2.0))

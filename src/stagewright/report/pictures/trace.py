@@ -93,12 +93,9 @@ def _transfers(scene: Scene) -> Iterator[Event]:
         category, span = "value" if what == "F" else "gradient", _span(start, end)
         if not span["dur"]:
             continue
-        sender = {"pid": placed[source], "tid": len(_TRACKS) + placed[target], "cat": category}
-        receiver = {
-            "pid": placed[target],
-            "tid": len(_TRACKS) + scene.num_ranks + placed[source],
-            "cat": category,
-        }
+        first = len(_TRACKS)  # of the tracks of sends, before those of receives
+        sender = {"pid": placed[source], "tid": first + placed[target], "cat": category}
+        receiver = {"pid": placed[target], "tid": first + scene.num_ranks + placed[source], "cat": category}
         yield {"ph": "X", "name": f"{source}SEND_{what}{microbatch}", **sender, **span}
         yield {"ph": "X", "name": f"{target}RECV_{what}{microbatch}", **receiver, **span}
         # an arrow belongs to the event around its time, so both of its ends lie within the transfer
