@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from stagewright.schedule import build, verify
 from stagewright.schedule.automatic import StageTimes, automatic
-from stagewright.schedule.automatic.kernels import Costs
 from stagewright.schedule.automatic.limits import shortest_possible
+from stagewright.schedule.automatic.search import stages_of
 from stagewright.schedule.placement import linear, v
 from stagewright.simulation import Contention, StageCosts, simulate
 
@@ -84,17 +84,6 @@ def test_no_schedule_undercuts_the_bound_of_its_own_memory(pipeline, name, by_sp
     num_microbatches, times = pipeline
     num_ranks = len(times.saved)
     timeline = timed(build(name, num_ranks, num_microbatches), times)
-    edges = times.transfer_s
-    costs = Costs(
-        np.arange(num_ranks),
-        times.forward_s,
-        times.input_grad_s,
-        times.weight_grad_s,
-        np.concatenate([[0.0], edges]),
-        np.concatenate([edges, [0.0]]),
-        times.saved,
-        times.held,
-        timeline.peak_bytes,
-    )
+    stages = stages_of(linear(num_ranks), times, timeline.peak_bytes)
     reached = timeline.span_s.max() if by_span else timeline.makespan_s
-    assert shortest_possible(costs, num_microbatches, by_span) <= reached + 1e-9
+    assert shortest_possible(stages, num_microbatches, by_span) <= reached + 1e-9
