@@ -189,9 +189,11 @@ def peaks(patterns, stages, num_microbatches):
 
 @numba.njit(cache=True, nogil=True)
 def improve(
-    passes, which, stages, num_microbatches, by_span, rule, num_moves, start_share, seed, good_enough_s
-):
+    passes, which, stages, num_microbatches, by_span, rule, num_moves, most_moves, start_share, seed, good_enough_s
+):  # fmt: skip
     """The best order found by moving single passes by a few places: its seconds and the complete order.
+
+    There are `num_moves` moves behind every gain, where that makes no more than `most_moves`.
 
     Moves that lengthen the order are accepted as in annealing: by `start_share` of its length at first, by less and less.
     """
@@ -202,9 +204,9 @@ def improve(
     best = time_order(passes, which, stages, given, by_span, least, np.inf, state, none)
     best_passes, best_which = passes.copy(), which.copy()
     passes, which, current = passes.copy(), which.copy(), best
-    for step in range(num_moves):
-        if best <= good_enough_s:
-            break
+    step, until = 0, num_moves
+    while step < until and best > good_enough_s:
+        step += 1
         rank = np.random.randint(num_ranks)
         source = np.random.randint(length)
         distance = 1 + int(6 * np.random.random() ** 2)
@@ -223,6 +225,7 @@ def improve(
             current = seconds
             if seconds < best - TINY:
                 best = seconds
+                until = max(until, min(step + num_moves, most_moves))
                 best_passes[:], best_which[:] = passes, which
         else:
             _move(passes[rank], target, source)

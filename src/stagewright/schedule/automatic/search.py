@@ -30,6 +30,10 @@ WINDOWS = (1.0, 1.5, 2.0, 3.0)
 NUM_FINALISTS = 4
 START_SHARES = (0.0, 0.0003, 0.001, 0.003)
 """By how much of its length an order may become longer in between, in each turn; see `improve`. The finalists take turns."""
+PATIENCE = 3
+"""The turn in which an order may not become longer goes on until so many times the moves of a turn gain nothing."""
+MOST_TURNS = 8
+"""It takes as long as so many turns at most."""
 ACTIONS_PER_MOVE = 30_000
 """Short orders are given more moves than long ones, so that all moves of a start time about so many actions for every one of
 `num_moves`, and take as long."""
@@ -205,10 +209,12 @@ class _Search:
         self.tried.add(key)
         needed = np.ceil((peak - TINY) / self.step) * self.step if self.step > 0 else stages.limit
         num_actions = 3 * len(stages.rank) * self.num_microbatches
+        num_moves = self.aim.num_moves * ACTIONS_PER_MOVE // num_actions // NUM_FINALISTS
+        is_annealed = START_SHARES[turn] > 0
         seconds, order = improve(
             finalists.passes[place], finalists.stages[place], stages._replace(limit=np.minimum(stages.limit, needed)),
             self.num_microbatches, self.aim.by_span, FILL_RULES[finalists.rule[place]],
-            self.aim.num_moves * ACTIONS_PER_MOVE // num_actions // NUM_FINALISTS,
+            num_moves * (1 if is_annealed else PATIENCE), num_moves * (1 if is_annealed else MOST_TURNS),
             START_SHARES[turn], self.aim.seed + turn, enough_s,
         )  # fmt: skip
         if seconds < self.best_s - TINY:
