@@ -37,6 +37,8 @@ MOST_TURNS = 8
 ACTIONS_PER_MOVE = 30_000
 """Short orders are given more moves than long ones, so that all moves of a start time about so many actions for every one of
 `num_moves`, and take as long."""
+MOVES_PER_ACTION = 0.15
+"""No order is given more moves than so many for each of its actions and of `num_moves`: very short ones do not need them."""
 WORTH_A_TRY = 1.03
 """Starts that are longer than the best by more are not improved."""
 NEARLY = 1.002
@@ -209,7 +211,8 @@ class _Search:
         self.tried.add(key)
         needed = np.ceil((peak - TINY) / self.step) * self.step if self.step > 0 else stages.limit
         num_actions = 3 * len(stages.rank) * self.num_microbatches
-        num_moves = self.aim.num_moves * ACTIONS_PER_MOVE // num_actions // NUM_FINALISTS
+        times = min(ACTIONS_PER_MOVE / num_actions, MOVES_PER_ACTION * num_actions)
+        num_moves = int(self.aim.num_moves * times / NUM_FINALISTS)
         is_annealed = START_SHARES[turn] > 0
         seconds, order = improve(
             finalists.passes[place], finalists.stages[place], stages._replace(limit=np.minimum(stages.limit, needed)),
