@@ -18,7 +18,7 @@ def one_microbatch(stages: Stages) -> float:
 def smaller_limits(stages: Stages, num_microbatches: int) -> Iterator[Floats]:
     """Every lower limit that is a multiple of half a microbatch's memory, per rank, the highest first.
 
-    These steps are the same whatever the limit: whoever tries all of them never does worse with a higher one.
+    These steps are the same whatever the limit, so whoever tries them all does no worse with a higher one.
     Memory for all microbatches limits nothing, so nothing above it is tried.
     """
     step = one_microbatch(stages) / 2

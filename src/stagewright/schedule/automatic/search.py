@@ -31,20 +31,18 @@ NUM_FINALISTS = 4
 START_SHARES = (0.0, 0.0003, 0.001, 0.003)
 """By how much of its length an order may become longer in between, in each turn; see `improve`. The finalists take turns."""
 PATIENCE = 3
-"""The turn in which an order may not become longer goes on until so many times the moves of a turn gain nothing."""
+"""The turn in which an order may not become longer ends when so many times the moves of another turn have gained nothing."""
 MOST_TURNS = 8
-"""It takes as long as so many turns at most."""
+"""It has as many moves as so many other turns at most."""
 ACTIONS_PER_MOVE = 30_000
 """Short orders are given more moves than long ones, so that all moves of a start time about so many actions for every one of
 `num_moves`, and take as long."""
 MOVES_PER_ACTION = 0.15
 """No order is given more moves than so many for each of its actions and of `num_moves`: very short ones do not need them."""
 WORTH_A_TRY = 1.03
-"""Starts that are longer than the best by more are not improved."""
-NEARLY = 1.002
-"""As `WORTH_A_TRY`, for starts under smaller limits."""
-MOST_IN_VAIN = 2
-"""After more smaller limits in a row without a start that is worth a try, no lower ones are tried."""
+"""Starts that are longer than the best start under the same limit by more are not improved."""
+NEARLY = 1.005
+"""None is improved under a limit whose best start is longer than the best order so far by more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,14 +96,14 @@ def automatic(
     Minimises the makespan, or with `by_span` the longest span of a rank from its first to its last
     computation (the time of a batch when batches follow each other without a barrier). Starts from the
     known schedules, list schedules and `num_patterns` repeated patterns, times each with weight gradients
-    filled in under six rules, and lets the best four make small moves: `num_moves` of an order of 7,500 actions, more of a
-    shorter one. The search
-    ends early when it reaches `good_enough_s`. One seed, one result. Both numbers may be lowered where many
-    schedules are compared.
+    filled in under six rules, and lets the best four make small moves: `num_moves` of an order of 7,500 actions, more of
+    a shorter one, and more while they gain. The search ends early when it reaches `good_enough_s`. One seed, one
+    result. Both numbers may be lowered where many schedules are compared.
 
-    More memory hardly ever makes the result longer: what a search finds under a smaller limit, in steps of half
-    of what a microbatch needs, is kept where it is shorter, until a few limits in a row offer nothing near the best.
-    (Limits between two steps may differ.)
+    More memory hardly ever makes the result longer: the search is repeated under every smaller limit, in steps of half
+    of what a microbatch needs, and the best is kept. It leaves out limits under which no start comes near the best so
+    far, so now and then it misses an order that it finds where the limit is smaller. (Limits between two steps may
+    differ as well.)
 
     Source: the aim and the filling of gaps follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
     section 3 (arXiv 2401.10241); the patterns Qi et al. 2024, "Pipeline Parallelism with Controllable
@@ -143,13 +141,12 @@ def _best_within(placement: Placement, num_microbatches: int, stages: Stages, ai
     A search does not find the best, and may find less with more memory.
     """
     search = _Search(placement, num_microbatches, aim, one_microbatch(stages) / 2)
-    in_vain = 0
     for limit in chain([stages.limit], smaller_limits(stages, num_microbatches)):
         limited = stages._replace(limit=limit)
         enough_s = max(aim.good_enough_s, shortest_possible(limited, num_microbatches, aim.by_span) + TINY)
-        if search.best_s <= enough_s or in_vain > MOST_IN_VAIN:
+        if search.best_s <= enough_s:
             break
-        in_vain = 0 if search.under(limited, enough_s) else in_vain + (search.best is not None)
+        search.under(limited, enough_s)
     return search.best
 
 
@@ -163,19 +160,18 @@ class _Search:
     step: float
     best_s: float = np.inf
     best: Out | None = None
-    tried: set[tuple[float, ...]] = field(default_factory=set)
+    tried: set[tuple[int, int, bytes, bytes]] = field(default_factory=set)
     _patterns: Patterns | None = None
 
-    def under(self, stages: Stages, enough_s: float) -> bool:
-        """Look for a shorter order under the limit of `stages`, one of `enough_s` will do; whether any start was worth a
-        try."""
+    def under(self, stages: Stages, enough_s: float) -> None:
+        """Look for a shorter order under the limit of `stages`; one of `enough_s` will do."""
         finalists = self._starts(stages, enough_s)
-        num_worth = int((finalists.seconds < WORTH_A_TRY * min(self.best_s, finalists.seconds[0])).sum())
+        is_worth = finalists.seconds[0] < NEARLY * self.best_s
+        num_worth = int((finalists.seconds < WORTH_A_TRY * finalists.seconds[0]).sum()) if is_worth else 0
         for turn in range(NUM_FINALISTS if num_worth else 0):
             if self.best_s <= enough_s:
                 break
             self._improve(turn, turn % num_worth, finalists, stages, enough_s)
-        return finalists.seconds[0] < np.inf
 
     def _starts(self, stages: Stages, enough_s: float) -> Finalists:
         """The shortest of the known schedules, of list schedules and of patterns."""
@@ -185,7 +181,7 @@ class _Search:
             np.full(NUM_FINALISTS, np.inf), np.zeros(NUM_FINALISTS, np.int64), np.zeros(shape[:2]),
             np.empty(shape, np.int16), np.empty(shape, np.int16),
         )  # fmt: skip
-        aim = stages, self.num_microbatches, self.aim.by_span, FILL_RULES, NEARLY * self.best_s
+        aim = stages, self.num_microbatches, self.aim.by_span, FILL_RULES, NEARLY * WORTH_A_TRY * self.best_s
         choose_starts(*aim, enough_s, self.handmade, _windows(stages), finalists)
         if finalists.seconds[0] > enough_s:
             choose_patterns(*aim, self.patterns(stages), finalists)
@@ -205,7 +201,8 @@ class _Search:
     def _improve(self, turn: int, place: int, finalists: Finalists, stages: Stages, enough_s: float) -> None:
         """Move passes of a start within the memory that it needs, so that it comes out the same under any limit."""
         peak = finalists.peak[place]
-        key = (turn, finalists.seconds[place], *peak)
+        order = finalists.passes[place].tobytes() + finalists.stages[place].tobytes()
+        key = turn, int(finalists.rule[place]), peak.tobytes(), order
         if key in self.tried:
             return
         self.tried.add(key)
@@ -214,14 +211,14 @@ class _Search:
         times = min(ACTIONS_PER_MOVE / num_actions, MOVES_PER_ACTION * num_actions)
         num_moves = int(self.aim.num_moves * times / NUM_FINALISTS)
         is_annealed = START_SHARES[turn] > 0
-        seconds, order = improve(
+        seconds, complete = improve(
             finalists.passes[place], finalists.stages[place], stages._replace(limit=np.minimum(stages.limit, needed)),
             self.num_microbatches, self.aim.by_span, FILL_RULES[finalists.rule[place]],
             num_moves * (1 if is_annealed else PATIENCE), num_moves * (1 if is_annealed else MOST_TURNS),
             START_SHARES[turn], self.aim.seed + turn, enough_s,
         )  # fmt: skip
         if seconds < self.best_s - TINY:
-            self.best_s, self.best = seconds, order
+            self.best_s, self.best = seconds, complete
 
 
 def _handmade(placement: Placement, num_microbatches: int) -> tuple[Orders, Orders]:
