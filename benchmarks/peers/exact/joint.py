@@ -9,7 +9,7 @@ import numpy as np
 
 from stagewright.errors import PlanError
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.terms import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar

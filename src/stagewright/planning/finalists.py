@@ -30,7 +30,6 @@ from stagewright.planning.job import Job
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.search import Effort, Found, search
-from stagewright.planning.joint.terms import Ints
 from stagewright.planning.joint.traced import (
     Known,
     Wiring,
@@ -43,6 +42,7 @@ from stagewright.planning.joint.traced import (
 from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.plan import Plan
 from stagewright.planning.predict import run_timeline
+from stagewright.schedule.list_scheduler.terms import Ints
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 

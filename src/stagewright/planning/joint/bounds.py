@@ -13,7 +13,7 @@ import numpy as np
 
 from stagewright.planning.joint.packing import Packing, pack
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.terms import Floats
+from stagewright.schedule.list_scheduler.terms import Floats
 
 
 @dataclass(frozen=True)

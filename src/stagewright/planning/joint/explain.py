@@ -14,8 +14,8 @@ from stagewright.planning.joint.policy import ADAPTIS, Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.search import Found
 from stagewright.planning.joint.starts import balanced
-from stagewright.planning.joint.terms import Floats
 from stagewright.schedule import build
+from stagewright.schedule.list_scheduler.terms import Floats
 from stagewright.schedule.placement import linear
 from stagewright.simulation import simulate
 

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.terms import Ints, Stages
+from stagewright.schedule.list_scheduler.terms import Ints, Stages
 from stagewright.schedule.placement import Placement
 from stagewright.simulation.costs import StageCosts
 

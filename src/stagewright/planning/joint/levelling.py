@@ -6,7 +6,7 @@ import numba
 import numpy as np
 
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.terms import Ints
+from stagewright.schedule.list_scheduler.terms import Ints
 
 
 def levelled(problem: Problem, rank_of_layer: Ints, seed: int = 0, num_steps: int = 20_000) -> Ints:

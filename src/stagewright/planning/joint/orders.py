@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stagewright.planning.joint.terms import FORWARD, INPUT_GRAD, TINY
+from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY
 
 _GONE = -1.0
 

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.terms import Floats, Ints
+from stagewright.schedule.list_scheduler.terms import Floats, Ints
 
 _PRECISION = 1e-6
 _MOST_STATES = 200_000

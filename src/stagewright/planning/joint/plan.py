@@ -7,13 +7,13 @@ from functools import cached_property
 
 import numpy as np
 
-from stagewright.planning.joint.anneal import due_dates, window_of
-from stagewright.planning.joint.kernels import list_schedule
 from stagewright.planning.joint.layout import Layout, hops, stage_costs, stages_of
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.terms import Order, Stages
 from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.list_scheduler.kernels import list_schedule
+from stagewright.schedule.list_scheduler.priorities import due_dates, window_of
+from stagewright.schedule.list_scheduler.terms import Order, Stages
 from stagewright.schedule.program import Program
 from stagewright.simulation import EncodedProgram, Timeline, encode, simulate
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.planning.joint.anneal import NO_BACKLOG
-from stagewright.planning.joint.terms import Floats, Rule
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
+from stagewright.schedule.list_scheduler.terms import Floats, Rule
 
 ADAPTIS = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, True, 0.0)
 """AdaPtis' list scheduler. Source: github.com/guojihu-hana/SimPipe."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.terms import Floats
+from stagewright.schedule.list_scheduler.terms import Floats
 
 
 @dataclass(frozen=True, eq=False)

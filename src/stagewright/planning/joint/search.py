@@ -15,11 +15,10 @@ from math import ceil
 import numpy as np
 
 from stagewright.errors import PlanError
-from stagewright.planning.joint.anneal import NO_BACKLOG, anneal, due_dates, makespan_of, window_of
+from stagewright.planning.joint.anneal import anneal, makespan_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
 from stagewright.planning.joint.gathering import MARGIN, gather
-from stagewright.planning.joint.kernels import list_schedule
 from stagewright.planning.joint.layout import Layout, build_stages
 from stagewright.planning.joint.orders import improve_order
 from stagewright.planning.joint.packing import pack
@@ -27,8 +26,10 @@ from stagewright.planning.joint.plan import JointPlan, encode_order, judged, sch
 from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import starts
-from stagewright.planning.joint.terms import Ints, Order, Rule, Stages
 from stagewright.planning.joint.tuner import tune
+from stagewright.schedule.list_scheduler.kernels import list_schedule
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
+from stagewright.schedule.list_scheduler.terms import Ints, Order, Rule, Stages
 
 Report = Callable[[float, float], None]
 """Told the best makespan so far and the lower bound, in seconds."""

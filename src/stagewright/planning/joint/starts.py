@@ -12,7 +12,7 @@ from stagewright.planning.joint.layout import Layout
 from stagewright.planning.joint.levelling import levelled
 from stagewright.planning.joint.packing import Packing
 from stagewright.planning.joint.problem import Problem
-from stagewright.planning.joint.terms import Floats, Ints
+from stagewright.schedule.list_scheduler.terms import Floats, Ints
 from stagewright.schedule.placement import Placement, loop, wave
 
 

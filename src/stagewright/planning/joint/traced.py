@@ -13,8 +13,8 @@ from stagewright.planning.cutting.line import known_ranges
 from stagewright.planning.cutting.ranges import Givable
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
-from stagewright.planning.joint.terms import Ints
 from stagewright.schedule import Action, Kind, Program
+from stagewright.schedule.list_scheduler.terms import Ints
 
 _PIECES_PER_RANK = 12
 _FEWEST_PIECES = 48

@@ -24,7 +24,7 @@ from stagewright.planning.joint.plan import JointPlan, scheduled
 from stagewright.planning.joint.policy import ADAPTIS, Policy
 from stagewright.planning.joint.problem import Problem
 from stagewright.planning.joint.starts import balanced, even
-from stagewright.planning.joint.terms import Floats, Rule
+from stagewright.schedule.list_scheduler.terms import Floats, Rule
 from stagewright.schedule.placement import Placement, linear, loop
 
 PARTITION, PLACEMENT, SCHEDULE = "partition", "placement", "schedule"

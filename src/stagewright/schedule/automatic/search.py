@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import chain, islice, product
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, product
 
 import numpy as np
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.automatic.kernels import (
-    TINY,
-    Costs,
-    FillRule,
-    Floats,
-    Out,
-    build_greedily,
-    improve,
-    time_order,
-)
 from stagewright.schedule.automatic.limits import one_microbatch, shortest_possible, smaller_limits
-from stagewright.schedule.automatic.patterns import (
-    Order,
-    gap_choices,
-    interval,
-    padded,
-    pattern_order,
-    uniform_times,
-)
+from stagewright.schedule.automatic.moves import Finalists, Patterns, choose_patterns, choose_starts, improve
+from stagewright.schedule.automatic.patterns import patterns
+from stagewright.schedule.automatic.timing import Orders, Out
 from stagewright.schedule.families.pieces import numbered
 from stagewright.schedule.families.v_shaped import zb_v
 from stagewright.schedule.families.zero_bubble import zb_h1, zb_h2
+from stagewright.schedule.list_scheduler.terms import TINY, Floats, Stages
 from stagewright.schedule.placement import Placement, linear, v
 from stagewright.schedule.program import Program
 
 _KINDS = (Kind.F, Kind.I, Kind.W)
-_NEVER = 1 << 30
-NUM_FINALISTS = 4
-FILL_RULES = tuple(
-    FillRule(backlog, share, levels)
-    for backlog, share, levels in product((_NEVER, 0, 1, 2), (0.0, 0.5, 1.0), (False, True))
+FILL_RULES = np.array(
+    [(share, levels) for levels, share in product((False, True), (0.0, 0.5, 1.0))], np.float64
 )
+"""Rows are `FillRule`s."""
+WINDOWS = (1.0, 1.5, 2.0, 3.0)
+NUM_FINALISTS = 4
+START_SHARES = (0.0, 0.0003, 0.001, 0.003)
+"""By how much of its length an order may become longer in between, in each turn; see `improve`. The finalists take turns."""
+PATIENCE = 3
+"""The turn in which an order may not become longer ends when so many times the moves of another turn have gained nothing."""
+MOST_TURNS = 8
+"""It has as many moves as so many other turns at most."""
+ACTIONS_PER_MOVE = 30_000
+"""Short orders are given more moves than long ones, so that all moves of a start time about so many actions for every one of
+`num_moves`, and take as long."""
+MOVES_PER_ACTION = 0.15
+"""No order is given more moves than so many for each of its actions and of `num_moves`: very short ones do not need them."""
+WORTH_A_TRY = 1.03
+"""Starts that are longer than the best start under the same limit by more are not improved."""
+NEARLY = 1.005
+"""None is improved under a limit whose best start is longer than the best order so far by more."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,13 +95,15 @@ def automatic(
 
     Minimises the makespan, or with `by_span` the longest span of a rank from its first to its last
     computation (the time of a batch when batches follow each other without a barrier). Starts from the
-    known schedules, greedily built orders and `num_patterns` repeated patterns, times each with weight
-    gradients filled in under 24 rules, and lets the best four make `num_moves` small moves each. The search
-    ends early when it reaches `good_enough_s`. One seed, one result. Both numbers may be lowered where many
-    schedules are compared.
+    known schedules, list schedules and `num_patterns` repeated patterns, times each with weight gradients
+    filled in under six rules, and lets the best four make small moves: `num_moves` of an order of 7,500 actions, more of
+    a shorter one, and more while they gain. The search ends early when it reaches `good_enough_s`. One seed, one
+    result. Both numbers may be lowered where many schedules are compared.
 
-    More memory never makes the result longer: what a search finds under a smaller limit, in steps of half
-    of what a microbatch needs, is kept where it is shorter. (Limits between two steps may differ.)
+    More memory hardly ever makes the result longer: the search is repeated under every smaller limit, in steps of half
+    of what a microbatch needs, and the best is kept. It leaves out limits under which no start comes near the best so
+    far, so now and then it misses an order that it finds where the limit is smaller. (Limits between two steps may
+    differ as well.)
 
     Source: the aim and the filling of gaps follow Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
     section 3 (arXiv 2401.10241); the patterns Qi et al. 2024, "Pipeline Parallelism with Controllable
@@ -111,13 +113,13 @@ def automatic(
     Raises:
         ScheduleError: a microbatch does not fit into the memory limit.
     """
-    costs = _costs(placement, times, memory_limit)
+    stages = stages_of(placement, times, memory_limit)
     aim = Aim(by_span, num_moves, num_patterns, good_enough_s, seed)
-    found = _best_within(placement, num_microbatches, costs, aim)
+    found = _best_within(placement, num_microbatches, stages, aim)
     if found is None:
         raise ScheduleError(
             f"{name}: no order of {num_microbatches} microbatches fits a memory limit of {memory_limit}; "
-            f"one microbatch alone needs {one_microbatch(costs)}"
+            f"one microbatch alone needs {one_microbatch(stages)}"
         )
     return _program(name, placement, num_microbatches, found)
 
@@ -133,125 +135,136 @@ class Aim:
     seed: int
 
 
-def _best_within(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim) -> Out | None:
+def _best_within(placement: Placement, num_microbatches: int, stages: Stages, aim: Aim) -> Out | None:
     """The best complete order of a search under the limit and under smaller ones.
 
     A search does not find the best, and may find less with more memory.
     """
-    best_s, best = np.inf, None
-    for limit in chain([costs.limit], smaller_limits(costs, num_microbatches)):
-        limited = costs._replace(limit=limit)
-        least_s = shortest_possible(limited, num_microbatches, aim.by_span)
-        if best_s <= max(aim.good_enough_s, least_s + TINY):
+    search = _Search(placement, num_microbatches, aim, one_microbatch(stages) / 2)
+    for limit in chain([stages.limit], smaller_limits(stages, num_microbatches)):
+        limited = stages._replace(limit=limit)
+        enough_s = max(aim.good_enough_s, shortest_possible(limited, num_microbatches, aim.by_span) + TINY)
+        if search.best_s <= enough_s:
             break
-        enough = replace(aim, good_enough_s=max(aim.good_enough_s, least_s))
-        found_s, found = _search(placement, num_microbatches, limited, enough)
-        if found_s < best_s - TINY:
-            best_s, best = found_s, found
-    return best
+        search.under(limited, enough_s)
+    return search.best
 
 
-def _search(placement: Placement, num_microbatches: int, costs: Costs, aim: Aim) -> tuple[float, Out | None]:
-    """The seconds of the best complete order found and the order, ``None`` when none fits the memory."""
-    starts = chain(
-        _handmade(placement, num_microbatches),
-        _built(costs, num_microbatches),
-        _patterned(costs, num_microbatches, aim.num_patterns, np.random.default_rng(aim.seed)),
-    )
-    finalists = _best_starts(starts, costs, num_microbatches, aim)
-    if not finalists:
-        return np.inf, None
-    best_s, _, order, rule = finalists[0]
-    for place, (_, _, (passes, stages), start_rule) in enumerate(finalists):
-        if best_s <= aim.good_enough_s:
-            break
-        moved = passes.copy(), stages.copy()
-        reached = improve(
-            *moved,
-            num_microbatches,
-            costs,
-            start_rule,
-            aim.by_span,
-            aim.num_moves,
-            aim.seed + place,
-            aim.good_enough_s,
-        )
-        if reached < best_s:
-            best_s, order, rule = reached, moved, start_rule
-    return best_s, time_order(*order, num_microbatches, costs, rule)[2]
+@dataclass
+class _Search:
+    """The best complete order so far, ``None`` while none fits the memory; `step` is that of smaller limits."""
+
+    placement: Placement
+    num_microbatches: int
+    aim: Aim
+    step: float
+    best_s: float = np.inf
+    best: Out | None = None
+    tried: set[tuple[int, int, bytes, bytes]] = field(default_factory=set)
+    _patterns: Patterns | None = None
+
+    def under(self, stages: Stages, enough_s: float) -> None:
+        """Look for a shorter order under the limit of `stages`; one of `enough_s` will do."""
+        finalists = self._starts(stages, enough_s)
+        is_worth = finalists.seconds[0] < NEARLY * self.best_s
+        num_worth = int((finalists.seconds < WORTH_A_TRY * finalists.seconds[0]).sum()) if is_worth else 0
+        for turn in range(NUM_FINALISTS if num_worth else 0):
+            if self.best_s <= enough_s:
+                break
+            self._improve(turn, turn % num_worth, finalists, stages, enough_s)
+
+    def _starts(self, stages: Stages, enough_s: float) -> Finalists:
+        """The shortest of the known schedules, of list schedules and of patterns."""
+        length = 2 * self.num_microbatches * int(np.diff(stages.offsets).max())
+        shape = NUM_FINALISTS, len(stages.limit), length
+        finalists = Finalists(
+            np.full(NUM_FINALISTS, np.inf), np.zeros(NUM_FINALISTS, np.int64), np.zeros(shape[:2]),
+            np.empty(shape, np.int16), np.empty(shape, np.int16),
+        )  # fmt: skip
+        aim = stages, self.num_microbatches, self.aim.by_span, FILL_RULES, NEARLY * WORTH_A_TRY * self.best_s
+        choose_starts(*aim, enough_s, self.handmade, _windows(stages), finalists)
+        if finalists.seconds[0] > enough_s:
+            choose_patterns(*aim, self.patterns(stages), finalists)
+        return finalists
+
+    @cached_property
+    def handmade(self) -> tuple[Orders, Orders]:
+        return _handmade(self.placement, self.num_microbatches)
+
+    def patterns(self, stages: Stages) -> Patterns:
+        """The same under every limit."""
+        if self._patterns is None:
+            rng = np.random.default_rng(self.aim.seed)
+            self._patterns = patterns(stages, self.num_microbatches, self.aim.num_patterns, rng)
+        return self._patterns
+
+    def _improve(self, turn: int, place: int, finalists: Finalists, stages: Stages, enough_s: float) -> None:
+        """Move passes of a start within the memory that it needs, so that it comes out the same under any limit."""
+        peak = finalists.peak[place]
+        order = finalists.passes[place].tobytes() + finalists.stages[place].tobytes()
+        key = turn, int(finalists.rule[place]), peak.tobytes(), order
+        if key in self.tried:
+            return
+        self.tried.add(key)
+        needed = np.ceil((peak - TINY) / self.step) * self.step if self.step > 0 else stages.limit
+        num_actions = 3 * len(stages.rank) * self.num_microbatches
+        times = min(ACTIONS_PER_MOVE / num_actions, MOVES_PER_ACTION * num_actions)
+        num_moves = int(self.aim.num_moves * times / NUM_FINALISTS)
+        is_annealed = START_SHARES[turn] > 0
+        seconds, complete = improve(
+            finalists.passes[place], finalists.stages[place], stages._replace(limit=np.minimum(stages.limit, needed)),
+            self.num_microbatches, self.aim.by_span, FILL_RULES[finalists.rule[place]],
+            num_moves * (1 if is_annealed else PATIENCE), num_moves * (1 if is_annealed else MOST_TURNS),
+            START_SHARES[turn], self.aim.seed + turn, enough_s,
+        )  # fmt: skip
+        if seconds < self.best_s - TINY:
+            self.best_s, self.best = seconds, complete
 
 
-def _best_starts(
-    starts: Iterable[Order], costs: Costs, num_microbatches: int, aim: Aim
-) -> list[tuple[float, int, Order, FillRule]]:
-    """The shortest of all starting orders with their best rules, shortest first."""
-    found: list[tuple[float, int, Order, FillRule]] = []
-    for index, order in enumerate(starts):
-        timed = ((*time_order(*order, num_microbatches, costs, rule)[:2], rule) for rule in FILL_RULES)
-        span, makespan, rule = min(timed, key=lambda entry: entry[0] if aim.by_span else entry[1])
-        length = span if aim.by_span else makespan
-        if length < np.inf:
-            found = heapq.nsmallest(
-                NUM_FINALISTS, [*found, (length, index, order, rule)], key=lambda entry: entry[:2]
-            )
-        if found and found[0][0] <= aim.good_enough_s:
-            break
-    return found
-
-
-def _handmade(placement: Placement, num_microbatches: int) -> Iterator[Order]:
-    """The known zero-bubble schedules of this placement."""
+def _handmade(placement: Placement, num_microbatches: int) -> tuple[Orders, Orders]:
+    """The known zero-bubble schedules of this placement, as passes and stages."""
     num_ranks = placement.num_ranks
+    programs: list[Program] = []
     if placement == linear(num_ranks):
-        yield _order_of(zb_h1(num_ranks, num_microbatches))
-        yield _order_of(zb_h2(num_ranks, num_microbatches))
+        programs = [zb_h1(num_ranks, num_microbatches), zb_h2(num_ranks, num_microbatches)]
     elif placement == v(num_ranks):
-        yield _order_of(zb_v(num_ranks, num_microbatches))
+        programs = [zb_v(num_ranks, num_microbatches)]
+    rows = [
+        [
+            [(_KINDS.index(a.kind), a.stage) for a in actions if a.kind is not Kind.W]
+            for actions in program.ranks
+        ]
+        for program in programs
+    ]
+    num_passes = 2 * num_microbatches * placement.num_stages // num_ranks
+    orders = np.array(rows, np.int16).reshape(len(rows), num_ranks, num_passes, 2)
+    return orders[..., 0].copy(), orders[..., 1].copy()
 
 
-def _order_of(program: Program) -> Order:
-    passes = (
-        [(_KINDS.index(a.kind), a.stage) for a in actions if a.kind is not Kind.W]
-        for actions in program.ranks
-    )
-    return padded([np.array(row).T for row in passes])
-
-
-def _built(costs: Costs, num_microbatches: int) -> Iterator[Order]:
-    """Greedily built orders under various limits."""
-    num_ranks, num_stages = len(costs.limit), len(costs.rank)
+def _windows(stages: Stages) -> Floats:
+    """Most microbatches in flight per stage, for list schedules: multiples of the stages to go."""
+    num_ranks, num_stages = len(stages.limit), len(stages.rank)
     to_go = (num_stages - 1 - np.arange(num_stages)) * num_ranks / num_stages
-    for factor, after, deep in product((1.0, 1.5, 2.0, 3.0, np.inf), (False, True), (False, True)):
-        window = np.ceil(factor * to_go) + 1 if factor < np.inf else np.full(num_stages, np.inf)
-        out = build_greedily(num_ranks, num_microbatches, costs, window, after, deep)
-        if out.length.sum() == 2 * num_stages * num_microbatches:
-            yield out.passes[:, : out.length.max()].copy(), out.stages[:, : out.length.max()].copy()
+    return np.array([*(np.ceil(factor * to_go) + 1 for factor in WINDOWS), np.full(num_stages, np.inf)])
 
 
-def _patterned(
-    costs: Costs, num_microbatches: int, num_patterns: int, rng: np.random.Generator
-) -> Iterator[Order]:
-    """Random patterns, half of them for equal passes without transfer times, half for the passes as they are."""
-    for model in (uniform_times(costs), costs):
-        for gaps in islice(gap_choices(model, rng), num_patterns // 2):
-            yield pattern_order(model, num_microbatches, gaps, interval(model))
-
-
-def _costs(placement: Placement, times: StageTimes, memory_limit: float | Floats) -> Costs:
+def stages_of(placement: Placement, times: StageTimes, memory_limit: float | Floats) -> Stages:
     rank = np.array(placement.rank_of_stage, np.int64)
-    crosses = rank[1:] != rank[:-1]
-    edge_s = np.where(crosses, times.transfer_s, 0.0)
-    return Costs(
-        rank,
-        *(
-            np.asarray(column, np.float64)
-            for column in (times.forward_s, times.input_grad_s, times.weight_grad_s)
-        ),
-        value_s=np.concatenate([[0.0], edge_s]),
-        gradient_s=np.concatenate([edge_s, [0.0]]),
-        saved=np.asarray(times.saved, np.float64),
+    saved = np.asarray(times.saved, np.float64)
+    edge_s = np.where(rank[1:] != rank[:-1], times.transfer_s, 0.0)
+    return Stages(
+        start=np.arange(len(rank)),
+        rank=rank,
+        forward=np.asarray(times.forward_s, np.float64),
+        input_grad=np.asarray(times.input_grad_s, np.float64),
+        weight_grad=np.asarray(times.weight_grad_s, np.float64),
+        hop=np.concatenate([[0.0], edge_s]),
+        saved=saved,
         held=np.asarray(times.held, np.float64),
+        room=np.array([saved[s + 1 :][rank[s + 1 :] == rank[s]].sum() for s in range(len(rank))]),
         limit=np.broadcast_to(np.asarray(memory_limit, np.float64), placement.num_ranks).copy(),
+        members=np.argsort(rank, kind="stable"),
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(rank))]),
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numba
 import numpy as np
 
-from stagewright.planning.joint.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD, Floats, Ints
+from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD, Floats, Ints
 
 
 class Clocks(NamedTuple):

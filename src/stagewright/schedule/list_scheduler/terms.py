@@ -39,7 +39,8 @@ class Stages(NamedTuple):
 class Rule(NamedTuple):
     """How a rank chooses among work that is ready.
 
-    Input gradients go first, or with `forward_next` a forward right after an input gradient. `oldest` takes
+    Input gradients go first, or with `forward_next` a forward right after an input gradient (2: also where weight
+    gradients came between). `oldest` takes
     input gradients by microbatch, else the deepest stage first; `deep_forwards` takes the deepest forward,
     else the oldest microbatch. `depth` scales how many microbatches a stage may hold; see `window`. A weight
     gradient runs when nothing else is ready and at least `share` of it fits before other work arrives, or
@@ -48,7 +49,7 @@ class Rule(NamedTuple):
     With a positive `stretch` all this gives way to due dates: see `due_dates`.
     """
 
-    forward_next: bool
+    forward_next: int
     oldest: bool
     deep_forwards: bool
     depth: float

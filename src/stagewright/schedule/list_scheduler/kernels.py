@@ -9,13 +9,27 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from stagewright.planning.joint.choosing import Clocks, choose, helper, later_choice, pick_hidden, pick_ready
-from stagewright.planning.joint.terms import FORWARD, INPUT_GRAD, Order
+from stagewright.schedule.list_scheduler.choosing import (
+    Clocks,
+    choose,
+    helper,
+    later_choice,
+    pick_hidden,
+    pick_ready,
+)
+from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Order
 
 
 @numba.njit(cache=True, nogil=True)
 def list_schedule(stages, num_microbatches, rule, window, due, give_up_s):
-    """Makespan and order; infinite once no schedule that goes on from here can end before `give_up_s`.
+    """Makespan and order; infinite once no schedule that goes on from here can end before `give_up_s`."""
+    slack = _slack(stages, num_microbatches, give_up_s)
+    return list_within(stages, num_microbatches, rule, window, due, slack)
+
+
+@numba.njit(cache=True, nogil=True)
+def list_within(stages, num_microbatches, rule, window, due, slack):
+    """As `list_schedule`, infinite once a rank has been idle for longer than its `slack`, which is used up.
 
     A forward is only admitted when its rank has room for the forwards of the same microbatch on its later
     stages as well. So the schedule never gets stuck as long as every rank can hold one microbatch: of all
@@ -27,7 +41,6 @@ def list_schedule(stages, num_microbatches, rule, window, due, give_up_s):
         np.empty(3 * num_stages * num_microbatches, np.int8),
         np.empty(3 * num_stages * num_microbatches, np.int16),
     )
-    slack = _slack(stages, num_microbatches, give_up_s)
     if slack.min() < 0.0:
         return np.inf, order
     clocks = _clocks(stages, num_microbatches, due)
@@ -57,7 +70,8 @@ def list_schedule(stages, num_microbatches, rule, window, due, give_up_s):
             return np.inf, order
         backwards_begun |= kind == INPUT_GRAD
         stage = stages.members[member]
-        clocks.last_pass[rank] = kind
+        if kind != WEIGHT_GRAD or rule.forward_next < 2:
+            clocks.last_pass[rank] = kind
         clocks.last_stage[rank] = stage
         clocks.last_start[rank] = now
         order.passes[place[rank]] = kind

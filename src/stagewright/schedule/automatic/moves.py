@@ -1,0 +1,245 @@
+"""Compiled search over orders: the best of many starts, improved by small moves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from stagewright.schedule.automatic.timing import (
+    FillRule,
+    Floats,
+    Ints,
+    Orders,
+    first_arrivals,
+    helper,
+    least_times,
+    new_out,
+    new_state,
+    time_order,
+)
+from stagewright.schedule.list_scheduler.kernels import list_within
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates
+from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD, Rule
+
+ORDER_ALONE = 1.02
+"""By how much a list schedule may be longer than an order worth having: its weight gradients are filled in anew."""
+
+
+class Finalists(NamedTuple):
+    """The shortest orders, the best first, each with the index of its fill rule; infinite seconds where none is."""
+
+    seconds: Floats
+    rule: Ints
+    peak: Floats  # [place, rank] memory
+    passes: Orders  # [place, rank, :]
+    stages: Orders
+
+
+class Patterns(NamedTuple):
+    """Orders in which microbatch ``m`` runs every pass ``m * interval`` after microbatch 0, per pattern."""
+
+    forward_at: Floats  # [pattern, stage]
+    input_grad_at: Floats
+    interval: Floats
+    peak: Floats  # [pattern, rank] memory that an order needs when weight gradients follow at once
+
+
+@numba.njit(cache=True, nogil=True)
+def choose_starts(
+    stages, num_microbatches, by_span, rules, most_s, enough_s, given, windows, finalists
+):  # fmt: skip
+    """Fill `finalists` with the shortest orders within `most_s` of those `given` and of list schedules, until one of
+    `enough_s` is found.
+
+    Each is timed under all of `rules`. Of orders that take the same time the first is kept.
+    """
+    num_ranks, length = finalists.passes.shape[1:]
+    state, out = new_state(stages, num_microbatches), new_out(num_ranks, 0)
+    least = least_times(stages, num_microbatches, by_span)
+    passes, which = np.empty((num_ranks, length), np.int16), np.empty((num_ranks, length), np.int16)
+    for n in range(len(given[0])):
+        passes[:], which[:] = given[0][n], given[1][n]
+        _consider(
+            passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out
+        )
+    shifts = np.zeros((4, stages.start.max() + 1))
+    for n in range(len(windows)):
+        for flags in range(18):
+            if finalists.seconds[0] <= enough_s:
+                return
+            deep = flags % 2 > 0
+            if deep and len(stages.rank) == num_ranks:
+                continue  # no rank has a choice among forwards
+            rule = Rule(flags // 2 % 3, False, deep, 1.0, 0.5 * (flags // 6), NO_BACKLOG, False, 0.0)
+            give_up_s = ORDER_ALONE * min(most_s, finalists.seconds[-1])
+            slack = give_up_s - least + first_arrivals(stages)
+            due = due_dates(stages, rule, shifts)
+            seconds, order = list_within(stages, num_microbatches, rule, windows[n], due, slack)
+            if seconds < np.inf:
+                _without_weight_grads(order, stages, num_microbatches, passes, which)
+                _consider(
+                    passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out
+                )  # fmt: skip
+
+
+@numba.njit(cache=True, nogil=True)
+def choose_patterns(stages, num_microbatches, by_span, rules, most_s, patterns, finalists):
+    """As `choose_starts`, of patterns."""
+    num_ranks, length = finalists.passes.shape[1:]
+    state, out = new_state(stages, num_microbatches), new_out(num_ranks, 0)
+    least = least_times(stages, num_microbatches, by_span)
+    passes, which = np.empty((num_ranks, length), np.int16), np.empty((num_ranks, length), np.int16)
+    for n in range(len(patterns.interval)):
+        if (patterns.peak[n] <= stages.limit * (1.0 + TINY)).all():
+            order_of_pattern(n, patterns, stages, num_microbatches, passes, which)
+            _consider(
+                passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out
+            )
+
+
+@helper
+def _rule(row):
+    return FillRule(row[0], row[1] > 0.0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _consider(passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out):
+    """Let the order take its place among `finalists` if it is shorter than one of them and than `most_s`."""
+    best, best_rule = min(most_s, finalists.seconds[-1]), -1
+    peak = np.empty(len(stages.limit))
+    for index in range(len(rules)):
+        seconds = time_order(passes, which, stages, _rule(rules[index]), by_span, least, best, state, out)
+        if seconds < best - TINY:
+            best, best_rule = seconds, index
+            peak[:] = state.peak
+    if best_rule < 0 or (np.abs(finalists.seconds - best) <= TINY).any():
+        return
+    place = len(finalists.seconds) - 1
+    while place > 0 and finalists.seconds[place - 1] > best:
+        finalists.seconds[place] = finalists.seconds[place - 1]
+        finalists.rule[place] = finalists.rule[place - 1]
+        finalists.peak[place] = finalists.peak[place - 1]
+        finalists.passes[place] = finalists.passes[place - 1]
+        finalists.stages[place] = finalists.stages[place - 1]
+        place -= 1
+    finalists.seconds[place] = best
+    finalists.rule[place] = best_rule
+    finalists.peak[place] = peak
+    finalists.passes[place] = passes
+    finalists.stages[place] = which
+
+
+@numba.njit(cache=True, nogil=True)
+def _without_weight_grads(order, stages, num_microbatches, passes, which):
+    """The forwards and input gradients of a list schedule."""
+    which[:] = -1
+    for rank in range(len(stages.offsets) - 1):
+        place = 0
+        for n in range(
+            3 * num_microbatches * stages.offsets[rank], 3 * num_microbatches * stages.offsets[rank + 1]
+        ):
+            if order.passes[n] != WEIGHT_GRAD:
+                passes[rank, place] = order.passes[n]
+                which[rank, place] = order.stages[n]
+                place += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def order_of_pattern(n, patterns, stages, num_microbatches, passes, which):
+    """Where passes of pattern `n` would overlap they follow in the order of their times; returns each rank's memory
+    when weight gradients follow at once."""
+    num_ranks = len(stages.offsets) - 1
+    peak = np.zeros(num_ranks)
+    count = np.zeros((2, len(stages.rank)), np.int64)
+    which[:] = -1
+    for rank in range(num_ranks):
+        low, high = stages.offsets[rank], stages.offsets[rank + 1]
+        memory = 0.0
+        for place in range(2 * num_microbatches * (high - low)):
+            first, kind, stage = np.inf, -1, -1
+            for member in range(low, high):
+                other = stages.members[member]
+                m = count[FORWARD, other]
+                at = patterns.forward_at[n, other] + m * patterns.interval[n]
+                if m < num_microbatches and at < first:
+                    first, kind, stage = at, FORWARD, other
+                m = count[INPUT_GRAD, other]
+                at = patterns.input_grad_at[n, other] + m * patterns.interval[n]
+                if m < num_microbatches and at < first:
+                    first, kind, stage = at, INPUT_GRAD, other
+            passes[rank, place] = kind
+            which[rank, place] = stage
+            count[kind, stage] += 1
+            memory += stages.saved[stage] if kind == FORWARD else -stages.saved[stage]
+            peak[rank] = max(peak[rank], memory)
+    return peak
+
+
+@numba.njit(cache=True, nogil=True)
+def peaks(patterns, stages, num_microbatches):
+    """Fill in `patterns.peak`."""
+    num_ranks = len(stages.offsets) - 1
+    length = 2 * num_microbatches * np.diff(stages.offsets).max()
+    passes, which = np.empty((num_ranks, length), np.int16), np.empty((num_ranks, length), np.int16)
+    for n in range(len(patterns.interval)):
+        patterns.peak[n] = order_of_pattern(n, patterns, stages, num_microbatches, passes, which)
+
+
+@numba.njit(cache=True, nogil=True)
+def improve(
+    passes, which, stages, num_microbatches, by_span, rule, num_moves, most_moves, start_share, seed, good_enough_s
+):  # fmt: skip
+    """The best order found by moving single passes by a few places: its seconds and the complete order.
+
+    There are `num_moves` moves behind every gain, where that makes no more than `most_moves`.
+
+    Moves that lengthen the order are accepted as in annealing: by `start_share` of its length at first, by less and less.
+    """
+    np.random.seed(seed)
+    num_ranks, length = passes.shape
+    state, none = new_state(stages, num_microbatches), new_out(num_ranks, 0)
+    given, least = _rule(rule), least_times(stages, num_microbatches, by_span)
+    best = time_order(passes, which, stages, given, by_span, least, np.inf, state, none)
+    best_passes, best_which = passes.copy(), which.copy()
+    passes, which, current = passes.copy(), which.copy(), best
+    step, until = 0, num_moves
+    while step < until and best > good_enough_s:
+        step += 1
+        rank = np.random.randint(num_ranks)
+        source = np.random.randint(length)
+        distance = 1 + int(6 * np.random.random() ** 2)
+        target = source + distance if np.random.random() < 0.5 else source - distance
+        target = min(max(target, 0), length - 1)
+        if which[rank, source] < 0 or which[rank, target] < 0:
+            continue
+        if which[rank, source] == which[rank, target] and passes[rank, source] == passes[rank, target]:
+            continue
+        _move(passes[rank], source, target)
+        _move(which[rank], source, target)
+        share = start_share * 0.01 ** (step / num_moves)
+        most = current - share * best * np.log(1.0 - np.random.random())
+        seconds = time_order(passes, which, stages, given, by_span, least, most, state, none)
+        if seconds <= most + TINY:
+            current = seconds
+            if seconds < best - TINY:
+                best = seconds
+                until = max(until, min(step + num_moves, most_moves))
+                best_passes[:], best_which[:] = passes, which
+        else:
+            _move(passes[rank], target, source)
+            _move(which[rank], target, source)
+    out = new_out(num_ranks, length + length // 2)
+    best = time_order(best_passes, best_which, stages, given, by_span, least, np.inf, state, out)
+    return best, out
+
+
+@helper
+def _move(row, source, target):
+    """Take the entry at `source` out and put it in at `target`."""
+    entry = row[source]
+    step = 1 if target > source else -1
+    for place in range(source, target, step):
+        row[place] = row[place + step]
+    row[target] = entry
