@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from stagewright.cli.output import check_writable
+from stagewright.cluster.load import write_toml
 from stagewright.cluster.matrices import _write_matrix
-from stagewright.cluster.toml import write_toml
 from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.record import Record
 from stagewright.execution.step_log import STEPS, StepLog

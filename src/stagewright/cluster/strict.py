@@ -88,10 +88,6 @@ class SourcedModel(StrictModel):
         """Where `figure` (a name from `figures()`) comes from, or None when it is not said."""
         return self.sources.get(figure, self.sources.get(figure.split(".")[0]))
 
-    def unsourced(self) -> list[str]:
-        """The figures that do not say where they come from."""
-        return [figure for figure in self._figures() if not self.source_of(figure)]
-
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.estimation.allocator import Block, CachingAllocator
-from stagewright.estimation.allocator_kernels import NONE, Ints
+from stagewright.estimation.allocator import NONE, Block, CachingAllocator, Ints
+from stagewright.estimation.change import Key
 from stagewright.estimation.flat_bytes import GATHERED, SHARDS, SUMMED, WHOLE, FlatSizes
 from stagewright.estimation.in_flight import Happenings, in_flight
 from stagewright.estimation.liveness import FREED
@@ -16,7 +16,6 @@ from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes, kept_parameters
-from stagewright.estimation.storages import Key
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES

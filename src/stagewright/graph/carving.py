@@ -10,15 +10,13 @@ from dataclasses import dataclass, replace
 from stagewright.errors import PlanError
 from stagewright.graph.added import ARRIVED, FETCH, copy
 from stagewright.graph.cutting import Cutting, Routes
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, made_by, makers_of
 from stagewright.graph.locate import Located
 from stagewright.graph.moving import Parcel, with_leaving, with_returning
-from stagewright.graph.parts import part
 from stagewright.graph.policy import KEEP, Policy
-from stagewright.graph.rerunning import rerunning
-from stagewright.graph.stage import Function, Stage, Transfer, made_by
+from stagewright.graph.recompute import rerunning, woven
+from stagewright.graph.stage import Function, Stage, Transfer, part
 from stagewright.graph.tensor import TensorMeta
-from stagewright.graph.weaving import woven
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
 
@@ -316,7 +314,7 @@ class _StageCarver:
         self, forward: Sequence[Node], wanted: Sequence[int], kept: set[int], resident: set[int]
     ) -> Function:
         """The nodes of F that make the values `wanted` from those `kept`; its inputs must be saved."""
-        makers = {output: node for node in forward for output in node.outputs if output is not None}
+        makers = makers_of(forward)
         outputs = [value for value in wanted if value in makers and value not in kept]
         chosen: set[int] = set()
         inputs: dict[int, None] = {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value, short_name
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value, makers_of, short_name
 from stagewright.graph.simplify import renumbered_graph
 from stagewright.graph.tensor import TensorMeta, contiguous
 from stagewright.graph.tensor_parallel import ALL_REDUCE
@@ -82,7 +82,7 @@ def adding_in_products(graph: OperatorGraph) -> OperatorGraph:
 
     Such a gradient is an empty tensor.
     """
-    maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
+    maker = makers_of(graph.nodes)
     values = list(graph.values)
     for made in graph.contributions.values():
         for _, value in made:
@@ -130,7 +130,7 @@ class _Group:
 
 
 def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Group]:
-    maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
+    maker = makers_of(graph.nodes)
     taken: set[int] = set()
     for rule in rules:
         if rule.kind == "matmul":
@@ -289,7 +289,7 @@ class _Fused:
         self.groups = groups
         self.group_of = {member: index for index, group in enumerate(groups) for member in group.members}
         self.values: list[Value] = list(graph.values)
-        self.maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
+        self.maker = makers_of(graph.nodes)
         self.outside = self._needed_outside()
         self._signatures: dict[Any, int] = {}
         self._first_signature = 1 + max(node.signature for node in graph.nodes)
@@ -468,7 +468,7 @@ class _Fused:
         rule = self.groups[unit.group].rule
         inside = {value for node in unit.nodes for value in node.outputs}
         forward = self.units[unit.group, Part.FORWARD]
-        own = {value: node for node in forward.nodes for value in node.outputs if value is not None}
+        own = makers_of(forward.nodes)
         entering = set(self._entering(forward))
         other = self.units.get((unit.group, Part.INPUT_GRAD)) if unit.part is Part.WEIGHT_GRAD else None
         partner = {value for node in other.nodes for value in node.outputs} if other else set()

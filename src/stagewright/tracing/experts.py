@@ -11,6 +11,7 @@ steps. Ignores: routing that favours some experts. Such a graph is costed, not r
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.nn import functional
 
 from stagewright.errors import InputError, RunError
 from stagewright.graph.expert_parallel import EXPERT_GROUP, ExpertParallel
-from stagewright.tracing.classes import around
 from stagewright.tracing.tensor_parallel.operators import define
 
 
@@ -192,3 +192,9 @@ define(
     _lay_out_sent,
     _sent_backward,
 )
+
+
+@functools.cache
+def around(outer: type, inner: type) -> type:
+    """A class that does what `outer` does around what `inner` does."""
+    return type(f"{outer.__name__.strip('_')}{inner.__name__}", (outer, inner), {})
