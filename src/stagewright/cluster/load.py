@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,23 +158,20 @@ def dumps(document: Mapping[str, Any]) -> str:
 
 def _lines(table: Mapping[str, Any], path: str) -> Iterator[str]:
     for key, value in table.items():
-        if value is not None and not _is_table(value) and not _is_table_array(value):
+        if value is not None and not isinstance(value, Mapping) and not _tables(value):
             yield f"{_key(key)} = {_value(value)}"
     for key, value in table.items():
         name = f"{path}.{_key(key)}" if path else _key(key)
-        if _is_table(value) and value:
+        if isinstance(value, Mapping) and value:
             yield from ("", f"[{name}]", *_lines(value, name))
-        elif _is_table_array(value):
-            for item in value:
-                yield from ("", f"[[{name}]]", *_lines(item, name))
+        for item in _tables(value):
+            yield from ("", f"[[{name}]]", *_lines(item, name))
 
 
-def _is_table(value: Any) -> bool:
-    return isinstance(value, Mapping)
-
-
-def _is_table_array(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) > 0 and all(_is_table(item) for item in value)
+def _tables(value: Any) -> Sequence[Any]:
+    """The tables that a value is an array of; none where it is something else."""
+    is_array = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+    return value if is_array else ()
 
 
 def _key(key: str) -> str:
