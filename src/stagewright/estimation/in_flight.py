@@ -39,7 +39,7 @@ class Step:
 MOVES = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS})
 
 
-class Happenings:
+class MemoryEvents:
     """What the actions of a rank, in order, do to which microbatch."""
 
     def __init__(self) -> None:

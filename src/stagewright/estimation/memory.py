@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Event
 from stagewright.estimation.flat_bytes import FlatBytes
-from stagewright.estimation.in_flight import Happenings, in_flight
+from stagewright.estimation.in_flight import MemoryEvents, in_flight
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
@@ -100,7 +100,7 @@ class _Replay:
         self.actions = program.actions(rank)
         self.flight = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
-        self.happenings = Happenings()
+        self.events = MemoryEvents()
         self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)
         self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
         self.activations = 0
@@ -116,7 +116,7 @@ class _Replay:
             if self.flat is not None:
                 self.flat.before(index)
                 self.fixed = self.resident.total + self.flat.total
-            for microbatch, event in self.happenings.of(action):
+            for microbatch, event in self.events.of(action):
                 self._step(microbatch, event)
             after.append(self.live + self.fixed)
         if self.flat is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from stagewright.estimation.allocator import NONE, Block, CachingAllocator, Ints
 from stagewright.estimation.change import Key
 from stagewright.estimation.flat_bytes import SHARDS, FlatBuffers
-from stagewright.estimation.in_flight import Happenings, in_flight
+from stagewright.estimation.in_flight import MemoryEvents, in_flight
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
@@ -111,26 +111,16 @@ class _Replay:
         moved = {value for buffer in shared for value in buffer.values}
         own = {value: meta for value, meta in trained.items() if value not in moved}
         fixed = [*_fixed(self.stages, moved), *(kept_parameters(one, runtime) for one in shared)]
-        gradients = [
-            *(
-                meta.num_elements * ITEM_BYTES[runtime.precision(meta.dtype).gradient]
-                for value, meta in own.items()
-                if value not in flat
-            ),
-            *(self.buffers.sizes.gradient(one) for one in trained_flats if one.level < GRADIENTS),
-        ]
+        alone = [meta for value, meta in own.items() if value not in flat]
+        gradients = [m.num_elements * ITEM_BYTES[runtime.precision(m.dtype).gradient] for m in alone]
+        gradients += [self.buffers.sizes.gradient(one) for one in trained_flats if one.level < GRADIENTS]
         if self.host_optimizer:
             self._allocate(fixed, gradients, self.state_bytes)
             return []
-        sizes = [
-            *((meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()),
-            *(
-                (count, runtime.precision(one.dtype))
-                for one in shared
-                if one.is_trained
-                for count in _cut(one, runtime)
-            ),
-        ]
+        sizes = [(meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()]
+        for one in shared:
+            if one.is_trained:
+                sizes += [(count, runtime.precision(one.dtype)) for count in _cut(one, runtime)]
         states = [count * ITEM_BYTES[kind.state] for count, kind in sizes]
         masters = [size for size, (_, kind) in zip(states, sizes, strict=True) if kind.has_master]
         moments = 2 * sum(states) + _STEP_BYTES * len(states)
@@ -153,13 +143,13 @@ class _Replay:
 
     def _batch(self) -> None:
         """All actions of one batch; what is left of it goes at its end."""
-        states, happenings = [0] * self.num_microbatches, Happenings()
+        states, events = [0] * self.num_microbatches, MemoryEvents()
         inputs = self._script(self.flight.start_sizes.items())
         for own in self.held:
             self.allocator.run(*inputs, own)
         for index, action in enumerate(self.actions):
             self.buffers.before(index)
-            for microbatch, event in happenings.of(action):
+            for microbatch, event in events.of(action):
                 step = self.flight.step(states[microbatch], event)
                 states[microbatch] = step.after
                 script = self.scripts.get(id(step))

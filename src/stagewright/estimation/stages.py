@@ -54,13 +54,8 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
     """What the functions of a carved stage take."""
     stage = memory.stage
     functions = (
-        stage.forward,
-        stage.input_grad,
-        stage.weight_grad,
-        stage.backward,
-        stage.rebuild,
-        stage.remade,
-    )
+        stage.forward, stage.input_grad, stage.weight_grad, stage.backward, stage.rebuild, stage.remade,
+    )  # fmt: skip
     seconds = [costing.seconds(function.nodes, stage.value) for function in functions]
     waits = _waits(stage, costing) if stage.offloaded else (0.0,) * len(functions)
     metas = [stage.value(value).meta for value in stage.parameters]

@@ -155,10 +155,8 @@ class _Surgeon:
             return
         config: Any = self.net.config
         text = config.get_text_config()
-        for key, what in (
-            ("num_attention_heads", "attention heads"),
-            ("num_key_value_heads", "key-value heads"),
-        ):
+        heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
+        for key, what in heads.items():
             amount = getattr(text, key, None)
             if isinstance(amount, int):
                 even(f"the number of {what}", amount, self.size)
@@ -221,19 +219,19 @@ class _Surgeon:
             raise InputError(f"'{path}' is no embedding, so it cannot be split by tokens: run with --tp 1")
         padding = -module.num_embeddings % self.size
         self._split(module, "weight", 0, padding=padding)
-        module.__class__ = _by_tokens(type(module))
-        module.width = self.size  # type: ignore[assignment]
+        self._change(module, _by_tokens(type(module)))
 
     def _used_locally(self, path: str) -> None:
         """Whole parameters in the middle of local work: their gradients are summed."""
         module = self.net.get_submodule(path)
-        module.__class__ = entering(type(module), tuple(module._parameters))
-        module.width = self.size  # type: ignore[assignment]
+        self._change(module, entering(type(module), tuple(module._parameters)))
 
     def _experts(self, path: str) -> None:
         module = self.net.get_submodule(path)
-        module.__class__ = around(_Experts, type(module))
-        module.width = self.size  # type: ignore[assignment]
+        self._change(module, around(_Experts, type(module)))
+
+    def _change(self, module: nn.Module, kind: type) -> None:
+        module.__class__, module.width = kind, self.size  # type: ignore[assignment]
 
     # -- vocabulary -------------------------------------------------------------------------------------------------
 
