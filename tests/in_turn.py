@@ -23,7 +23,7 @@ from stagewright.graph.carving import carve
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Function, Stage, Transfer
-from stagewright.graph.verify_stages import verify_stages
+from stagewright.graph.verify import verify_stages
 from stagewright.tracing.arguments import from_contents
 
 Batch = Mapping[str, Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from stagewright.cluster.toml import dumps
+from stagewright.cluster.load import dumps
 
 _RAW = "\ue000{}\ue001"
 """Marks a text that stands in a document as it is, such as a number that no library writes."""

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from stagewright.cli.output import check_writable
+from stagewright.cluster.load import write_toml
 from stagewright.cluster.matrices import _write_matrix
-from stagewright.cluster.toml import write_toml
 from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.record import STEPS, Record, StepLog
 from stagewright.files import cache_folder, digest_of, private_folder, write_whole

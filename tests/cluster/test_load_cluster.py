@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stagewright.cluster import Cluster, load_cluster, save_cluster
-from stagewright.cluster.toml import write_toml
+from stagewright.cluster.load import write_toml
 from stagewright.errors import InputError
 
 SMALL = """

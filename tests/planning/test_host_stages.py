@@ -38,7 +38,7 @@ def test_a_host_is_a_device_of_its_node() -> None:
         and [whole.device_of(rank).kind for rank in (0, 15, 16, 17)] == ["cuda"] * 2 + ["cpu"] * 2
     )
     host = whole.device_of(16)
-    assert host.memory_bytes == 2e12 and not host.unsourced()
+    assert host.memory_bytes == 2e12 and all(map(host.source_of, host.figures()))
     part = with_hosts(load_cluster("2x-h100")).device_of(2)
     assert 4 * part.memory_bytes == host.memory_bytes and 4 * part.memory_bandwidth == host.memory_bandwidth
     assert 4 * (part.peak_flops.get("bf16") or 0) == host.peak_flops.get("bf16")

@@ -16,8 +16,7 @@ from stagewright.errors import ContractError, TraceError
 from stagewright.graph import Node, OperatorGraph, Part, Value
 from stagewright.graph.carving import carve
 from stagewright.graph.stage import Stage
-from stagewright.graph.verify import verify_graph
-from stagewright.graph.verify_stages import verify_stages
+from stagewright.graph.verify import verify_graph, verify_stages
 from stagewright.tracing.trace import trace_module
 
 

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from stagewright.tracing.quiet import quiet_capture
+from stagewright.tracing.trace import quiet_capture
 
 _TRACE = """
 import warnings

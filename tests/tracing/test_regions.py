@@ -21,8 +21,7 @@ from stagewright.errors import TraceError
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
 from stagewright.graph.document import graph_from_bytes, graph_to_bytes
-from stagewright.graph.policy import KEEP
-from stagewright.graph.regions import has_regions, region_policy
+from stagewright.graph.policy import KEEP, has_regions, region_policy
 from stagewright.tracing.regions import without_regions
 from stagewright.tracing.trace import trace_module
 

@@ -20,7 +20,7 @@ from stagewright.graph.tensor_parallel import (
     parallelism,
 )
 from stagewright.tracing.cache import trace
-from stagewright.tracing.tensor_parallel import plans
+from stagewright.tracing.tensor_parallel.parallelise import plan_of
 
 NUM_LAYERS = 2
 NARROW = {
@@ -91,7 +91,7 @@ def test_a_plan_that_leaves_out_a_layer_is_found_out(monkeypatch: pytest.MonkeyP
     """A norm between split products whose gradient nobody sums would be another one on every rank."""
 
     def careless(net: torch.nn.Module) -> dict[str, str]:
-        return {path: style for path, style in plans.plan_of(net).items() if "q_norm" not in path}
+        return {path: style for path, style in plan_of(net).items() if "q_norm" not in path}
 
     monkeypatch.setattr("stagewright.tracing.tensor_parallel.parallelise.plan_of", careless)
     with pytest.raises(ContractError, match="q_norm"):

@@ -235,14 +235,12 @@ class Cluster(SourcedModel):
         shares = [end.network_share(flows_per_node or end.devices_per_node) for end in ends]
         return shares[0].slower(shares[1])
 
-    def point_to_point_seconds(
-        self, num_bytes: float, src: int, dst: int, flows_per_node: int | None = None
-    ) -> float:
+    def point_to_point_seconds(self, num_bytes: float, src: int, dst: int) -> float:
         """Time of one message of `num_bytes` from `src` to `dst`; zero from a rank to itself.
 
         Source and ignores: `Link.seconds`.
         """
-        return 0.0 if src == dst else self.link_between(src, dst, flows_per_node).seconds(num_bytes)
+        return 0.0 if src == dst else self.link_between(src, dst).seconds(num_bytes)
 
     def blocks_seconds(self, num_bytes: float, src: int, dst: int, width: int) -> float:
         """Time of `width` messages of `num_bytes` at once, from ranks `src`, `src` + 1, ... to `dst`, `dst` + 1, ...: that

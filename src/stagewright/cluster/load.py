@@ -1,9 +1,11 @@
-"""From a name or a file to a `Cluster`, with overrides; and back to a file."""
+"""From a name or a file to a `Cluster`, with overrides; and back to a TOML file, written all or nothing."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from stagewright.cluster.cluster import Cluster, NodeGroup
 from stagewright.cluster.device import Device
 from stagewright.cluster.matrices import matrices_beside, with_matrices
 from stagewright.cluster.strict import validated
-from stagewright.cluster.toml import write_toml
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
+from stagewright.files import write_whole
 
 _SOURCED_TABLES = ("device", "intra_node", "inter_node", "host")
 """Tables of a node that carry `sources` of their own."""
@@ -139,3 +141,58 @@ def _override(document: dict[str, Any], dotted: str, value: Any) -> None:
             _merged(node, stated, "given as an override") if isinstance(node, dict) else node
             for node in nodes
         ]
+
+
+def dumps(document: Mapping[str, Any]) -> str:
+    """`document` (nested mappings, lists, strings, numbers, booleans; None is left out) as TOML text.
+
+    >>> print(dumps({"name": "a", "size": 1e9, "link": {"latency_s": 1e-05}}), end="")
+    name = "a"
+    size = 1000000000.0
+    <BLANKLINE>
+    [link]
+    latency_s = 1e-05
+    """
+    return "\n".join(_lines(document, "")).strip("\n") + "\n"
+
+
+def _lines(table: Mapping[str, Any], path: str) -> Iterator[str]:
+    for key, value in table.items():
+        if value is not None and not isinstance(value, Mapping) and not _tables(value):
+            yield f"{_key(key)} = {_value(value)}"
+    for key, value in table.items():
+        name = f"{path}.{_key(key)}" if path else _key(key)
+        if isinstance(value, Mapping) and value:
+            yield from ("", f"[{name}]", *_lines(value, name))
+        for item in _tables(value):
+            yield from ("", f"[[{name}]]", *_lines(item, name))
+
+
+def _tables(value: Any) -> Sequence[Any]:
+    """The tables that a value is an array of; none where it is something else."""
+    is_array = isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value)
+    return value if is_array else ()
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key, ensure_ascii=False)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_value(item) for item in value) + "]"
+    return repr(value)
+
+
+def write_toml(path: str | Path, document: Mapping[str, Any], provenance: str) -> None:
+    """Writes `document` to `path` under a comment; readers see the old file or the whole new one.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    comment = "".join(f"# {line}\n" for line in provenance.splitlines())
+    write_whole(path, f"{comment}\n{dumps(document)}")

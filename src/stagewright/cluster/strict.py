@@ -59,38 +59,30 @@ class SourcedModel(StrictModel):
 
     @model_validator(mode="after")
     def _sources_name_figures(self) -> SourcedModel:
-        known = set(self._figures()) | set(type(self).model_fields)
+        known = set(self.figures()) | set(type(self).model_fields)
         for key in self.sources:
             if key not in known:
                 raise ValueError(f"sources.{key} names no figure{nearest(key, known)}")
         return self
 
-    def _figures(self) -> Iterator[str]:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if (
-                name == "sources"
-                or name in self.not_figures
-                or value is None
-                or isinstance(value, SourcedModel)
-            ):
-                continue
-            if isinstance(value, StrictModel):
-                yield from (f"{name}.{key}" for key, item in value if item is not None)
-            else:
-                yield name
-
     def figures(self) -> list[str]:
         """Dotted names of the figures this model states itself; nested sourced models state their own."""
-        return list(self._figures())
+        found: list[str] = []
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if name == "sources" or name in self.not_figures or value is None:
+                continue
+            if isinstance(value, SourcedModel):
+                continue
+            if isinstance(value, StrictModel):
+                found += [f"{name}.{key}" for key, item in value if item is not None]
+            else:
+                found.append(name)
+        return found
 
     def source_of(self, figure: str) -> str | None:
         """Where `figure` (a name from `figures()`) comes from, or None when it is not said."""
         return self.sources.get(figure, self.sources.get(figure.split(".")[0]))
-
-    def unsourced(self) -> list[str]:
-        """The figures that do not say where they come from."""
-        return [figure for figure in self._figures() if not self.source_of(figure)]
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)

@@ -4,37 +4,272 @@ Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.x with its default settin
 streams, graphs' private pools, garbage collection.
 
 Requests are rounded up to whole multiples of 512 bytes. Those of at most 1 MiB come from segments of their own, of 2 MiB;
-others from segments of 20 MiB, or from 10 MiB on of whole multiples of 2 MiB.
+others from segments of 20 MiB, or from 10 MiB on of whole multiples of 2 MiB. Blocks are kept in arrays, and functions that
+numba compiles change them.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
 from stagewright.errors import InputError
-from stagewright.estimation import allocator_kernels as kernels
-from stagewright.estimation.allocator_kernels import Blocks, Ints
 
-_AT_FIRST = 256
-"""Blocks there is room for."""
+Ints = NDArray[np.int64]
+
+ROUND = 512
+SMALL = 2**20
+SMALL_SEGMENT = 2 * 2**20
+LARGE_SEGMENT = 20 * 2**20
+OWN_SEGMENT = 10 * 2**20
+LARGE_ROUND = 2 * 2**20
+
+ACTIVE, RESERVED, PEAK_ACTIVE, PEAK_RESERVED, NEXT_ADDRESS, CAPACITY, NUM_SPARE = range(7)
+"""Places of the totals; a capacity of -1 is none."""
+NONE = -1
 
 
+class Blocks(NamedTuple):
+    """Blocks by number: where they are in which segment, and the cached ones of both pools in no order."""
+
+    address: Ints
+    size: Ints
+    pool: Ints
+    """1 for blocks of small requests."""
+    place: Ints
+    """Of a cached block in its pool; `NONE` where it is in use."""
+    before: Ints
+    after: Ints
+    cached: Ints
+    """[pool, place] numbers of blocks."""
+    num_cached: Ints
+    spare: Ints
+    """Numbers that no block has."""
+    totals: Ints
+
+    @classmethod
+    def empty(cls, num_blocks: int, capacity_bytes: int | None) -> Blocks:
+        """Room for `num_blocks`."""
+
+        def column() -> Ints:
+            return np.full(num_blocks, NONE, np.int64)
+
+        totals = np.zeros(7, np.int64)
+        totals[CAPACITY] = NONE if capacity_bytes is None else capacity_bytes
+        totals[NUM_SPARE] = num_blocks
+        return cls(
+            address=column(), size=column(), pool=column(), place=column(), before=column(), after=column(),
+            cached=np.full((2, num_blocks), NONE, np.int64), num_cached=np.zeros(2, np.int64),
+            spare=np.arange(num_blocks)[::-1].copy(), totals=totals,
+        )  # fmt: skip
+
+    def grown(self) -> Blocks:
+        """With room for twice as many."""
+        num = len(self.size)
+
+        def doubled(column: Ints) -> Ints:
+            return np.concatenate([column, np.full(num, NONE, np.int64)])
+
+        totals, added = self.totals.copy(), np.arange(num, 2 * num)[::-1]
+        kept = self.spare[: totals[NUM_SPARE]]
+        totals[NUM_SPARE] += num
+        behind = np.full(2 * num - len(added) - len(kept), NONE, np.int64)
+        return Blocks(
+            address=doubled(self.address), size=doubled(self.size), pool=doubled(self.pool), place=doubled(self.place),
+            before=doubled(self.before), after=doubled(self.after),
+            cached=np.concatenate([self.cached, np.full((2, num), NONE, np.int64)], axis=1),
+            num_cached=self.num_cached, spare=np.concatenate([added, kept, behind]), totals=totals,
+        )  # fmt: skip
+
+
+@numba.njit(cache=True)
 def rounded(num_bytes: int) -> int:
     """What a request of `num_bytes` takes of a block.
 
     >>> rounded(1), rounded(512), rounded(513)
     (512, 512, 1024)
     """
-    return kernels.rounded(num_bytes)
+    return max((num_bytes + ROUND - 1) // ROUND, 1) * ROUND
 
 
+@numba.njit(cache=True)
 def segment_bytes(size: int) -> int:
     """What is asked of the driver when no block fits a request of (rounded) `size`.
 
     >>> segment_bytes(512) // 2**20, segment_bytes(2 * 2**20) // 2**20, segment_bytes(11 * 2**20 + 512) // 2**20
     (2, 20, 12)
     """
-    return kernels.segment_bytes(size)
+    if size <= SMALL:
+        return SMALL_SEGMENT
+    if size < OWN_SEGMENT:
+        return LARGE_SEGMENT
+    return (size + LARGE_ROUND - 1) // LARGE_ROUND * LARGE_ROUND
+
+
+@numba.njit(cache=True)
+def allocate(blocks: Blocks, num_bytes: int) -> int:
+    """The number of a block for a request, or `NONE` if the driver has too little left.
+
+    There must be two spare numbers.
+    """
+    size = rounded(num_bytes)
+    found = _best_fit(blocks, size)
+    if found == NONE:
+        found = _segment(blocks, size)
+        if found == NONE:
+            return NONE
+    else:
+        _forget(blocks, found)
+    _split(blocks, found, size)
+    totals = blocks.totals
+    totals[ACTIVE] += blocks.size[found]
+    totals[PEAK_ACTIVE] = max(totals[PEAK_ACTIVE], totals[ACTIVE])
+    return found
+
+
+@numba.njit(cache=True)
+def free(blocks: Blocks, number: int) -> None:
+    """Return a block to the cache; free neighbours become one block."""
+    blocks.totals[ACTIVE] -= blocks.size[number]
+    before, after = blocks.before[number], blocks.after[number]
+    if before != NONE and blocks.place[before] != NONE:
+        _forget(blocks, before)
+        _join(blocks, before, number)
+        number = before
+    if after != NONE and blocks.place[after] != NONE:
+        _forget(blocks, after)
+        _join(blocks, number, after)
+    _keep(blocks, number)
+
+
+@numba.njit(cache=True)
+def release_cached(blocks: Blocks) -> None:
+    """Return the segments that nothing uses to the driver."""
+    for pool in range(2):
+        for place in range(blocks.num_cached[pool] - 1, -1, -1):
+            number = blocks.cached[pool, place]
+            if blocks.before[number] == NONE and blocks.after[number] == NONE:
+                _forget(blocks, number)
+                blocks.totals[RESERVED] -= blocks.size[number]
+                _give_back(blocks, number)
+
+
+@numba.njit(cache=True)
+def run_script(blocks: Blocks, keys: Ints, sizes: Ints, held: Ints) -> int:
+    """Allocate `sizes` one after the other and note their blocks in `held` by key; a size below 0 frees the key's block.
+
+    Returns the first place whose request the driver has too little left for, or the number of all. There must be two
+    spare numbers for each.
+    """
+    for place in range(len(keys)):
+        if sizes[place] < 0:
+            free(blocks, int(held[keys[place]]))
+            held[keys[place]] = NONE
+            continue
+        found = allocate(blocks, sizes[place])
+        if found == NONE:
+            return place
+        held[keys[place]] = found
+    return len(keys)
+
+
+@numba.njit(cache=True)
+def _best_fit(blocks: Blocks, size: int) -> int:
+    """The cached block of least size, then address, that `size` fits in."""
+    pool, best = int(size <= SMALL), NONE
+    for place in range(blocks.num_cached[pool]):
+        number = blocks.cached[pool, place]
+        has = blocks.size[number]
+        if has < size:
+            continue
+        if (
+            best == NONE
+            or has < blocks.size[best]
+            or (has == blocks.size[best] and blocks.address[number] < blocks.address[best])
+        ):
+            best = number
+    return best
+
+
+@numba.njit(cache=True)
+def _segment(blocks: Blocks, size: int) -> int:
+    totals, wanted = blocks.totals, segment_bytes(size)
+    if totals[CAPACITY] >= 0 and totals[RESERVED] + wanted > totals[CAPACITY]:
+        release_cached(blocks)
+        if totals[RESERVED] + wanted > totals[CAPACITY]:
+            return NONE
+    totals[RESERVED] += wanted
+    totals[PEAK_RESERVED] = max(totals[PEAK_RESERVED], totals[RESERVED])
+    number = _new(blocks, totals[NEXT_ADDRESS], wanted, int(size <= SMALL))
+    totals[NEXT_ADDRESS] += wanted
+    return number
+
+
+@numba.njit(cache=True)
+def _split(blocks: Blocks, number: int, size: int) -> None:
+    rest, pool = blocks.size[number] - size, blocks.pool[number]
+    if rest < ROUND if pool == 1 else rest <= SMALL:
+        return
+    other = _new(blocks, blocks.address[number] + size, rest, pool)
+    behind = blocks.after[number]
+    blocks.before[other], blocks.after[other] = number, behind
+    if behind != NONE:
+        blocks.before[behind] = other
+    blocks.size[number], blocks.after[number] = size, other
+    _keep(blocks, other)
+
+
+@numba.njit(cache=True)
+def _join(blocks: Blocks, first: int, second: int) -> None:
+    """The second becomes part of the first, in front of it."""
+    behind = blocks.after[second]
+    blocks.size[first] += blocks.size[second]
+    blocks.after[first] = behind
+    if behind != NONE:
+        blocks.before[behind] = first
+    _give_back(blocks, second)
+
+
+@numba.njit(cache=True)
+def _new(blocks: Blocks, address: int, size: int, pool: int) -> int:
+    totals = blocks.totals
+    totals[NUM_SPARE] -= 1
+    number = int(blocks.spare[totals[NUM_SPARE]])
+    blocks.address[number], blocks.size[number], blocks.pool[number] = address, size, pool
+    blocks.place[number] = blocks.before[number] = blocks.after[number] = NONE
+    return number
+
+
+@numba.njit(cache=True)
+def _give_back(blocks: Blocks, number: int) -> None:
+    blocks.spare[blocks.totals[NUM_SPARE]] = number
+    blocks.totals[NUM_SPARE] += 1
+
+
+@numba.njit(cache=True)
+def _keep(blocks: Blocks, number: int) -> None:
+    pool = blocks.pool[number]
+    place = blocks.num_cached[pool]
+    blocks.cached[pool, place], blocks.place[number] = number, place
+    blocks.num_cached[pool] = place + 1
+
+
+@numba.njit(cache=True)
+def _forget(blocks: Blocks, number: int) -> None:
+    """The last of the pool takes its place."""
+    pool, place = blocks.pool[number], blocks.place[number]
+    last = blocks.num_cached[pool] - 1
+    moved = blocks.cached[pool, last]
+    blocks.cached[pool, place], blocks.place[moved] = moved, place
+    blocks.num_cached[pool] = last
+    blocks.place[number] = NONE
+
+
+_AT_FIRST = 256
+"""Blocks there is room for."""
 
 
 class Block(NamedTuple):
@@ -64,19 +299,19 @@ class CachingAllocator:
 
     @property
     def active_bytes(self) -> int:
-        return int(self._blocks.totals[kernels.ACTIVE])
+        return int(self._blocks.totals[ACTIVE])
 
     @property
     def reserved_bytes(self) -> int:
-        return int(self._blocks.totals[kernels.RESERVED])
+        return int(self._blocks.totals[RESERVED])
 
     @property
     def peak_active_bytes(self) -> int:
-        return int(self._blocks.totals[kernels.PEAK_ACTIVE])
+        return int(self._blocks.totals[PEAK_ACTIVE])
 
     @property
     def peak_reserved_bytes(self) -> int:
-        return int(self._blocks.totals[kernels.PEAK_RESERVED])
+        return int(self._blocks.totals[PEAK_RESERVED])
 
     def allocate(self, num_bytes: int) -> Block:
         """A block for `num_bytes`: the smallest cached one that fits, or a new segment.
@@ -85,14 +320,14 @@ class CachingAllocator:
             InputError: the driver has too little memory left, even after cached segments are returned.
         """
         self._make_room(1)
-        number = kernels.allocate(self._blocks, num_bytes)
-        if number == kernels.NONE:
+        number = allocate(self._blocks, num_bytes)
+        if number == NONE:
             raise self._lacks(num_bytes)
         return Block(number, int(self._blocks.address[number]), int(self._blocks.size[number]))
 
     def free(self, block: Block) -> None:
         """Return `block` to the cache; free neighbours become one block."""
-        kernels.free(self._blocks, block.number)
+        free(self._blocks, block.number)
 
     def run(self, keys: Ints, sizes: Ints, held: Ints) -> None:
         """Allocate `sizes` in turn, which `held` then has by their `keys`; a size below 0 frees the block of its key.
@@ -101,20 +336,20 @@ class CachingAllocator:
             InputError: as `allocate` does.
         """
         self._make_room(len(keys))
-        done = kernels.run_script(self._blocks, keys, sizes, held)
+        done = run_script(self._blocks, keys, sizes, held)
         if done < len(keys):
             raise self._lacks(int(sizes[done]))
 
     def release_cached(self) -> None:
         """Return the segments that nothing uses to the driver (`torch.cuda.empty_cache`)."""
-        kernels.release_cached(self._blocks)
+        release_cached(self._blocks)
 
     def _make_room(self, num_requests: int) -> None:
-        while self._blocks.totals[kernels.NUM_SPARE] < 2 * num_requests:
+        while self._blocks.totals[NUM_SPARE] < 2 * num_requests:
             self._blocks = self._blocks.grown()
 
     def _lacks(self, num_bytes: int) -> InputError:
-        capacity = int(self._blocks.totals[kernels.CAPACITY])
+        capacity = int(self._blocks.totals[CAPACITY])
         return InputError(
             f"an allocation of {rounded(num_bytes)} bytes does not fit: {self.reserved_bytes} of {capacity} bytes are "
             "reserved: use smaller microbatches or more devices"

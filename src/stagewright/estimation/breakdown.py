@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import work
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
 from stagewright.graph.graph import short_name
+from stagewright.graph.layers import layer_of
 
 WAYS = ("operator", "layer", "category")
 
+_T = TypeVar("_T")
 _FORWARD = frozenset({Part.STATIC, Part.DERIVED, Part.PROLOGUE, Part.FORWARD})
 
 
@@ -46,7 +49,7 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
     graph, name = costing.graph, _naming(costing, by)
     device_s, host_s, flop, *_ = costing.arrays
     seconds = device_s if device_s.sum() >= host_s.sum() else host_s
-    moved = _bytes_moved(costing)
+    moved = _once_per_signature(lambda node: work(node, graph.values.__getitem__).bytes_moved)
     found: dict[str, list[float]] = {name(graph.nodes[number]): [0.0] * 5 for number in graph.body}
     for index, node in enumerate(graph.nodes):
         sums = found.setdefault(name(node), [0.0] * 5)
@@ -58,42 +61,30 @@ def breakdown(costing: Costing, by: str) -> tuple[Share, ...]:
     return tuple(shares if by == "layer" else sorted(shares, key=lambda share: -share.seconds))
 
 
-def layer_of(module: str) -> str:
-    """The layer that a module belongs to: its path up to the first number, or the first name.
-
-    >>> layer_of("model.layers.3.mlp.up_proj"), layer_of("model.embed_tokens"), layer_of("")
-    ('model.layers.3', 'model.embed_tokens', '(model)')
-    """
-    parts = module.split(".")
-    for index, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: index + 1])
-    return ".".join(parts[:2]) or "(model)"
-
-
 def _naming(costing: Costing, by: str) -> Callable[[Node], str]:
     if by == "operator":
         return lambda node: short_name(node.op)
     if by == "layer":
-        return lambda node: layer_of(node.module)
-    values = costing.graph.values.__getitem__
-    known: dict[int, str] = {}
+        return lambda node: _layer_or_module(node.module)
+    return _once_per_signature(lambda node: work(node, costing.graph.values.__getitem__).kernel.value)
 
-    def category(node: Node) -> str:
+
+def _layer_or_module(module: str) -> str:
+    """The layer that a module belongs to, or where it belongs to none the first names of its path.
+
+    >>> _layer_or_module("model.layers.3.mlp.up_proj"), _layer_or_module("model.embed_tokens"), _layer_or_module("")
+    ('model.layers.3', 'model.embed_tokens', '(model)')
+    """
+    return layer_of(module) or ".".join(module.split(".")[:2]) or "(model)"
+
+
+def _once_per_signature(function: Callable[[Node], _T]) -> Callable[[Node], _T]:
+    """`function`, asked once for all nodes of a signature."""
+    known: dict[int, _T] = {}
+
+    def remembered(node: Node) -> _T:
         if node.signature not in known or node.signature < 0:
-            known[node.signature] = work(node, values).kernel.value
+            known[node.signature] = function(node)
         return known[node.signature]
 
-    return category
-
-
-def _bytes_moved(costing: Costing) -> Callable[[Node], float]:
-    values = costing.graph.values.__getitem__
-    known: dict[int, float] = {}
-
-    def moved(node: Node) -> float:
-        if node.signature not in known or node.signature < 0:
-            known[node.signature] = work(node, values).bytes_moved
-        return known[node.signature]
-
-    return moved
+    return remembered

@@ -25,6 +25,7 @@ from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.graph import short_name
 
+_NUM_STEPS = 3
 _DECAY_COPIES, _DECAY_PASSES = 1, 3
 
 
@@ -35,7 +36,6 @@ class StepMemory:
     active_peak_bytes: int
     reserved_peak_bytes: int
     at: str
-    num_steps: int
 
 
 def step_memory(
@@ -45,10 +45,8 @@ def step_memory(
     checkpointed: Sequence[str] = (),
     returned: Sequence[str] = (),
     decays_weights: bool = True,
-    num_steps: int = 3,
-    capacity_bytes: int | None = None,
 ) -> StepMemory:
-    """Replay `num_steps` training steps of `graph` on one device through the caching allocator.
+    """Replay three training steps of `graph` on one device through the caching allocator.
 
     Args:
         workspace_bytes: the matrix library's workspace, one per thread, made in front of its first product and kept.
@@ -57,14 +55,13 @@ def step_memory(
         returned: paths of linear layers whose results the model returns beside the loss (logits, keys and values of a
             cache), so that they stay until the forward is over.
         decays_weights: whether the optimizer decays weights by adding them to copies of the gradients.
-        capacity_bytes: what the driver can give; None: no limit.
     """
-    allocator = CachingAllocator(capacity_bytes)
     num_copies = loop.step_copies + decays_weights * _DECAY_COPIES
-    replay = _Replay(graph, loop, workspace_bytes, checkpointed, allocator, frozenset(returned), num_copies)
-    for _ in range(num_steps):
+    replay = _Replay(graph, loop, workspace_bytes, checkpointed, frozenset(returned), num_copies)
+    for _ in range(_NUM_STEPS):
         replay.step()
-    return StepMemory(allocator.peak_active_bytes, allocator.peak_reserved_bytes, replay.at, num_steps)
+    allocator = replay.allocator
+    return StepMemory(allocator.peak_active_bytes, allocator.peak_reserved_bytes, replay.at)
 
 
 def step_seconds(
@@ -103,9 +100,8 @@ class _Replay:
         loop: Loop,
         workspace_bytes: int,
         checkpointed: Sequence[str],
-        allocator: CachingAllocator,
-        returned: frozenset[str] = frozenset(),
-        num_copies: int = 2,
+        returned: frozenset[str],
+        num_copies: int,
     ) -> None:
         self.num_copies = num_copies
         self.graph = graph
@@ -113,7 +109,7 @@ class _Replay:
         self.loop = loop
         self.workspace_bytes = workspace_bytes
         self.workspaces: set[bool] = set()
-        self.allocator = allocator
+        self.allocator = CachingAllocator()
         self.at = ""
         self.peak = 0
         self.has_state = False
@@ -177,17 +173,16 @@ class _Replay:
         ends = ends_of_backwards(self.calls)
         made: dict[Held, int] = {}
         for place, call in enumerate(self.calls):
-            for output in call.node.outputs:
-                if output is not None:
-                    made.setdefault(self._held(output, call), place)
-            for value in (*call.node.inputs, *(output for output in call.node.outputs if output is not None)):
+            outputs = [output for output in call.node.outputs if output is not None]
+            for output in outputs:
+                made.setdefault(self._held(output, call), place)
+            for value in (*call.node.inputs, *outputs):
                 held = self._held(value, call)
                 first, end = ends[place]
                 inside = made.get(held, -1) >= first
                 found[held] = max(found.get(held, -1), place if inside else end)
         forward_end = next(
-            (place for place, call in enumerate(self.calls) if call.node.part not in FORWARD),
-            len(self.calls),
+            (place for place, call in enumerate(self.calls) if call.node.part not in FORWARD), len(self.calls)
         )
         for held in self._until_forward_ends():
             found[held] = max(found[held], forward_end - 1)
@@ -224,6 +219,7 @@ class _Replay:
     def _compute(self, blocks: dict[Held, Block]) -> dict[int, Block]:
         """Forward and backward; returns the blocks of gradients, and leaves in `blocks` what outlives them."""
         gradients: dict[int, Block] = {}
+        loss = self.graph.values[self.graph.loss].storage
         freed: dict[int, list[Held]] = {}
         for held, place in self.last_use.items():
             freed.setdefault(place, []).append(held)
@@ -241,12 +237,9 @@ class _Replay:
                         blocks[held] = made
             self._workspace(node)
             for held in freed.get(place, ()):
-                if held in blocks and not self._is_kept(held[0]):
+                if held in blocks and held[0] != loss:
                     self.allocator.free(blocks.pop(held))
         return gradients
-
-    def _is_kept(self, storage: int) -> bool:
-        return storage == self.graph.values[self.graph.loss].storage
 
     def _workspace(self, node: Node) -> None:
         """A workspace for each thread that multiplies: the one that runs the forward, and autograd's."""

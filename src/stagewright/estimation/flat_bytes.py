@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stagewright.estimation.sharded import Moves, moves
+from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.flat import GRADIENTS, Flat
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule.action import Action
 
 GATHERED, WHOLE, SUMMED, SHARDS = "gathered", "whole_gradients", "reducing", "gradient_shards"
+DERIVED, CROSSING = "derived", "crossing"
+_CATEGORY = {DERIVED: GATHERED, CROSSING: SUMMED}
+"""In which kinds of buffers are counted that have no category of their own."""
 
 
 @dataclass(frozen=True)
@@ -54,73 +58,109 @@ class FlatSizes:
         return flat.summed_elements * ITEM_BYTES[self.resident.wire]
 
 
-class FlatBytes:
-    """The buffers of a rank beyond those it keeps from step to step: `categories` says how many bytes there are.
+class FlatBuffers(ABC):
+    """The buffers of a rank beyond those it keeps from step to step, made and dropped as its actions go by.
 
-    The iterators go through what an action changes, step by step; each step gives the bytes that exist for a moment beyond
-    `categories`, which then holds what stays.
+    Buffers are known by kind and by what they are of. What making one means is for classes of this to say.
     """
 
     def __init__(self, resident: ResidentBytes, actions: Sequence[Action]) -> None:
-        self.resident = resident
         self.sizes = FlatSizes(resident)
         *self._moves, self._last = moves(actions, resident.flats)
-        self.categories: dict[str, int] = (
-            dict.fromkeys((GATHERED, WHOLE, SUMMED, SHARDS), 0) if resident.flats else {}
-        )
         self._has_shard: set[Flat] = set()
+
+    @abstractmethod
+    def _make(self, kind: str, of: Flat | int, num_bytes: int, then: str | None = None) -> None:
+        """A buffer is made, and `then` one of another kind is dropped."""
+
+    @abstractmethod
+    def _drop(self, kind: str, of: Flat | int) -> int:
+        """A buffer goes, if it is there; its bytes."""
+
+    @abstractmethod
+    def _rename(self, kind: str, of: Flat, other: str) -> None:
+        """A buffer, if it is there, is one of another kind from now on."""
+
+    @abstractmethod
+    def _take_for_a_moment(self, num_bytes: int) -> None: ...
+
+    def before(self, index: int) -> None:
+        """What action `index` changes before it does anything else."""
+        if self._moves[index] is not NOTHING:
+            self._apply(self._moves[index])
+
+    def end(self) -> None:
+        """The end of a batch: of sums nothing but the parts of gradients is left."""
+        self._apply(self._last)
+        for flat in self._last.reduces:
+            self._settle(flat)
+            self._make(CROSSING, flat, self.sizes.crossing(flat))
+        for flat in self.sizes.resident.flats:
+            self._drop(SUMMED, flat)
+            self._drop(CROSSING, flat)
+
+    def _apply(self, change: Moves) -> None:
+        sizes = self.sizes
+        for stage in change.leaves:
+            self._drop(DERIVED, stage)
+        for flat in change.settles:
+            self._settle(flat)
+        for flat in change.crosses:
+            self._make(CROSSING, flat, sizes.crossing(flat))
+        for flat in change.releases:
+            self._drop(GATHERED, flat)
+        for flat in change.gathers:
+            self._make(GATHERED, flat, sizes.parameter(flat))
+        for flat in change.opens:
+            self._make(WHOLE, flat, sizes.gradient(flat))
+        for flat in change.reduces:
+            if flat.level >= GRADIENTS and not sizes.is_cast(flat):
+                self._rename(WHOLE, flat, SUMMED)
+            else:
+                self._make(SUMMED, flat, sizes.summed(flat), then=WHOLE)
+        for stage in change.uses:
+            if stage in sizes.resident.derived:
+                self._make(DERIVED, stage, sizes.derived(stage))
+                self._take_for_a_moment(sizes.deriving(stage))
+
+    def _settle(self, flat: Flat) -> None:
+        if flat.level >= GRADIENTS and flat not in self._has_shard:
+            self._has_shard.add(flat)
+            self._make(SHARDS, flat, self.sizes.gradient(flat) // flat.num_shards)
+        self._drop(SUMMED, flat)
+
+
+class FlatBytes(FlatBuffers):
+    """Counts the buffers: `categories` says how many bytes there are of each kind.
+
+    Whenever there are more, `observe` is called with the bytes that exist for a moment beyond these.
+    """
+
+    def __init__(
+        self, resident: ResidentBytes, actions: Sequence[Action], observe: Callable[[int], None]
+    ) -> None:
+        super().__init__(resident, actions)
+        self._observe = observe
+        self._bytes: dict[tuple[str, Flat | int], int] = {}
+        self.categories: dict[str, int] = dict.fromkeys((GATHERED, WHOLE, SUMMED, SHARDS), 0)
 
     @property
     def total(self) -> int:
         return sum(self.categories.values())
 
-    def before(self, index: int) -> Iterator[int]:
-        """What action `index` changes before it does anything else."""
-        return self._apply(self._moves[index])
+    def _make(self, kind: str, of: Flat | int, num_bytes: int, then: str | None = None) -> None:
+        dropped = 0 if then is None else self._drop(then, of)
+        self._bytes[kind, of] = num_bytes
+        self.categories[_CATEGORY.get(kind, kind)] += num_bytes
+        self._observe(dropped)
 
-    def end(self) -> Iterator[int]:
-        """What the end of the batch changes."""
-        yield from self._apply(self._last)
-        for flat in self._last.reduces:
-            yield from self._settle(flat)
-            yield from self._cross(flat)
-        if self.resident.flats:
-            self.categories[SUMMED] = 0
+    def _drop(self, kind: str, of: Flat | int) -> int:
+        num_bytes = self._bytes.pop((kind, of), 0)
+        self.categories[_CATEGORY.get(kind, kind)] -= num_bytes
+        return num_bytes
 
-    def _apply(self, change: Moves) -> Iterator[int]:
-        live = self.categories
-        for stage in change.leaves:
-            live[GATHERED] -= self.sizes.derived(stage)
-        for flat in change.settles:
-            yield from self._settle(flat)
-        for flat in change.crosses:
-            yield from self._cross(flat)
-        for flat in change.releases:
-            live[GATHERED] -= self.sizes.parameter(flat)
-        for flat in change.gathers:
-            live[GATHERED] += self.sizes.parameter(flat)
-            yield 0
-        for flat in change.opens:
-            live[WHOLE] += self.sizes.gradient(flat)
-            yield 0
-        for flat in change.reduces:
-            live[SUMMED] += self.sizes.summed(flat)
-            closed = self.sizes.gradient(flat) if flat.level >= GRADIENTS else 0
-            live[WHOLE] -= closed
-            yield closed if self.sizes.is_cast(flat) else 0
-        for stage in change.uses:
-            if stage in self.resident.derived:
-                live[GATHERED] += self.sizes.derived(stage)
-                yield self.sizes.deriving(stage)
+    def _rename(self, kind: str, of: Flat, other: str) -> None:
+        self._make(other, of, self._drop(kind, of))
 
-    def _settle(self, flat: Flat) -> Iterator[int]:
-        if flat.level >= GRADIENTS and flat not in self._has_shard:
-            self._has_shard.add(flat)
-            self.categories[SHARDS] += self.sizes.gradient(flat) // flat.num_shards
-            yield 0
-        self.categories[SUMMED] -= self.sizes.summed(flat)
-
-    def _cross(self, flat: Flat) -> Iterator[int]:
-        if crossing := self.sizes.crossing(flat):
-            self.categories[SUMMED] += crossing
-            yield 0
+    def _take_for_a_moment(self, num_bytes: int) -> None:
+        self._observe(num_bytes)

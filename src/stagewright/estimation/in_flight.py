@@ -9,9 +9,8 @@ from functools import lru_cache
 from threading import Lock
 
 from stagewright.errors import ScheduleError
-from stagewright.estimation.change import Change, Event, Rank
+from stagewright.estimation.change import Change, Event, Key, Rank, Storages
 from stagewright.estimation.stage_memory import Channel, StageMemory
-from stagewright.estimation.storages import Key, Storages
 from stagewright.schedule import Action, Kind
 from stagewright.schedule.action import SENDS, SENDS_IN_FLIGHT
 
@@ -40,7 +39,7 @@ class Step:
 MOVES = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS})
 
 
-class Happenings:
+class MemoryEvents:
     """What the actions of a rank, in order, do to which microbatch."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ Views take nothing. A result that nobody uses is made and freed at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -62,17 +62,17 @@ class FunctionMemory:
         """The peak when storages of these (statement of the last use, bytes) are free afterwards."""
         key = tuple(sorted(freed))
         if key not in self._peaks:
-            released = np.zeros(len(self.made) + 1, np.int64)
-            for last, num_bytes in key:
-                if last + 1 < len(released):
-                    released[last + 1] += num_bytes
-            released = released.cumsum()[:-1]
-            self._peaks[key] = self._highest(released)
+            self._peaks[key] = self._highest(key)
         return self._peaks[key]
 
-    def _highest(self, released: Ints) -> Peak:
+    def _highest(self, freed: Sequence[tuple[int, int]]) -> Peak:
         if not len(self.made):
             return Peak(0, 0, 0)
+        released = np.zeros(len(self.made) + 1, np.int64)
+        for last, num_bytes in freed:
+            if last + 1 < len(released):
+                released[last + 1] += num_bytes
+        released = released.cumsum()[:-1]
         at = int(np.argmax(self.made - released))
         again = 0 if self.again is None else int(self.again[at])
         name = self.operators[at] if self.operators else ""

@@ -11,13 +11,13 @@ of state is worked out once (`stagewright.estimation.in_flight`) and then looked
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Event
 from stagewright.estimation.flat_bytes import FlatBytes
-from stagewright.estimation.in_flight import Happenings, in_flight
+from stagewright.estimation.in_flight import MemoryEvents, in_flight
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
@@ -100,63 +100,61 @@ class _Replay:
         self.actions = program.actions(rank)
         self.flight = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
-        self.happenings = Happenings()
+        self.events = MemoryEvents()
         self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)
         self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
         self.activations = 0
-        self.flat = FlatBytes(resident, self.actions) if resident.flats else None
+        self.flat = FlatBytes(resident, self.actions, self._observe_flat) if resident.flats else None
+        self.at: Action | str = "begin"
         self.peak = _Peak(-1, "", 0, 0, (), {})
 
     def run(self) -> RankMemory:
-        self._observe("begin", self.resident.rederived, 0, self.resident.rederived)
+        self._observe(self.resident.rederived, 0, self.resident.rederived)
         after: list[int] = []
         for index, action in enumerate(self.actions):
+            self.at = action
             if self.flat is not None:
-                self._move(action, self.flat.before(index))
-            for microbatch, event in self.happenings.of(action):
-                self._step(microbatch, event, action)
+                self.flat.before(index)
+                self.fixed = self.resident.total + self.flat.total
+            for microbatch, event in self.events.of(action):
+                self._step(microbatch, event)
             after.append(self.live + self.fixed)
         if self.flat is not None:
-            self._move("end of batch", self.flat.end())
+            self.at = "end of batch"
+            self.flat.end()
+            self.fixed = self.resident.total + self.flat.total
         self.live -= sum(self.flight.sending_bytes(state) for state in self.states)
         transient = self.resident.step_transient
-        self._observe("optimizer step", transient, 0, transient)
+        self.at = "optimizer step"
+        self._observe(transient, 0, transient)
         return self._described(tuple(after))
 
-    def _move(self, at: Action | str, steps: Iterable[int]) -> None:
-        """Flat buffers come and go, `steps` with so many bytes more for a moment."""
+    def _observe_flat(self, above: int) -> None:
+        """Flat buffers have come, with so many bytes more for a moment."""
         assert self.flat is not None
-        for above in steps:
-            self.fixed = self.resident.total + self.flat.total
-            self._observe(at, above, 0, above)
         self.fixed = self.resident.total + self.flat.total
+        self._observe(above, 0, above)
 
-    def _step(self, microbatch: int, event: Event, action: Action) -> None:
+    def _step(self, microbatch: int, event: Event) -> None:
         try:
             step = self.flight.step(self.states[microbatch], event)
         except ScheduleError as error:
-            raise ScheduleError(f"rank {self.rank}: {action}: {error}") from None
+            raise ScheduleError(f"rank {self.rank}: {self.at}: {error}") from None
         if self.live + step.above + self.fixed > self.peak.total:
-            self._observe(action, step.above, step.activations, step.transient, step.again, step.operator)
+            self._observe(step.above, step.activations, step.transient, step.again, step.operator)
         self.live += step.live
         self.activations += step.held
         self.states[microbatch] = step.after
 
     def _observe(
-        self,
-        at: Action | str,
-        above: int,
-        activations: int,
-        transient: int,
-        again: int = 0,
-        operator: str = "",
+        self, above: int, activations: int, transient: int, again: int = 0, operator: str = ""
     ) -> None:
         """Note a moment with `above` more bytes than are listed, where that is more than ever before."""
         total = self.live + above + self.fixed
         if total > self.peak.total:
             states, flat = tuple(self.states), dict(self.flat.categories) if self.flat is not None else {}
             held = self.activations + activations
-            self.peak = _Peak(total, at, held, transient, states, flat, again, operator)
+            self.peak = _Peak(total, self.at, held, transient, states, flat, again, operator)
 
     def _described(self, after: tuple[int, ...]) -> RankMemory:
         peak = self.peak

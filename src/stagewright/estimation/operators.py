@@ -65,29 +65,22 @@ _FREE = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_emp
 CPU_BLOCK = 512
 """Keys that PyTorch's attention for CPUs takes at once. Source: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp."""
 
-_STREAMING = frozenset({
-    "_native_batch_norm_legit",
-    "_native_batch_norm_legit_functional", "_safe_softmax", "_softmax", "_softmax_backward_data",
-    "_log_softmax", "_log_softmax_backward_data",
-    "_to_copy", "abs", "add", "addcmul", "all", "amax", "amin", "any", "arange", "argmax", "avg_pool2d",
-    "avg_pool2d_backward", "bernoulli", "bitwise_and", "bitwise_not", "bitwise_or", "cat", "ceil",
-    "clamp", "clamp_min", "clone", "constant_pad_nd", "copy", "cos", "cumsum", "div", "elu",
-    "elu_backward", "eq", "erf", "exp", "expm1", "fill", "flip", "floor", "floor_divide", "full",
-    "full_like", "gather", "ge", "gelu", "gelu_backward", "gt", "hardswish", "hardswish_backward",
-    "histc", "isinf", "le", "leaky_relu", "leaky_relu_backward", "linalg_vector_norm", "log", "log1p", "logical_and",
-    "logical_not",    "logical_or", "lt", "masked_fill", "max", "max_pool2d_with_indices",
-    "max_pool2d_with_indices_backward", "maximum", "mean", "min", "minimum", "mish", "mish_backward",
-    "mul", "native_batch_norm", "native_batch_norm_backward", "native_dropout",
-    "native_dropout_backward", "ne", "neg", "new_full", "new_ones", "new_zeros",
-    "nll_loss2d_backward", "nll_loss2d_forward", "nll_loss_backward", "nll_loss_forward", "ones",
-    "ones_like", "pow", "prod", "reciprocal", "relu", "remainder", "repeat", "roll", "rsqrt", "rsub",
-    "scalar_tensor", "scatter", "scatter_add", "select_backward", "select_scatter", "sgn", "sigmoid",
-    "sigmoid_backward", "sign", "silu", "silu_backward", "sin", "slice_backward", "slice_scatter",
-    "softplus", "softplus_backward", "sqrt", "stack", "sub", "sum", "tan", "tanh", "tanh_backward",
-    "threshold_backward", "tril", "tril_indices", "triu", "unfold_backward", "unpermute_rows", "upsample_bilinear2d",
-    "upsample_nearest2d", "upsample_nearest2d_backward", "var", "var_mean", "where", "zeros",
-    "zeros_like",
-})  # fmt: skip
+_STREAMING_NAMES = """
+_native_batch_norm_legit _native_batch_norm_legit_functional _safe_softmax _softmax _softmax_backward_data
+_log_softmax _log_softmax_backward_data _to_copy abs add addcmul all amax amin any arange argmax avg_pool2d
+avg_pool2d_backward bernoulli bitwise_and bitwise_not bitwise_or cat ceil clamp clamp_min clone constant_pad_nd copy
+cos cumsum div elu elu_backward eq erf exp expm1 fill flip floor floor_divide full full_like gather ge gelu
+gelu_backward gt hardswish hardswish_backward histc isinf le leaky_relu leaky_relu_backward linalg_vector_norm log
+log1p logical_and logical_not logical_or lt masked_fill max max_pool2d_with_indices max_pool2d_with_indices_backward
+maximum mean min minimum mish mish_backward mul native_batch_norm native_batch_norm_backward native_dropout
+native_dropout_backward ne neg new_full new_ones new_zeros nll_loss2d_backward nll_loss2d_forward nll_loss_backward
+nll_loss_forward ones ones_like pow prod reciprocal relu remainder repeat roll rsqrt rsub scalar_tensor scatter
+scatter_add select_backward select_scatter sgn sigmoid sigmoid_backward sign silu silu_backward sin slice_backward
+slice_scatter softplus softplus_backward sqrt stack sub sum tan tanh tanh_backward threshold_backward tril
+tril_indices triu unfold_backward unpermute_rows upsample_bilinear2d upsample_nearest2d upsample_nearest2d_backward
+var var_mean where zeros zeros_like
+"""
+_STREAMING = frozenset(_STREAMING_NAMES.split())
 """Operators whose time is that of the bytes they read and write once."""
 
 
@@ -221,8 +214,8 @@ class _Call:
     def shape(self, place: int) -> tuple[int, ...]:
         return self.meta(place).shape
 
-    def results(self) -> list[TensorMeta | None]:
-        return [None if output is None else self.value(output).meta for output in self.node.outputs]
+    def results(self) -> list[TensorMeta]:
+        return [self.value(output).meta for output in self.node.outputs if output is not None]
 
     @property
     def moved(self) -> float:
@@ -242,11 +235,8 @@ def _product(first: int) -> Callable[[_Call], Work]:
     """(batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
 
     def rule(call: _Call) -> Work:
-        rows, inner, outer = (
-            math.prod(call.shape(first)[:-1]),
-            call.shape(first)[-1],
-            call.shape(first + 1)[-1],
-        )
+        *rows_of, inner = call.shape(first)
+        rows, outer = math.prod(rows_of), call.shape(first + 1)[-1]
         return call.adding(call.matmul(2.0 * rows * inner * outer), rows * outer)
 
     return rule
@@ -262,26 +252,17 @@ def _grouped(call: _Call) -> Work:
 
 def _grouped_backward(call: _Call) -> Work:
     """Gradients of a grouped product: each as much work as the product, given (cotangent, rows, weights)."""
-    gradients = [meta for meta in call.results() if meta is not None]
-    rows, inner, outer = _grouped_sizes(call)
-    return call.matmul(2.0 * rows * inner * outer * len(gradients))
-
-
-def _grouped_sizes(call: _Call) -> tuple[int, int, int]:
     shapes = [call.value(number).meta.shape for number in call.node.inputs]
-    matrices = [shape for shape in shapes if len(shape) == 2]
-    weights = next(shape for shape in shapes if len(shape) == 3)
-    return matrices[0][0], weights[-2], weights[-1]
+    num_rows = next(shape[0] for shape in shapes if len(shape) == 2)
+    inner, outer = next(shape[-2:] for shape in shapes if len(shape) == 3)
+    return call.matmul(2.0 * num_rows * inner * outer * len(call.results()))
 
 
 def _convolution(call: _Call) -> Work:
     """2 N (spatial places) (filter elements) FLOP; arguments: input, weight, bias, stride, padding, dilation,
     transposed, ..."""
-    result = call.results()[0]
-    assert result is not None
-    flop = _convolution_flop(
-        call.shape(0), call.shape(1), result.shape, bool(call.argument(6, "transposed", False))
-    )
+    is_transposed = bool(call.argument(6, "transposed", False))
+    flop = _convolution_flop(call.shape(0), call.shape(1), call.results()[0].shape, is_transposed)
     return _of_channels(call.matmul(flop), call.shape(1), int(call.argument(8, "groups", 1)))
 
 
@@ -319,35 +300,22 @@ def _swapped(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[1], shape[0], *shape[2:])
 
 
-def _attention(causal: int) -> Callable[[_Call], Work]:
-    """Fused attention of (query, key, value); whether it is causal is argument `causal`."""
+def _attention(query: int, causal: int) -> Callable[[_Call], Work]:
+    """Fused attention, of (query, key, value) from argument `query` on; whether it is causal is argument `causal`."""
 
     def rule(call: _Call) -> Work:
-        flop = _attention_flop(call, 0, products=(1, 1))
-        share, in_blocks = _unmasked(call, 0, causal), _unskipped(call, 0, causal)
-        return Work(Kernel.ATTENTION, call.dtype, flop, flop * share, call.moved, in_blocks=flop * in_blocks)
+        kernel, flop = _attention_flop(call, query)
+        share, in_blocks = _unmasked(call, query, causal), _unskipped(call, query, causal)
+        return Work(kernel, call.dtype, flop, flop * share, call.moved, in_blocks=flop * in_blocks)
 
     return rule
 
 
-def _attention_backward(causal: int) -> Callable[[_Call], Work]:
-    """Its backward, of (cotangent, query, key, value, ...): five products, one of them the scores again."""
-
-    def rule(call: _Call) -> Work:
-        flop = _attention_flop(call, 1, products=(3, 2))
-        share, in_blocks = _unmasked(call, 1, causal), _unskipped(call, 1, causal)
-        return Work(
-            Kernel.ATTENTION_BACKWARD, call.dtype, flop, flop * share, call.moved, in_blocks=flop * in_blocks
-        )
-
-    return rule
-
-
-def _shared_attention(query: int, products: tuple[int, int], kernel: Kernel) -> Callable[[_Call], Work]:
+def _shared_attention(query: int) -> Callable[[_Call], Work]:
     """Attention to the keys and values of all parts of a sequence; under a causal mask ranks see equally many scores."""
 
     def rule(call: _Call) -> Work:
-        flop = _attention_flop(call, query, products=products)
+        kernel, flop = _attention_flop(call, query)
         num_keys = call.shape(query + 1)[-2]
         is_causal = next(argument for argument in call.node.args if isinstance(argument, bool))
         share = (num_keys + 1) / (2 * num_keys) if is_causal else 1.0
@@ -356,11 +324,17 @@ def _shared_attention(query: int, products: tuple[int, int], kernel: Kernel) -> 
     return rule
 
 
-def _attention_flop(call: _Call, query: int, products: tuple[int, int]) -> float:
-    """`products` of scores with the width of the keys, and with that of the values."""
+def _attention_flop(call: _Call, query: int) -> tuple[Kernel, float]:
+    """Kernel and FLOP of attention, or of its backward, which has a cotangent in front of the query.
+
+    The forward has two products of scores: with the width of the keys, and with that of the values. The backward has three
+    with that of the keys, one of them the scores again, and two with that of the values.
+    """
+    kernel, products = (Kernel.ATTENTION_BACKWARD, (3, 2)) if query else (Kernel.ATTENTION, (1, 1))
     *batch, num_queries, width = call.shape(query)
     num_keys, value_width = call.shape(query + 1)[-2], call.shape(query + 2)[-1]
-    return 2.0 * math.prod(batch) * num_queries * num_keys * (products[0] * width + products[1] * value_width)
+    scores = math.prod(batch) * num_queries * num_keys
+    return kernel, 2.0 * scores * (products[0] * width + products[1] * value_width)
 
 
 def _unmasked(call: _Call, query: int, causal: int) -> float:
@@ -385,7 +359,7 @@ def _unskipped(call: _Call, query: int, causal: int) -> float:
 
 def _gathered(call: _Call) -> Work:
     """Rows read from a table: as many bytes as come out, and the indices."""
-    results = sum(meta.payload_bytes for meta in call.results() if meta is not None)
+    results = sum(meta.payload_bytes for meta in call.results())
     indices = sum(
         call.value(number).meta.payload_bytes
         for number in call.node.inputs
@@ -422,7 +396,7 @@ def _sorted(call: _Call) -> Work:
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved * call.meta(0).item_bytes)
 
 
-def _collective(call: _Call) -> Work:
+def _copied(call: _Call) -> Work:
     """What a collective does beside sending: its argument is copied, and parts are put together or apart."""
     return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
 
@@ -436,34 +410,26 @@ _PRODUCTS: dict[str, Callable[[_Call], Work]] = {
     "_grouped_mm_backward": _grouped_backward,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "shared_attention": _shared_attention(0, (1, 1), Kernel.ATTENTION),
-    "shared_attention_backward": _shared_attention(1, (3, 2), Kernel.ATTENTION_BACKWARD),
-    "_scaled_dot_product_flash_attention": _attention(4),
-    "_scaled_dot_product_efficient_attention": _attention(6),
-    "_scaled_dot_product_cudnn_attention": _attention(6),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward(7),
-    "_scaled_dot_product_flash_attention_backward": _attention_backward(11),
-    "_scaled_dot_product_efficient_attention_backward": _attention_backward(11),
-    "_scaled_dot_product_cudnn_attention_backward": _attention_backward(14),
+    "shared_attention": _shared_attention(0),
+    "shared_attention_backward": _shared_attention(1),
+    "_scaled_dot_product_flash_attention": _attention(0, causal=4),
+    "_scaled_dot_product_efficient_attention": _attention(0, causal=6),
+    "_scaled_dot_product_cudnn_attention": _attention(0, causal=6),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention(1, causal=7),
+    "_scaled_dot_product_flash_attention_backward": _attention(1, causal=11),
+    "_scaled_dot_product_efficient_attention_backward": _attention(1, causal=11),
+    "_scaled_dot_product_cudnn_attention_backward": _attention(1, causal=14),
 }
 
 COUNTED = frozenset(_PRODUCTS)
 """Operators with FLOP."""
 
-_RULES = _PRODUCTS | {
-    "all_reduce": _collective,
-    "all_gather": _collective,
-    "reduce_scatter": _collective,
-    "shard": _collective,
-    "group_rank": _collective,
-    "all_to_all": _collective,
-    "embedding": _gathered,
-    "index": _gathered,
-    "index_select": _gathered,
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "shard", "group_rank", "all_to_all")
+_RULES = {
+    **_PRODUCTS,
+    **dict.fromkeys(_COLLECTIVES, _copied),
+    **dict.fromkeys(("embedding", "index", "index_select", "permute_rows"), _gathered),
+    **dict.fromkeys(("index_put", "index_add"), _scattered),
+    **dict.fromkeys(("sort", "topk"), _sorted),
     "embedding_dense_backward": _embedding_backward,
-    "permute_rows": _gathered,
-    "index_put": _scattered,
-    "index_add": _scattered,
-    "sort": _sorted,
-    "topk": _sorted,
 }

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.estimation.in_flight import Happenings, InFlight
+from stagewright.estimation.in_flight import InFlight, MemoryEvents
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.schedule import Program
@@ -26,13 +26,13 @@ def inner_bytes(memories: Sequence[StageMemory], program: Program, rank: int) ->
     Ignores: that operators take different times.
     """
     flight = InFlight(memories, program.placement.rank_of_stage, rank, is_scripted=True)
-    states, happenings = [0] * program.num_microbatches, Happenings()
+    states, events = [0] * program.num_microbatches, MemoryEvents()
     known: dict[int, tuple[Floats, Floats]] = {}
     sizes = [dict(flight.start_sizes) for _ in states]
     found: list[tuple[Floats, Floats]] = []
     for action in program.actions(rank):
         moments, above = np.zeros(1), np.zeros(1)
-        for microbatch, event in happenings.of(action):
+        for microbatch, event in events.of(action):
             step = flight.step(states[microbatch], event)
             states[microbatch] = step.after
             own = sizes[microbatch]

@@ -7,22 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.estimation.allocator import Block, CachingAllocator
-from stagewright.estimation.allocator_kernels import NONE, Ints
-from stagewright.estimation.flat_bytes import GATHERED, SHARDS, SUMMED, WHOLE, FlatSizes
-from stagewright.estimation.in_flight import Happenings, in_flight
+from stagewright.estimation.allocator import NONE, Block, CachingAllocator, Ints
+from stagewright.estimation.change import Key
+from stagewright.estimation.flat_bytes import SHARDS, FlatBuffers
+from stagewright.estimation.in_flight import MemoryEvents, in_flight
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.runtime import Runtime, runtime_of
-from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes, kept_parameters
-from stagewright.estimation.storages import Key
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule import Action, Program
-
-DERIVED, CROSSING = "derived", "crossing"
 
 _STEP_BYTES = 4
 """AdamW's step counter of a parameter."""
@@ -115,26 +111,16 @@ class _Replay:
         moved = {value for buffer in shared for value in buffer.values}
         own = {value: meta for value, meta in trained.items() if value not in moved}
         fixed = [*_fixed(self.stages, moved), *(kept_parameters(one, runtime) for one in shared)]
-        gradients = [
-            *(
-                meta.num_elements * ITEM_BYTES[runtime.precision(meta.dtype).gradient]
-                for value, meta in own.items()
-                if value not in flat
-            ),
-            *(self.buffers.sizes.gradient(one) for one in trained_flats if one.level < GRADIENTS),
-        ]
+        alone = [meta for value, meta in own.items() if value not in flat]
+        gradients = [m.num_elements * ITEM_BYTES[runtime.precision(m.dtype).gradient] for m in alone]
+        gradients += [self.buffers.sizes.gradient(one) for one in trained_flats if one.level < GRADIENTS]
         if self.host_optimizer:
             self._allocate(fixed, gradients, self.state_bytes)
             return []
-        sizes = [
-            *((meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()),
-            *(
-                (count, runtime.precision(one.dtype))
-                for one in shared
-                if one.is_trained
-                for count in _cut(one, runtime)
-            ),
-        ]
+        sizes = [(meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()]
+        for one in shared:
+            if one.is_trained:
+                sizes += [(count, runtime.precision(one.dtype)) for count in _cut(one, runtime)]
         states = [count * ITEM_BYTES[kind.state] for count, kind in sizes]
         masters = [size for size, (_, kind) in zip(states, sizes, strict=True) if kind.has_master]
         moments = 2 * sum(states) + _STEP_BYTES * len(states)
@@ -157,13 +143,13 @@ class _Replay:
 
     def _batch(self) -> None:
         """All actions of one batch; what is left of it goes at its end."""
-        states, happenings = [0] * self.num_microbatches, Happenings()
+        states, events = [0] * self.num_microbatches, MemoryEvents()
         inputs = self._script(self.flight.start_sizes.items())
         for own in self.held:
             self.allocator.run(*inputs, own)
         for index, action in enumerate(self.actions):
             self.buffers.before(index)
-            for microbatch, event in happenings.of(action):
+            for microbatch, event in events.of(action):
                 step = self.flight.step(states[microbatch], event)
                 states[microbatch] = step.after
                 script = self.scripts.get(id(step))
@@ -186,78 +172,42 @@ class _Replay:
         return np.array(keys, np.int64), np.array([size for _, size in given], np.int64)
 
 
-class _Buffers:
-    """Flat buffers that come and go, as blocks of the allocator; `FlatBytes` counts the same bytes."""
+class _Buffers(FlatBuffers):
+    """Flat buffers that come and go, as blocks of the allocator."""
 
     def __init__(
         self, resident: ResidentBytes, actions: Sequence[Action], allocator: CachingAllocator
     ) -> None:
-        self.sizes, self.allocator = FlatSizes(resident), allocator
-        *self._moves, self._last = moves(actions, resident.flats)
+        super().__init__(resident, actions)
+        self.allocator = allocator
         self._blocks: dict[tuple[str, Flat | int], Block] = {}
 
-    def before(self, index: int) -> None:
-        """What action `index` changes before it does anything else."""
-        if self._moves[index] is not NOTHING:
-            self._apply(self._moves[index])
-
-    def end(self) -> None:
-        """The end of a batch: nothing but the summed parts of gradients is left."""
-        self._apply(self._last)
-        for flat in self._last.reduces:
-            self._settle(flat)
-            self._make(CROSSING, flat, self.sizes.crossing(flat))
-        for kind, of in list(self._blocks):
-            if kind in (SUMMED, CROSSING):
-                self._drop(kind, of)
-
     def step(self) -> None:
-        """The optimizer has used these parts."""
-        for kind, of in list(self._blocks):
-            if kind == SHARDS:
-                self._drop(kind, of)
+        """The optimizer has used the parts of gradients."""
+        for flat in self._has_shard:
+            self._drop(SHARDS, flat)
+        self._has_shard.clear()
 
-    def _apply(self, change: Moves) -> None:
-        sizes = self.sizes
-        for stage in change.leaves:
-            self._drop(DERIVED, stage)
-        for flat in change.settles:
-            self._settle(flat)
-        for flat in change.crosses:
-            self._make(CROSSING, flat, sizes.crossing(flat))
-        for flat in change.releases:
-            self._drop(GATHERED, flat)
-        for flat in change.gathers:
-            self._make(GATHERED, flat, sizes.parameter(flat))
-        for flat in change.opens:
-            self._make(WHOLE, flat, sizes.gradient(flat))
-        for flat in change.reduces:
-            if flat.level >= GRADIENTS and not sizes.is_cast(flat):
-                whole = self._blocks.pop((WHOLE, flat), None)
-                if whole is not None:  # parameters without elements have none
-                    self._blocks[SUMMED, flat] = whole
-            else:
-                self._make(SUMMED, flat, sizes.summed(flat))
-                self._drop(WHOLE, flat)
-        for stage in change.uses:
-            if stage in sizes.resident.derived:
-                self._make(DERIVED, stage, sizes.derived(stage))
-                if most := sizes.deriving(stage):
-                    self.allocator.free(self.allocator.allocate(most))
-
-    def _settle(self, flat: Flat) -> None:
-        if flat.level >= GRADIENTS and (SHARDS, flat) not in self._blocks:
-            self._make(SHARDS, flat, self.sizes.gradient(flat) // flat.num_shards)
-        self._drop(SUMMED, flat)
-
-    def _make(self, kind: str, of: Flat | int, num_bytes: int) -> None:
+    def _make(self, kind: str, of: Flat | int, num_bytes: int, then: str | None = None) -> None:
         if num_bytes:
             self._blocks[kind, of] = self.allocator.allocate(num_bytes)
+        if then is not None:
+            self._drop(then, of)
 
-    def _drop(self, kind: str, of: Flat | int) -> None:
+    def _drop(self, kind: str, of: Flat | int) -> int:
         block = self._blocks.pop((kind, of), None)
-        if block is not None:
-            self.allocator.free(block)
+        if block is None:
+            return 0
+        self.allocator.free(block)
+        return block.size
+
+    def _rename(self, kind: str, of: Flat, other: str) -> None:
+        if (kind, of) in self._blocks:  # parameters without elements have none
+            self._blocks[other, of] = self._blocks.pop((kind, of))
+
+    def _take_for_a_moment(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.allocator.free(self.allocator.allocate(num_bytes))
 
 
 def _cut(flat: Flat, runtime: Runtime) -> list[int]:

@@ -7,6 +7,7 @@ what the host spends, which transfers keep a rank waiting. Time and memory come 
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -227,10 +228,9 @@ class Runtime(SourcedModel):
 
     @model_validator(mode="after")
     def _names_differ(self) -> Runtime:
-        names = [kernel.name for kernel in self.kernels]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two kernels are called '{name}': give each a name of its own")
+        twice = [name for name, count in Counter(kernel.name for kernel in self.kernels).items() if count > 1]
+        if twice:
+            raise ValueError(f"two kernels are called '{twice[0]}': give each a name of its own")
         return self
 
     @property
@@ -327,9 +327,8 @@ def _made(name: str, document: dict[str, Any], origin: str) -> Runtime:
         changed |= {
             f"{key}.{name}" for key, table in document.items() if isinstance(table, dict) for name in table
         }
-        base["sources"] = {
-            key: source for key, source in base.get("sources", {}).items() if key not in changed
-        }
+        kept = (item for item in base.get("sources", {}).items() if item[0] not in changed)
+        base["sources"] = dict(kept)
         document = _merged(base, document)
     return validated(Runtime, {**document, "name": name}, origin)
 

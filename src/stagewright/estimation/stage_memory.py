@@ -22,31 +22,28 @@ class StageMemory:
 
     @cached_property
     def forward(self) -> FunctionMemory:
-        return self._of(self.stage.forward)
+        return function_memory(self.stage.forward, self.stage.resident, self.stage.value)
 
     @cached_property
     def input_grad(self) -> FunctionMemory:
-        return self._of(self.stage.input_grad)
+        return self._of_backward(self.stage.input_grad)
 
     @cached_property
     def weight_grad(self) -> FunctionMemory:
-        return self._of(self.stage.weight_grad)
+        return self._of_backward(self.stage.weight_grad)
 
     @cached_property
     def backward(self) -> FunctionMemory:
-        return self._of(self.stage.backward)
+        return self._of_backward(self.stage.backward)
 
     @cached_property
     def rebuild(self) -> FunctionMemory:
-        return self._of(self.stage.rebuild)
+        return self._of_backward(self.stage.rebuild)
 
-    def _of(self, function: Function) -> FunctionMemory:
+    def _of_backward(self, function: Function) -> FunctionMemory:
         nodes = (*self.stage.rebuild.nodes, *self.stage.remade.nodes)
         again = frozenset(node.id for node in nodes if node.op not in MOVES)
-        is_again = function is not self.stage.forward
-        return function_memory(
-            function, self.stage.resident, self.stage.value, again if is_again else frozenset()
-        )
+        return function_memory(function, self.stage.resident, self.stage.value, again)
 
     @cached_property
     def saved_bytes(self) -> int:

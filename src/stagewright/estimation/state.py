@@ -11,6 +11,7 @@ from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
 from stagewright.estimation.sharded import is_gathered
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat, of_stages
+from stagewright.graph.graph import made_by
 from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
 
@@ -155,8 +156,8 @@ def _made(stage: Stage) -> tuple[FunctionMemory, FunctionMemory]:
         *(function.outputs for function in functions)
     )
     sources = frozenset({*stage.parameters, *stage.buffers, *stage.constants})
-    static = {value for node in stage.static for value in node.outputs if value is not None}
-    derived = {value for node in stage.derived for value in node.outputs if value is not None}
+    static = made_by(stage.static)
+    derived = made_by(stage.derived)
     return (
         function_memory(Function(stage.static, (), tuple(sorted(static & used))), sources, stage.value),
         function_memory(

@@ -118,18 +118,19 @@ def _precision(found: Work, device: Device) -> str:
 
 
 def cost(found: Work, device: Device) -> Cost:
-    """What one operator takes in eager execution.
-
-    A CPU computes on the thread that issues the operators, so that both times add up there.
-    """
+    """What one operator takes in eager execution."""
     if found.kernel is Kernel.VIEW:
         busy, issue = 0.0, device.view_seconds
     else:
         busy, issue = kernel_seconds(found, device) + device.launch_overhead_s, device.host_overhead_s
     needed = found.flop * (_NOT_RECOMPUTED if found.kernel is Kernel.ATTENTION_BACKWARD else 1.0)
-    if device.kind == "cpu":
-        return Cost(busy + issue, 0.0, found.flop, needed)
-    return Cost(busy, issue, found.flop, needed)
+    return _issued(busy, issue, found.flop, needed, device)
+
+
+def _issued(busy: float, issue: float, flop: float, model_flop: float, device: Device) -> Cost:
+    """A CPU computes on the thread that issues the operators, so that both times add up there."""
+    times = (busy + issue, 0.0) if device.kind == "cpu" else (busy, issue)
+    return Cost(*times, flop, model_flop)
 
 
 class NodeCosts(NamedTuple):
@@ -258,12 +259,7 @@ class Costing:
             kernel_s = self.runtime.host.kernel_s
             issue_s = self.device.host_overhead_s if kernel_s is None else kernel_s
             host = issue_s if fusion.is_launched else 0.0
-            on_cpu = self.device.kind == "cpu"
-            known = (
-                Cost(busy + host, 0.0, found.flop, found.flop)
-                if on_cpu
-                else Cost(busy, host, found.flop, found.flop)
-            )
+            known = _issued(busy, host, found.flop, found.flop, self.device)
             self._fused_costs[node.id] = known
         return known
 

@@ -15,7 +15,8 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.added import MOVES
 from stagewright.graph.carving import carve
 from stagewright.graph.flat import PARAMETERS
-from stagewright.graph.stage import Function, Stage, made_by
+from stagewright.graph.graph import made_by
+from stagewright.graph.stage import Function, Stage
 from stagewright.schedule.action import Kind
 from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.program import Program

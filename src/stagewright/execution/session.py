@@ -34,7 +34,7 @@ from stagewright.graph.carving import carve
 from stagewright.graph.flat import flats, of_stages
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism
-from stagewright.graph.verify_stages import verify_stages
+from stagewright.graph.verify import verify_stages
 from stagewright.planning.lengths import check_same_operators
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program

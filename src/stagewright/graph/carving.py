@@ -5,20 +5,18 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from stagewright.errors import PlanError
 from stagewright.graph.added import ARRIVED, FETCH, copy
 from stagewright.graph.cutting import Cutting, Routes
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, made_by, makers_of
 from stagewright.graph.locate import Located
 from stagewright.graph.moving import Parcel, with_leaving, with_returning
-from stagewright.graph.parts import part
 from stagewright.graph.policy import KEEP, Policy
-from stagewright.graph.rerunning import rerunning
-from stagewright.graph.stage import Function, Stage, Transfer, made_by
+from stagewright.graph.recompute import rerunning, woven
+from stagewright.graph.stage import Function, Stage, Transfer, part
 from stagewright.graph.tensor import TensorMeta
-from stagewright.graph.weaving import woven
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
 
@@ -46,41 +44,34 @@ class Carving:
         num_stages = self._cutting.num_stages
         if policies and len(policies) != num_stages:
             raise PlanError(f"{len(policies)} memory policies for {num_stages} stages: give one for each")
-        chosen = policies or [KEEP] * num_stages
-        self._located = []
-        stages = [self._carved(index, policy) for index, policy in enumerate(chosen)]
-        for stage in reversed(stages):
-            self._follow_backward(stage, self._located[stage.index])
-        return [_at(stage, here) for stage, here in zip(stages, self._located, strict=True)]
+        self._located, stages = [], []
+        for index, policy in enumerate(policies or [KEEP] * num_stages):
+            stage, here = self._carve(index, policy)
+            self._located.append(here)
+            stages.append(stage)
+        return [self._at(stage, self._located[stage.index]) for stage in reversed(stages)][::-1]
 
     def stage(self, index: int, policy: Policy) -> Stage:
         """One of `stages`, which have been carved before."""
-        stage, here = self._carve(index, policy)
-        self._follow_backward(stage, here)
-        return _at(stage, here)
-
-    def _carved(self, index: int, policy: Policy) -> Stage:
-        stage, here = self._carve(index, policy)
-        self._located.append(here)
-        return stage
+        return self._at(*self._carve(index, policy))
 
     def _carve(self, index: int, policy: Policy) -> tuple[Stage, Located]:
         """Stages in front of it have been carved."""
         carver = _StageCarver(self._cutting, index, policy)
         here = carver.located()
-        for transfer in carver.receives:
-            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
+        self._arrive(here, carver.receives)
         here.follow(carver.nodes.forward)
         return carver.carve(here), here
 
-    def _follow_backward(self, stage: Stage, here: Located) -> None:
-        for transfer in stage.grad_receives:
-            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
+    def _at(self, stage: Stage, here: Located) -> Stage:
+        """`stage` with the places of its values, once those behind it have theirs."""
+        self._arrive(here, stage.grad_receives)
         here.follow(stage.backward.nodes)
+        return replace(stage, extra=here.values, local_bytes=here.storage_bytes)
 
-
-def _at(stage: Stage, here: Located) -> Stage:
-    return replace(stage, extra=here.values, local_bytes=here.storage_bytes)
+    def _arrive(self, here: Located, transfers: Iterable[Transfer]) -> None:
+        for transfer in transfers:
+            here.arrive(self._located[transfer.stage].value(value) for value in transfer.values)
 
 
 @dataclass(frozen=True)
@@ -96,15 +87,8 @@ class _Nodes:
     finishing: tuple[Node, ...]
 
     def __iter__(self) -> Iterator[Node]:
-        yield from (
-            *self.static,
-            *self.derived,
-            *self.forward,
-            *self.late,
-            *self.input_grad,
-            *self.weight_grad,
-            *self.finishing,
-        )
+        for field in fields(self):
+            yield from getattr(self, field.name)
 
 
 @dataclass(frozen=True)
@@ -163,7 +147,8 @@ class _StageCarver:
         parcels = self._parcels(saved, inputs, here)
         away = {value for parcel in parcels for value in parcel.values}
         kept = (*(value for value in saved if value not in away), *(parcel.handle for parcel in parcels))
-        whole = self._returning(again.backward, parcels)
+        ahead = self.policy.fetch_ahead
+        whole = with_returning(again.backward, parcels, ahead)
         first = _first_run(whole, again.nodes, again.once.nodes) if self.grad_receives else []
         at_first, is_first = made_by(first), {id(node) for node in first}
         begun = {parcel.storage for parcel in parcels if parcel.storage in at_first}
@@ -171,17 +156,15 @@ class _StageCarver:
         later = [node for node in again.once.nodes if id(node) not in is_first]
         remade = [node for node in again.nodes if id(node) not in is_first]
         backward = [node for node in whole if id(node) not in is_first]
-        weight_grad = self._returning(weight_grad, missing, begun)
+        weight_grad = with_returning(weight_grad, missing, ahead, begun)
         relayed = _used(weight_grad, (at_hand | by_input_grad | {*kept} | begun) - made_by(weight_grad))
         extra = _in_order(later, nodes.late)
         input_grad = woven(nodes.input_grad, extra, (*relayed, *late_loss))
-        input_grad = self._returning(input_grad, missing, begun)
+        input_grad = with_returning(input_grad, missing, ahead, begun)
         by_input_grad |= made_by(later)
         there = {*kept} | at_first
         used = (*_used(backward, there), *_used(input_grad, there), *relayed)
-        leaving = with_leaving(
-            nodes.forward, parcels, self.policy.fetch_ahead, lambda value: here.value(value).storage
-        )
+        leaving = with_leaving(nodes.forward, parcels, ahead, lambda value: here.value(value).storage)
         sent, grad_sent = _values(self.sends), _values(self.grad_sends)
         return Stage(
             index=self.index,
@@ -316,7 +299,7 @@ class _StageCarver:
         self, forward: Sequence[Node], wanted: Sequence[int], kept: set[int], resident: set[int]
     ) -> Function:
         """The nodes of F that make the values `wanted` from those `kept`; its inputs must be saved."""
-        makers = {output: node for node in forward for output in node.outputs if output is not None}
+        makers = makers_of(forward)
         outputs = [value for value in wanted if value in makers and value not in kept]
         chosen: set[int] = set()
         inputs: dict[int, None] = {}
@@ -338,9 +321,8 @@ class _StageCarver:
         groups: dict[int, list[int]] = defaultdict(list)
         for value in self._of_storages(saved, self.policy.offload):
             groups[here.value(value).storage].append(value)
-        return tuple(
-            self._parcel(values, root, here) for root, values in groups.items() if root not in inputs
-        )
+        moved = ((values, root) for root, values in groups.items() if root not in inputs)
+        return tuple(self._parcel(values, root, here) for values, root in moved)
 
     def _parcel(self, values: Sequence[int], root: int, here: Located) -> Parcel:
         first, num_bytes = here.value(values[0]), here.bytes_of(root)
@@ -350,11 +332,6 @@ class _StageCarver:
         here.add(self.added[handle])
         here.add(replace(self.added[storage], storage=root))
         return Parcel(tuple(values), handle, storage, first.meta.offset * first.meta.item_bytes, num_bytes)
-
-    def _returning(
-        self, nodes: Sequence[Node], parcels: Sequence[Parcel], begun: Collection[int] = ()
-    ) -> list[Node]:
-        return with_returning(nodes, parcels, self.policy.fetch_ahead, begun)
 
     def _storage(self, value: int) -> int:
         return (self.added[value] if value in self.added else self.graph.values[value]).storage
@@ -366,12 +343,8 @@ class _StageCarver:
 
     def _with_copies(self, nodes: _Nodes) -> _Nodes:
         """F first copies every changing buffer whose value, or a view of it, must outlast F: the next F changes it."""
-        after = (
-            *nodes.late,
-            *nodes.input_grad,
-            *nodes.weight_grad,
-            *(nodes.forward if self.policy.recomputes else ()),
-        )
+        after = (*nodes.late, *nodes.input_grad, *nodes.weight_grad)
+        after += nodes.forward if self.policy.recomputes else ()
         later = {value for node in after for value in node.inputs}
         lasting = (value for value in (*later, *_values(self.sends)) if value < len(self.graph.values))
         for buffer in sorted({self.graph.values[value].storage for value in lasting} & self.cutting.changing):
@@ -379,17 +352,10 @@ class _StageCarver:
         if not self.copies:
             return nodes
 
-        def renew(group: tuple[Node, ...]) -> tuple[Node, ...]:
-            return tuple(node.renamed(self.copies) for node in group)
-
+        names = "forward", "late", "input_grad", "weight_grad"
+        renamed = {name: tuple(n.renamed(self.copies) for n in getattr(nodes, name)) for name in names}
         copies = [copy(buffer, made) for buffer, made in self.copies.items()]
-        return replace(
-            nodes,
-            forward=(*copies, *renew(nodes.forward)),
-            late=renew(nodes.late),
-            input_grad=renew(nodes.input_grad),
-            weight_grad=renew(nodes.weight_grad),
-        )
+        return replace(nodes, **renamed | {"forward": (*copies, *renamed["forward"])})
 
     def _closure(self, nodes: Iterable[Node], part: Part, also: Sequence[int]) -> tuple[Node, ...]:
         """Nodes of `part` that `nodes` need, directly or through each other."""
@@ -407,13 +373,8 @@ class _StageCarver:
 
     def _sources(self, nodes: Iterable[Node], origin: Origin, also: Sequence[int] = ()) -> tuple[int, ...]:
         used = {value for node in nodes for value in node.inputs} | set(also)
-        return tuple(
-            sorted(
-                value
-                for value in used
-                if value not in self.added and self.graph.values[value].origin is origin
-            )
-        )
+        values = self.graph.values
+        return tuple(sorted(v for v in used if v not in self.added and values[v].origin is origin))
 
     def _fresh(self, like: Value, storage: int | None = None) -> int:
         """A new value, numbered apart from the graph's, in a storage of its own or in `storage`; stages number theirs each
@@ -424,11 +385,8 @@ class _StageCarver:
 
     def _transfers(self, routes: Routes, outgoing: bool) -> tuple[Transfer, ...]:
         mine, other = (0, 1) if outgoing else (1, 0)
-        return tuple(
-            Transfer(hop[other], tuple(values))
-            for hop, values in sorted(routes.items())
-            if hop[mine] == self.index
-        )
+        own = ((hop, values) for hop, values in sorted(routes.items()) if hop[mine] == self.index)
+        return tuple(Transfer(hop[other], tuple(values)) for hop, values in own)
 
 
 def _values(transfers: Iterable[Transfer]) -> list[int]:

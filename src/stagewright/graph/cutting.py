@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stagewright.errors import PlanError
-from stagewright.graph.graph import Node, OperatorGraph, Part
+from stagewright.graph.graph import Node, OperatorGraph, Part, makers_of
 
 Routes = dict[tuple[int, int], list[int]]  # (from stage, to stage) -> values
 
@@ -91,7 +91,7 @@ class Cutting:
                     carried[value] |= carriers(item) if stage is None else {stage}
             return carried[value]
 
-        made = {output: node for node in self.floating for output in node.outputs if output is not None}
+        made = makers_of(self.floating)
         place = {node.id: index for index, node in enumerate(self.floating)}
         active: list[set[int]] = [set() for _ in self.nodes_of]
         for node in self.floating:

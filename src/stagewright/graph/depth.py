@@ -236,16 +236,12 @@ class _Expansion:
                 raise self._irregular(f"{graph.describe(one)} is not what is in its place in '{own.path}'")
         for mine, theirs in zip(before.values, own.values, strict=True):
             one, two = graph.values[mine], graph.values[theirs]
-            if (one.meta, one.origin, one.needs_grad, shifted(one.storage)) != (
-                two.meta,
-                two.origin,
-                two.needs_grad,
-                two.storage,
-            ):
+            layout = one.meta, one.origin, one.needs_grad, shifted(one.storage)
+            if layout != (two.meta, two.origin, two.needs_grad, two.storage):
                 raise self._irregular(f"values of '{before.path}' and '{own.path}' differ in layout")
-            if mine in graph.contributions and [
-                (self.nodes.shifted(node), shifted(value)) for node, value in graph.contributions[mine]
-            ] != list(graph.contributions[theirs]):
+            parts = graph.contributions.get(mine, ())
+            moved = tuple((self.nodes.shifted(node), shifted(value)) for node, value in parts)
+            if mine in graph.contributions and moved != tuple(graph.contributions[theirs]):
                 raise self._irregular(f"gradients of '{before.path}' and '{own.path}' have different parts")
 
     def _check_reach(self) -> None:
@@ -314,14 +310,9 @@ class _Expansion:
     def _value(self, value: int, copy: int) -> Value:
         found, holder = self.old.values[value], self.values.home.get(value, -1)
         return Value(
-            self.number[value, copy],
-            found.meta,
-            self._value_number(found.storage, holder, copy),
-            found.origin,
-            self._name(found.name, copy),
-            self._node_number(found.node, holder, copy),
-            found.needs_grad,
-        )
+            self.number[value, copy], found.meta, self._value_number(found.storage, holder, copy), found.origin,
+            self._name(found.name, copy), self._node_number(found.node, holder, copy), found.needs_grad,
+        )  # fmt: skip
 
     def _node(self, node: int, copy: int) -> Node:
         found, holder = self.old.nodes[node], self.nodes.home.get(node, -1)
@@ -368,10 +359,8 @@ class _Expansion:
     def _contributions(self) -> Iterator[tuple[int, tuple[tuple[int, int], ...]]]:
         for gradient, copy in self.values.in_order(self.old.contributions, self.num):
             holder = self.values.home.get(gradient, -1)
-            yield (
-                self.number[gradient, copy],
-                tuple(
-                    (self._node_number(node, holder, copy), self._value_number(value, holder, copy))
-                    for node, value in self.old.contributions[gradient]
-                ),
+            parts = tuple(
+                (self._node_number(node, holder, copy), self._value_number(value, holder, copy))
+                for node, value in self.old.contributions[gradient]
             )
+            yield self.number[gradient, copy], parts

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value, short_name
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value, makers_of, short_name
 from stagewright.graph.simplify import renumbered_graph
 from stagewright.graph.tensor import TensorMeta, contiguous
 from stagewright.graph.tensor_parallel import ALL_REDUCE
@@ -82,7 +82,7 @@ def adding_in_products(graph: OperatorGraph) -> OperatorGraph:
 
     Such a gradient is an empty tensor.
     """
-    maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
+    maker = makers_of(graph.nodes)
     values = list(graph.values)
     for made in graph.contributions.values():
         for _, value in made:
@@ -130,7 +130,7 @@ class _Group:
 
 
 def _groups(graph: OperatorGraph, rules: Sequence[FusionRule]) -> Iterator[_Group]:
-    maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
+    maker = makers_of(graph.nodes)
     taken: set[int] = set()
     for rule in rules:
         if rule.kind == "matmul":
@@ -289,7 +289,7 @@ class _Fused:
         self.groups = groups
         self.group_of = {member: index for index, group in enumerate(groups) for member in group.members}
         self.values: list[Value] = list(graph.values)
-        self.maker = {value: node for node in graph.nodes for value in node.outputs if value is not None}
+        self.maker = makers_of(graph.nodes)
         self.outside = self._needed_outside()
         self._signatures: dict[Any, int] = {}
         self._first_signature = 1 + max(node.signature for node in graph.nodes)
@@ -301,9 +301,7 @@ class _Fused:
     def graph(self) -> OperatorGraph:
         """The rewritten graph, numbered in running order."""
         old = self.old
-        leaders = {
-            member: self._leader(index) for index, group in enumerate(self.groups) for member in group.members
-        }
+        leaders = {member: group.members[0] for group in self.groups for member in group.members}
 
         def home(node: int) -> int:
             return leaders.get(node, node)
@@ -324,9 +322,6 @@ class _Fused:
             facts=old.facts | ({"late": _number_before(nodes, late)} if late else {}),
         )
         return renumbered_graph(rewritten)
-
-    def _leader(self, group: int) -> int:
-        return self.groups[group].members[0]
 
     def _needed_outside(self) -> set[int]:
         """Values that something other than nodes needs."""
@@ -388,13 +383,8 @@ class _Fused:
         if node.part is not Part.INPUT_GRAD or short_name(node.op) != "add" or len(node.inputs) != 2:
             return False
         own = [self._is_backward_of(value, group) for value in node.inputs]
-        leaves = all(
-            not self._is_backward_of_node(self.old.nodes[user], group)
-            for value in node.outputs
-            if value is not None
-            for user in self.old.consumers.get(value, ())
-        )
-        return sum(own) < 2 and leaves
+        users = (self.old.nodes[user] for user in _users(self.old, node))
+        return sum(own) < 2 and not any(self._is_backward_of_node(user, group) for user in users)
 
     def _stands_apart(self, node: Node, group: int) -> bool:
         """Whether a view in the backward touches nothing else of the kernel's: that of an operator that is gone."""
@@ -416,11 +406,8 @@ class _Fused:
 
     def _rewritten(self) -> dict[tuple[int, Part], Node]:
         """The node of every unit."""
-        results: dict[int, list[int]] = {}
-        kept: dict[int, list[int]] = {}
-        for index in range(len(self.groups)):
-            results[index] = self._leaving(self.units[index, Part.FORWARD])
-            kept[index] = []
+        results = [self._leaving(self.units[index, Part.FORWARD]) for index in range(len(self.groups))]
+        kept: list[list[int]] = [[] for _ in self.groups]
         reads = {}
         for key, unit in self.units.items():
             if unit.part is Part.FORWARD:
@@ -447,17 +434,13 @@ class _Fused:
     def _leaving(self, unit: _Unit) -> list[int]:
         """What others use: for a forward, all but the kernel's own backward."""
         inside = {node.id for node in unit.nodes}
-        found = []
-        for node in unit.nodes:
-            for value in node.outputs:
-                if value is None:
-                    continue
-                users = self.old.consumers.get(value, ())
-                if value in self.outside or any(
-                    user not in inside and self._group_of_unit(user) != unit.group for user in users
-                ):
-                    found.append(value)
-        return found
+
+        def is_used(value: int) -> bool:
+            users = (user for user in self.old.consumers.get(value, ()) if user not in inside)
+            return value in self.outside or any(self._group_of_unit(user) != unit.group for user in users)
+
+        made = (value for node in unit.nodes for value in node.outputs if value is not None)
+        return [value for value in made if is_used(value)]
 
     def _group_of_unit(self, node: int) -> int:
         """The group that a node is part of or a backward of; -1 where it stays for itself."""
@@ -468,7 +451,7 @@ class _Fused:
         rule = self.groups[unit.group].rule
         inside = {value for node in unit.nodes for value in node.outputs}
         forward = self.units[unit.group, Part.FORWARD]
-        own = {value: node for node in forward.nodes for value in node.outputs if value is not None}
+        own = makers_of(forward.nodes)
         entering = set(self._entering(forward))
         other = self.units.get((unit.group, Part.INPUT_GRAD)) if unit.part is Part.WEIGHT_GRAD else None
         partner = {value for node in other.nodes for value in node.outputs} if other else set()
@@ -526,16 +509,11 @@ class _Fused:
         roots = set(outputs)
         for value in outputs:
             found = self.values[value]
-            made = self.maker.get(found.storage)
-            inside = (
-                made is not None
-                and self.maker[value].id in self.unit_of
-                and self.unit_of.get(made.id) == self.unit_of.get(self.maker[value].id)
-            )
+            made, unit = self.maker.get(found.storage), self.unit_of.get(self.maker[value].id)
+            inside = made is not None and unit is not None and self.unit_of.get(made.id) == unit
             if found.storage not in roots and inside:
-                self.values[value] = replace(
-                    found, storage=value, meta=contiguous(found.meta.shape, found.meta.dtype)
-                )
+                meta = contiguous(found.meta.shape, found.meta.dtype)
+                self.values[value] = replace(found, storage=value, meta=meta)
         return outputs
 
     def _join(self, outputs: list[int]) -> int:
@@ -546,22 +524,17 @@ class _Fused:
             meta = replace(contiguous(found.meta.shape, found.meta.dtype), offset=offset)
             self.values[value] = replace(found, storage=number, meta=meta)
             offset += found.meta.num_elements
-        meta = contiguous((offset,), self.values[outputs[0]].meta.dtype)
-        self.values.append(Value(number, meta, number, Origin.NODE))
-        return number
+        return self._new_value(contiguous((offset,), self.values[outputs[0]].meta.dtype))
 
     def _product(self, group: int) -> tuple[float, int]:
         """FLOP of one direction, and elements of the matrices."""
         flop, weights = 0.0, 0
         for member in self.groups[group].members:
             node = self.old.nodes[member]
-            left, right = (
-                node.inputs[JOINED[short_name(node.op)]],
-                node.inputs[JOINED[short_name(node.op)] + 1],
-            )
-            metas = self.old.values[left].meta, self.old.values[right].meta
-            flop += 2.0 * metas[0].num_elements * metas[1].shape[-1]
-            weights += metas[1].num_elements
+            place = JOINED[short_name(node.op)]
+            left, right = (self.old.values[value].meta for value in node.inputs[place : place + 2])
+            flop += 2.0 * left.num_elements * right.shape[-1]
+            weights += right.num_elements
         return flop, weights
 
     def _follow_storages(self, nodes: Iterable[Node]) -> None:
@@ -593,9 +566,7 @@ class _Fused:
             kwargs += (("bytes_moved", per_element * largest * (unit.part is not Part.WEIGHT_GRAD)),)
         scratch: list[int] = []
         if is_forward and rule.scratch_bytes:
-            scratch = [self._scratch(int(rule.scratch_bytes * largest))]
-        signature = self._signature(unit, inputs, outputs)
-        drawing = next((node.draw for node in unit.nodes if node.draw >= 0), -1)
+            scratch = [self._new_value(TensorMeta((int(rule.scratch_bytes * largest),), (1,), "uint8"))]
         return replace(
             first,
             op=f"{KERNEL}{rule.name}.{unit.part.name.lower()}",
@@ -603,13 +574,12 @@ class _Fused:
             kwargs=kwargs,
             inputs=tuple(inputs),
             outputs=(*outputs, *scratch),
-            signature=signature,
-            draw=drawing,
+            signature=self._signature(unit, inputs, outputs),
+            draw=next((node.draw for node in unit.nodes if node.draw >= 0), -1),
         )
 
-    def _scratch(self, num_bytes: int) -> int:
+    def _new_value(self, meta: TensorMeta) -> int:
         number = len(self.values)
-        meta = TensorMeta((num_bytes,), (1,), "uint8")
         self.values.append(Value(number, meta, number, Origin.NODE))
         return number
 
@@ -630,12 +600,7 @@ class _Fused:
                 nodes.append((node.id, node))
             elif self.units[key].nodes[-1].id == node.id:
                 nodes.append((node.id, self.made[key]))
-        makers = {
-            value: index
-            for index, (_, node) in enumerate(nodes)
-            for value in node.outputs
-            if value is not None
-        }
+        makers = {value: index for index, (_, node) in enumerate(nodes) for value in node.outputs}
         waiting = [0] * len(nodes)
         users: list[list[int]] = [[] for _ in nodes]
         for index, (_, node) in enumerate(nodes):

@@ -17,7 +17,7 @@ ordinary nodes, a relayed cotangent from later consumers being the first addend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from functools import cached_property
@@ -134,6 +134,16 @@ class Node:
             kwargs=renumbered(self.kwargs, name),
             inputs=tuple(map(name, self.inputs)),
         )
+
+
+def made_by(nodes: Iterable[Node]) -> set[int]:
+    """The values that `nodes` make."""
+    return {value for node in nodes for value in node.outputs if value is not None}
+
+
+def makers_of(nodes: Iterable[Node]) -> dict[int, Node]:
+    """The node that makes each value that one of `nodes` makes."""
+    return {value: node for node in nodes for value in node.outputs if value is not None}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, makers_of
 
 _GROUP = {
     Part.STATIC: 0,
@@ -166,7 +166,7 @@ def _rehome(graph: OperatorGraph, original: OperatorGraph, twins: dict[int, int]
 
 
 def _drop_dead(graph: OperatorGraph) -> OperatorGraph:
-    producer = {output: node for node in graph.nodes for output in node.outputs if output is not None}
+    producer = makers_of(graph.nodes)
     alive: set[int] = set()
     stack = [graph.loss, *(value for _, value in graph.mutations)]
     stack += [value for found in graph.contributions.values() for _, value in found]

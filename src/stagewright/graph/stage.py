@@ -25,11 +25,12 @@ cotangent of the loss does not travel: it is a constant, resident on every stage
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 
-from stagewright.graph.graph import Node, OperatorGraph, Value
+from stagewright.graph.graph import Node, OperatorGraph, Value, made_by
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,6 @@ class Stage:
     def value(self, index: int) -> Value:
         return self.extra[index] if index in self.extra else self.graph.values[index]
 
-    @property
-    def loss_is_late(self) -> bool:
-        """Whether B or I returns the loss, and not F."""
-        return self.computes_loss and self.graph.loss in made_by(self.late)
-
     @cached_property
     def after_rebuild(self) -> frozenset[int]:
         """What F saves and R makes is there from then on if it is among these: the backward uses it, whole or split."""
@@ -111,6 +107,22 @@ class Stage:
         )
 
 
-def made_by(nodes: Iterable[Node]) -> set[int]:
-    """The values that `nodes` make."""
-    return {value for node in nodes for value in node.outputs if value is not None}
+def part(nodes: Sequence[Node], resident: Collection[int], used: Iterable[int]) -> Function:
+    """`nodes` as a function beside values that are `resident`; `used` are values that others use, in order."""
+    made = made_by(nodes)
+    inputs = dict.fromkeys(
+        value for node in nodes for value in node.inputs if value not in made and value not in resident
+    )
+    return Function(tuple(nodes), tuple(inputs), tuple(value for value in used if value in made))
+
+
+def parted(function: Function, resident: Iterable[int], kind: Callable[[Node], bool]) -> list[Function]:
+    """`function` as runs of nodes of one kind each; what a part makes and a later one uses is among its outputs."""
+    runs = [tuple(nodes) for _, nodes in groupby(function.nodes, kind)]
+    there = {*resident} - {*function.inputs}
+    later = {*function.outputs}
+    parts: list[Function] = []
+    for nodes in reversed(runs):
+        parts.append(part(nodes, there, sorted(later)))
+        later |= {*parts[-1].inputs}
+    return parts[::-1]

@@ -129,11 +129,8 @@ def local_values(graph: OperatorGraph) -> frozenset[int]:
             continue
         splits = node.op in _SPLITTING and group_of(node)[0] == GROUP
         if splits or node.op == GROUP_RANK or any(value in local for value in node.inputs):
-            for value in node.outputs:
-                if value is not None:
-                    local.add(value)
-                    if value in contributed:
-                        local.add(contributed[value])
+            made = [value for value in node.outputs if value is not None]
+            local.update(made, (contributed[value] for value in made if value in contributed))
     return frozenset(local)
 
 
@@ -168,15 +165,10 @@ def verify_parallel(graph: OperatorGraph) -> None:
     for node in graph.nodes:
         if node.op not in _ALIKE | _SPLITTING or group_of(node)[0] != GROUP:
             continue
-        if (node.op in COLLECTIVES and node.inputs[0] not in local) or (
-            node.op == SHARD and node.inputs[0] in local
-        ):
-            what = (
-                "splits what every rank has another of"
-                if node.op == SHARD
-                else "sums or gathers what all ranks have"
-            )
-            raise ContractError(f"an operator {what}: {graph.describe(node)}")
+        if node.op == SHARD and node.inputs[0] in local:
+            raise ContractError(f"an operator splits what every rank has another of: {graph.describe(node)}")
+        if node.op in COLLECTIVES and node.inputs[0] not in local:
+            raise ContractError(f"an operator sums or gathers what all ranks have: {graph.describe(node)}")
     if graph.loss in local:
         raise ContractError(
             f"model '{graph.name}' split over {found.size} ranks has another loss on each of them"

@@ -6,35 +6,26 @@ Each check is one invariant of the contract (see the design page); its error nam
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from stagewright.errors import ContractError
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part
+from stagewright.graph.stage import Function, Stage
 
 # Operators of which some results are gradients of parameters: a mask says which results to compute. The arguments of the
 # forward operator come in the same order as the results.
 _MASKED = frozenset(
-    [
-        "aten.convolution_backward.default",
-        "aten.native_batch_norm_backward.default",
-        "aten.native_group_norm_backward.default",
-        "aten.native_layer_norm_backward.default",
-    ]
+    f"aten.{name}_backward.default"
+    for name in ("convolution", "native_batch_norm", "native_group_norm", "native_layer_norm")
 )
-_RANDOM = frozenset(
-    "aten." + name
-    for name in (
-        *("bernoulli", "exponential", "multinomial", "native_dropout", "normal", "uniform"),
-        *("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm"),
-    )
-)
+_RANDOM = frozenset({
+    "aten.bernoulli", "aten.exponential", "aten.multinomial", "aten.native_dropout", "aten.normal", "aten.uniform",
+    "aten.rand", "aten.rand_like", "aten.randn", "aten.randn_like", "aten.randint", "aten.randint_like", "aten.randperm",
+})  # fmt: skip
 _DEPENDING_ON_DATA = (
-    "aten._local_scalar_dense",
-    "aten._unique",
-    "aten.bincount",
-    "aten.masked_select",
-    "aten.nonzero.",
-    "aten.repeat_interleave.Tensor",
-    "aten.unique",
-)
+    "aten._local_scalar_dense", "aten._unique", "aten.bincount", "aten.masked_select", "aten.nonzero.",
+    "aten.repeat_interleave.Tensor", "aten.unique",
+)  # fmt: skip
 _DOING_NOTHING = ("aten.alias", "aten.detach", "aten.lift", "aten._assert", "aten.sym_constrain")
 
 
@@ -44,19 +35,12 @@ def verify_graph(graph: OperatorGraph) -> None:
     Raises:
         ContractError: names the invariant, the operator and its module.
     """
-    _check_order(graph)
-    _check_functional(graph)
-    _check_mutations(graph)
-    _check_parts(graph)
-    _check_prologue(graph)
-    _check_storage(graph)
-    _check_backward(graph)
-    _check_masks(graph)
-    _check_gradients(graph)
-    _check_random(graph)
-    _check_static_shapes(graph)
-    _check_names(graph)
-    _check_no_ops(graph)
+    for check in (
+        _check_order, _check_functional, _check_mutations, _check_parts, _check_prologue, _check_storage,
+        _check_backward, _check_masks, _check_gradients, _check_random, _check_static_shapes, _check_names,
+        _check_no_ops,
+    ):  # fmt: skip
+        check(graph)
 
 
 def _fail(graph: OperatorGraph, node: Node, rule: str) -> None:
@@ -128,11 +112,8 @@ def _check_parts(graph: OperatorGraph) -> None:
 def _check_prologue(graph: OperatorGraph) -> None:
     """What depends on no parameter is not part of the body, and only real and complex values pass gradients."""
     for node in graph.nodes:
-        if (
-            node.part is Part.FORWARD
-            and node.draw < 0
-            and not any(_is_trained(graph, v) for v in node.inputs)
-        ):
+        is_drawn = node.part is not Part.FORWARD or node.draw >= 0
+        if not is_drawn and not any(_is_trained(graph, value) for value in node.inputs):
             _fail(graph, node, "a forward operator that depends on no parameter belongs to the prologue")
         for output in node.outputs:
             if output is not None and graph.values[output].needs_grad:
@@ -182,16 +163,9 @@ def _check_backward(graph: OperatorGraph) -> None:
         if node.part in (Part.INPUT_GRAD, Part.WEIGHT_GRAD):
             if owner.part not in (Part.FORWARD, Part.DERIVED):
                 _fail(graph, node, "a backward operator must belong to a forward operator")
-            position = owner.id
-            for value in node.inputs:
-                maker = graph.values[value].node
-                if maker < 0:
-                    continue
-                made_by = graph.nodes[maker]
-                if made_by.part is Part.FORWARD and made_by.id > position:
-                    _fail(
-                        graph, node, "a backward operator may not use the result of a later forward operator"
-                    )
+            makers = (graph.values[value].node for value in node.inputs)
+            if any(maker > owner.id and graph.nodes[maker].part is Part.FORWARD for maker in makers):
+                _fail(graph, node, "a backward operator may not use the result of a later forward operator")
         elif owner.id != node.id:
             _fail(graph, node, "only backward operators belong to another operator")
 
@@ -209,11 +183,8 @@ def _check_masks(graph: OperatorGraph) -> None:
             if output is not None and not wanted:
                 _fail(graph, node, f"result {place} is used, but the mask leaves it out")
             if wanted and _is_weight(graph, arguments[place]) != (node.part is Part.WEIGHT_GRAD):
-                _fail(
-                    graph,
-                    node,
-                    f"an operator of the {node.part.name} part computes the gradient of argument {place}",
-                )
+                rule = f"an operator of the {node.part.name} part computes the gradient of argument {place}"
+                _fail(graph, node, rule)
 
 
 def _is_weight(graph: OperatorGraph, value: int) -> bool:
@@ -230,12 +201,10 @@ def _check_gradients(graph: OperatorGraph) -> None:
         if not found:
             raise ContractError(f"the gradient of '{graph.values[value].name}' has no contribution")
         for node, contribution in found:
-            meta = graph.values[contribution].meta
-            if meta.shape != graph.values[value].meta.shape:
+            got, wanted = graph.values[contribution].meta.shape, graph.values[value].meta.shape
+            if got != wanted:
                 _fail(
-                    graph,
-                    graph.nodes[node],
-                    f"a gradient of shape {meta.shape} reaches a value of shape {graph.values[value].meta.shape}",
+                    graph, graph.nodes[node], f"a gradient of shape {got} reaches a value of shape {wanted}"
                 )
 
 
@@ -260,9 +229,8 @@ def _check_static_shapes(graph: OperatorGraph) -> None:
         for output in node.outputs:
             if output is not None:
                 meta = graph.values[output].meta
-                if not all(
-                    type(size) is int and size >= 0 for size in (*meta.shape, *meta.stride, meta.offset)
-                ):
+                numbers = (*meta.shape, *meta.stride, meta.offset)
+                if not all(type(size) is int and size >= 0 for size in numbers):
                     _fail(graph, node, f"the layout of value {output} is not made of numbers")
 
 
@@ -285,3 +253,107 @@ def _check_no_ops(graph: OperatorGraph) -> None:
         for output in node.outputs:
             if output is not None and (graph.values[output].storage, graph.values[output].meta) in layouts:
                 _fail(graph, node, "an operator returns its argument")
+
+
+def verify_stages(stages: Sequence[Stage]) -> None:
+    """Check what `carve` made of a graph that has passed `verify_graph`.
+
+    Raises:
+        ContractError: names the invariant, the stage and the operator or value.
+    """
+    for stage in stages:
+        _check_nothing_resident_is_kept(stage)
+        _check_functions(stage)
+    _check_transfers(stages)
+    _check_complete(stages)
+
+
+def _check_nothing_resident_is_kept(stage: Stage) -> None:
+    """Parameters, their views and casts, and buffers that change are neither saved nor sent."""
+    transfers = (*stage.sends, *stage.grad_sends)
+    kept = {"saved": stage.saved, "relayed": stage.relayed, "sent": [v for t in transfers for v in t.values]}
+    changing = {buffer for buffer, _ in stage.graph.mutations}
+    for what, values in kept.items():
+        for value in values:
+            root = stage.value(value).storage
+            if _is_of_a_parameter(stage, root) or root in changing:
+                of = "a buffer that changes" if root in changing else "a parameter"
+                raise ContractError(
+                    f"stage {stage.index}: {_describe(stage, value)} is {what}, but is part of {of}"
+                )
+
+
+def _is_of_a_parameter(stage: Stage, root: int) -> bool:
+    value = stage.value(root)
+    made_by_graph = root < len(stage.graph.values) and value.node >= 0
+    return value.origin is Origin.PARAMETER or (
+        made_by_graph and stage.graph.nodes[value.node].part is Part.DERIVED
+    )
+
+
+def _describe(stage: Stage, value: int) -> str:
+    found = stage.value(value)
+    if value < len(stage.graph.values) and found.node >= 0:
+        return f"value {value} of {stage.graph.describe(stage.graph.nodes[found.node])}"
+    return f"value {value} ('{found.name}')"
+
+
+def _check_functions(stage: Stage) -> None:
+    """Every function finds what it uses: given, resident or made before; and makes what it returns."""
+    functions = {
+        "F": stage.forward, "I": stage.input_grad, "W": stage.weight_grad, "B": stage.backward, "R": stage.rebuild,
+    }  # fmt: skip
+    for name, function in functions.items():
+        missing = _missing(function, stage.resident)
+        if missing is not None:
+            raise ContractError(
+                f"stage {stage.index}: {name} uses {_describe(stage, missing)} and does not have it"
+            )
+    arriving = {value for transfer in stage.grad_receives for value in transfer.values}
+    later = {*stage.saved, *arriving, *stage.rebuild.outputs}
+    why = "which F did not save and R not rebuild"
+    for name, there, lacks in (
+        ("I", later, why),
+        ("B", later, why),
+        ("R", {*stage.saved}, "which F did not save"),
+    ):
+        for value in functions[name].inputs:
+            if value not in there:
+                raise ContractError(f"stage {stage.index}: {name} takes {_describe(stage, value)}, {lacks}")
+
+
+def _missing(function: Function, resident: Iterable[int]) -> int | None:
+    known = {*resident, *function.inputs}
+    for node in function.nodes:
+        for value in node.inputs:
+            if value not in known:
+                return value
+        known.update(output for output in node.outputs if output is not None)
+    return next((value for value in function.outputs if value not in known), None)
+
+
+def _check_transfers(stages: Sequence[Stage]) -> None:
+    """What one stage sends another receives, in the same order."""
+    for sends, receives in (("sends", "receives"), ("grad_sends", "grad_receives")):
+        sent = {(s.index, t.stage): t.values for s in stages for t in getattr(s, sends)}
+        received = {(t.stage, s.index): t.values for s in stages for t in getattr(s, receives)}
+        for hop in (*sent, *received):
+            if sent.get(hop) != received.get(hop):
+                raise ContractError(
+                    f"stage {hop[0]} sends {sent.get(hop, ())} and stage {hop[1]} receives {received.get(hop, ())}"
+                )
+
+
+def _check_complete(stages: Sequence[Stage]) -> None:
+    """Every trained parameter gets its gradient, and every buffer that changes is updated, on some stage."""
+    graph = stages[0].graph
+    finished = {value for stage in stages for value, _ in stage.gradients}
+    updated = {buffer for stage in stages for buffer, _ in stage.mutations}
+    for value in graph.gradients:
+        if graph.values[value].origin is Origin.PARAMETER and value not in finished:
+            raise ContractError(f"no stage finishes the gradient of '{graph.values[value].name}'")
+    for buffer, _ in graph.mutations:
+        if buffer not in updated:
+            raise ContractError(f"no stage updates buffer '{graph.values[buffer].name}'")
+    if sum(stage.computes_loss for stage in stages) != 1:
+        raise ContractError("the loss must be computed by one stage")

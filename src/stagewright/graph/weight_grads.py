@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from stagewright.graph.added import accumulate, addition, zeros
 from stagewright.graph.cutting import Cutting
-from stagewright.graph.graph import Node, Origin, Part, Symbol
+from stagewright.graph.graph import Node, Origin, Part, Symbol, made_by
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class _Finisher:
         if start == len(self.graph.body):
             return set()
         own = (node for node in self.cutting.nodes_of[self.index] if position[node.forward] >= start)
-        late = {output for node in own for output in node.outputs if output is not None}
+        late = made_by(own)
         for node in floating:
             given = {value for value in node.inputs if value in chains}
             if late.intersection(node.inputs) or any(late.issuperset(chains[value]) for value in given):
@@ -132,7 +132,7 @@ class _Finisher:
 
     def _chains(self, nodes: Iterable[Node]) -> dict[int, list[int]]:
         """GRADIENT value -> the contributions of this stage, in autograd's order."""
-        made = {value for node in nodes for value in node.outputs if value is not None}
+        made = made_by(nodes)
         own = self.cutting.gradients_of[self.index]
 
         def is_local(node: int, value: int) -> bool:
@@ -171,7 +171,7 @@ class _Finisher:
 
 def with_finishing(nodes: Sequence[Node], finishing: Sequence[Node]) -> list[Node]:
     """`nodes` in order, each `finishing` node as soon as its inputs are made, so that gradients live shortly."""
-    making = {value for node in (*nodes, *finishing) for value in node.outputs if value is not None}
+    making = made_by((*nodes, *finishing))
     missing = [len(making.intersection(node.inputs)) for node in finishing]
     users: dict[int, list[int]] = defaultdict(list)
     for index, node in enumerate(finishing):

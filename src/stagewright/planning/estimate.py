@@ -12,9 +12,9 @@ from stagewright.estimation.breakdown import Share, breakdown
 from stagewright.estimation.eager_step import step_memory
 from stagewright.estimation.runtime import STAGEWRIGHT, Loop
 from stagewright.graph import OperatorGraph
-from stagewright.graph.attention import attention_scores
 from stagewright.graph.expert_parallel import width_fault
 from stagewright.graph.layers import layer_begins
+from stagewright.graph.policy import attention_scores
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
 from stagewright.planning.fitting import Recompute, recompute_of
 from stagewright.planning.job import Job

@@ -15,7 +15,7 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.graph.regions import has_regions
+from stagewright.graph.policy import has_regions
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import (
     Candidate,

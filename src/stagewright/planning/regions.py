@@ -13,11 +13,9 @@ from stagewright.estimation.operators import KERNELS
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import Node, OperatorGraph, Part
-from stagewright.graph.attention import attention_scores
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_inputs, layer_of
-from stagewright.graph.policy import KEEP, Policy
-from stagewright.graph.regions import region_policy
+from stagewright.graph.policy import KEEP, Policy, attention_scores, region_policy
 from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Pipeline, pipeline

@@ -41,6 +41,11 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     )
 
 
+def empty(meta: TensorMeta, device: torch.device) -> torch.Tensor:
+    """A tensor of a layout, in a storage of its own; its offset is left out."""
+    return torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device)
+
+
 def contents(tensor: torch.Tensor) -> bytes:
     """The elements of a constant, row-major; also of a fake tensor that knows what it stands for."""
     real = getattr(tensor, "constant", None)
@@ -50,11 +55,8 @@ def contents(tensor: torch.Tensor) -> bytes:
 
 def from_contents(data: bytes, meta: TensorMeta) -> torch.Tensor:
     """The tensor whose `contents` these are."""
-    flat = (
-        torch.frombuffer(bytearray(data), dtype=DTYPES[meta.dtype])
-        if data
-        else torch.empty(0, dtype=DTYPES[meta.dtype])
-    )
+    dtype = DTYPES[meta.dtype]
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(meta.shape).clone()
 
 
@@ -81,6 +83,12 @@ def encode(argument: Any, tensor: Callable[[Any], Any]) -> Any:
         f"an operator has the argument {argument!r} of type {type(argument).__name__}, which depends on data or has no "
         "plain form: shapes must be static, so replace .item(), nonzero or boolean indexing by masks of fixed shape"
     )
+
+
+def encode_keywords(kwargs: Mapping[str, Any], tensor: Callable[[Any], Any]) -> tuple[tuple[str, Any], ...]:
+    """Plain data for keyword arguments, without those that say nothing."""
+    given = (item for item in kwargs.items() if item[0] != "pin_memory" and item[1] is not None)
+    return tuple((name, encode(value, tensor)) for name, value in given)
 
 
 def decode(argument: Any, tensor: Callable[[int], Any], device: torch.device | None = None) -> Any:
@@ -122,10 +130,8 @@ def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            given = (
-                args[position] if position < len(args) else kwargs.get("dropout_p", argument.default_value)
-            )
-            return given != 0.0
+            default = kwargs.get("dropout_p", argument.default_value)
+            return (args[position] if position < len(args) else default) != 0.0
     return True
 
 

@@ -15,7 +15,7 @@ from stagewright.tracing.context_parallel import over_all_parts
 
 
 @contextlib.contextmanager
-def attention_of(kind: str, cp: int = 1) -> Iterator[None]:
+def attention_of(kind: str, cp: int) -> Iterator[None]:
     """Within it `scaled_dot_product_attention` is what the target computes.
 
     * ``traced``: what the model calls.
@@ -47,34 +47,24 @@ def attention_of(kind: str, cp: int = 1) -> Iterator[None]:
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
+        if cp > 1 and (attn_mask is not None or query.shape[-2] != key.shape[-2]):
+            raise InputError(
+                "context parallelism needs attention that is causal or sees all tokens, and this model's has a mask of its "
+                "own: leave out --cp"
+            )
+        if cp > 1:
+            return over_all_parts(cp, query, key, value, is_causal, scale)
         if attn_mask is None and query.shape[-1] != value.shape[-1] and query.shape[-2] == key.shape[-2]:
             # A CPU has no kernel for it; values are no view of what the keys are made of too.
             own = value.transpose(1, 2).contiguous().transpose(1, 2)
             return over_all_parts(1, query, key, own, is_causal, scale)
         return fused(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
 
-    def in_parts(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
-        if attn_mask is not None or query.shape[-2] != key.shape[-2]:
-            raise InputError(
-                "context parallelism needs attention that is causal or sees all tokens, and this model's has a mask of its "
-                "own: leave out --cp"
-            )
-        return over_all_parts(cp, query, key, value, is_causal, scale)
-
     if kind == "explicit" and cp > 1:
         raise InputError(
             "context parallelism needs fused attention, and this runtime stores scores: leave out --cp"
         )
-    stand_in = fused
-    if cp > 1:
-        stand_in = in_parts
-    elif kind == "explicit":
-        stand_in = explicit
-    elif kind == "fused":
-        stand_in = in_one_kernel
+    stand_in = {"traced": fused, "fused": in_one_kernel, "explicit": explicit}[kind if cp == 1 else "fused"]
     functional.scaled_dot_product_attention = stand_in  # type: ignore[assignment]
     try:
         yield

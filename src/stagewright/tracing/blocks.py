@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from stagewright.errors import TraceError
 from stagewright.graph import TensorMeta
-from stagewright.tracing.arguments import DTYPES, meta_of
+from stagewright.tracing.arguments import empty, meta_of
 
 _NUMBERING = re.compile(r"(^|_)(idx|index|id|number)$")
 _OWN_ATTRIBUTES = frozenset(torch.nn.Module().__dict__)
@@ -36,9 +36,7 @@ class Kind:
     leaves: tuple[Any, ...]  # leaves of the first call, None where a tensor goes
     tensors: tuple[int, ...]  # which leaves are tensors
     inputs: tuple[tuple[TensorMeta, bool], ...]  # layout of each of them and whether it needs a gradient
-    autocast: (
-        tuple[str, torch.dtype] | None
-    )  # type of device and element type, where the call is under autocast
+    autocast: tuple[str, torch.dtype] | None  # device and element type of the autocast that the call is under
     outputs: tuple[TensorMeta, ...]
     needs_grad: tuple[bool, ...]
     output_spec: Any
@@ -52,9 +50,7 @@ class Blocks:
 
     candidates: dict[str, Any]  # path -> fingerprint
     kinds: dict[Any, Kind] = field(default_factory=dict)  # by signature of the call
-    numbered: set[Any] = field(
-        default_factory=set
-    )  # signatures of calls whose code reads a numbering attribute
+    numbered: set[Any] = field(default_factory=set)  # signatures of calls that read a numbering attribute
     unruly: set[str] = field(default_factory=set)  # paths of blocks that do more than return values
     members: dict[str, list[str]] = field(default_factory=dict)  # kind key -> paths in order of call
     calls: dict[str, list[Kind]] = field(default_factory=dict)  # path -> the kinds of its calls, in order
@@ -89,22 +85,18 @@ def _fingerprint(module: torch.nn.Module) -> Any:
         for name, tensor in group.items()
         if tensor is not None
     )
-    attributes = []
-    for name, value in sorted(module.__dict__.items(), key=lambda item: item[0]):
-        if name in _OWN_ATTRIBUTES and name != "training":
-            continue
-        if not _is_number(name, value):
-            attributes.append((name, _plain(value)))
-    children = []
+    attributes = tuple(
+        (name, _plain(value))
+        for name, value in sorted(module.__dict__.items(), key=lambda item: item[0])
+        if (name == "training" or name not in _OWN_ATTRIBUTES) and not _is_number(name, value)
+    )
+    children: list[tuple[str, Any]] = []
     for name, child in module._modules.items():
-        if child is None:
-            children.append((name, None))
-            continue
-        found = _fingerprint(child)
-        if found is None:
+        found = None if child is None else _fingerprint(child)
+        if child is not None and found is None:
             return None
         children.append((name, found))
-    return (type(module), module.training, tensors, tuple(attributes), tuple(children))
+    return (type(module), module.training, tensors, attributes, tuple(children))
 
 
 def _is_number(name: str, value: Any) -> bool:
@@ -281,9 +273,8 @@ def _call_signature(fingerprint: Any, leaves: list[Any], spec: Any) -> Any:
     described = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            described.append(
-                ("tensor", meta_of(leaf), leaf.requires_grad, seen.setdefault(id(leaf), len(seen)))
-            )
+            same = seen.setdefault(id(leaf), len(seen))
+            described.append(("tensor", meta_of(leaf), leaf.requires_grad, same))
         else:
             described.append(_plain(leaf))
     return (fingerprint, str(spec), torch.is_grad_enabled(), _autocast(leaves), tuple(described))
@@ -332,12 +323,8 @@ def _rebuild(kind: Kind, tensors: list[torch.Tensor]) -> Any:
 
 
 def empty_outputs(kind: Kind, device: torch.device) -> list[torch.Tensor]:
-    return [
-        torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device).requires_grad_(
-            needs
-        )
-        for meta, needs in zip(kind.outputs, kind.needs_grad, strict=True)
-    ]
+    pairs = zip(kind.outputs, kind.needs_grad, strict=True)
+    return [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in pairs]
 
 
 class BlockBody(torch.nn.Module):
@@ -365,8 +352,4 @@ _LIBRARY.define("block(str key, Tensor[] tensors) -> Tensor[]")
 
 @torch.library.register_fake("stagewright::block", lib=_LIBRARY)
 def _fake_block(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    kind = _ACTIVE[key.split("@")[0]]
-    return [
-        torch.empty_strided(meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=tensors[0].device)
-        for meta in kind.outputs
-    ]
+    return [empty(meta, tensors[0].device) for meta in _ACTIVE[key.split("@")[0]].outputs]

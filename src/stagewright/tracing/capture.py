@@ -6,9 +6,7 @@ computed: the model's tensors are fake.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +19,11 @@ from stagewright.errors import TraceError
 from stagewright.graph import Origin, Ref, TensorMeta
 from stagewright.graph.depth import Repeat
 from stagewright.graph.tensor_parallel import COLLECTIVES, ENTER
-from stagewright.tracing.arguments import DTYPES, encode, meta_of
+from stagewright.tracing.arguments import empty, encode, encode_keywords, meta_of
 from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, rehearsing, stubbed
 from stagewright.tracing.depth import called_alike, repeats_of, without
 from stagewright.tracing.model_errors import source_line, tracing_errors
+from stagewright.tracing.models.losses import as_run
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
@@ -177,23 +176,10 @@ class _Bodies:
     def _export(self, kind: Kind, paths: list[str]) -> ExportedProgram:
         self.report(f"tracing {paths[0]} ({len(paths)} layers of its kind)")
         device = next(self.model.parameters()).device
-        with tracing_errors(self.model), self.mode, _as_run(), self.regions.marked():
-            tensors = [
-                torch.empty_strided(
-                    meta.shape, meta.stride, dtype=DTYPES[meta.dtype], device=device
-                ).requires_grad_(needs_grad)
-                for meta, needs_grad in kind.inputs
-            ]
+        # A block of a transformers model on its own must be traced under the patches its model would enter.
+        with tracing_errors(self.model), self.mode, as_run(), self.regions.marked():
+            tensors = [empty(meta, device).requires_grad_(needs_grad) for meta, needs_grad in kind.inputs]
             return _export(BlockBody(self.model.get_submodule(paths[0]), kind), (tensors,), {})
-
-
-def _as_run() -> contextlib.AbstractContextManager[None]:
-    """A block of a transformers model on its own must be traced under the patches its model would enter."""
-    if "transformers" not in sys.modules:
-        return contextlib.nullcontext()
-    from stagewright.tracing.models.transformers_patches import trace_as_run
-
-    return trace_as_run()
 
 
 @dataclass(frozen=True)
@@ -348,11 +334,7 @@ class _Flattener:
             return
         try:
             args = encode(node.args, lambda ref: Ref(env[ref]))
-            kwargs = tuple(
-                (key, encode(value, lambda ref: Ref(env[ref])))
-                for key, value in node.kwargs.items()
-                if key != "pin_memory" and value is not None
-            )
+            kwargs = encode_keywords(node.kwargs, lambda ref: Ref(env[ref]))
         except TraceError as error:
             raise TraceError(f"module '{module or '(model)'}' at {source_line(node)}: {error}") from None
         cast = (region, args, kwargs, no_grad)

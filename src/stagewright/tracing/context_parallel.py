@@ -95,18 +95,6 @@ def _like_queries(query: Tensor, width: int) -> Tensor:
     return query.new_empty((batch, tokens, heads, width)).transpose(1, 2)
 
 
-def _lay_out(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    return _like_queries(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=torch.float32)
-
-
-def _lay_out_backward(
-    cotangent: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return tuple(_like_queries(one, one.shape[-1]) for one in (query, key, value))  # type: ignore[return-value]
-
-
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output)
     ctx.rest = inputs[3:]
@@ -119,14 +107,16 @@ def _backward(ctx: Any, cotangent: Tensor, _: Tensor) -> tuple[Any, ...]:
 
 define(
     "shared_attention(Tensor query, Tensor key, Tensor value, bool is_causal, float scale) -> (Tensor, Tensor)",
-    _not_run,
-    _lay_out,
-    _backward,
-    _keep,
-)
+    run=_not_run,
+    lay_out=lambda query, key, value, is_causal, scale: (
+        _like_queries(query, value.shape[-1]), query.new_empty(query.shape[:-1], dtype=torch.float32),
+    ),
+    backward=_backward,
+    keep=_keep,
+)  # fmt: skip
 define(
     "shared_attention_backward(Tensor cotangent, Tensor query, Tensor key, Tensor value, Tensor out, Tensor sums, "
     "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
-    _not_run,
-    _lay_out_backward,
+    run=_not_run,
+    lay_out=lambda cotangent, *given: tuple(_like_queries(one, one.shape[-1]) for one in given[:3]),
 )

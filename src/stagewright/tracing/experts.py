@@ -11,6 +11,7 @@ steps. Ignores: routing that favours some experts. Such a graph is costed, not r
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.nn import functional
 
 from stagewright.errors import InputError, RunError
 from stagewright.graph.expert_parallel import EXPERT_GROUP, ExpertParallel
-from stagewright.tracing.classes import around
 from stagewright.tracing.tensor_parallel.operators import define
 
 
@@ -131,64 +131,46 @@ def unpermute_rows(x: Tensor, order: Tensor, copies: int) -> Tensor:
     return torch.ops.stagewright.unpermute_rows(x, order, copies)
 
 
-def _run_permute(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    return x[order // copies]
+def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+    ctx.copies = inputs[2]
 
 
-def _run_unpermute(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    return torch.empty_like(x).index_copy_(0, order, x).unflatten(0, (-1, copies)).sum(1)
+define(
+    "permute_rows(Tensor x, Tensor order, int copies) -> Tensor",
+    run=lambda x, order, copies: x[order // copies],
+    lay_out=lambda x, order, copies: x.new_empty((x.shape[0] * copies, *x.shape[1:])),
+    backward=lambda ctx, cotangent: (unpermute_rows(cotangent, ctx.saved_tensors[0], ctx.copies), None, None),
+    keep=_keep_order,
+)
+define(
+    "unpermute_rows(Tensor x, Tensor order, int copies) -> Tensor",
+    run=lambda x, order, copies: (
+        torch.empty_like(x).index_copy_(0, order, x).unflatten(0, (-1, copies)).sum(1)
+    ),
+    lay_out=lambda x, order, copies: x.new_empty((x.shape[0] // copies, *x.shape[1:])),
+    backward=lambda ctx, cotangent: (permute_rows(cotangent, ctx.saved_tensors[0], ctx.copies), None, None),
+    keep=_keep_order,
+)
 
 
 def _not_run(*_: Any) -> Any:
     raise RunError("a graph whose experts are shared out is predicted, not run: leave out --ep")
 
 
-def _lay_out_copies(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    return x.new_empty((x.shape[0] * copies, *x.shape[1:]))
-
-
-def _lay_out_sums(x: Tensor, order: Tensor, copies: int) -> Tensor:
-    return x.new_empty((x.shape[0] // copies, *x.shape[1:]))
-
-
-def _lay_out_sent(x: Tensor, group: str, size: int, copies: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.copies = inputs[2]
-
-
-def _permute_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-    return unpermute_rows(cotangent, ctx.saved_tensors[0], ctx.copies), None, None
-
-
-def _unpermute_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-    return permute_rows(cotangent, ctx.saved_tensors[0], ctx.copies), None, None
-
-
-def _sent_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+def _send_back(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
     return torch.ops.stagewright.all_to_all(cotangent, *ctx.arguments), None, None, None
 
 
 define(
-    "permute_rows(Tensor x, Tensor order, int copies) -> Tensor",
-    _run_permute,
-    _lay_out_copies,
-    _permute_backward,
-    _keep_order,
-)
-define(
-    "unpermute_rows(Tensor x, Tensor order, int copies) -> Tensor",
-    _run_unpermute,
-    _lay_out_sums,
-    _unpermute_backward,
-    _keep_order,
-)
-define(
     "all_to_all(Tensor x, str group, int size, int copies) -> Tensor",
-    _not_run,
-    _lay_out_sent,
-    _sent_backward,
+    run=_not_run,
+    lay_out=lambda x, group, size, copies: x.new_empty(x.shape),
+    backward=_send_back,
 )
+
+
+@functools.cache
+def around(outer: type, inner: type) -> type:
+    """A class that does what `outer` does around what `inner` does."""
+    return type(f"{outer.__name__.strip('_')}{inner.__name__}", (outer, inner), {})

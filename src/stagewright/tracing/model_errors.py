@@ -51,15 +51,13 @@ def tracing_errors(model: torch.nn.Module) -> Iterator[None]:
         raise
     except Exception as error:
         module = next((path for path in reversed(entered) if path), "") or "(model)"
-        reason = (
-            f"{error}"
-            if isinstance(error, CannotTrace)
-            else (
+        reason = str(error)
+        if not isinstance(error, CannotTrace):
+            reason = (
                 f"{type(error).__name__}: {first_line(error)}\n"
                 "  Shapes and control flow must not depend on tensor values: replace .item(), nonzero, boolean "
                 "indexing and 'if tensor:' by masked operators of fixed shape."
             )
-        )
         raise TraceError(
             f"the model cannot be traced: module '{module}'{_place(error)}\n  {reason}"
         ) from error

@@ -11,7 +11,7 @@ import torch
 
 from stagewright.errors import TraceError
 from stagewright.graph import Ref, renumbered
-from stagewright.tracing.arguments import encode, references
+from stagewright.tracing.arguments import encode, encode_keywords, references
 
 _GETITEM = "<built-in function getitem>"
 
@@ -117,11 +117,7 @@ def _steps(graph: torch.fx.Graph, num_inputs: int) -> tuple[tuple[Step, ...], tu
             )
         elif str(node.target) != _GETITEM:
             args = encode(node.args, lambda ref: Ref(numbers[ref]))
-            kwargs = tuple(
-                (name, encode(value, lambda ref: Ref(numbers[ref])))
-                for name, value in node.kwargs.items()
-                if name != "pin_memory" and value is not None
-            )
+            kwargs = encode_keywords(node.kwargs, lambda ref: Ref(numbers[ref]))
             outputs = _number_outputs(node, numbers, following)
             steps.append(Step(without_marks(str(node.target)), args, kwargs, outputs))
     return tuple(steps), results

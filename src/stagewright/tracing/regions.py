@@ -1,7 +1,7 @@
 """Regions of `torch.utils.checkpoint` in a model that is traced: where they begin and end, and what they keep.
 
 A region becomes two marks in the exported program, which stay in place through its passes: what lies between them is in
-the region. Its numbers are those of the same code without it; what it means for memory is said by `graph.regions`.
+the region. Its numbers are those of the same code without it; what it means for memory is said by `graph.policy`.
 """
 
 from __future__ import annotations

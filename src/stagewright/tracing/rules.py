@@ -20,7 +20,7 @@ import torch
 
 from stagewright.graph import TensorMeta
 from stagewright.graph.tensor_parallel import ENTER
-from stagewright.tracing.arguments import DTYPES, decode, meta_of, operator
+from stagewright.tracing.arguments import DTYPES, decode, empty, meta_of, operator
 from stagewright.tracing.private import (
     FakeTensorMode,
     argument_place,
@@ -122,13 +122,10 @@ class Rules:
 
     def fake(self, meta: TensorMeta, needs_grad: bool = False) -> torch.Tensor:
         """A fake tensor of a layout, in a storage of its own."""
-        dtype = DTYPES[meta.dtype]
-        if meta.offset:
-            storage = torch.empty(meta.offset + meta.extent, dtype=dtype, device=self.device)
-            tensor = storage.as_strided(meta.shape, meta.stride, meta.offset)
-        else:
-            tensor = torch.empty_strided(meta.shape, meta.stride, dtype=dtype, device=self.device)
-        return tensor.requires_grad_(needs_grad)
+        if not meta.offset:
+            return empty(meta, self.device).requires_grad_(needs_grad)
+        storage = torch.empty(meta.offset + meta.extent, dtype=DTYPES[meta.dtype], device=self.device)
+        return storage.as_strided(meta.shape, meta.stride, meta.offset).requires_grad_(needs_grad)
 
     def _fakes(self, call: Call, needs_grad: tuple[bool, ...]) -> list[torch.Tensor]:
         with self.mode:

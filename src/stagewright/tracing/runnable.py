@@ -6,6 +6,7 @@ in order. Resident values (parameters, buffers, static and derived values) are l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ def compile_function(
     names: dict[str, Any] = {} if mark is None else {"mark": mark}
     names |= {_called(op): move for op, move in (moves or {}).items()}
     lines = [f"def {name}(inputs, resident, accumulate, reseed):"]
-    last = _last_uses(function)
+    last = {value: index for index, node in enumerate(function.nodes) for value in node.inputs}
     if function.inputs:
         lines.append(f"    {', '.join(f'v{value}' for value in function.inputs)}, = inputs")
         lines.append("    inputs.clear()")
@@ -63,10 +64,8 @@ def compile_function(
     lines.extend(marked)
     for index, node in enumerate(function.nodes):
         lines.append("    " + _statement(node, names, device))
-        dead = [
-            value for value in dict.fromkeys((*node.inputs, *_made(node))) if last.get(value, index) == index
-        ]
-        dead = [value for value in dead if value not in function.outputs]
+        here = dict.fromkeys(value for value in (*node.inputs, *node.outputs) if value is not None)
+        dead = [v for v in here if last.get(v, index) == index and v not in function.outputs]
         if dead:
             lines.append(f"    del {', '.join(f'v{value}' for value in dead)}")
         lines.extend(marked)
@@ -116,18 +115,6 @@ def pure_function(
     return Pure(scope[name], read, tuple(gradients))
 
 
-def _made(node: Node) -> tuple[int, ...]:
-    return tuple(value for value in node.outputs if value is not None)
-
-
-def _last_uses(function: Function) -> dict[int, int]:
-    last: dict[int, int] = {}
-    for index, node in enumerate(function.nodes):
-        for value in node.inputs:
-            last[value] = index
-    return last
-
-
 def _statement(node: Node, names: dict[str, Any], device: torch.device) -> str:
     if node.op == ACCUMULATE:
         return f"accumulate({dict(node.kwargs)['parameter']}, v{node.inputs[0]})"
@@ -157,9 +144,5 @@ def _text(argument: Any, names: dict[str, Any], device: torch.device) -> str:
     if isinstance(argument, tuple):
         return "[" + ", ".join(_text(item, names, device) for item in argument) + "]"
     if isinstance(argument, float):
-        return (
-            f"float('{argument!r}')"
-            if argument != argument or argument in (float("inf"), -float("inf"))
-            else repr(argument)
-        )
+        return repr(argument) if math.isfinite(argument) else f"float('{argument!r}')"
     return repr(argument)

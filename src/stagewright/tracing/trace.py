@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from stagewright.errors import InputError
+from stagewright.errors import InputError, TraceError
 from stagewright.graph import OperatorGraph
 from stagewright.graph.depth import expanded, is_pattern
 from stagewright.graph.tensor_parallel import even, verify_parallel
@@ -20,12 +23,10 @@ from stagewright.tracing.capture import capture, fake_twin
 from stagewright.tracing.context_parallel import check_context_parallel, check_divided
 from stagewright.tracing.experts import group_experts
 from stagewright.tracing.joint import build_joint
-from stagewright.tracing.late import with_late_loss
 from stagewright.tracing.models.build import build
-from stagewright.tracing.models.pieces import evaluate_in_pieces
+from stagewright.tracing.models.pieces import LATE, evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
-from stagewright.tracing.quiet import quiet_capture
 from stagewright.tracing.rules import Rules
 from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
@@ -129,3 +130,52 @@ def _traced(
     verify_graph(graph)
     verify_parallel(graph)
     return graph
+
+
+def with_late_loss(graph: OperatorGraph) -> OperatorGraph:
+    """`graph` with the position of the first operator of a loss in pieces among its facts; as it is where there is none.
+
+    Raises:
+        TraceError: an operator from there on draws random numbers or updates a buffer, so that the pieces are not the whole.
+    """
+    late = next((place for place, node in enumerate(graph.body) if graph.nodes[node].module == LATE), None)
+    if late is None:
+        return graph
+    updating = {graph.values[value].node for _, value in graph.mutations}
+    for number in graph.body[late:]:
+        node = graph.nodes[number]
+        if node.draw >= 0 or number in updating:
+            does = "draws random numbers" if node.draw >= 0 else "updates a buffer"
+            raise TraceError(
+                f"{graph.describe(node)} is part of a loss in pieces and {does}, once per piece: use --loss-pieces 1"
+            )
+    return replace(graph, facts={**graph.facts, "late": late})
+
+
+_KERNEL_LOGGER = "transformers.integrations.hub_kernels"
+_TREESPEC = r".*isinstance\(treespec, LeafSpec\)"
+
+
+@contextlib.contextmanager
+def quiet_capture(device_type: str) -> Iterator[None]:
+    """While it is open, silences
+
+    * torch's `FutureWarning` about its own `LeafSpec`, which `torch.export` itself brings about;
+    * on a CPU, transformers' notice that a kernel of a GPU library falls back to its reference: there is no
+      such kernel to install. Tracing on a GPU is what a run there does, and then the notice is true.
+
+    Everything else that a model's code says while it is traced is let through.
+    """
+    logger = logging.getLogger(_KERNEL_LOGGER)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", _TREESPEC, FutureWarning)
+        if device_type == "cpu":
+            logger.addFilter(_is_no_fallback)
+        try:
+            yield
+        finally:
+            logger.removeFilter(_is_no_fallback)
+
+
+def _is_no_fallback(record: logging.LogRecord) -> bool:
+    return "falling back to its reference" not in record.getMessage()

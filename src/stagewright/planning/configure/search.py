@@ -18,8 +18,8 @@ from stagewright.errors import ContractError, InputError, PlanError, Stagewright
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.estimation.stages import BodyCosts, Floats
 from stagewright.graph import OperatorGraph
-from stagewright.graph.attention import attention_scores
 from stagewright.graph.graph import short_name
+from stagewright.graph.policy import attention_scores
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.candidate import (

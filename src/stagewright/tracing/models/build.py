@@ -19,12 +19,7 @@ from stagewright.tracing.models import grouped_mm
 from stagewright.tracing.models.deferred import DrawingByPlace, NotOnTape, Tape
 from stagewright.tracing.models.reference import ModelReference
 
-_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-    "float16": torch.float16,
-}
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float64", "float16")}
 
 
 @dataclass(frozen=True)

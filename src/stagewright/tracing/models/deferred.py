@@ -50,13 +50,8 @@ class _Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
-        return cls(
-            storage_key(tensor),
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()),
-        )
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        return cls(storage_key(tensor), tensor.dtype, shape, stride, int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)

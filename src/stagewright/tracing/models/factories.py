@@ -53,9 +53,8 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     net, inputs, loss_fn = _unpack(result, reference.text)
     taken, named = _name_inputs(net, inputs, loss_fn, reference.text)
     if "microbatch_size" not in arguments:
-        named = {
-            key: _resize(value, job.microbatch_size, key, reference.text) for key, value in named.items()
-        }
+        size = job.microbatch_size
+        named = {key: _resize(value, size, key, reference.text) for key, value in named.items()}
     per_sample = job.sequence_length if "sequence_length" in arguments else 1
     return FactoryModel(net, taken, loss_fn, reference.text), named, job.microbatch_size * per_sample
 
@@ -129,14 +128,8 @@ def _unpack(result: Any, text: str) -> tuple[nn.Module, Any, Callable[..., Any] 
     net, inputs = result[:2]
     inputs = (inputs,) if isinstance(inputs, Tensor) else inputs
     loss_fn = result[2] if len(result) == 3 else None
-    values = (
-        inputs.values()
-        if isinstance(inputs, Mapping)
-        else inputs
-        if isinstance(inputs, Sequence)
-        else (None,)
-    )
-    for value in values:
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs
+    for value in values if isinstance(inputs, Mapping | Sequence) else (None,):
         if not isinstance(value, Tensor) or value.dim() == 0:
             raise InputError(f"factory '{text}' returned a {type(value).__name__} among its inputs: {_SHAPE}")
     return net, inputs, loss_fn
@@ -185,12 +178,8 @@ def _where(error: BaseException) -> str:
 
 
 def _is_library(filename: str) -> bool:
-    return (
-        filename == __file__
-        or filename.startswith("<frozen")
-        or "importlib" in filename
-        or "site-packages" in filename
-    )
+    is_library = filename.startswith("<frozen") or "importlib" in filename or "site-packages" in filename
+    return is_library or filename == __file__
 
 
 def _what(error: BaseException) -> str:

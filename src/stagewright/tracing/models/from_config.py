@@ -31,23 +31,14 @@ _KINDS = {
 # Keys that describe how a checkpoint is stored or run, not the model that is trained; at any depth, as some of them name
 # code to be loaded.
 _DROPPED = (
-    "quantization_config",
-    "auto_map",
-    "torch_dtype",
-    "dtype",
-    "attn_implementation",
-    "_attn_implementation",
+    "quantization_config", "auto_map", "torch_dtype", "dtype", "attn_implementation", "_attn_implementation",
     "_attn_implementation_internal",
-)
+)  # fmt: skip
 # Keys that config classes take and store under another name, or models take from them.
 _ACCEPTED = (
-    "rope_theta",
-    "rope_scaling",
-    "num_labels",
-    "sliding_window_pattern",
-    "hybrid_override_pattern",
+    "rope_theta", "rope_scaling", "num_labels", "sliding_window_pattern", "hybrid_override_pattern",
     "gradient_checkpointing",
-)
+)  # fmt: skip
 _DROPOUT_KEY = re.compile(r"(^|_)(dropout|pdrop)(_|$)")
 _LEARNED_POSITIONS = re.compile(r"(^|\.)(wpe|position_embeddings|embed_positions)$")
 

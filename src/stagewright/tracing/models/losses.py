@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
         """The mean loss of what the model predicts for `inputs`, with the loss that balances its experts."""
 
         def call() -> Any:
-            with _tracing():
+            with as_run():
                 return self.net(**inputs)
 
         return _with_auxiliary_loss(*self.loss_of(self.net, call, labels, self.cross_entropy), self.net)
@@ -99,7 +99,7 @@ class ImageClassifier(nn.Module):
         self.net = net
 
     def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
-        with _tracing():
+        with as_run():
             output = self.net(pixel_values=pixel_values)
         return cross_entropy(output.logits, labels)
 
@@ -121,7 +121,7 @@ class FactoryModel(nn.Module):
 
     def forward(self, **inputs: Tensor) -> Tensor:
         rest = [value for key, value in inputs.items() if key not in self.taken]
-        with _tracing(packed="position_ids" in inputs):
+        with as_run(packed="position_ids" in inputs):
             loss = self.net(**{key: inputs[key] for key in self.taken})
             if self.loss_fn is not None:
                 loss = self.loss_fn(loss, *rest)
@@ -134,7 +134,7 @@ class FactoryModel(nn.Module):
         )
 
 
-def _tracing(packed: bool = False) -> contextlib.AbstractContextManager[None]:
+def as_run(packed: bool = False) -> contextlib.AbstractContextManager[None]:
     """`trace_as_run` where transformers is in use; a factory may do without it and its long import."""
     if "transformers" not in sys.modules:
         return contextlib.nullcontext()

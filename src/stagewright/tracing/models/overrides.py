@@ -23,19 +23,10 @@ _SYNONYMS = (
 _DEPTH = _SYNONYMS[0]
 _ENTRIES = ("vocab_size", "max_position_embeddings", "n_positions")
 """Rows of tables, of which there may be more than of what else no model is without."""
-_NEEDED = frozenset(
-    {
-        "num_key_value_heads",
-        "num_channels",
-        "patch_size",
-        "image_size",
-        "conv_kernel",
-        "state_size",
-        "d_kv",
-        *_ENTRIES,
-    }
-    | {name for names in _SYNONYMS for name in names}
-)
+_NEEDED = frozenset({
+    "num_key_value_heads", "num_channels", "patch_size", "image_size", "conv_kernel", "state_size", "d_kv", *_ENTRIES,
+    *(name for names in _SYNONYMS for name in names),
+})  # fmt: skip
 """Sizes and counts without which there is no model; of others, such as shared experts, there may be 0."""
 _SIZE = re.compile(r"(num|n|d)_.+|.+_(size|dim|heads|layers|rank|experts)|expand")
 """Keys of the configurations of all families that say how many of something there are, or how large it is."""
@@ -56,13 +47,8 @@ def check_sizes(config: Mapping[str, Any], model: str) -> None:
     """
     for key, value in _sizes(config):
         least = 1 if key in _NEEDED else 0
-        most = (
-            MOST_LAYERS
-            if key in _DEPTH
-            else MOST_SIZE
-            if key in _NEEDED and key not in _ENTRIES
-            else MOST_ENTRIES
-        )
+        most = MOST_SIZE if key in _NEEDED and key not in _ENTRIES else MOST_ENTRIES
+        most = MOST_LAYERS if key in _DEPTH else most
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if key not in _NEEDED and (not is_number or value == _NO_LIMIT):
             continue  # a switch or a name, which the family judges

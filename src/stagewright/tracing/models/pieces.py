@@ -122,9 +122,6 @@ def _with_first(output: Any, hidden: Tensor) -> Any:
 
 
 def _kind(model: nn.Module) -> str:
-    net = getattr(model, "net", model)
-    return (
-        type(net).__name__
-        if type(model).__name__ != "FactoryModel"
-        else "model of a factory with its own loss"
-    )
+    if type(model).__name__ == "FactoryModel":
+        return "model of a factory with its own loss"
+    return type(getattr(model, "net", model)).__name__

@@ -26,23 +26,25 @@ class ColumnLinear(nn.Module):
     Args:
         weight: (features of this rank, inputs), or its transpose where `is_transposed`.
         bias: (features of this rank) or None.
-        source: what the input is: "whole" and alike, "sequence" (a part of the sequence on each rank), or "entered"
-            where the module around it has made local work of it already.
         gathers: every rank gets the features of all.
+
+    `source` is what the input is: "whole" and alike, "sequence" (a part of the sequence on each rank), or "entered" where
+    the module around it has made local work of it already.
     """
+
+    source = "whole"
 
     def __init__(
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         size: int,
-        source: str = "whole",
-        gathers: bool = False,
-        is_transposed: bool = False,
+        gathers: bool,
+        is_transposed: bool,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.size, self.source, self.gathers, self.is_transposed = size, source, gathers, is_transposed
+        self.size, self.gathers, self.is_transposed = size, gathers, is_transposed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.source == "whole":
@@ -60,21 +62,23 @@ class RowLinear(nn.Module):
         weight: (features, inputs of this rank), or its transpose where `is_transposed`.
         bias: (features) or None; added once, to the sum.
         splits: the input is whole on every rank.
-        scatters: each rank gets a part of the sequence of the result.
+
+    Where it `scatters`, each rank gets a part of the sequence of the result.
     """
+
+    scatters = False
 
     def __init__(
         self,
         weight: nn.Parameter,
         bias: nn.Parameter | None,
         size: int,
-        splits: bool = False,
-        scatters: bool = False,
-        is_transposed: bool = False,
+        splits: bool,
+        is_transposed: bool,
     ) -> None:
         super().__init__()
         self.weight, self.bias = weight, bias
-        self.size, self.splits, self.scatters, self.is_transposed = size, splits, scatters, is_transposed
+        self.size, self.splits, self.is_transposed = size, splits, is_transposed
 
     def forward(self, x: Tensor) -> Tensor:
         if self.splits:

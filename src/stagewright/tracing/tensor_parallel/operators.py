@@ -10,6 +10,7 @@ Large Transformer Models" (arXiv 2205.05198), section 4.2.2.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,38 @@ def group_of(name: str) -> dist.ProcessGroup:
     return _GROUPS[name]
 
 
-# -- what the operators are called with and what they return ------------------------------------------------------------
+def define(
+    schema: str,
+    run: Callable[..., Any],
+    lay_out: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    keep: Callable[..., None] | None = None,
+) -> None:
+    """Register an operator of ours: what runs it, the layout of what it returns, and its derivative, for which `keep` sets
+    aside what it needs; by default all arguments but the first."""
+    name = f"stagewright::{schema.partition('(')[0]}"
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, lay_out, lib=_LIBRARY)
+    if backward is not None:
+        torch.library.register_autograd(name, backward, setup_context=keep or _keep_arguments, lib=_LIBRARY)
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _lay_out_part(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    if x.shape[dim] % size:
+        raise ValueError(f"a dimension of {x.shape[dim]} cannot be split evenly over {size} ranks")
+    return _resized(x, dim, x.shape[dim] // size)
+
+
+# -- the operators ------------------------------------------------------------------------------------------------------
 
 
 def enter(x: Tensor, group: str, size: int) -> Tensor:
@@ -53,9 +85,31 @@ def enter(x: Tensor, group: str, size: int) -> Tensor:
     return torch.ops.stagewright.enter(x, group, size)
 
 
+define(
+    "enter(Tensor x, str group, int size) -> Tensor",
+    run=lambda x, group, size: x,
+    lay_out=lambda x, group, size: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device),
+    backward=lambda ctx, cotangent: (all_reduce(cotangent, *ctx.arguments), None, None),
+)
+
+
 def all_reduce(x: Tensor, group: str, size: int) -> Tensor:
     """The sum of a local value over the group, alike on every rank."""
     return torch.ops.stagewright.all_reduce(x, group, size)
+
+
+def _run_all_reduce(x: Tensor, group: str, size: int) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group_of(group))
+    return total
+
+
+define(
+    "all_reduce(Tensor x, str group, int size) -> Tensor",
+    run=_run_all_reduce,
+    lay_out=lambda x, group, size: x.new_empty(x.shape),
+    backward=lambda ctx, cotangent: (cotangent, None, None),
+)
 
 
 def all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
@@ -66,39 +120,30 @@ def all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor
     return torch.ops.stagewright.all_gather(x, dim, group, size, sums)
 
 
-def reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    """This rank's part along `dim` of the sum of a local value over the group."""
-    return torch.ops.stagewright.reduce_scatter(x, dim, group, size)
-
-
-def shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    """This rank's part along `dim` of an alike value."""
-    return torch.ops.stagewright.shard(x, dim, group, size)
-
-
-def group_rank(group: str, device: torch.device) -> Tensor:
-    """This process's rank in the group, an integer of no dimensions."""
-    return torch.ops.stagewright.group_rank(group, device=device)
-
-
-# -- running them -------------------------------------------------------------------------------------------------------
-
-
-def _run_enter(x: Tensor, group: str, size: int) -> Tensor:
-    return x
-
-
-def _run_all_reduce(x: Tensor, group: str, size: int) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group_of(group))
-    return total
-
-
 def _run_all_gather(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
     own = x.contiguous()
     parts = own.new_empty((size, *own.shape))
     _all_gather_into(parts.view(-1), own.view(-1), group=group_of(group))
     return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(), dim)
+
+
+def _all_gather_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
+    *place, sums = ctx.arguments
+    gradient = reduce_scatter(cotangent, *place) if sums else shard(cotangent, *place)
+    return gradient, None, None, None, None
+
+
+define(
+    "all_gather(Tensor x, int dim, str group, int size, bool sums) -> Tensor",
+    run=_run_all_gather,
+    lay_out=lambda x, dim, group, size, sums: _resized(x, dim, x.shape[dim] * size),
+    backward=_all_gather_backward,
+)
+
+
+def reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    """This rank's part along `dim` of the sum of a local value over the group."""
+    return torch.ops.stagewright.reduce_scatter(x, dim, group, size)
 
 
 def _run_reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
@@ -108,98 +153,33 @@ def _run_reduce_scatter(x: Tensor, dim: int, group: str, size: int) -> Tensor:
     return own
 
 
-def _run_shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    part = x.chunk(size, dim)[dist.get_rank(group_of(group))]
-    return part.clone(memory_format=torch.contiguous_format)
-
-
-def _run_group_rank(group: str, *, device: torch.device) -> Tensor:
-    return torch.tensor(dist.get_rank(group_of(group)), dtype=torch.int64, device=device)
-
-
-# -- their layouts ------------------------------------------------------------------------------------------------------
-
-
-def _resized(x: Tensor, dim: int, size: int) -> Tensor:
-    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
-
-
-def _lay_out_same(x: Tensor, group: str, size: int) -> Tensor:
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-
-
-def _lay_out_sum(x: Tensor, group: str, size: int) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _lay_out_gathered(x: Tensor, dim: int, group: str, size: int, sums: bool) -> Tensor:
-    return _resized(x, dim, x.shape[dim] * size)
-
-
-def _lay_out_part(x: Tensor, dim: int, group: str, size: int) -> Tensor:
-    if x.shape[dim] % size:
-        raise ValueError(f"a dimension of {x.shape[dim]} cannot be split evenly over {size} ranks")
-    return _resized(x, dim, x.shape[dim] // size)
-
-
-def _lay_out_group_rank(group: str, *, device: torch.device) -> Tensor:
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-# -- their derivatives --------------------------------------------------------------------------------------------------
-
-
-def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments = inputs[1:]
-
-
-def _enter_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-    return all_reduce(cotangent, *ctx.arguments), None, None
-
-
-def _all_reduce_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-    return cotangent, None, None
-
-
-def _all_gather_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
-    *place, sums = ctx.arguments
-    gradient = reduce_scatter(cotangent, *place) if sums else shard(cotangent, *place)
-    return gradient, None, None, None, None
-
-
 def _gather_backward(ctx: Any, cotangent: Tensor) -> tuple[Any, ...]:
     return all_gather(cotangent, *ctx.arguments, sums=False), None, None, None
 
 
-def define(schema: str, run: Any, lay_out: Any, backward: Any = None, keep: Any = _keep_arguments) -> None:
-    """Register an operator of ours: what runs it, the layout of what it returns, and its derivative, for which `keep` sets
-    aside what it needs."""
-    name = f"stagewright::{schema.partition('(')[0]}"
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(name, lay_out, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(name, backward, setup_context=keep, lib=_LIBRARY)
+_SCHEMA = "(Tensor x, int dim, str group, int size) -> Tensor"
+define(f"reduce_scatter{_SCHEMA}", _run_reduce_scatter, _lay_out_part, _gather_backward)
 
 
-define("enter(Tensor x, str group, int size) -> Tensor", _run_enter, _lay_out_same, _enter_backward)
+def shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    """This rank's part along `dim` of an alike value."""
+    return torch.ops.stagewright.shard(x, dim, group, size)
+
+
+def _run_shard(x: Tensor, dim: int, group: str, size: int) -> Tensor:
+    return x.chunk(size, dim)[rank_in(group)].clone(memory_format=torch.contiguous_format)
+
+
+define(f"shard{_SCHEMA}", _run_shard, _lay_out_part, _gather_backward)
+
+
+def group_rank(group: str, device: torch.device) -> Tensor:
+    """This process's rank in the group, an integer of no dimensions."""
+    return torch.ops.stagewright.group_rank(group, device=device)
+
+
 define(
-    "all_reduce(Tensor x, str group, int size) -> Tensor",
-    _run_all_reduce,
-    _lay_out_sum,
-    _all_reduce_backward,
+    "group_rank(str group, *, Device device) -> Tensor",
+    run=lambda group, *, device: torch.tensor(rank_in(group), dtype=torch.int64, device=device),
+    lay_out=lambda group, *, device: torch.empty((), dtype=torch.int64, device=device),
 )
-define(
-    "all_gather(Tensor x, int dim, str group, int size, bool sums) -> Tensor",
-    _run_all_gather,
-    _lay_out_gathered,
-    _all_gather_backward,
-)
-define(
-    "reduce_scatter(Tensor x, int dim, str group, int size) -> Tensor",
-    _run_reduce_scatter,
-    _lay_out_part,
-    _gather_backward,
-)
-define("shard(Tensor x, int dim, str group, int size) -> Tensor", _run_shard, _lay_out_part, _gather_backward)
-define("group_rank(str group, *, Device device) -> Tensor", _run_group_rank, _lay_out_group_rank)

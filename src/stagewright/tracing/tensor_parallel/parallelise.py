@@ -1,17 +1,21 @@
-"""Makes of a whole model on fake tensors the model of one tensor-parallel rank."""
+"""Makes of a whole model on fake tensors the model of one tensor-parallel rank.
+
+Which layers are split, and how, is said by plans: transformers' published ones, and ours where it publishes none. A plan
+maps module or parameter paths, in which ``*`` stands for a layer's number, to the name of a style.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from stagewright.errors import InputError, nearest
 from stagewright.graph.tensor_parallel import GROUP, TensorParallel, TensorShard, even
-from stagewright.tracing.classes import around
-from stagewright.tracing.experts import are_shared_out
+from stagewright.tracing.experts import are_shared_out, around
 from stagewright.tracing.models.losses import IGNORED, CausalLanguageModel, MaskedLanguageModel
 from stagewright.tracing.tensor_parallel.layers import (
     ColumnLinear,
@@ -20,8 +24,55 @@ from stagewright.tracing.tensor_parallel.layers import (
     VocabularyEmbedding,
 )
 from stagewright.tracing.tensor_parallel.operators import all_reduce, enter
-from stagewright.tracing.tensor_parallel.plans import DIVIDED, FUSED_QKV, matches, plan_of
 from stagewright.tracing.tensor_parallel.sequence import entering, split_sequence
+
+FUSED_QKV = "colwise_qkv"
+"""A projection whose features are those of query, key and value one after the other; not one of transformers' names."""
+
+_GPT2 = {
+    "transformer.h.*.attn.c_attn": FUSED_QKV,
+    "transformer.h.*.attn.c_proj": "rowwise",
+    "transformer.h.*.mlp.c_fc": "colwise",
+    "transformer.h.*.mlp.c_proj": "rowwise",
+}
+_BERT = {
+    "bert.encoder.layer.*.attention.self.query": "colwise",
+    "bert.encoder.layer.*.attention.self.key": "colwise",
+    "bert.encoder.layer.*.attention.self.value": "colwise",
+    "bert.encoder.layer.*.attention.output.dense": "rowwise",
+    "bert.encoder.layer.*.intermediate.dense": "colwise",
+    "bert.encoder.layer.*.output.dense": "rowwise",
+}
+_OWN = {"gpt2": _GPT2, "bert": _BERT}
+
+DIVIDED: Mapping[str, tuple[str, ...]] = {"GPT2Attention": ("split_size",)}
+"""Attributes that count features of a whole layer, by the name of the class that reads them."""
+
+
+def plan_of(net: nn.Module) -> dict[str, str]:
+    """The plan for `net`, with paths below it.
+
+    Raises:
+        InputError: none is known.
+    """
+    config: Any = getattr(net, "config", None)
+    kind = str(getattr(config, "model_type", type(net).__name__))
+    plan = dict(_OWN.get(kind) or getattr(net, "tp_plan", None) or {})
+    if not any(style.startswith(("colwise", "packed")) for style in plan.values()):
+        raise InputError(
+            f"no tensor-parallel plan is known for '{kind}': run it with --tp 1, or use a model for which transformers "
+            f"publishes one, or {' or '.join(sorted(_OWN))}"
+        )
+    return plan
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a path of the model is one that a plan's path means.
+
+    >>> matches("model.layers.*.mlp.up_proj", "model.layers.11.mlp.up_proj")
+    True
+    """
+    return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path) is not None
 
 
 def parallelise(model: nn.Module, size: int, sequence: bool = False) -> TensorParallel:
@@ -104,10 +155,8 @@ class _Surgeon:
             return
         config: Any = self.net.config
         text = config.get_text_config()
-        for key, what in (
-            ("num_attention_heads", "attention heads"),
-            ("num_key_value_heads", "key-value heads"),
-        ):
+        heads = {"num_attention_heads": "attention heads", "num_key_value_heads": "key-value heads"}
+        for key, what in heads.items():
             amount = getattr(text, key, None)
             if isinstance(amount, int):
                 even(f"the number of {what}", amount, self.size)
@@ -170,19 +219,19 @@ class _Surgeon:
             raise InputError(f"'{path}' is no embedding, so it cannot be split by tokens: run with --tp 1")
         padding = -module.num_embeddings % self.size
         self._split(module, "weight", 0, padding=padding)
-        module.__class__ = _by_tokens(type(module))
-        module.width = self.size  # type: ignore[assignment]
+        self._change(module, _by_tokens(type(module)))
 
     def _used_locally(self, path: str) -> None:
         """Whole parameters in the middle of local work: their gradients are summed."""
         module = self.net.get_submodule(path)
-        module.__class__ = entering(type(module), tuple(module._parameters))
-        module.width = self.size  # type: ignore[assignment]
+        self._change(module, entering(type(module), tuple(module._parameters)))
 
     def _experts(self, path: str) -> None:
         module = self.net.get_submodule(path)
-        module.__class__ = around(_Experts, type(module))
-        module.width = self.size  # type: ignore[assignment]
+        self._change(module, around(_Experts, type(module)))
+
+    def _change(self, module: nn.Module, kind: type) -> None:
+        module.__class__, module.width = kind, self.size  # type: ignore[assignment]
 
     # -- vocabulary -------------------------------------------------------------------------------------------------
 

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from stagewright.errors import InputError
 from stagewright.graph.tensor_parallel import GROUP
-from stagewright.tracing.classes import around
-from stagewright.tracing.experts import are_shared_out
+from stagewright.tracing.experts import are_shared_out, around
 from stagewright.tracing.tensor_parallel.layers import SEQUENCE, ColumnLinear, RowLinear
 from stagewright.tracing.tensor_parallel.operators import all_gather, enter, shard
 

@@ -1,4 +1,4 @@
-"""A backward in front of whose operators those of the forward run again as a schedule says, each as often as it is named."""
+"""Operators of the forward that run in a backward: as late as their users allow, or as often as a schedule names them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,42 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from stagewright.graph.graph import Node
+from stagewright.graph.graph import Node, makers_of
 from stagewright.graph.policy import Reruns
+
+
+def woven(nodes: Sequence[Node], extra: Sequence[Node], also: Iterable[int] = ()) -> list[Node]:
+    """`nodes` in order, each of `extra` right before the first that needs it, directly or through others of `extra`.
+
+    What only the values `also` need comes last; what nobody needs is left out.
+    """
+    makers = makers_of(extra)
+    merged: list[Node] = []
+    done: set[int] = set()
+
+    def make(values: Iterable[int]) -> None:
+        for node in sorted(_missing(values, makers, done), key=lambda node: node.id):
+            done.add(node.id)
+            merged.append(node)
+
+    for node in nodes:
+        make(node.inputs)
+        merged.append(node)
+    make(also)
+    return merged
+
+
+def _missing(values: Iterable[int], makers: dict[int, Node], done: set[int]) -> list[Node]:
+    """Nodes that `values` need and that have not run, each once."""
+    found: dict[int, Node] = {}
+    stack = list(values)
+    while stack:
+        node = makers.get(stack.pop())
+        if node is not None and node.id not in done and node.id not in found:
+            found[node.id] = node
+            stack.extend(node.inputs)
+    return list(found.values())
+
 
 Number = Callable[[int, int | None], int]
 """A new value like one of the forward, in a storage of its own (None) or in one that is known."""
@@ -78,7 +112,7 @@ class _Backward:
 
     @cached_property
     def _makers(self) -> dict[int, Node]:
-        return {value: node for node in self.forward for value in node.outputs if value is not None}
+        return makers_of(self.forward)
 
     def run(self, backward: Sequence[Node]) -> None:
         current, done = -1, set[int]()
