@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stagewright.planning.joint.anneal import makespan_of
-from stagewright.planning.joint.gathering import MARGIN, count, gather
+from stagewright.planning.joint.gathers import MARGIN, count, gather
 from stagewright.planning.joint.policy import ADAPTIS
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search

@@ -18,9 +18,9 @@ from stagewright.errors import PlanError
 from stagewright.planning.joint.anneal import anneal, makespan_of
 from stagewright.planning.joint.baselines import baselines
 from stagewright.planning.joint.bounds import Bound, lower_bound
-from stagewright.planning.joint.gathering import MARGIN, gather
+from stagewright.planning.joint.gathers import MARGIN, gather
 from stagewright.planning.joint.layout import Layout, build_stages
-from stagewright.planning.joint.orders import improve_order
+from stagewright.planning.joint.moves import improve_order
 from stagewright.planning.joint.packing import pack
 from stagewright.planning.joint.plan import JointPlan, encode_order, judged, scheduled
 from stagewright.planning.joint.policy import Policy
