@@ -5,7 +5,7 @@
 Throughput per GPU at each batch per GPU is that of `breadth_first.py` on 64 V100, every schedule at its best configuration
 as published. Larger clusters keep it at the same batch per GPU, as the paper's own extrapolation does (Lamy-Poirier 2023,
 arXiv 2211.05953): more replicas of the same pipelines. What a larger batch costs in samples is the account of `stagewright
-configure --objective time-to-train` (`Target`, `bill`). Every size takes the batch that ends first, which is also the
+plan --objective time-to-train` (`Target`, `bill`). Every size takes the batch that ends first, which is also the
 cheapest. A fifth curve is that command's own: the best of its configurations (1F1B, plain or interleaved, and a sharded
 optimizer) of the same layers as a GPT with dropout, timed for Megatron's kernels, at global batches of 512 to 8,192.
 
@@ -27,9 +27,9 @@ from typing import NamedTuple
 from breadth_first import BATCHES_PER_GPU, MODELS, NAMES, SCHEDULES, study
 from figures import write
 from stagewright.cluster import load_cluster
-from stagewright.planning.configure.money import Bill, Target, bill
-from stagewright.planning.configure.objective import offers
 from stagewright.planning.job import Job
+from stagewright.planning.money import Bill, Target, bill
+from stagewright.planning.objective import offers
 from stagewright.report.pictures.colours import LIGHT
 from stagewright.tracing.models.reference import resolve
 
@@ -38,7 +38,7 @@ NUM_DEVICES = (64, 128, 256, 512, 1024, 2048, 4096)
 TOKENS = 3e11
 PARAMETERS = 51.8e9
 CONFIGURED = "configured"
-LABELS = NAMES | {CONFIGURED: "stagewright configure"}
+LABELS = NAMES | {CONFIGURED: "stagewright plan"}
 COLOURS = dict(zip(LABELS, ("#3a6fd8", "#c2571a", "#2f9461", "#8a5bb5", "#697386"), strict=True))
 
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-_EXPORT = """
+EXPORT = """
 import time, torch, transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from stagewright.tracing.models.build import build
@@ -80,7 +80,7 @@ def measured(repeats: int, runtime: str, num_further: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {"X": [], "new": [], "kept": [], "further": []}
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as cache:
-            found["X"].append(_seconds(cache, "-c", _EXPORT)[1])
+            found["X"].append(_seconds(cache, "-c", EXPORT)[1])
             found["new"].append(_seconds(cache, *_VERB, runtime)[0])
             found["kept"].append(_seconds(cache, *_VERB, runtime)[0])
             if num_further:

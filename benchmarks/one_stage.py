@@ -135,10 +135,9 @@ class OneStage:
         device = group.device.model_copy(update={"workspace_bytes": limit - target})
         cluster = self.cluster.model_copy(update={"nodes": (group.model_copy(update={"device": device}),)})
         job = self._job(limit)
-        if allocatable_bytes(job, device, cluster) != target:
-            raise ValueError(
-                f"a limit of {limit} bytes allows {allocatable_bytes(job, device, cluster)}, not {target}"
-            )
+        allowed = allocatable_bytes(job.usable_bytes(device, cluster), device)
+        if allowed != target:
+            raise ValueError(f"a limit of {limit} bytes allows {allowed}, not {target}")
         return pipeline(self.body, [], self.program, cluster, job, 1)
 
     def _job(self, limit: int | None) -> Job:

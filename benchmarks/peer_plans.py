@@ -17,8 +17,8 @@ from peers.plans.strategies import STRATEGIES as PLANS
 from peers.widths.choice import STRATEGIES as WIDTHS
 from peers.widths.choice import chosen, find_strategy, own_seconds
 from stagewright.cluster import load_cluster
-from stagewright.planning.configure.space import Bounds
 from stagewright.planning.job import load_job
+from stagewright.planning.space import Space
 from stagewright.report.configurations import configurations_table
 from stagewright.report.console import stdout
 from stagewright.units import format_seconds
@@ -40,8 +40,8 @@ def main() -> None:
     if given.planner in PLANS:
         found = plan_with(given.planner, given.model, cluster, job, pp=given.pp, microbatch=given.microbatch)
     else:
-        bounds = Bounds(pp=given.pp, microbatch=given.microbatch)
-        found = chosen(find_strategy(given.planner), given.model, cluster, job, bounds=bounds, keep=5)
+        bounds = Space(pp=given.pp, microbatch=given.microbatch)
+        found = chosen(find_strategy(given.planner), given.model, cluster, job, space=bounds, keep=5)
     stdout().print(configurations_table(found.plans[:5]))
     if given.planner in WIDTHS:
         own = own_seconds(find_strategy(given.planner), found.plans[0], cluster)

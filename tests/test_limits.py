@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from stagewright.cli.cost_table import read_cost_table
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, ScheduleError, StagewrightError
 from stagewright.planning.job import load_job
-from stagewright.planning.widths import microbatch_sizes
+from stagewright.planning.search import plan
+from stagewright.planning.space import Sizes, Space, replicas
 from stagewright.schedule import Program, build
 from stagewright.simulation.promise import Assumptions
 from stagewright.tracing.models.reference import bundled_names, resolve
@@ -100,9 +102,11 @@ def test_costs_that_no_layer_has_are_refused_by_row(cell: str, message: str, tmp
 
 def test_a_batch_of_too_many_microbatches_is_refused_and_larger_ones_are_tried() -> None:
     job = load_job(None, {**JOB, "global_batch": 2**24})
-    assert min(microbatch_sizes([(1, 8)], job, None)) == 2**7
+    cluster, space = load_cluster("8x-h100"), Space(tp=1, pp=8, dp=1)
+    assert next(replicas(Sizes(1, 1, 1, 2**6), cluster, job, space, 8), None) is None
+    assert next(replicas(Sizes(1, 1, 1, 2**7), cluster, job, space, 8)).pp == 8
     with pytest.raises(InputError, match="a global batch of 16,777,216 in microbatches of 1 makes programs"):
-        microbatch_sizes([(1, 8)], job, 1)
+        plan("tiny-llama", cluster, job, replace(space, microbatch=1))
 
 
 def test_a_program_without_microbatches_is_refused() -> None:
@@ -149,7 +153,7 @@ def test_what_no_plan_of_costs_has_is_refused_by_option(
 ) -> None:
     table = "layer,forward_s,input_grad_s,weight_grad_s,boundary_bytes\n" + "a,1,1,1,1\n" * 4
     (tmp_path / "costs.csv").write_text(table)
-    given = ["plan", "--costs", str(tmp_path / "costs.csv"), "--ranks", "2", "--microbatches", "4", *words]
+    given = ["plan-costs", str(tmp_path / "costs.csv"), "--ranks", "2", "--microbatches", "4", *words]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 2 and message in done.stderr
 

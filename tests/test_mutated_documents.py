@@ -185,7 +185,7 @@ def plan_verbs(path: Path) -> None:
     verb("simulate", path, *pictures)
     verb("compare", path, path.with_name("record.json"))
     measured = ("--ran", path, "--record", path.with_name("record.json"))
-    verb("plan", "--costs", path.with_name("costs.csv"), "-p", 2, "-m", 2, "--seconds", 0, *measured)
+    verb("plan-costs", path.with_name("costs.csv"), "-p", 2, "-m", 2, "--seconds", 0, *measured)
     verb("check", path)
 
 

@@ -17,11 +17,11 @@ from typing import Any
 from stagewright.cli.progress import Progress
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import StagewrightError
-from stagewright.planning.configure.search import configure
-from stagewright.planning.configure.space import Bounds
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
+from stagewright.planning.search import plan as search
+from stagewright.planning.space import Space
 from stagewright.report.configurations import recomputed
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -37,7 +37,7 @@ class Known:
     cluster: str
     global_batch: int
     sequence_length: int
-    widths: Bounds
+    widths: Space
     source: str
     published_mfu: float
     ran: dict[str, Any] | str
@@ -74,7 +74,7 @@ def _selene(
         ran |= {"schedule": "interleaved-1f1b", "chunks": 2}
     sizes = {"n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": 2048, "vocab_size": 51_200}
     return Known(
-        name, f"{nodes}x8x-a100-80", batch, 2048, Bounds(tp=tp, cp=1, pp=pp, microbatch=1),
+        name, f"{nodes}x8x-a100-80", batch, 2048, Space(tp=tp, cp=1, pp=pp, microbatch=1),
         "Narayanan et al. 2021, table 1", 0.75 * share, ran, "gpt2", sizes, "megatron-lm", "fp16",
     )  # fmt: skip
 
@@ -91,11 +91,11 @@ _DEEPSEEK_V3 = (
 )
 KNOWN = (
     Known(
-        "llama-3-405b", "2048x8x-h100", 2048, 8192, Bounds(tp=8, cp=1, pp=16, microbatch=1), "Llama 3 report, table 4",
+        "llama-3-405b", "2048x8x-h100", 2048, 8192, Space(tp=8, cp=1, pp=16, microbatch=1), "Llama 3 report, table 4",
         0.41, _LLAMA,
     ),
     Known(
-        "deepseek-v3", "256x8x-h100", 15360, 4096, Bounds(tp=1, cp=1, pp=16, ep=64, microbatch=1),
+        "deepseek-v3", "256x8x-h100", 15360, 4096, Space(tp=1, cp=1, pp=16, ep=64, microbatch=1),
         "DeepSeek-V3 report, fp8 on H800", _DEEPSEEK_V3_RATE * 6 * 37e9 / 989.4e12, _DEEPSEEK_V3,
     ),
     _selene("GPT 1.7B", 24, 2304, 24, 4, 1, 1, 512, 0.44),
@@ -115,11 +115,11 @@ def answer(known: Known, report: Callable[[str], None] = lambda stage: None) -> 
     """
     reference, cluster = known.reference, load_cluster(known.cluster)
 
-    def best(bounds: Bounds) -> Plan:
-        return configure(reference, cluster, known.job(), bounds=bounds, keep=1, report=report).plans[0]
+    def best(bounds: Space) -> Plan:
+        return search(reference, cluster, known.job(), space=bounds, keep=1, report=report).plans[0]
 
     begun = time.process_time()
-    ours = _figures(lambda: best(Bounds()), cluster)
+    ours = _figures(lambda: best(Space()), cluster)
     took = time.process_time() - begun
     found = {
         "ran": {"left_out": known.ran}

@@ -10,11 +10,11 @@ from peers.widths import megatron_rule
 from peers.widths.choice import STRATEGIES, chosen, find_strategy, own_seconds
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.configure.search import configure
-from stagewright.planning.configure.space import Bounds
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
+from stagewright.planning.search import plan as search
+from stagewright.planning.space import Space
 from stagewright.report.configurations import recomputed
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -36,7 +36,7 @@ def made_by(name: str) -> Found:
 
 @cache
 def ours() -> Plan:
-    return configure(gpt(), CLUSTER, JOB, bounds=Bounds(largest_cp=1, zero=(0, 1)), keep=1).plans[0]
+    return search(gpt(), CLUSTER, JOB, space=Space(largest_cp=1, zero=(0, 1)), keep=1).plans[0]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -61,7 +61,7 @@ def test_megatron_chooses_as_its_rule_says() -> None:
 
     def fits(tp: int, pp: int) -> bool:
         try:
-            chosen(strategy, gpt(), CLUSTER, JOB, bounds=Bounds(tp=tp, pp=pp, microbatch=1), keep=1)
+            chosen(strategy, gpt(), CLUSTER, JOB, space=Space(tp=tp, pp=pp, microbatch=1), keep=1)
         except PlanError:
             return False
         return True
@@ -72,8 +72,8 @@ def test_megatron_chooses_as_its_rule_says() -> None:
 
 def test_widths_they_do_not_know_and_other_names_are_refused() -> None:
     with pytest.raises(InputError, match="strategy 'amp' knows no --cp 2"):
-        chosen(find_strategy("amp"), gpt(), CLUSTER, JOB, bounds=Bounds(cp=2))
+        chosen(find_strategy("amp"), gpt(), CLUSTER, JOB, space=Space(cp=2))
     with pytest.raises(InputError, match="strategy 'varuna' knows no --tp 2"):
-        chosen(find_strategy("varuna"), gpt(), CLUSTER, JOB, bounds=Bounds(tp=2))
+        chosen(find_strategy("varuna"), gpt(), CLUSTER, JOB, space=Space(tp=2))
     with pytest.raises(InputError, match="did you mean 'varuna'"):
         find_strategy("varunna")

@@ -63,7 +63,7 @@ def test_configurations_that_do_not_fit_are_listed_with_the_reason(planned: dict
     least = min(plan["reserved_peak_bytes"] for plan in planned["plans"])
     found = document("plan", *MODEL, *CLUSTER, *JOB, "--memory-limit", least)
     assert all(plan["reserved_peak_bytes"] <= least for plan in found["plans"])
-    assert any("memory" in one["reason"] and one["missing_bytes"] > 0 for one in found["excluded"])
+    assert any("memory" in one["reason"] and (one["missing_bytes"] or 0) > 0 for one in found["excluded"])
 
 
 def test_without_a_number_only_the_best_plan_is_written(planned: dict, tmp_path: Path) -> None:
@@ -240,10 +240,11 @@ def test_several_lengths_are_planned_for_and_shown(planned: dict, tmp_path: Path
     asked = ("estimate", *MODEL, *CLUSTER, "--microbatch", 2, "--job", job)
     assert [row["sequence_length"] for row in document(*asked)["lengths"]] == [32, 64]
     assert document(*asked, "--sequence-length", 64)["lengths"] == []
-    for verb in (("configure", "llama-3-8b"), ("plan", "llama-3-8b", "--runtime", "megatron-core+te")):
-        job.write_text("global_batch = 8\nsequence_lengths = [32, 64]\n")
-        refused = call(*verb, "--cluster", "8x-h100", "--job", job)
-        assert refused.exit_code == 2 and "knows one length only" in refused.stderr
+    job.write_text("global_batch = 8\nsequence_lengths = [32, 64]\n")
+    refused = call(
+        "plan", "llama-3-8b", "--runtime", "megatron-core+te", "--cluster", "8x-h100", "--job", job
+    )
+    assert refused.exit_code == 2 and "knows one length only" in refused.stderr
 
 
 def test_a_missing_data_file_stops_a_run_before_it_starts(planned: dict, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `plan --costs` promises is what every later verb shows of the program that it wrote."""
+"""What `plan-costs` promises is what every later verb shows of the program that it wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from torch.distributed.pipelining.schedules import _Action, _validate_schedule
 from typer.testing import CliRunner, Result
 
-from stagewright.cli import joint
+from stagewright.cli import plan_costs
 from stagewright.cli.app import app
 from stagewright.cli.program_file import program_text, read_promised_program
 from stagewright.documents import read_sealed_json
@@ -55,9 +55,9 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def written(table: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `plan --costs` prints, and what it writes."""
+    """What `plan-costs` prints, and what it writes."""
     path = table.parent / "program.json"
-    return document("plan", "--costs", table, *SIZE, "-o", path), read_sealed_json(path, "program")
+    return document("plan-costs", table, *SIZE, "-o", path), read_sealed_json(path, "program")
 
 
 @given(
@@ -105,7 +105,7 @@ def test_schedule_and_check_show_what_plan_promised(
     more: tuple[str, ...], table: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "program.json"
-    planned = document("plan", "--costs", table, *SIZE, *more, "-o", path)
+    planned = document("plan-costs", table, *SIZE, *more, "-o", path)
     drawn = document("schedule", path)
     assert drawn["makespan_seconds"] == planned["makespan_seconds"]
     for key in ("busy_seconds", "idle_seconds", "peak_bytes"):
@@ -151,7 +151,7 @@ def test_a_program_without_costs_says_what_is_assumed(
 @pytest.mark.parametrize("ending", ["txt", "csv"])
 def test_what_a_file_has_no_place_for_is_said(ending: str, table: Path, tmp_path: Path) -> None:
     path = tmp_path / f"program.{ending}"
-    done = call("plan", "--costs", table, *SIZE, "--json", "-o", path)
+    done = call("plan-costs", table, *SIZE, "--json", "-o", path)
     assert (
         done.exit_code == 0
         and "has the order of actions alone: cuts, costs and what is promised" in done.stderr
@@ -174,15 +174,15 @@ def test_other_files_are_refused_before_the_search(
     def searched(*_: object) -> None:
         raise AssertionError("searched")
 
-    monkeypatch.setattr(joint, "_problem", searched)
-    done = call("plan", "--costs", table, *SIZE, "-o", tmp_path / name)
+    monkeypatch.setattr(plan_costs, "_problem", searched)
+    done = call("plan-costs", table, *SIZE, "-o", tmp_path / name)
     assert done.exit_code == 2 and "end its name in .json" in done.stderr and not (tmp_path / name).exists()
 
 
 def test_what_is_assumed_is_printed(
     table: Path, written: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path
 ) -> None:
-    words = ("plan", "--costs", table, *SIZE)
+    words = ("plan-costs", table, *SIZE)
     shown = " ".join(call(*words).stdout.split())
     assert (
         "Assumed: 50 GB/s between ranks, one port of 400 Gb/s InfiniBand (--bandwidth), no latency" in shown
@@ -198,16 +198,16 @@ def test_what_is_assumed_is_printed(
     assert given_["bytes_per_second"] == 2e9 and given_["bandwidth"] == "given"
     assert given_["memory_limits"] == [50e9] * 3 and given_["speeds"] == [1.0, 1.0, 0.5]
     bare = written_table(tmp_path / "bare.csv", bytes_of=(0, 0, 0))
-    assert document("plan", "--costs", bare, *SIZE)["assumptions"]["bandwidth"] == "none"
+    assert document("plan-costs", bare, *SIZE)["assumptions"]["bandwidth"] == "none"
     assert "transfers are free, as the table has no boundary_bytes" in " ".join(
-        call("plan", "--costs", bare, *SIZE).stdout.split()
+        call("plan-costs", bare, *SIZE).stdout.split()
     )
 
 
 def test_assumed_transfers_take_their_time(tmp_path: Path) -> None:
     table = written_table(tmp_path / "layers.csv", bytes_of=(1e9, 3e8, 5e10))
     path = tmp_path / "program.json"
-    document("plan", "--costs", table, *SIZE, "-o", path)
+    document("plan-costs", table, *SIZE, "-o", path)
     stated = json.loads(path.read_text())["costs"]
     assert stated["transfer_seconds"] == [size / 50e9 for size in stated["transfer_bytes"]]
     assert max(stated["transfer_seconds"]) > 0.01
@@ -216,7 +216,7 @@ def test_assumed_transfers_take_their_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("option", [("--bandwidth", "25GiB"), ("--memory-limit", "40GiB")])
 def test_options_that_the_table_gives_nothing_to_are_refused(option: tuple[str, str], tmp_path: Path) -> None:
     bare = written_table(tmp_path / "bare.csv", bytes_of=(0, 0, 0))
-    done = call("plan", "--costs", bare, *SIZE, *option)
+    done = call("plan-costs", bare, *SIZE, *option)
     assert done.exit_code == 2 and option[0] in done.stderr and "add them" in done.stderr
 
 
@@ -226,7 +226,7 @@ def test_what_breaks_the_limit_that_the_plan_keeps_is_marked(tmp_path: Path) -> 
     table.write_text(
         "\n".join([*rows, *(f"layer{n},1,1,1,{1000 if n < 3 else 10},1" for n in range(9))]) + "\n"
     )
-    words = ("plan", "--costs", table, *SIZE, "--memory-limit", "6000")
+    words = ("plan-costs", table, *SIZE, "--memory-limit", "6000")
     found = document(*words)
     assert found["ablation"][0] == {
         "decision": "even 1F1B", "makespan_seconds": found["ablation"][0]["makespan_seconds"], "fits": False,

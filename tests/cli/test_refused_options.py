@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 
 MODEL = ("plan", "tiny-llama", "--cluster", "2x-h100", "--global-batch", "8", "--sequence-length", "16")
-COSTS = ("plan", "--costs", "layers.csv", "--ranks", "2", "--microbatches", "2")
+COSTS = ("plan-costs", "layers.csv", "--ranks", "2", "--microbatches", "2")
 ESTIMATE = (
     "estimate",
     "llama-3-8b",
@@ -32,27 +32,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        "--job j.toml", "--global-batch 8", "--pp 2", "--dp 1", "--tp 1", "--schedule 1f1b", "--recompute full",
-        "--no-offload", "--zero 1", "--objective speed", "--set a=1", "--top 3", "--cluster 2x-h100",
-    ],
-)  # fmt: skip
-def test_costs_take_the_place_of_a_model_and_a_job(option: str) -> None:
-    refused(*COSTS, option=option, remedy="plan for a MODEL")
+@pytest.mark.parametrize("objective", ["--objective batch", "--host-stages"])
+@pytest.mark.parametrize("option", ["--price 2", "--tokens 1e9", "--critical-batch 64"])
+def test_days_and_dollars_are_of_a_batch_that_is_given(objective: str, option: str) -> None:
+    refused(*MODEL, *objective.split(), option=option, remedy="leave out --objective batch")
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["--microbatches 4", "--ranks 4", "--seconds 1", "--seed 1", "--robust 5", "--speeds 1,1", "--bandwidth 1GiB"],
-)  # fmt: skip
-def test_a_plan_for_a_model_has_nothing_of_costs(option: str) -> None:
-    refused(*MODEL, option=option, remedy="give --costs TABLE")
-
-
-def test_the_option_that_may_be_meant_is_named() -> None:
-    assert "--microbatch is the samples" in refused(*MODEL, option="--microbatches 4", remedy="--costs")
+def test_a_number_is_no_file_for_ranks() -> None:
+    code, shown = call(*MODEL, "--ranks", "4")
+    assert code == 2 and "widths are --pp, --dp and --tp" in shown
 
 
 def test_the_plan_of_a_run_needs_its_record() -> None:
@@ -63,16 +51,26 @@ def test_the_plan_of_a_run_needs_its_record() -> None:
 @pytest.mark.parametrize(
     "option",
     [
-        "--schedule 1f1b",
-        "--recompute full",
-        "--no-offload",
+        "--schedule zb-h1",
+        "--recompute auto",
         "--host-optimizer always",
-        "--objective batch",
-        "--dp 2",
+        "--reduce-dtype bf16",
+        "--loss-pieces 2",
     ],
 )
-def test_another_runtime_is_searched_with_all_it_can_do(option: str) -> None:
-    refused(*MODEL, "--runtime", "megatron-core+te", option=option, remedy="plan without --runtime")
+def test_what_our_own_runtime_does_another_one_is_not_asked_for(option: str) -> None:
+    code, shown = call(*MODEL, "--runtime", "megatron-core+te", *option.split())
+    assert code == 2
+    assert option.split()[0] in shown and "leave out --runtime" in shown
+
+
+@pytest.mark.parametrize(
+    "option", ["--schedule 1f1b", "--recompute full", "--zero 1", "--dp 2", "--sequence-parallel"]
+)
+def test_another_runtime_is_searched_within_what_is_given(option: str) -> None:
+    done = CliRunner().invoke(app, [*MODEL, "--runtime", "megatron-core+te", *option.split(), "--json"])
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["plans"]
 
 
 @pytest.mark.parametrize("option", ["--zero 3", "--reduce-dtype bf16", "--shard-size 2"])
@@ -82,8 +80,7 @@ def test_one_replica_shares_nothing_out(verb: tuple[str, ...], widths: str, opti
     refused(*verb, "--cluster", "8x-h100", *widths.split(), option=option, remedy="--dp N")
 
 
-@pytest.mark.parametrize("verb", [MODEL, ESTIMATE])
-@pytest.mark.parametrize("width", ["", "--tp 1"])
+@pytest.mark.parametrize(("verb", "width"), [(MODEL, "--tp 1"), (ESTIMATE, ""), (ESTIMATE, "--tp 1")])
 def test_one_rank_a_layer_splits_no_sequence(verb: tuple[str, ...], width: str) -> None:
     refused(*verb, *width.split(), option="--sequence-parallel", remedy="give --tp N")
 

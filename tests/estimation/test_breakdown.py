@@ -11,9 +11,9 @@ from stagewright.errors import InputError
 from stagewright.estimation.breakdown import WAYS, breakdown
 from stagewright.estimation.eager_step import step_seconds
 from stagewright.estimation.time import Costing
-from stagewright.planning.configure.search import configure
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
+from stagewright.planning.search import plan as search
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("1x-h100")
@@ -57,7 +57,7 @@ def test_a_plain_loop_is_predicted_by_its_allocations() -> None:
     with pytest.raises(InputError, match="whole batches on one device"):
         estimate("tiny-llama", CLUSTER, looped)
     with pytest.raises(InputError, match="nothing is to be searched"):
-        configure("tiny-llama", CLUSTER, looped)
+        search("tiny-llama", CLUSTER, looped)
     assert estimate(eager, CLUSTER).predictions == eager.predictions
     with pytest.raises(InputError, match="give --recompute none or model"):
         estimate("tiny-llama", CLUSTER, looped, microbatch=2, recompute="full")

@@ -265,10 +265,11 @@ def test_gradients_and_state_have_the_runtimes_types() -> None:
     assert {found[name]["master"] // half for name in found} == {2}
 
 
-def test_other_runtimes_are_estimated_not_searched_nor_run() -> None:
+def test_plans_of_other_runtimes_are_found_but_not_run() -> None:
     reference, cluster = resolve("tiny-gpt2", {"n_positions": TOKENS}), load_cluster("2x-a100-80")
-    with pytest.raises(InputError, match="own runtime"):
-        plan(reference, cluster, job("megatron-lm"))
+    found = plan(reference, cluster, job("megatron-lm")).plans[0]
+    with pytest.raises(InputError, match="not ours to run"):
+        refuse_what_is_not_run(found, "plan.json")
     with pytest.raises(InputError, match="does not train in fp32"):
         estimate(reference, cluster, job("megatron-lm").model_copy(update={"dtype": "fp32"}))
     with pytest.raises(InputError, match="leave out --compiled"):

@@ -46,6 +46,6 @@ def test_a_job_trains_under_a_limit_that_its_plain_plan_exceeds(tmp_path: Path) 
     wanted, got = trained(plain, tmp_path / "plain"), trained(found, tmp_path / "found")
     predicted = [rank.allocated_peak_bytes for rank in found.predictions.ranks]
     assert [rank.allocated_peak_bytes for rank in got.ranks] == predicted
-    allowed = allocatable_bytes(found.job, cluster.device)
+    allowed = allocatable_bytes(found.job.usable_bytes(cluster.device), cluster.device)
     assert max(predicted) <= allowed < max(rank.allocated_peak_bytes for rank in wanted.ranks)
     assert got.losses == wanted.losses and got.gradient_norms == wanted.gradient_norms

@@ -11,8 +11,6 @@ import pytest
 from stagewright.cluster import Cluster, MeasuredBandwidth, all_reduce_seconds, arranged, load_cluster
 from stagewright.planning.assignment import as_numbered, assign, grid_of
 from stagewright.planning.candidate import Choice, make_candidate
-from stagewright.planning.configure.search import configure
-from stagewright.planning.configure.space import Bounds
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import Pipeline, body_costs
@@ -26,6 +24,8 @@ from stagewright.planning.placing import (
 )
 from stagewright.planning.plan import Plan, shared_layers
 from stagewright.planning.predict import gradient_bytes
+from stagewright.planning.search import plan as search
+from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -53,8 +53,8 @@ def with_slow(pair: tuple[int, int] | None) -> Cluster:
     return with_links(rates.tolist())
 
 
-def best(cluster: Cluster, bounds: Bounds) -> Plan:
-    return configure(model(), cluster, JOB, bounds=bounds, keep=1).plans[0]
+def best(cluster: Cluster, bounds: Space) -> Plan:
+    return search(model(), cluster, JOB, space=bounds, keep=1).plans[0]
 
 
 def line(cluster: Cluster, dp: int, pp: int, tp: int = 1, cp: int = 1, ep: int = 1) -> Pipeline:
@@ -83,14 +83,14 @@ def test_the_slowest_replica_s_links_count(pair: tuple[int, int]) -> None:
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("pair", [(0, 1), (1, 3)])
 def test_one_slow_link_costs_nothing_where_ranks_can_go_around_it(pair: tuple[int, int], pp: int) -> None:
-    bounds = Bounds(tp=8, pp=pp, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
+    bounds = Space(tp=8, pp=pp, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
     plain, slow = best(with_slow(None), bounds), best(with_slow(pair), bounds)
     assert slow.predictions.step_seconds == pytest.approx(plain.predictions.step_seconds, rel=1e-6)
 
 
 def test_predictions_are_for_the_places_that_are_written() -> None:
     cluster = with_slow((0, 2))
-    bounds = Bounds(tp=8, pp=2, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
+    bounds = Space(tp=8, pp=2, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
     one = best(cluster, bounds)
     assert one.devices and one.devices != tuple(range(32))
     assert set(one.memory_policy) == {"keep"}  # though the runtime gathers parts of the sequence again
@@ -106,7 +106,7 @@ def test_groups_of_context_parallelism_stay_together() -> None:
     for units in ([3, 1, 0, 2], [0, 1, 2, 3]):
         order = devices_of(units, 8, 2, 2)
         assert [device // 8 for device in order[:8]] == [units[0]] * 8
-    bounds = Bounds(tp=2, cp=2, pp=4, microbatch=1, chunks=(1,), recompute=("none",))
+    bounds = Space(tp=2, cp=2, pp=4, microbatch=1, chunks=(1,), recompute=("none",))
     places = device_places(on_devices(NODES, best(with_slow((0, 1)), bounds).devices or tuple(range(32))))
     for first in range(0, 32, 4):
         assert len({node for node, _ in places[first : first + 4]}) == 1
@@ -139,17 +139,17 @@ def test_links_whose_two_ways_add_up_to_the_same_are_told_apart() -> None:
 def test_a_configuration_is_judged_on_the_devices_that_suit_it() -> None:
     rates = np.full((4, 4), 2e10)
     rates[[0, 1, 1, 2], [1, 0, 2, 1]] = 2e7
-    slow, bounds = with_links(rates.tolist()), Bounds(tp=8, cp=1, microbatch=1, chunks=(1, 2))
-    one, every = (configure(model(), slow, JOB, bounds=bounds, keep=keep).plans[0] for keep in (1, 1000))
+    slow, bounds = with_links(rates.tolist()), Space(tp=8, cp=1, microbatch=1, chunks=(1, 2))
+    one, every = (search(model(), slow, JOB, space=bounds, keep=keep).plans[0] for keep in (1, 1000))
     assert one.predictions.step_seconds == every.predictions.step_seconds
 
 
 def test_tied_stages_keep_off_a_slow_link() -> None:
     """Only the first and the last stage of the default order meet on it."""
-    bounds = Bounds(tp=8, pp=4, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
+    bounds = Space(tp=8, pp=4, cp=1, microbatch=1, chunks=(1,), recompute=("none",))
     tied = model(tie_word_embeddings=True)
     plain, slow = (
-        configure(tied, with_slow(pair), JOB, bounds=bounds, keep=1).plans[0] for pair in (None, (3, 0))
+        search(tied, with_slow(pair), JOB, space=bounds, keep=1).plans[0] for pair in (None, (3, 0))
     )
     assert slow.predictions.step_seconds == pytest.approx(plain.predictions.step_seconds, rel=1e-6)
     assert {slow.devices[0] // 8, slow.devices[-1] // 8} != {0, 3}

@@ -11,26 +11,27 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.graph.depth import REPEATS
-from stagewright.planning.candidate import Choice, Recompute, make_candidate
-from stagewright.planning.configure.balance import balanced_layers
-from stagewright.planning.configure.layers import Layers, stage_seconds, stage_sums
-from stagewright.planning.configure.lineup import devices_of_ranks
-from stagewright.planning.configure.money import Target
-from stagewright.planning.configure.objective import offers
-from stagewright.planning.configure.search import _Search, configure
-from stagewright.planning.configure.space import Bounds
+from stagewright.planning.balance import balanced_layers
+from stagewright.planning.candidate import Choice, Recomputed, make_candidate
+from stagewright.planning.device_order import devices_of_ranks
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
+from stagewright.planning.layer_costs import Layers, stage_seconds, stage_sums
+from stagewright.planning.money import Target
+from stagewright.planning.objective import offers
 from stagewright.planning.pipeline import body_costs
 from stagewright.planning.placing import on_devices
+from stagewright.planning.search import Request, _Search, _Waiting
+from stagewright.planning.search import plan as search
+from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 CLUSTER = load_cluster("8x-h100")
 JOB = Job(global_batch=16, sequence_length=512, runtime="megatron-core+te")
 SMALL = {"num_hidden_layers": 8, "hidden_size": 1024, "intermediate_size": 2048, "vocab_size": 8192}
-FEW = Bounds(largest_tp=2, largest_cp=1, largest_microbatch=2, chunks=(1, 2))
+FEW = Space(largest_tp=2, largest_cp=1, largest_microbatch=2, chunks=(1, 2))
 LACKING = JOB.model_copy(update={"memory_limit": 700_000_000})
 
 
@@ -40,14 +41,19 @@ def model() -> ModelReference:
 
 @cache
 def found() -> Found:
-    return configure(model(), CLUSTER, JOB, bounds=FEW, keep=8)
+    return search(model(), CLUSTER, JOB, space=FEW, keep=8)
 
 
-def searched(bounds: Bounds = FEW, cluster: str = "8x-h100", job: Job = JOB) -> _Search:
-    search = _Search(model(), load_cluster(cluster), job, bounds, 5, lambda stage: None, trace)
+def searched(
+    space: Space = FEW, cluster: str = "8x-h100", job: Job = JOB, of: ModelReference | None = None
+) -> tuple[_Search, list[tuple[float, _Waiting]]]:
+    """A search, and all that waits in it, split into stages, with a bound each."""
+    request = Request(of or model(), load_cluster(cluster), job, space.of_runtime(job))
+    search = _Search(request, lambda stage: None, trace)
     search.gather()
-    search.waiting = [split for one in search.waiting if (split := search.split_up(one)) is not None]
-    return search
+    waiting = [search.waiting.pop() for _ in range(len(search.waiting))]
+    split = ((first_s, search.split_up(one)) for first_s, one in waiting)
+    return search, [(max(first_s, known[0]), known[1]) for first_s, known in split if known is not None]
 
 
 def test_plans_come_fastest_first_use_all_devices_and_are_what_is_estimated() -> None:
@@ -63,7 +69,7 @@ def test_plans_come_fastest_first_use_all_devices_and_are_what_is_estimated() ->
 
 
 def test_nothing_left_out_is_faster() -> None:
-    everything = configure(model(), CLUSTER, JOB, bounds=FEW, keep=100_000)
+    everything = search(model(), CLUSTER, JOB, space=FEW, keep=100_000)
     assert everything.num_bounded == 0 < found().num_bounded
     assert [plan.program for plan in found().plans] == [plan.program for plan in everything.plans[:8]]
 
@@ -78,13 +84,13 @@ def test_nothing_left_out_is_faster() -> None:
     ],
 )
 def test_bounds_hold(cluster: str, runtime: str) -> None:
-    search = searched(cluster=cluster, job=JOB.model_copy(update={"runtime": runtime}))
-    for one in search.waiting[::7]:
+    search, waiting = searched(cluster=cluster, job=JOB.model_copy(update={"runtime": runtime}))
+    for bound_s, one in waiting[::7]:
         plan = search.plan(one)
         assert plan is not None
         whole = replace(one.choice, layers_per_stage=None)
-        assert search.first_bound_s(whole, one.sizes, one.cluster) <= one.bound_s
-        assert one.bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
+        assert search.coarse.first_bound_s(whole, one.sizes, one.cluster) <= bound_s
+        assert bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("runtime", ["stagewright", "megatron-core+te"])
@@ -92,27 +98,25 @@ def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
     """A rank with more layers than those behind it need not wait for these."""
     uneven = resolve("llama-3-8b", SMALL | {"num_hidden_layers": 7, "vocab_size": 1024})
     job = Job(global_batch=12, sequence_length=512, runtime=runtime)
-    bounds = Bounds(tp=1, cp=1, microbatch=1, pp=6)
-    search = _Search(uneven, load_cluster("6x-h100"), job, bounds, 5, lambda stage: None, trace)
-    search.gather()
-    for one in filter(None, map(search.split_up, search.waiting)):
+    search, waiting = searched(Space(tp=1, cp=1, microbatch=1, pp=6), "6x-h100", job, uneven)
+    for bound_s, one in waiting:
         plan = search.plan(one)
         assert plan is not None
-        assert one.bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
+        assert bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 
 def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
-    search, roomy = searched(job=LACKING), searched()
-    assert search.missing and len(search.waiting) < len(roomy.waiting)
-    for one in roomy.waiting[::5]:
-        missing = search._least_bytes(one.choice, one.sizes, one.cluster)
+    (search, few), (roomy, many) = searched(job=LACKING), searched()
+    assert search.missing and len(few) < len(many)
+    for _, one in many[::5]:
+        missing = search.coarse.missing_bytes(one.choice, one.sizes, one.cluster)
         plan = roomy.plan(one)
         assert plan is not None and LACKING.memory_limit is not None
         assert missing <= plan.predictions.reserved_peak_bytes - LACKING.memory_limit
 
 
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
-def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: Recompute) -> None:
+def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: Recomputed) -> None:
     graph = trace(model(), 1, **JOB.traced("cuda"), expand=False)
     assert graph.facts[REPEATS]
     whole = body_costs(graph, CLUSTER, JOB)
@@ -151,37 +155,35 @@ def test_unequal_layers_are_shared_out_by_what_they_take() -> None:
 
 def test_what_is_left_out_says_by_how_much() -> None:
     with pytest.raises(PlanError, match=r"no configuration fits .* lacks .*iB a device or more"):
-        configure("llama-3-70b", load_cluster("1x-h100"), JOB, bounds=Bounds(microbatch=1))
+        search("llama-3-70b", load_cluster("1x-h100"), JOB, space=Space(microbatch=1))
 
 
 def test_what_the_bounds_let_pass_and_the_replay_does_not_says_what_would_fit() -> None:
     """The least of the bounds is what one microbatch keeps; workspace and fragments come on top."""
     one = load_cluster("1x-h100")
-    limit = searched(Bounds(microbatch=1), "1x-h100").waiting[0]
-    needed = _Search(model(), one, JOB, Bounds(microbatch=1), 1, lambda stage: None, trace)
-    needed.gather()
-    least = min(needed._least_bytes(each.choice, each.sizes, one) for each in needed.waiting)
-    assert limit.choice.dp == 1
+    needed, waiting = searched(Space(microbatch=1), "1x-h100")
+    least = min(needed.coarse.missing_bytes(each.choice, each.sizes, one) for _, each in waiting)
+    assert waiting[0][1].choice.dp == 1
     tight = JOB.model_copy(update={"memory_limit": one.device.usable_bytes + least + 2**20})
     with pytest.raises(PlanError, match=r"no configuration fits: the best .* It would fit with"):
-        configure(model(), one, tight, bounds=Bounds(microbatch=1))
+        search(model(), one, tight, space=Space(microbatch=1))
 
 
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        (Bounds(tp=3), "tp 3 does not divide the 8 devices"),
-        (Bounds(tp=4, pp=4), "tp 4 x pp 4 does not divide the 8 devices"),
-        (Bounds(cp=3), "cp 3 cuts samples into 6 equal parts, which 512 tokens are not"),
-        (Bounds(tp=1, cp=1, pp=64, microbatch=1), "pp 64 is more than the 8 layers"),
-        (Bounds(tp=1, cp=1, ep=2, microbatch=1), "leave out --ep"),
-        (Bounds(microbatch=5), "microbatches of 5 do not divide the global batch of 16"),
-        (Bounds(tp=1, pp=1, cp=1, microbatch=8), "no widths divide 8 devices and a global batch of 16"),
+        (Space(tp=3), "tp = 3 does not divide the 8 devices"),
+        (Space(tp=4, pp=4), "tp 4 x pp 4 does not divide the 8 devices"),
+        (Space(cp=3), "cp 3 cuts samples into 6 equal parts, which 512 tokens are not"),
+        (Space(tp=1, cp=1, pp=64, microbatch=1), "pp = 64 does not divide the 8 devices"),
+        (Space(tp=1, cp=1, ep=2, microbatch=1), "leave out --ep"),
+        (Space(microbatch=5), "microbatches of 5 do not divide the global batch of 16"),
+        (Space(tp=1, pp=1, cp=1, microbatch=8), "microbatch = 8 divides no replica's share"),
     ],
 )
-def test_widths_that_cannot_be_are_named(bounds: Bounds, message: str) -> None:
+def test_widths_that_cannot_be_are_named(bounds: Space, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        configure(model(), CLUSTER, JOB, bounds=bounds)
+        search(model(), CLUSTER, JOB, space=bounds)
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("nan"), -1.0])
@@ -196,21 +198,19 @@ def test_money_and_targets_are_finite(wrong: float) -> None:
 
 def test_experts_are_spread_where_that_is_tried() -> None:
     sparse = resolve("tiny-mixtral")
-    bounds = Bounds(largest_tp=1, largest_cp=1, pp=1, microbatch=1, largest_ep=4)
-    search = _Search(sparse, CLUSTER, JOB, bounds, 5, lambda stage: None, trace)
-    search.gather()
-    assert {one.choice.ep for one in search.waiting} == {1, 2, 4}
-    assert {one.choice.ep for one in searched(FEW).waiting} == {1}
+    bounds = Space(largest_tp=1, largest_cp=1, pp=1, microbatch=1, largest_ep=4)
+    assert {one.choice.ep for _, one in searched(bounds, of=sparse)[1]} == {1, 2, 4}
+    assert {one.choice.ep for _, one in searched(FEW)[1]} == {1}
 
 
 def test_cost_tries_parts_of_the_cluster_and_time_other_batches() -> None:
     two = load_cluster("2x4x-h100")
-    bounds = Bounds(tp=1, cp=1, microbatch=1, chunks=(1,))
-    by_cost = offers(model(), two, JOB, "cost", Target(1e9), price_per_hour=2.0, bounds=bounds, keep=1)
+    bounds = Space(tp=1, cp=1, microbatch=1, chunks=(1,))
+    by_cost = offers(model(), two, JOB, "cost", Target(1e9), price_per_hour=2.0, space=bounds, keep=1)
     assert {one.bill.num_devices for one in by_cost} == {4, 8}
     costs = [one.bill.dollars or 0.0 for one in by_cost]
     assert costs == sorted(costs)
-    by_time = offers(model(), two, JOB, "time-to-train", Target(1e9, 16.0), bounds=bounds, keep=1)
+    by_time = offers(model(), two, JOB, "time-to-train", Target(1e9, 16.0), space=bounds, keep=1)
     assert {one.bill.global_batch for one in by_time} >= {8, 16, 64}
     assert by_time[0].bill.days == min(one.bill.days for one in by_time)
     with pytest.raises(InputError, match="--price"):
@@ -219,8 +219,8 @@ def test_cost_tries_parts_of_the_cluster_and_time_other_batches() -> None:
 
 def test_mixed_devices_get_layers_as_they_are_fast() -> None:
     mixed = load_cluster("4x-h100+4x-a100-80")
-    bounds = Bounds(tp=1, cp=1, pp=2, microbatch=1, chunks=(1,), recompute=("none",))
-    (best,) = configure(model(), mixed, JOB, bounds=bounds, keep=1).plans
+    bounds = Space(tp=1, cp=1, pp=2, microbatch=1, chunks=(1,), recompute=("none",))
+    (best,) = search(model(), mixed, JOB, space=bounds, keep=1).plans
     first, second = (
         {device.name for device in devices}
         for devices in devices_of_ranks(on_devices(mixed, best.devices), 2)
@@ -234,31 +234,22 @@ def test_mixed_devices_get_layers_as_they_are_fast() -> None:
 def test_where_a_kind_lacks_memory_others_take_its_layers() -> None:
     mixed = load_cluster("4x-h100+4x-a100-80")
     limit = JOB.model_copy(update={"memory_limit": 1_450_000_000})
-    bounds = Bounds(tp=1, cp=1, pp=2, microbatch=1, chunks=(1,), recompute=("none",))
-    for plan in configure(model(), mixed, limit, bounds=bounds, keep=3).plans:
+    bounds = Space(tp=1, cp=1, pp=2, microbatch=1, chunks=(1,), recompute=("none",))
+    for plan in search(model(), mixed, limit, space=bounds, keep=3).plans:
         assert plan.predictions.reserved_peak_bytes <= 1_450_000_000
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp64", "autocast"])
 def test_a_precision_that_a_runtime_does_not_train_in_is_refused(dtype: str) -> None:
     with pytest.raises(InputError, match=f"does not train in {dtype}: give --dtype bf16"):
-        configure(model(), CLUSTER, JOB.model_copy(update={"dtype": dtype}))
+        search(model(), CLUSTER, JOB.model_copy(update={"dtype": dtype}))
 
 
 def test_attention_alone_is_made_again_where_its_scores_are_kept() -> None:
     def ways(runtime: str) -> set[bool]:
         job = Job(global_batch=16, sequence_length=512, dtype="fp16", runtime=runtime)
-        search = _Search(
-            model(),
-            load_cluster("8x-a100-80"),
-            job,
-            Bounds(tp=1, cp=1, microbatch=1),
-            5,
-            lambda _: None,
-            trace,
-        )
-        search.gather()
-        return {one.choice.selective for one in search.waiting}
+        found = searched(Space(tp=1, cp=1, microbatch=1), "8x-a100-80", job)[1]
+        return {one.choice.selective for _, one in found}
 
     assert ways("megatron-deepspeed") == {False, True}
     assert ways("megatron-core+te") == {False}
@@ -266,6 +257,6 @@ def test_attention_alone_is_made_again_where_its_scores_are_kept() -> None:
 
 def test_fsdp_shares_parameters_out_layer_by_layer() -> None:
     job = JOB.model_copy(update={"runtime": "torch-fsdp"})
-    bounds = Bounds(tp=1, cp=1, pp=1, microbatch=1)
-    plans = configure(model(), CLUSTER, job, bounds=bounds, keep=4).plans
+    bounds = Space(tp=1, cp=1, pp=1, microbatch=1)
+    plans = search(model(), CLUSTER, job, space=bounds, keep=4).plans
     assert {max(plan.sharding) for plan in plans} == {2, 3}

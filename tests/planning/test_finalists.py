@@ -11,11 +11,11 @@ from stagewright.cluster import load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.carving import carve
+from stagewright.planning.candidate import Choice
 from stagewright.planning.finalists import (
-    JOINT,
     Searches,
+    _joint,
     _worth_judging,
-    choice_of,
     finalists,
     joint_candidate,
 )
@@ -27,6 +27,7 @@ from stagewright.planning.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.planning.predict import run_timeline
 from stagewright.planning.search import plan
+from stagewright.planning.space import JOINT
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("4x-h100")
@@ -36,7 +37,9 @@ JOB = Job(global_batch=8, sequence_length=32, dtype="fp32")
 
 @cache
 def found() -> Found:
-    return plan("tiny-gemma", CLUSTER, JOB, schedules=(*FAMILIES, JOINT), pp=4, microbatch=1)
+    return plan(
+        "tiny-gemma", CLUSTER, JOB, schedules=(*FAMILIES, JOINT), pp=4, microbatch=1, chunks=(1, 2), keep=20
+    )
 
 
 def test_the_joint_plan_is_first_and_no_family_is_faster() -> None:
@@ -79,7 +82,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
 
     monkeypatch.setattr("stagewright.planning.finalists.search", nothing_fits)
     body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
-    searches = Searches(known, body, choice_of(known, None), CLUSTER)
+    searches = Searches(known, body, _joint(Choice(1, 4, 1, 8, known.schedule), known), CLUSTER)
     assert [joint_candidate(searches, JOB, tight=tight) for tight in (False, True, True)] == [None] * 3
     assert len(searched) == 2 and searched[1] < searched[0] == float("inf")
 

@@ -9,13 +9,14 @@ import pytest
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.candidate import Choice
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.finalists import joint_plans
-from stagewright.planning.host_optimizer import HostOptimizer
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
+from stagewright.planning.space import HostOptimizer
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 
@@ -119,8 +120,11 @@ def test_the_joint_search_leaves_what_has_room_on_the_devices(host_optimizer: Ho
     slow = known.predictions.model_copy(update={"step_seconds": 1.0})
     graph = graph_of(known)
     body = BodyCosts(graph, costing(graph, cluster, known.job))
+    choice = Choice(
+        known.dp, known.pp, 2, known.num_microbatches, "1f1b", host_optimizer=host_optimizer == "always"
+    )
     (found,) = joint_plans(
-        [known.model_copy(update={"predictions": slow})], lambda plan: body, cluster, known.job, SHORT,
+        [known.model_copy(update={"predictions": slow})], lambda plan: (choice, body, cluster, True), known.job, SHORT,
         offload=False, host_optimizer=host_optimizer,
     )  # fmt: skip
     assert fullest(found) <= 42 * MIB

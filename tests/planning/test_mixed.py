@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
-from stagewright.errors import InputError, PlanError
+from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning import search
 from stagewright.planning.candidate import Choice, in_flight, with_cuts
@@ -21,7 +21,7 @@ from stagewright.planning.cutting.line import known_ranges, terms_of
 from stagewright.planning.cutting.refine import best_partition
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.mixed import balanced_cuts
+from stagewright.planning.partition import partition
 from stagewright.planning.pipeline import bodies_of, costing
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.tracing.cache import trace
@@ -48,13 +48,18 @@ def mixed() -> Cluster:
     return Cluster(name="mixed", nodes=(slow, fast))
 
 
+def position_of(device: int, plan: Plan) -> int:
+    """The rank that a device is."""
+    return plan.devices.index(device) if plan.devices else device
+
+
 def best(cluster: Cluster, pp: int = 3) -> Plan:
     return search.plan("gpt2", cluster, JOB, pp=pp, microbatch=2, schedules=("1f1b",)).plans[0]
 
 
 def test_the_fast_device_has_twice_the_work(mixed: Cluster, tmp_path) -> None:
     plan = best(mixed)
-    position = plan.devices.index(2)
+    position = position_of(2, plan)
     assert position in (0, 2)
     work = [
         stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
@@ -78,18 +83,22 @@ def test_unequal_stages_beat_equal_ones(mixed: Cluster) -> None:
     assert 0.7 < step / all_slow.predictions.step_seconds < 0.85
 
 
-def test_what_mixed_plans_do_not_have_is_said(mixed: Cluster) -> None:
-    asked: list[tuple[dict[str, Any], str]] = [
-        ({"zero": 3}, "--zero"),
-        ({"reduce_dtype": "bf16"}, "--reduce-dtype"),
-        ({"shard_size": 2}, "--shard-size"),
-        ({"schedules": ["zb-h1"]}, "have 1f1b or gpipe"),
-        ({"schedules": ["1f1b", "gpip"]}, "did you mean 'gpipe'"),
-        ({"schedules": ["joint"]}, "have 1f1b or gpipe"),
-    ]
-    for options, text in asked:
-        with pytest.raises(InputError, match=f"mixes devices.*{text}|{text}.*mixes devices"):
-            search.plan("gpt2", mixed, JOB, **options)
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"zero": 3},
+        {"zero": 1, "reduce_dtype": "bf16"},
+        {"zero": 2, "shard_size": 1},
+        {"schedules": "interleaved-1f1b"},
+    ],
+)
+def test_devices_of_several_kinds_combine_with_whatever_is_asked(
+    mixed: Cluster, asked: dict[str, Any]
+) -> None:
+    job = JOB.model_copy(update={"global_batch": 12})
+    for plan in search.plan("gpt2", mixed, job, microbatch=2, tp=1, keep=2, **asked).plans:
+        assert estimate(plan, mixed).predictions.step_seconds == pytest.approx(plan.predictions.step_seconds)
+        assert plan.dp == 1 or "zero" not in asked or set(plan.sharding) == {asked["zero"]}
 
 
 def with_memory(cluster: Cluster, *limits: int) -> Cluster:
@@ -110,13 +119,13 @@ def test_an_estimate_of_a_mixed_plan_repeats_its_predictions(mixed: Cluster) -> 
 def test_every_rank_has_the_memory_of_its_own_device(mixed: Cluster) -> None:
     """The fast device has too little for its even share of the time; slow ones have all that it lacks."""
     free = best(mixed)
-    fast = free.devices.index(2)
+    wanted = free.predictions.ranks[position_of(2, free)].reserved_peak_bytes
     needed = [rank.reserved_peak_bytes for rank in free.predictions.ranks]
-    tight = with_memory(mixed, 4 * max(needed), int(0.7 * needed[fast]))
+    tight = with_memory(mixed, 4 * max(needed), int(0.7 * wanted))
     found = best(tight)
-    fast = found.devices.index(2)
+    fast = position_of(2, found)
     peaks = [rank.reserved_peak_bytes for rank in found.predictions.ranks]
-    assert peaks[fast] <= tight.device_of(2).usable_bytes < needed[fast]
+    assert peaks[fast] <= tight.device_of(2).usable_bytes < wanted
     assert free.predictions.step_seconds < found.predictions.step_seconds
     assert found.predictions.lower_bound_seconds < found.predictions.step_seconds
 
@@ -127,23 +136,23 @@ def test_a_limit_for_all_is_not_more_than_a_device_has(mixed: Cluster) -> None:
     limited = JOB.model_copy(update={"memory_limit": 3 * needed})
     plans = search.plan("gpt2", tight, limited, pp=3, microbatch=2, schedules=("1f1b",)).plans
     for plan in plans:
-        small = plan.predictions.ranks[plan.devices.index(2)]
+        small = plan.predictions.ranks[position_of(2, plan)]
         assert small.reserved_peak_bytes <= tight.device_of(2).usable_bytes
 
 
 def test_a_model_that_is_cut_at_few_places_gets_a_shallower_pipeline(
     mixed: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def at_few_places(bodies: Sequence[BodyCosts]) -> list[int]:
+    def at_few_places(bodies: Sequence[BodyCosts], *given: Any) -> list[int] | None:
         if len(bodies) > 1:
             raise PlanError("can be cut at 0 places only: use fewer stages")
-        return balanced_cuts(bodies)
+        return partition(bodies, *given)
 
-    monkeypatch.setattr("stagewright.planning.mixed.balanced_cuts", at_few_places)
+    monkeypatch.setattr("stagewright.planning.candidate.partition", at_few_places)
     job = JOB.model_copy(update={"global_batch": 12})
     found = search.plan("gpt2", mixed, job, microbatch=4, schedules=("1f1b",))
     assert {(plan.dp, plan.pp) for plan in found.plans} == {(3, 1)}
-    assert [(one.pp, "use fewer" in one.reason) for one in found.excluded] == [(3, True)]
+    assert {(one.pp, "use fewer" in one.reason) for one in found.excluded} == {(3, True)}
     with pytest.raises(PlanError, match="use fewer stages"):
         search.plan("gpt2", mixed, job, microbatch=4, pp=3, schedules=("1f1b",))
 
@@ -151,7 +160,7 @@ def test_a_model_that_is_cut_at_few_places_gets_a_shallower_pipeline(
 def test_what_a_mixed_plan_lacks_is_said_with_its_rank_and_what_would_help(mixed: Cluster) -> None:
     tight = with_memory(mixed, 2**30, 2**28)
     with pytest.raises(
-        PlanError, match=r"dp 1 x pp 3.*on rank 2, .* more than what a .* can give.*devices with"
+        PlanError, match=r"dp 1 x pp 3.*on rank \d, .* more than what a .* can give.*devices with"
     ):
         search.plan("gpt2", tight, JOB, pp=3, microbatch=2, schedules=("1f1b",), recompute="none")
 
@@ -165,7 +174,7 @@ def test_cuts_for_mixed_devices_are_those_of_exhaustive_search(mixed: Cluster) -
         ranges = known_ranges(body)
         ranges = replace(ranges, legal=ranges.legal[::2])
         choice = Choice(1, 3, 2, 8, "1f1b")
-        line = with_cuts(body, choice, balanced_cuts(bodies_of(body, cluster, 3, 1)), cluster, JOB).line
+        line = with_cuts(body, choice, partition(bodies_of(body, cluster, 3, 1)) or (), cluster, JOB).line
         ends = [*(stage.start for stage in line.stages), body.size]
         known = terms_of(line, body, in_flight(line.program))
         assert [one.slowness < 0.6 for one in known] == [device == 2 for device in order]

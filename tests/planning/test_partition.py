@@ -69,7 +69,7 @@ def test_the_slowest_stage_is_as_fast_as_any_within_memory(case: Any) -> None:
     budget = MemoryBudget([float(limit)] * num_stages, list(range(num_stages, 0, -1)))
     every = itertools.combinations(range(1, len(times)), num_stages - 1)
     feasible = [list(cuts) for cuts in every if within(costs, list(cuts), budget)]
-    found = partition(costs, num_stages, 0.0, budget)
+    found = partition([costs] * num_stages, 0.0, budget)
     if not feasible:
         assert found is None
         return
@@ -84,21 +84,21 @@ def test_slack_buys_the_narrowest_boundaries(case: Any) -> None:
     every = [list(cuts) for cuts in itertools.combinations(range(1, len(times)), num_stages - 1)]
     fastest = min(slowest(costs, cuts) for cuts in every)
     near = [cuts for cuts in every if slowest(costs, cuts) <= 1.5 * fastest]
-    found = partition(costs, num_stages, 0.5)
+    found = partition([costs] * num_stages, 0.5)
     assert found is not None and slowest(costs, found) <= 1.5 * fastest * (1 + 1e-5)
     assert costs.boundary_bytes[found].sum() <= min(costs.boundary_bytes[cuts].sum() for cuts in near)
 
 
 def test_more_stages_than_cuts_are_refused() -> None:
     with pytest.raises(PlanError, match="at most 3 stages"):
-        partition(body([1, 1, 1], [1, 1]), 4)
+        partition([body([1, 1, 1], [1, 1])] * 4)
 
 
 def test_ranges_of_a_real_body_are_what_its_stages_take() -> None:
     graph = trace("tiny-llama", 2, 32, "float32")
     costing = Costing(graph, load_cluster("8x-h100").device)
     costs = BodyCosts(graph, costing)
-    cuts = partition(costs, 4, 0.1)
+    cuts = partition([costs] * 4, 0.1)
     assert cuts is not None
     ends = [0, *cuts, costs.size]
     summaries = [summarise(StageMemory(stage), costing) for stage in carve(graph, cuts)]

@@ -13,7 +13,7 @@ from stagewright.planning import search
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.loss_pieces import LossPieces
+from stagewright.planning.space import LossPieces
 from stagewright.report.plans import described_schedule
 from stagewright.report.saving import loss_lines
 from stagewright.tracing.models.reference import resolve
@@ -32,7 +32,7 @@ def job(limit: int) -> Job:
 def found(limit: int, loss_pieces: LossPieces, schedule: str = "gpipe", pp: int = 2, **more: Any) -> Found:
     return search.plan(
         MODEL, CLUSTER, job(limit), schedules=(schedule,), pp=pp, dp=4 // pp, microbatch=1, loss_pieces=loss_pieces,
-        host_optimizer="never", **more,
+        host_optimizer="never", zero=(None,), **more,
     )  # fmt: skip
 
 

@@ -89,11 +89,15 @@ def test_less_memory_makes_smaller_units() -> None:
     assert again.excess_bytes > 0, "a number that was asked for stays"
 
 
-@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("zero", [None, 2, 3])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_long_batch_in_units_is_replayed_in_few_microbatches(zero: int, recompute: bool) -> None:
+@pytest.mark.parametrize("chunks", [None, 2, 3])
+def test_a_long_batch_in_units_is_replayed_in_few_microbatches(
+    zero: int | None, recompute: bool, chunks: int | None
+) -> None:
     body = body_costs(trace(MODEL, 1, **job().traced("cuda")), CLUSTER, job())
-    choice = Choice(2, 2, 1, 16, "1f1b", recompute, zero, shard_units=3)
+    schedule, units = ("interleaved-1f1b" if chunks else "1f1b"), 3 if zero else None
+    choice = Choice(2, 2, 1, 16, schedule, recompute, zero, shard_units=units, num_chunks=chunks)
     line = make_candidate(body, choice, CLUSTER, job()).line
     assert shortened(line.program).num_microbatches < 16
     whole = insert_communication(line.program, stage_edges(line.stages))
@@ -127,7 +131,9 @@ def test_the_search_plans_in_units() -> None:
     for one in found:
         stage_program(one)
     assert any(one.num_stages > 2 for one in found)
-    asked = plan(MODEL, CLUSTER, job(), zero=2, pp=2, microbatch=2, shard_units=2, schedules=["1f1b"]).plans
+    asked = plan(
+        MODEL, CLUSTER, job(), zero=2, tp=1, pp=2, microbatch=2, shard_units=2, schedules=["1f1b"]
+    ).plans
     assert [one.placement for one in asked] == [(0, 0, 1, 1)]
 
 

@@ -71,7 +71,7 @@ def test_a_search_tries_the_widths_that_divide_the_model() -> None:
     assert {one.tp for one in found.plans} == {1}
     refused = [one for one in found.excluded if one.tp > 1]
     assert {one.tp for one in refused} == {2, 4} and all("key-value heads" in one.reason for one in refused)
-    wide = plan("tiny-llama", CLUSTER, JOB, tp=None, microbatch=2, schedules=["1f1b"])
+    wide = plan("tiny-llama", CLUSTER, JOB, tp=None, microbatch=2, schedules=["1f1b"], keep=64)
     tried = {one.tp for one in (*wide.plans, *wide.excluded)}
     assert tried == {1, 2, 4} and all(one.num_ranks == 4 for one in wide.plans)
     with pytest.raises(InputError, match="tp = 3 does not divide the 4 devices"):

@@ -17,7 +17,7 @@ from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import Trace, over_lengths
-from stagewright.planning.widths import microbatch_sizes, whole_shares, widths_of
+from stagewright.planning.space import Replicas, Sizes, Space, microbatch_sizes, obstacle, replicas, widths
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
@@ -47,18 +47,22 @@ def plan_with(
         )
     job.check_devices(cluster)
     reference = model if isinstance(model, ModelReference) else resolve(model)
-    widths = widths_of(cluster, job, pp, dp)
+    space = Space(tp=1, cp=1, ep=1, pp=pp, dp=dp, microbatch=microbatch)
+    (whole,) = widths(cluster, job, space)
+    sizes = microbatch_sizes(whole, cluster, job, space)
+    if not any(_shares(whole, size, cluster, job, space) for size in sizes):
+        raise InputError(obstacle(cluster, job, space))
     plans: list[Plan] = []
     excluded: list[Excluded] = []
     misses: list[Candidate] = []
     refused: PlanError | None = None
-    for size in microbatch_sizes(widths, job, microbatch):
+    for size in sizes:
         report(f"tracing microbatches of {size}")
         graph = trace(reference, size, report=report, **job.traced(cluster.device.kind))
         body = body_costs(graph, cluster, job)
         num_smaller = len(plans)
-        for dp, pp, count in whole_shares(widths, job, size):
-            choice = Choice(dp, pp, size, count, "1f1b")
+        for left in _shares(whole, size, cluster, job, space):
+            choice = Choice(left.dp, left.pp, size, left.num_microbatches, "1f1b")
             report(f"{strategy}: {choice}")
             named = replace(choice, schedule=strategy)
             try:
@@ -83,6 +87,12 @@ def plan_with(
     raise refused or PlanError(
         f"no configuration fits under strategy '{strategy}': use another, or more devices"
     )
+
+
+def _shares(whole: Sizes, size: int, cluster: Cluster, job: Job, space: Space) -> list[Replicas]:
+    """Pipelines that have whole microbatches of `size` samples, the deepest first."""
+    found = replicas(replace(whole, microbatch_size=size), cluster, job, space, cluster.num_devices)
+    return list(found)[::-1]
 
 
 def _planned(

@@ -138,7 +138,7 @@ class _Suffixes:
     def _lacking(self, memories: Sequence[RankMemory]) -> dict[int, int]:
         """Stage -> bytes its rank has too many."""
         line = self.plain.line
-        limit = allocatable_bytes(line.job, line.cluster.device)
+        limit = allocatable_bytes(line.job.usable_bytes(line.cluster.device), line.cluster.device)
         return {
             line.program.placement.stages_of(memory.rank)[0]: memory.peak_bytes - limit
             for memory in memories

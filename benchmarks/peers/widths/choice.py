@@ -20,13 +20,13 @@ from peers.widths.varuna import VarunaStage, varuna_seconds
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
 from stagewright.planning.candidate import Choice
-from stagewright.planning.configure.layers import Layers
-from stagewright.planning.configure.search import configure
-from stagewright.planning.configure.space import Bounds, Sizes
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
+from stagewright.planning.layer_costs import Layers
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
+from stagewright.planning.search import plan as search
+from stagewright.planning.space import Sizes, Space
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -44,7 +44,7 @@ class Strategy:
     """
 
     name: str
-    bounds: Bounds
+    space: Space
     key: Callable[[Choice, Account], Key]
 
 
@@ -99,7 +99,7 @@ def _megatron(choice: Choice, account: Account) -> Key:
     return choice.tp * choice.pp, -choice.tp, (choice.num_microbatches + choice.pp - 1) * passes
 
 
-_PLAIN = Bounds(largest_cp=1, largest_ep=1, chunks=(1,), zero=(0,))
+_PLAIN = Space(largest_cp=1, largest_ep=1, chunks=(1,), zero=(0,))
 STRATEGIES = {
     one.name: one
     for one in (
@@ -130,27 +130,27 @@ def chosen(
     cluster: Cluster,
     job: Job,
     *,
-    bounds: Bounds | None = None,
+    space: Space | None = None,
     keep: int = 10,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Found:
     """What the strategy prefers of all that fits, best first by its own account; timed as we predict.
 
     Args:
-        bounds: widths that are given; the strategy has its own of the others.
+        space: widths that are given; the strategy has its own of the others.
 
     Raises:
         InputError: a width that the strategy does not know.
         PlanError: nothing fits.
     """
-    has, bounds = strategy.bounds, bounds or Bounds()
+    has, asked = strategy.space, space or Space()
     for option, width, largest in (
-        ("--tp", bounds.tp, has.largest_tp), ("--cp", bounds.cp, has.largest_cp), ("--ep", bounds.ep, has.largest_ep),
+        ("--tp", asked.tp, has.largest_tp), ("--cp", asked.cp, has.largest_cp), ("--ep", asked.ep, has.largest_ep),
     ):  # fmt: skip
         if width is not None and largest == 1 < width:
             raise InputError(f"strategy '{strategy.name}' knows no {option} {width}: leave it out")
-    given = replace(has, tp=bounds.tp, pp=bounds.pp, microbatch=bounds.microbatch)
-    found = configure(model, cluster, job, bounds=given, keep=_ALL, report=report)
+    given = replace(has, tp=asked.tp, pp=asked.pp, microbatch=asked.microbatch)
+    found = search(model, cluster, job, given, keep=_ALL, report=report)
     layers: dict[Sizes, Layers] = {}
     liked = sorted(found.plans, key=lambda plan: strategy.key(*_told(plan, cluster, layers)))
     return replace(found, plans=liked[:keep])

@@ -12,11 +12,11 @@ from stagewright.cli import (
     check,
     checkpoint,
     compare,
-    configure,
     demo,
     estimate,
     lists,
     plan,
+    plan_costs,
     probe,
     run,
     schedule,
@@ -25,6 +25,7 @@ from stagewright.cli import (
     verify,
 )
 from stagewright.cli.failure import fail
+from stagewright.cli.groups import Grouped
 from stagewright.errors import TRACEBACK, StagewrightError
 from stagewright.version import __version__
 
@@ -81,12 +82,12 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, configure.configure, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
+    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
     verify.verify, trace.trace, schedule.schedule,
     probe.probe, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 
 for _verb in _VERBS:
-    app.command()(_verb)
+    app.command(cls=Grouped)(_verb)
 
 app.add_typer(checkpoint.checkpoint)

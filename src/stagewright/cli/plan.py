@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from stagewright.cli import joint
-from stagewright.cli.options import Json, Output, Settings, parse_settings
+from stagewright.cli.groups import grouped
+from stagewright.cli.options import Json, Model, Output, Settings, parse_settings
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.planning import (
+    ClusterName,
     Compiled,
+    ContextWidth,
     DataWidth,
     Dtype,
+    ExpertWidth,
     GlobalBatch,
     JobFile,
     JobSequenceLength,
@@ -25,7 +29,6 @@ from stagewright.cli.planning import (
     PipelineWidth,
     ReduceDtype,
     RuntimeName,
-    SequenceParallel,
     ShardSize,
     ShardUnits,
     Zero,
@@ -38,263 +41,301 @@ from stagewright.cli.planning import (
     warn,
 )
 from stagewright.cli.progress import Progress
-from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
+from stagewright.cli.refuse import refuse, refuse_unshared
 from stagewright.errors import InputError, nearest
+from stagewright.files import write_whole
 from stagewright.units import parse_count
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.planning.found import Found
     from stagewright.planning.job import Job
+    from stagewright.planning.objective import Objective, Offer
     from stagewright.planning.plan import Plan
+    from stagewright.planning.space import Space
 
 _SHOWN = 5
-_OBJECTIVES = ("speed", "batch")
-_OF_COSTS = frozenset(
-    {"costs", "ranks", "microbatches", "speeds", "ran", "record", "bandwidth", "seconds", "seed", "robust"}
-)
-"""Options that go with --costs only."""
-_OF_RUNTIMES = frozenset(
-    {
-        "model", "cluster", "job", "global_batch", "sequence_length", "dtype", "compiled", "memory_limit", "runtime", "pp",
-        "tp", "sequence_parallel", "microbatch", "zero", "settings", "output", "top", "as_json",
-    }
-)  # fmt: skip
-"""All that goes with --runtime."""
-_MEANT = {
-    "microbatches": "--microbatch is the samples of one microbatch",
-    "ranks": "--pp, --dp and --tp are the widths",
-}
+_OBJECTIVES = ("speed", "batch", "cost", "time-to-train")
+_OF_MONEY = ("price", "tokens", "critical_batch")
+"""Options that say what a training run takes."""
 
 
+# fmt: off
+@dataclass(frozen=True)
+class JobOptions:
+    """The job."""
+
+    global_batch: GlobalBatch = None
+    sequence_length: JobSequenceLength = None
+    dtype: Dtype = None
+    job: JobFile = None
+    sequence_lengths: JobSequenceLengths = None
+    compiled: Compiled = False
+    memory_limit: MemoryLimit = None
+    runtime: RuntimeName = None
+
+    def read(self) -> Job:
+        """Raises `InputError` for a missing or wrong key."""
+        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "job"}
+        given |= {"sequence_lengths": parse_lengths(self.sequence_lengths), "compiled": self.compiled or None}
+        return read_job(self.job, **given)
+
+
+@dataclass(frozen=True)
+class WidthOptions:
+    """Widths: all are tried that are not given."""
+
+    pp: PipelineWidth = None
+    dp: DataWidth = None
+    tp: Annotated[
+        str | None, typer.Option("--tp", metavar="N|auto",
+            help="Tensor-parallel width; auto, the default, tries all within a node.")] = None
+    cp: ContextWidth = None
+    ep: ExpertWidth = None
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel",
+            help="Whether ranks of --tp also split the sequence between layers; default what is faster.")] = None
+    microbatch: Annotated[int | None, typer.Option("--microbatch", min=1, help="Samples per microbatch.")] = None
+    zero: Zero = None
+    shard_size: ShardSize = None
+    shard_units: ShardUnits = "auto"
+    reduce_dtype: ReduceDtype = None
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Schedule and memory."""
+
+    schedule: Annotated[
+        list[str] | None, typer.Option("--schedule", metavar="NAME",
+            help="Schedules to try; repeatable; default 1f1b, gpipe, interleaved-1f1b, breadth-first and joint.")] = None
+    recompute: Annotated[
+        str | None, typer.Option("--recompute", metavar="HOW",
+            help="none, full, model: what the model's own code checkpoints, or auto: as much as the memory limit asks "
+            "for. Default model where that code checkpoints something, else auto.")] = None
+    offload: Annotated[
+        bool, typer.Option("--offload/--no-offload",
+            help="Whether auto may also move saved values to the host and back.")] = True
+    host_optimizer: Annotated[
+        str, typer.Option("--host-optimizer", metavar="HOW",
+            help="Optimizer state and step on the host's processors: never, always, or auto, on ranks that lack memory "
+            "if nothing else is faster.")] = "auto"
+    host_stages: Annotated[
+        bool, typer.Option("--host-stages", help="Try hosts' processors as ranks with stages of their own, too.")] = False
+    loss_pieces: LossPieces = "auto"
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions:
+    """What is best."""
+
+    objective: Annotated[
+        str, typer.Option("--objective", metavar="WHAT",
+            help="speed; batch: every sample a microbatch, as large as fits; cost: also with halves of the cluster; or "
+            "time-to-train: also with other batches.")] = "speed"
+    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per device and hour.")] = None
+    tokens: Annotated[
+        float | None, typer.Option("--tokens", min=1,
+            help="Tokens to train on with a small batch, for days and dollars; default 1e12.")] = None
+    critical_batch: Annotated[
+        float | None, typer.Option("--critical-batch", min=1,
+            help="Batch in samples at which twice the tokens are needed.")] = None
+
+
+@dataclass(frozen=True)
+class ResultOptions:
+    """The result."""
+
+    top: Annotated[
+        int | None, typer.Option("--top", min=1,
+            help="Plans to show (default 5); with -o all of them are written: FILE, FILE-2, ...")] = None
+    ranks: Annotated[
+        Path | None, typer.Option("--ranks", metavar="FILE",
+            help="Write node and device of every rank of the best (CSV), which `run --ranks` reads.")] = None
+# fmt: on
+
+
+@grouped
 def plan(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="A bundled name (`stagewright models`), config.json, Hugging Face directory or id, or "
-            "package.module:factory.",
-        ),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster", "-c", metavar="C", help="A catalog name such as 8x-h100, or a cluster.toml."
-        ),
-    ] = None,
-    job: JobFile = None,
-    global_batch: GlobalBatch = None,
-    sequence_length: JobSequenceLength = None,
-    sequence_lengths: JobSequenceLengths = None,
-    dtype: Dtype = None,
-    compiled: Compiled = False,
-    memory_limit: MemoryLimit = None,
-    runtime: RuntimeName = None,
-    pp: PipelineWidth = None,
-    dp: DataWidth = None,
-    tp: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N|auto",
-            help="Ranks that share every layer; auto, the default with --runtime, tries all widths within a node; else 1.",
-        ),
-    ] = None,
-    sequence_parallel: SequenceParallel = False,
-    microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch.")] = None,
-    schedule: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Schedules to try; repeatable; default 1f1b, gpipe, joint."),
-    ] = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW",
-            help="none, full, model: what the model's own code checkpoints, or auto: as much as the memory limit asks for. "
-            "Default model where that code checkpoints something, else auto.",
-        ),
-    ] = None,
-    offload: Annotated[
-        bool, typer.Option(help="Whether auto may also move saved values to the host and back.")
-    ] = True,
-    host_optimizer: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="Optimizer state and step on the host's processors: never, always, or auto, on ranks that lack memory "
-            "if nothing else is faster.",
-        ),
-    ] = "auto",
-    host_stages: Annotated[
-        bool,
-        typer.Option("--host-stages", help="Try hosts' processors as ranks with stages of their own, too."),
-    ] = False,
-    objective: Annotated[
-        str,
-        typer.Option(metavar="WHAT", help="speed, or batch: every sample a microbatch, as large as fits."),
-    ] = "speed",
-    zero: Zero = None,
-    reduce_dtype: ReduceDtype = None,
-    shard_size: ShardSize = None,
-    shard_units: ShardUnits = "auto",
-    loss_pieces: LossPieces = "auto",
+    model: Model,
+    cluster: ClusterName,
+    asked: JobOptions,
     settings: Settings = None,
     output: Output = None,
-    top: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Plans to show (default 5); with -o all of them are written: FILE, FILE-2, ..."
-        ),
-    ] = None,
-    costs: joint.Costs = None,
-    ranks: joint.Ranks = None,
-    microbatches: joint.Microbatches = None,
-    speeds: joint.Speeds = None,
-    ran: joint.Ran = None,
-    record: joint.RunRecord = None,
-    bandwidth: joint.Bandwidth = None,
-    seconds: joint.Seconds = 10.0,
-    seed: joint.Seed = 0,
-    robust: joint.Robust = 0.0,
     as_json: Json = False,
+    *,
+    widths: WidthOptions,
+    scheduling: ScheduleOptions,
+    objective: ObjectiveOptions,
+    result: ResultOptions,
 ) -> None:
-    """Find the best configurations for a cluster.
+    """Find the best configurations of a model for a cluster.
 
-    Tries every pipeline and data-parallel width, microbatch size and schedule unless they are given. With
-    --costs TABLE in place of a model: the best partition, placement and schedule for layers of those costs.
+    Tries every width of tensor, pipeline, data and, where the runtime has them, context and expert parallelism, every
+    size of microbatches, sharding and schedule, and what stages give up where memory is short, unless they are given.
     """
-    if costs is not None:
-        refuse_all_but(
-            context,
-            _OF_COSTS | {"memory_limit", "output", "as_json"},
-            "--costs takes the place of model, job and cluster, and searches all that is planned for them",
-            "plan for a MODEL and a --cluster without --costs",
-        )
-        request = joint.Request(
-            costs, ranks, microbatches, speeds, bandwidth, memory_limit, seconds, seed, robust, ran, record
-        )
-        joint.plan_costs(request, output, as_json)
-        return
-    refuse(context, _OF_COSTS, "options of --costs are given without it", "give --costs TABLE", _MEANT)
-    if model is None or cluster is None:
-        raise InputError("give a MODEL and --cluster, or --costs TABLE with --ranks and --microbatches")
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
-    from stagewright.planning import fitting, search
-    from stagewright.planning.batch import largest_batch
-    from stagewright.planning.host_stages import plan_with_hosts
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
-    if recompute is not None and recompute not in fitting.RECOMPUTE:
-        raise InputError(
-            f"--recompute {recompute}{nearest(recompute, fitting.RECOMPUTE)}: give none, full, model or auto"
-        )
-    if objective not in _OBJECTIVES:
-        raise InputError(f"--objective {objective}{nearest(objective, _OBJECTIVES)}: give speed or batch")
+    _check_ranks(result.ranks)
+    _check_objective(context, objective, scheduling.host_stages)
     target = load_cluster(cluster)
-    wanted = read_job(
-        job,
-        global_batch=global_batch,
-        sequence_length=sequence_length,
-        sequence_lengths=parse_lengths(sequence_lengths),
-        dtype=dtype,
-        compiled=compiled or None,
-        memory_limit=memory_limit,
-        runtime=runtime,
-    )
-    width = _tensor_width(tp or ("1" if wanted.runtime == STAGEWRIGHT else "auto"))
+    wanted = asked.read()
     if wanted.runtime != STAGEWRIGHT:
-        check_one_length(wanted, "plan --runtime")
-        refuse_all_but(
-            context,
-            _OF_RUNTIMES,
-            f"of runtime '{wanted.runtime}' all widths, chunks and recomputations are tried",
-            "plan without --runtime",
-        )
-        _plan_elsewhere(
-            model,
-            target,
-            wanted,
-            (width, pp, microbatch, zero),
-            parse_settings(settings),
-            output,
-            top,
-            as_json,
-        )
-        return
+        check_one_length(wanted, f"plan --runtime {wanted.runtime}")
+    width = _tensor_width(widths.tp or "auto")
     refuse_unshared(
         context,
-        is_one_replica=dp == 1 or (pp or 1) * (width or 1) == target.num_devices,
+        is_one_replica=(widths.cp or 1) == 1
+        and (widths.dp == 1 or (widths.pp or 1) * (width or 1) == target.num_devices),
         is_one_rank_a_layer=width == 1,
     )
+    space = _space(widths, width, scheduling)
     reference = resolve(model, parse_settings(settings))
     with Progress(f"planning {model}") as progress:
-        if host_stages and objective == "batch":
-            raise InputError("--host-stages has no --objective batch: leave one of the two out")
-        find = largest_batch if objective == "batch" else plan_with_hosts if host_stages else search.plan
-        found = find(
-            reference, target, wanted, report=progress, schedules=schedule or search.SCHEDULES, pp=pp, dp=dp,
-            tp=width, sequence_parallel=sequence_parallel, microbatch=microbatch,
-            recompute=cast("fitting.Recompute | None", recompute), offload=offload,
-            zero=zero, reduce_dtype=checked_reduce_dtype(reduce_dtype),
-            shard_size=shard_size, shard_units=checked_shard_units(shard_units),
-            host_optimizer=cast("search.HostOptimizer", host_optimizer), loss_pieces=parse_pieces(loss_pieces),
-            interruptible=True,
+        if objective.objective == "batch" or scheduling.host_stages:
+            from stagewright.planning.batch import largest_batch
+            from stagewright.planning.host_stages import plan_with_hosts
+
+            find = largest_batch if objective.objective == "batch" else plan_with_hosts
+            found = find(
+                reference,
+                target,
+                wanted,
+                space,
+                keep=result.top or _SHOWN,
+                report=progress,
+                interruptible=True,
+            )
+            offered: tuple[Offer, ...] = ()
+        else:
+            from stagewright.planning.money import Target
+            from stagewright.planning.objective import offers
+
+            offered = offers(
+                reference, target, wanted, cast("Objective", objective.objective),
+                Target(objective.tokens or 1e12, objective.critical_batch), price_per_hour=objective.price,
+                space=space, keep=result.top or _SHOWN, report=progress, interruptible=True,
+            )  # fmt: skip
+            found = offered[0].found
+    warn([*target.cautions, *found.warnings, *_warnings(objective)])
+    on = offered[0].cluster if offered else target
+    if result.ranks is not None:
+        _write_ranks(result.ranks, found.plans[0], on)
+    is_offer = len(offered) > 1 or objective.price is not None or objective.tokens is not None
+    _tell(found, on, offered if is_offer else (), output, result, as_json)
+
+
+def _space(widths: WidthOptions, tp: int | None, scheduling: ScheduleOptions) -> Space:
+    from stagewright.planning.space import Space
+
+    return Space.of(
+        tp=tp, cp=widths.cp, ep=widths.ep, pp=widths.pp, dp=widths.dp, sequence_parallel=widths.sequence_parallel,
+        microbatch=widths.microbatch, zero=widths.zero, reduce_dtype=checked_reduce_dtype(widths.reduce_dtype),
+        shard_size=widths.shard_size, shard_units=checked_shard_units(widths.shard_units),
+        schedules=scheduling.schedule, recompute=scheduling.recompute, offload=scheduling.offload,
+        host_optimizer=scheduling.host_optimizer, loss_pieces=parse_pieces(scheduling.loss_pieces),
+    )  # fmt: skip
+
+
+def _check_objective(context: typer.Context, objective: ObjectiveOptions, host_stages: bool) -> None:
+    what = objective.objective
+    if what not in _OBJECTIVES:
+        known = ", ".join(_OBJECTIVES)
+        raise InputError(f"--objective {what}{nearest(what, _OBJECTIVES)}: give one of {known}")
+    if host_stages and what != "speed":
+        raise InputError(f"--host-stages has no --objective {what}: leave one of the two out")
+    if host_stages or what == "batch":
+        refuse(
+            context, _OF_MONEY, "days and dollars are of a batch and a cluster that are given",
+            "leave out --objective batch and --host-stages",
         )  # fmt: skip
-    warn([*target.cautions, *found.warnings])
-    _tell(found, output, top, as_json)
 
 
-def _plan_elsewhere(
-    model: str,
+def _check_ranks(path: Path | None) -> None:
+    if path is not None and parse_count(str(path)):
+        raise InputError(f"--ranks {path}: give a file to write places to; widths are --pp, --dp and --tp")
+    check_writable(path)
+
+
+def _warnings(asked: ObjectiveOptions) -> Iterator[str]:
+    if asked.objective == "time-to-train" and asked.critical_batch is None:
+        yield "without --critical-batch every batch is taken to need as many tokens, which favours large ones"
+
+
+def _write_ranks(path: Path, best: Plan, cluster: Cluster) -> None:
+    from stagewright.planning.placing import device_places, on_devices
+
+    places = device_places(on_devices(cluster, best.devices))
+    lines = [f"{rank},{node},{device}" for rank, (node, device) in enumerate(places)]
+    write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
+
+
+def _tell(
+    found: Found,
     cluster: Cluster,
-    job: Job,
-    given: tuple[int | None, int | None, int | None, int | None],
-    settings: Mapping[str, Any],
+    offered: Sequence[Offer],
     output: Path | None,
-    top: int | None,
+    result: ResultOptions,
     as_json: bool,
 ) -> None:
-    """The best configurations under another runtime; `given` are widths, samples of a microbatch and what is shared out."""
-    from stagewright.planning.configure.search import configure
-    from stagewright.planning.configure.space import Bounds
-    from stagewright.tracing.models.reference import resolve
-
-    tp, pp, microbatch, zero = given
-    bounds = Bounds(tp=tp, pp=pp, microbatch=microbatch, zero=None if zero is None else (zero,))
-    reference = resolve(model, settings)
-    with Progress(f"planning {model}") as progress:
-        found = configure(
-            reference, cluster, job, bounds=bounds, keep=top or _SHOWN, report=progress, interruptible=True
-        )
-    warn([*cluster.cautions, *found.warnings])
-    _tell(found, output, top, as_json)
-
-
-def _tell(found: Found, output: Path | None, top: int | None, as_json: bool) -> None:
     """Write the best plans, if that is asked for, and show them."""
     from stagewright.estimation.runtime import STAGEWRIGHT
+    from stagewright.export.megatron import megatron_options, shell_lines
 
-    shown = found.plans[: top or _SHOWN]
-    paths = _write(shown, output, num_written=top or 1)
+    shown = found.plans[: result.top or _SHOWN]
+    paths = _write(shown, output, num_written=result.top or 1)
+    options = megatron_options(shown[0])
     if as_json:
+        from stagewright.report.configurations import offers_document
         from stagewright.report.plans import plan_document
 
         plans = [plan_document(one, path) for one, path in zip(shown, paths, strict=True)]
-        print_document({"plans": plans, "excluded": [dataclasses.asdict(one) for one in found.excluded]})
+        document = {
+            "plans": plans,
+            "excluded": [dataclasses.asdict(one) for one in found.excluded],
+            "num_bounded": found.num_bounded,
+        }
+        print_document(
+            document
+            | (offers_document(offered) if offered else {})
+            | ({"megatron_options": options} if options else {})
+        )
         return
+    from stagewright.report.configurations import (
+        configurations_table,
+        left_out_table,
+        offers_table,
+        stages_line,
+    )
     from stagewright.report.plans import found_heading, left_out, lengths_tables, plans_table
     from stagewright.report.saving import loss_lines, saving_tables
 
-    show(
+    is_own = shown[0].job.runtime == STAGEWRIGHT
+    parts = [
         found_heading(found),
-        plans_table(shown),
+        plans_table(shown) if is_own else configurations_table(shown),
         *lengths_tables(shown[0]),
         *saving_tables(shown[0]),
         *loss_lines(shown[0]),
+        stages_line(shown[0], cluster),
+        None if is_own else left_out_table(found),
         left_out(found),
-    )
+        offers_table(offered) if offered else None,
+    ]
+    if shown[0].devices and cluster.measured is not None:
+        parts.append(
+            "Ranks are on the devices that suit them by the measured links: --ranks FILE writes which."
+        )
+    if options:
+        parts += [
+            "As options of Megatron-LM's pretrain_gpt.py, beside those of model and data:",
+            shell_lines(options),
+        ]
+    show(*(part for part in parts if part is not None))
     if output is not None:
         written = ", ".join(str(path) for path in paths if path is not None)
         steps_early = any("STEP" in text for text in shown[0].program[0])
@@ -304,10 +345,12 @@ def _tell(found: Found, output: Path | None, top: int | None, as_json: bool) -> 
                 "which is asynchronous and cannot be run."
                 if steps_early
                 else f"`stagewright run {output}` trains with it."
-                if shown[0].job.runtime == STAGEWRIGHT
+                if is_own
                 else f"which {shown[0].job.runtime} runs, not Stagewright."
             )
         )
+    if result.ranks is not None:
+        show(f"Wrote {result.ranks}.")
 
 
 def _tensor_width(text: str) -> int | None:

@@ -76,8 +76,13 @@ class _Account:
     left: Counter[Flat] = field(default_factory=Counter)
     """REDUCE actions to come that concern each flat buffer."""
     summed: set[Flat] = field(default_factory=set)
+    of_stage: dict[int, list[Flat]] = field(default_factory=dict)
+    """The buffers that hold something of a stage."""
 
     def __post_init__(self) -> None:
+        for flat in self.flats:
+            for stage in flat.stages:
+                self.of_stage.setdefault(stage, []).append(flat)
         for action in self.actions:
             if action.kind is Kind.REDUCE:
                 self.left.update(self._trained(action.stage))
@@ -131,17 +136,17 @@ class _Account:
         adding = {part.stage for part in action.parts if part.kind in _ADDS_GRADIENTS}
         uses = tuple(stage for stage in stages if stage in self.unused)
         self.unused.difference_update(uses)
-        fed = [flat for flat in self.flats if flat.is_trained and adding.intersection(flat.stages)]
+        fed = dict.fromkeys(flat for stage in adding for flat in self._trained(stage))
         self.added.update(fed)
         opens = tuple(flat for flat in fed if flat.level >= GRADIENTS and flat not in self.open)
         self.open.update(opens)
         return Moves(uses=uses, opens=opens) if uses or opens else NOTHING
 
     def _sharded(self, stage: int) -> list[Flat]:
-        return [flat for flat in self.flats if flat.level >= PARAMETERS and stage in flat.stages]
+        return [flat for flat in self.of_stage.get(stage, ()) if flat.level >= PARAMETERS]
 
     def _trained(self, stage: int) -> list[Flat]:
-        return [flat for flat in self.flats if flat.is_trained and stage in flat.stages]
+        return [flat for flat in self.of_stage.get(stage, ()) if flat.is_trained]
 
 
 def _is_reduced_often(flat: Flat) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.finalists import JOINT
+from stagewright.graph.flat import PARAMETERS
 from stagewright.planning.found import Found, UntilCtrlC
 from stagewright.planning.job import Job
-from stagewright.planning.search import SCHEDULES, plan
-from stagewright.planning.widths import tensor_widths_of, widths_of
-from stagewright.tracing.models.reference import ModelReference
+from stagewright.planning.search import KEPT, plan
+from stagewright.planning.space import JOINT, SCHEDULES, Replicas, Sizes, Space, obstacle, replicas, widths
+from stagewright.tracing.models.reference import ModelReference, resolve
 
 _CLOSE = 16
 """Sizes are told apart to one part in this many."""
@@ -22,76 +23,73 @@ def largest_batch(
     model: str | ModelReference,
     cluster: Cluster,
     job: Job,
+    space: Space | None = None,
     *,
+    keep: int = KEPT,
     report: Callable[[str], None] = lambda stage: None,
-    pp: int | None = None,
-    dp: int | None = None,
-    tp: int | None = 1,
-    microbatch: int | None = None,
-    schedules: Sequence[str] = SCHEDULES,
     interruptible: bool = False,
-    **options: Any,
+    **within: Any,
 ) -> Found:
     """The plans with the largest batch, best first: every sample of the job's `global_batch` becomes a microbatch, and
     microbatches grow until nothing fits, or Ctrl-C if the search is `interruptible` and there is a plan.
 
-    Sizes double until nothing fits, then the last interval is halved down to a sixteenth of the size. Other arguments are
-    those of `stagewright.planning.search.plan`, whose plans these are; their jobs have the batch that was found.
+    Sizes double until nothing fits, then the last interval is halved down to a sixteenth of the size; where nothing else is
+    asked for, with 1F1B and everything sharded, which take least. The plans of the size found are those of
+    `stagewright.planning.search.plan`, whose arguments the others are; their jobs have the batch that was found.
 
     Raises:
         InputError: the model, device or a width cannot be used as given.
         PlanError: not even microbatches of one sample fit.
     """
-    if microbatch is not None:
-        raise InputError(f"microbatch = {microbatch} is what the largest batch is searched by: leave it out")
-    options["schedules"] = [name for name in schedules if name != JOINT]  # a faster order lets no batch grow
-    tried: list[tuple[int, Found]] = []
+    space = (space or Space.of(**within)).of_runtime(job)
+    if space.microbatch is not None:
+        raise InputError(
+            f"microbatch = {space.microbatch} is what the largest batch is searched by: leave it out"
+        )
+    # A faster order lets no batch grow.
+    families = tuple(name for name in space.schedules or SCHEDULES if name != JOINT)
+    names = ("1f1b",) if "1f1b" in families else families
+    least = replace(space, schedules=names, chunks=space.chunks[:1], zero=space.zero or (PARAMETERS,))
+    tried: list[tuple[int, Sizes, Replicas, Found]] = []
     refused: PlanError | InputError | None = None
-    for dp_width, pp_width, tp_width in _widths(cluster, job, pp, dp, tp):
+    reference = model if isinstance(model, ModelReference) else resolve(model)
 
-        def fit(size: int, dp: int = dp_width, pp: int = pp_width, tp: int = tp_width) -> None:
-            report(f"microbatches of {size} on dp {dp} x tp {tp} x pp {pp}")
-            grown = job.model_copy(update={"global_batch": job.global_batch * size})
-            found = plan(
-                model, cluster, grown, report=report, pp=pp, dp=dp, tp=tp, microbatch=size, **options
-            )
-            tried.append((size, found))
+    def at(size: int, one: Sizes, left: Replicas, within: Space, keep: int) -> Found:
+        grown = job.model_copy(update={"global_batch": job.global_batch * size})
+        fixed = replace(within, dp=left.dp, pp=left.pp, tp=one.tp, cp=one.cp, ep=one.ep, microbatch=size)
+        return plan(reference, cluster, grown, fixed, keep=keep, report=report)
 
-        searching = UntilCtrlC(interruptible, tried)
-        try:
-            with searching:
-                _grow(fit, max((size for size, _ in tried), default=1))
-        except PlanError as error:
-            refused = refused or error
-        except InputError as error:
-            if tp is not None:
-                raise
-            refused = refused or error
-        if searching.is_ended:
-            return searching.told(_best(tried))
+    for one in widths(cluster, job, space):
+        for left in replicas(one, cluster, job, space, cluster.num_devices):
+
+            def fit(size: int, one: Sizes = one, left: Replicas = left) -> None:
+                report(f"microbatches of {size} on dp {left.dp} x tp {one.tp} x pp {left.pp}")
+                tried.append((size, one, left, at(size, one, left, least, keep=1)))
+
+            searching = UntilCtrlC(interruptible, tried)
+            try:
+                with searching:
+                    _grow(fit, max((size for size, *_ in tried), default=1))
+            except PlanError as error:
+                refused = refused or error
+            except InputError as error:
+                if space.tp is not None:
+                    raise
+                refused = refused or error
+            if searching.is_ended:
+                return searching.told(max(tried, key=_larger)[-1])
     if not tried:
-        assert refused is not None
-        raise refused
-    return _best(tried)
+        raise refused or InputError(obstacle(cluster, job, space))
+    size, one, left, found = max(tried, key=_larger)
+    if least == space:
+        return found
+    return at(size, one, left, replace(space, schedules=families), keep)
 
 
-def _widths(
-    cluster: Cluster, job: Job, pp: int | None, dp: int | None, tp: int | None
-) -> list[tuple[int, int, int]]:
-    """All (dp, pp, tp) that may be tried; ranks share layers only where the other widths leave any to."""
-    found: list[tuple[int, int, int]] = []
-    for shared in tensor_widths_of(cluster, tp):
-        try:
-            found += [(*width, shared) for width in widths_of(cluster, job, pp, dp, shared)]
-        except InputError:
-            if tp is not None or shared == 1:
-                raise
-    return found
-
-
-def _best(tried: Sequence[tuple[int, Found]]) -> Found:
-    """The plans of the largest size; of as large ones the fastest."""
-    return max(tried, key=lambda one: (one[0], -one[1].plans[0].predictions.step_seconds))[1]
+def _larger(tried: tuple[int, Sizes, Replicas, Found]) -> tuple[int, float]:
+    """The largest size first; of as large ones the fastest."""
+    size, _, _, found = tried
+    return size, -found.plans[0].predictions.step_seconds
 
 
 def _grow(fit: Callable[[int], None], first: int) -> None:

@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, all_gather_seconds, reduce_scatter_seconds
 from stagewright.errors import PlanError
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.precision import Precision
@@ -21,10 +21,11 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import GRADIENTS, PARAMETERS
 from stagewright.graph.layers import even_layers, layer_cuts
 from stagewright.graph.policy import Policy
+from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.cutting.line import cuts_to_try
 from stagewright.planning.job import Job
 from stagewright.planning.partition import MemoryBudget, partition
-from stagewright.planning.pipeline import Pipeline, pipeline, reserved_bytes
+from stagewright.planning.pipeline import Pipeline, bodies_of, pipeline, reserved_bytes
 from stagewright.planning.placing import placed
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names
@@ -47,13 +48,22 @@ from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.version import __version__
 
-Recompute = Literal["none", "selective", "full"]
+Recomputed = Literal["none", "selective", "full"]
 
 SLACKS = (0.0, 0.02, 0.1)
 """How much slower than necessary the slowest stage may be for narrow boundaries; all are tried."""
 
 _SHRINKS = (0.0, 0.04, 0.12)
 """Parts of the memory left free when cutting by ranges, which see a stage less exactly than a replay does."""
+
+_HIDDEN = 0.8
+"""Transfers that take less than this part of the computations are hidden behind them."""
+
+OF_STATE = 0.8
+"""The part of memory that may be taken by all but saved values where these are to be given up."""
+
+_ALL_TOGETHER = ("breadth-first", "gpipe")
+"""Schedules in which all microbatches go through a stage before another one of the rank has its turn."""
 
 _MOST_FITTED = 2
 """How many partitions are made to fit, the most promising first, before more memory is left free."""
@@ -102,6 +112,8 @@ class Choice:
     """Numbered layers of every stage; None lets a partition be found."""
     selective: bool = False
     """Whether stages recompute the part that `stagewright.planning.regions.selective_policy` says."""
+    headroom: int = 0
+    """Bytes that every device leaves free, for what its allocator loses."""
 
     @property
     def shard_size(self) -> int | None:
@@ -115,7 +127,7 @@ class Choice:
         return max(size for size in range(1, self.most_sharing + 1) if self.num_holders % size == 0)
 
     @property
-    def recomputed(self) -> Recompute:
+    def recomputed(self) -> Recomputed:
         """How much of every layer is."""
         return "full" if self.recompute else "selective" if self.selective else "none"
 
@@ -174,6 +186,11 @@ class Candidate:
         line = replace(self.line, job=job)
         return replace(self, line=line, excess_bytes=line.missing_bytes(self.memories))
 
+    def with_headroom(self, num_bytes: int) -> Candidate:
+        """The same where every device leaves so many bytes free; where they are negative it has as much more."""
+        line, choice = replace(self.line, headroom=num_bytes), replace(self.choice, headroom=num_bytes)
+        return replace(self, choice=choice, line=line, excess_bytes=line.missing_bytes(self.memories))
+
 
 def make_program(choice: Choice) -> Program:
     """The computations of every rank, in order."""
@@ -225,16 +242,21 @@ def in_flight(program: Program) -> tuple[int, ...]:
 
 
 def approximate_seconds(
-    body: BodyCosts, cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
+    bodies: Sequence[BodyCosts], cuts: Sequence[int], program: Program, cluster: Cluster, num_ranks: int
 ) -> float:
-    """Makespan of a batch from range sums, without carving; `num_ranks` devices hold every stage."""
-    ends = np.array([0, *cuts, body.size])
-    forward, total = np.diff(body.forward_seconds[ends]), np.diff(body.seconds[ends])
+    """Makespan of a batch from range sums, without carving; `bodies` are the costs of the model on the device of every
+    stage, which `num_ranks` devices hold."""
+    ends = np.array([0, *cuts, bodies[0].size])
+    spans = [(body, ends[stage], ends[stage + 1]) for stage, body in enumerate(bodies)]
+    forward = np.array(
+        [body.forward_seconds[stop] - body.forward_seconds[start] for body, start, stop in spans]
+    )
+    total = np.array([body.seconds[stop] - body.seconds[start] for body, start, stop in spans])
     total = np.maximum(total, forward)  # differences of sums, of which rounding may leave less
     placed = program.placement.rank_of_stage
 
     def transfer(source: int, target: int) -> float:
-        num_bytes = float(body.boundary_bytes[ends[max(source, target)]]) / 2
+        num_bytes = float(bodies[0].boundary_bytes[ends[max(source, target)]]) / 2
         firsts = placed[source] * num_ranks, placed[target] * num_ranks
         return cluster.blocks_seconds(num_bytes, *firsts, num_ranks)
 
@@ -251,13 +273,14 @@ def best_partition(
         PlanError: more stages than legal cuts allow.
     """
     program = make_program(choice)
+    width = choice.num_holders * choice.tp
+    own = bodies_of(body, cluster, choice.pp, width)
+    bodies = [own[rank] for rank in program.placement.rank_of_stage]
     tried: dict[tuple[int, ...], float] = {}
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
-        cuts = partition(body, program.num_stages, slack, budget)
+        cuts = partition(bodies, slack, budget)
         if cuts is not None and tuple(cuts) not in tried:
-            tried[tuple(cuts)] = approximate_seconds(
-                body, cuts, program, cluster, choice.num_holders * choice.tp
-            )
+            tried[tuple(cuts)] = approximate_seconds(bodies, cuts, program, cluster, width)
     return min(tried.items(), key=lambda item: item[1]) if tried else None
 
 
@@ -275,7 +298,7 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
     Raises:
         PlanError: more stages than legal cuts allow.
     """
-    if _is_cut_between_layers(choice, job):
+    if is_cut_between_layers(choice, job):
         return with_cuts(body, choice, _cuts_between_layers(body.graph, choice), cluster, job)
     start = fastest_partition(body, choice, cluster)[0]
     return within_memory(with_cuts(body, choice, start, cluster, job), body)
@@ -284,20 +307,30 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
 def faster_candidate(
     body: BodyCosts, choice: Choice, cluster: Cluster, job: Job, below_s: float
 ) -> Candidate | None:
-    """As `make_candidate`; None where a step, its ranks on the devices that suit them, is known to take `below_s` or longer,
-    which takes less time to see than what memory a rank needs."""
-    if not _is_cut_between_layers(choice, job) or choice.level >= GRADIENTS or below_s == math.inf:
+    """As `make_candidate`; None where a step is known to take `below_s` or longer."""
+    if not is_cut_between_layers(choice, job):
         return make_candidate(body, choice, cluster, job)
     cuts = _cuts_between_layers(body.graph, choice)
+    if takes_longer(body, choice, cuts, cluster, job, below_s):
+        return None
+    return with_cuts(body, choice, cuts, cluster, job)
+
+
+def takes_longer(
+    body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job, below_s: float
+) -> bool:
+    """Whether a step of this partition, its ranks on the devices that suit them, is known to take `below_s` or longer, which
+    takes less time to see than what memory a rank needs."""
+    if choice.level >= GRADIENTS or below_s == math.inf:
+        return False
     line = with_program(body, choice, cuts, make_program(choice), cluster, job)
-    if step_seconds(line, run_timeline(line)) >= below_s:
-        there = placed(line)[0]
-        if there is line or step_seconds(there, run_timeline(there)) >= below_s:
-            return None
-    return of_line(choice, cuts, line)
+    if step_seconds(line, run_timeline(line)) < below_s:
+        return False
+    there = placed(line)[0]
+    return there is line or step_seconds(there, run_timeline(there)) >= below_s
 
 
-def _is_cut_between_layers(choice: Choice, job: Job) -> bool:
+def is_cut_between_layers(choice: Choice, job: Job) -> bool:
     return choice.layers_per_stage is not None or job.profile.partition == "layers"
 
 
@@ -367,18 +400,68 @@ def _best_in_units(
 ) -> Candidate:
     """The given partition in the sharding units that `choice` names, or in those that are fastest within memory; in the
     smallest, which take least, where these do not fit."""
-    found: list[Candidate] = []
-    for inside in units_to_try(body, cuts, choice.shard_units):
+
+    def in_units(inside: Sequence[Sequence[int]]) -> Candidate:
         every = sorted([*cuts, *(cut for own in inside for cut in own)])
         divided = subdivided(program, [len(own) + 1 for own in inside])
-        line = _carved(body, choice, every, divided, cluster, job)
-        found.append(of_line(choice, cuts, line))
+        return of_line(choice, cuts, _carved(body, choice, every, divided, cluster, job))
+
+    ways = list(units_to_try(body, cuts, choice.shard_units))
+    found: list[Candidate] = []
+    for inside in ways:
+        found.append(in_units(inside))
         if found[0].excess_bytes > 0:
+            if len(ways) > 1 and _waits_for_network(body, choice, cluster, job):
+                return next(filter(_has_room_for_state, map(in_units, reversed(ways[1:]))), found[0])
             return found[0]
     fitting = [one for one in found if one.excess_bytes <= 0]
     if len(fitting) == 1:
         return fitting[0]
     return min(fitting, key=lambda one: step_seconds(one.line, run_timeline(one.line)))
+
+
+def network_seconds(
+    choice: Choice, parameters: float, cluster: Cluster, job: Job, *, in_units: bool = False
+) -> float:
+    """What the network of a rank with so many `parameters` takes to gather them and to reduce their gradients in a batch.
+
+    Once for every time that the rank comes to a stage: for each microbatch where these go by one after the other, or where
+    stages are divided `in_units`; for as many as there are ranks where a rank has several stages in turn; and once where all
+    go by together.
+
+    Source: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism (arXiv 2211.05953), traffic of sharded data parallelism.
+    Ignores: which of it is behind computations.
+    """
+    if choice.level < GRADIENTS or choice.num_holders == 1:
+        return 0.0
+    holders = range(0, choice.num_holders * choice.tp, choice.tp)[: choice.shard_size]
+    times = float(choice.num_microbatches)
+    if choice.schedule in _ALL_TOGETHER and not in_units:
+        times = 1.0
+    elif choice.num_chunks is not None and not in_units:
+        times = max(1.0, times / choice.pp)
+    wire = REDUCE_TYPES[choice.reduce_dtype] if choice.reduce_dtype else job.precision.gradient
+    seconds = reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[wire], holders)
+    if choice.level >= PARAMETERS:
+        seconds += 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
+    return times * seconds
+
+
+def _waits_for_network(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> bool:
+    """Whether small units would have ranks wait for the network for longer than they compute."""
+    parameters = float(body.state_bytes[-1]) / job.precision.bytes_per_parameter / choice.pp
+    busy_s = float(body.seconds[-1]) * choice.num_microbatches / choice.pp
+    return network_seconds(choice, parameters, cluster, job, in_units=True) > _HIDDEN * busy_s
+
+
+def _has_room_for_state(one: Candidate) -> bool:
+    """Whether all ranks would fit if they saved next to nothing."""
+    line = one.line
+    return all(
+        memory.peak_bytes - memory.categories.get("activations", 0)
+        <= OF_STATE * line.allocatable_bytes(memory.rank)
+        for memory in one.memories
+    )
 
 
 def under_program(line: Pipeline, choice: Choice, cuts: Sequence[int], program: Program) -> Pipeline:
@@ -401,6 +484,7 @@ def of_line(choice: Choice, cuts: Sequence[int], line: Pipeline) -> Candidate:
 
 def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
     """`line` with what its replicas share out, and with what is on the host."""
+    line = replace(line, headroom=choice.headroom)
     if choice.host_optimizer:
         line = replace(line, host_optimizer=frozenset(range(line.pp)))
     if choice.num_holders == 1:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from stagewright.errors import StagewrightError
 from stagewright.graph.flat import LEVELS
 from stagewright.planning.plan import Plan
-from stagewright.planning.search import SCHEDULES, plan
+from stagewright.planning.search import plan
+from stagewright.planning.space import SCHEDULES
 from stagewright.schedule import FAMILIES
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import format_bytes
@@ -37,7 +38,7 @@ def nearest_cheaper(known: Plan, pipeline_rank: int, length: int) -> Plan | None
         try:
             found = plan(
                 reference, known.cluster.load(), job, pp=known.pp, dp=known.dp, tp=known.tp,
-                sequence_parallel=known.sequence_parallel, microbatch=size, schedules=families, zero=level,
+                sequence_parallel=known.sequence_parallel, microbatch=size, schedules=families, zero=(level,),
                 recompute="auto", reduce_dtype=known.reduce_dtype, shard_size=known.shard_size,
             )  # fmt: skip
         except StagewrightError:

@@ -16,6 +16,7 @@ from operator import itemgetter
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.arranging import on_devices_of
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
@@ -25,7 +26,7 @@ from stagewright.planning.candidate import (
     under_program,
     with_program,
 )
-from stagewright.planning.host_optimizer import HostOptimizer, host_excess_bytes, ways_on_hosts
+from stagewright.planning.host_optimizer import host_excess_bytes, ways_on_hosts
 from stagewright.planning.job import Job
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import Problem
@@ -42,12 +43,10 @@ from stagewright.planning.joint.traced import (
 from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.plan import Plan
 from stagewright.planning.predict import run_timeline
+from stagewright.planning.space import JOINT, HostOptimizer
 from stagewright.schedule.list_scheduler.terms import Ints
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
-
-JOINT = "joint"
-"""In place of the name of a family: cuts, placement and program from the joint search."""
 
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 16
 _ACTIONS_PER_ROUND = 750
@@ -74,40 +73,48 @@ def finalists(plans: Iterable[Plan], count: int = 2) -> list[Plan]:
     return sorted(shapes.values(), key=lambda plan: plan.predictions.lower_bound_seconds)[:count]
 
 
+Start = tuple[Choice, BodyCosts, Cluster, bool]
+"""What a plan was made of: its choice, the costs of its model, the cluster as its ranks number it, and whether its stages
+may recompute and offload."""
+
+
 def joint_plans(
     plans: Sequence[Plan],
-    body_of: Callable[[Plan], BodyCosts],
-    cluster: Cluster,
+    start_of: Callable[[Plan], Start],
     job: Job,
     reference: ModelReference,
     *,
-    zero: int | None = None,
-    as_model: bool = False,
-    shard_units: int | None = None,
-    saves: bool = True,
     offload: bool = True,
     host_optimizer: HostOptimizer = "auto",
     report: Callable[[str], None] = lambda stage: None,
     stop: threading.Event | None = None,
 ) -> Iterator[Plan]:
-    """Plans of the joint search that are faster than those of the families, `plans`, for the same configuration.
+    """Plans of the joint search that are faster than those of the schedules, `plans`, for the same configuration; none on
+    devices of several kinds.
 
-    `body_of` has the costs of the model that a plan was made from. Ctrl-C during a search sets `stop`, which ends this
-    with what the search has found.
+    Ctrl-C during a search sets `stop`, which ends this with what the search has found.
     """
     stop = stop or threading.Event()
     best = min((plan.predictions.step_seconds for plan in plans), default=0.0)
     for known in finalists(plans):
         if stop.is_set():
             return
-        if known.predictions.lower_bound_seconds >= best:
+        choice, body, cluster, saves = start_of(known)
+        if known.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
             continue
-        choice = choice_of(known, zero, shard_units, as_model)
-        searches = Searches(known, body_of(known), choice, cluster, saves, offload, report, stop)
+        searches = Searches(known, body, _joint(choice, known), cluster, saves, offload, report, stop)
         found = _joint_plan(searches, job, reference, host_optimizer)
         if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
             best = min(best, found.predictions.step_seconds)
-            yield found
+            yield on_devices_of(found, known.cluster.load(), cluster)
+
+
+def _joint(choice: Choice, known: Plan) -> Choice:
+    """`choice`, of which `known` was made, its schedule to be found."""
+    return replace(
+        choice, schedule=JOINT, recompute=False, num_chunks=None, layers_per_stage=None, headroom=0,
+        host_optimizer=bool(known.host_optimizer),
+    )  # fmt: skip
 
 
 def _joint_plan(
@@ -131,15 +138,6 @@ def _joint_plan(
                 return found.model_copy(update={"job": job})
         missing += max(0, -candidate.excess_bytes)  # with less lost the same would be found again
     return None
-
-
-def choice_of(plan: Plan, zero: int | None, shard_units: int | None = None, as_model: bool = False) -> Choice:
-    """The configuration of `plan`, its schedule to be found."""
-    return Choice(
-        plan.dp, plan.pp, plan.microbatch_size, plan.num_microbatches, JOINT, False, zero,
-        plan.reduce_dtype, plan.tp, plan.sequence_parallel, plan.shard_size, bool(plan.host_optimizer),
-        shard_units, as_model, plan.loss_pieces,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)

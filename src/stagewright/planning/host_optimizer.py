@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, get_args
 
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
@@ -14,11 +13,9 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.candidate import Candidate, Choice, least_saving, make_program
 from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.predict import host_of, rank_memories
+from stagewright.planning.space import HOST_OPTIMIZER, HostOptimizer
 from stagewright.schedule import Kind
 from stagewright.units import format_bytes
-
-HostOptimizer = Literal["auto", "never", "always"]
-HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
 
 
 def checked(text: str, cluster: Cluster) -> HostOptimizer:
@@ -32,11 +29,6 @@ def checked(text: str, cluster: Cluster) -> HostOptimizer:
             f"--host-optimizer {text}{nearest(text, HOST_OPTIMIZER)}: give auto, never or always"
         )
     if text == "always":
-        if not cluster.is_homogeneous:
-            raise InputError(
-                f"cluster '{cluster.name}' mixes devices: plans for it have no optimizer on the host; leave out "
-                "--host-optimizer, or name a part of one kind"
-            )
         host_of(cluster, 0)
     return text
 

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from stagewright.cluster import Cluster, with_hosts
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.found import Excluded, Found, UntilCtrlC
 from stagewright.planning.job import Job
-from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
 from stagewright.planning.ranking import ranked
-from stagewright.planning.search import SCHEDULES, over_lengths, plan
+from stagewright.planning.search import KEPT, plan
+from stagewright.planning.space import Space
 from stagewright.tracing.models.reference import ModelReference
 
-_KEPT = ("microbatch", "recompute", "offload", "loss_pieces", "report", "trace", "interruptible")
-"""Options that mean the same where hosts take part."""
 
-
-def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **options: Any) -> Found:
+def plan_with_hosts(
+    reference: ModelReference,
+    cluster: Cluster,
+    job: Job,
+    space: Space | None = None,
+    *,
+    interruptible: bool = False,
+    keep: int = KEPT,
+    report: Callable[[str], None] = lambda stage: None,
+    **within: Any,
+) -> Found:
     """The plans of `search.plan`, and those of one pipeline over all devices and the hosts behind them, best first.
 
-    Options are those of `search.plan`. Asked for what pipelines over several kinds of devices do not have, or for another
-    width, there are only plans without hosts, and why is among what is excluded.
+    Arguments are those of `search.plan`. Asked for other widths than those of one pipeline, there are only plans without
+    hosts, and why is among what is excluded.
 
     Raises:
         InputError: an input that cannot be used, or hosts that are not described.
         PlanError: nothing fits, with or without hosts.
     """
-    whole = with_hosts(cluster)
+    space, whole = space or Space.of(**within), with_hosts(cluster)
+    options: dict[str, Any] = {"interruptible": interruptible, "keep": keep, "report": report}
     refused: PlanError | None = None
     try:
-        found = plan(reference, cluster, job, **options)
+        found = plan(reference, cluster, job, space, **options)
     except PlanError as error:
         refused, found = error, Found([], [])
     if found.is_interrupted:
         return found
-    searching = UntilCtrlC(options.get("interruptible", False), found.plans)
+    searching = UntilCtrlC(interruptible, found.plans)
     mixed = Found([], [])
     try:
         with searching:
-            mixed = _over_all(reference, whole, job, options)
+            over_all = _over_all(space, whole)
+            mixed = plan(reference, whole, job, over_all, **options)
     except (PlanError, InputError) as error:
         if refused is not None:
             raise refused from None
@@ -53,22 +63,11 @@ def plan_with_hosts(reference: ModelReference, cluster: Cluster, job: Job, **opt
     return Found(ranked([*found.plans, *mixed.plans]), excluded, warnings)
 
 
-def _over_all(reference: ModelReference, whole: Cluster, job: Job, options: Mapping[str, Any]) -> Found:
-    """The plans of one pipeline over all of `whole`; raises `InputError` and `PlanError`."""
-    _check(whole, options)
-    schedules = simple_schedules(whole, options.get("schedules", SCHEDULES))
-    kept = {name: options[name] for name in _KEPT if name in options}
-    found = plan_mixed(reference, whole, job, schedules=schedules, dp=1, pp=whole.num_devices, **kept)
-    heard = {name: value for name, value in kept.items() if name in ("report", "trace")}
-    return over_lengths(found, whole, **heard)
-
-
-def _check(whole: Cluster, options: Mapping[str, Any]) -> None:
-    """Raises `InputError` for widths, and whatever else is asked for, that a pipeline over all of `whole` does not have."""
-    for name, only in (("dp", 1), ("pp", whole.num_devices)):
-        if options.get(name) not in (None, only):
-            raise InputError(f"{name} = {options[name]} is asked for, and theirs is {only}")
-    if options.get("host_optimizer") == "always":
+def _over_all(space: Space, whole: Cluster) -> Space:
+    """One pipeline over all of `whole`; raises `InputError` where another is asked for."""
+    for name, only in (("dp", 1), ("pp", whole.num_devices), ("tp", 1)):
+        if getattr(space, name) not in (None, only):
+            raise InputError(f"{name} = {getattr(space, name)} is asked for, and theirs is {only}")
+    if space.host_optimizer == "always":
         raise InputError("an optimizer on the hosts is asked for, and hosts with stages have none")
-    names = "tp", "zero", "reduce_dtype", "shard_size"
-    check_mixed(whole, **{name: options.get(name) for name in names})
+    return replace(space, dp=1, pp=whole.num_devices, tp=1, host_optimizer="never")

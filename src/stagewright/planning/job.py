@@ -221,15 +221,6 @@ class Job(StrictModel):
                 f"runtime '{self.runtime}' says itself which operators are one kernel: leave out --compiled, or --runtime"
             )
 
-    def check_own(self) -> None:
-        """For searches of what we run: raises `InputError` for a runtime that is not ours."""
-        self.check_runtime()
-        if self.runtime != STAGEWRIGHT:
-            raise InputError(
-                f"this searches plans of Stagewright's own runtime, not of '{self.runtime}': search these with "
-                "`stagewright plan --runtime` or `stagewright configure`, without other options of plan"
-            )
-
     def check_stages(self) -> None:
         """For searches: raises as `check_runtime`, and for a runtime that knows no stages."""
         self.check_runtime()

@@ -10,15 +10,13 @@ of it for 512. So the loss is in pieces where memory is short, and not elsewhere
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stagewright.tracing.models.reference import ModelReference
 
 if TYPE_CHECKING:
     from stagewright.planning.found import Excluded
     from stagewright.planning.plan import Plan
-
-LossPieces = int | Literal["auto"]
 
 PIECE_TOKENS = (2048, 512)
 """Of the pieces that are tried where memory is short: the smaller ones if nothing fits with the larger."""

@@ -26,9 +26,10 @@ class MemoryBudget:
 
 
 def partition(
-    costs: BodyCosts, num_stages: int, slack: float = 0.0, budget: MemoryBudget | None = None
+    costs: Sequence[BodyCosts], slack: float = 0.0, budget: MemoryBudget | None = None
 ) -> list[int] | None:
-    """Cut positions of `num_stages` stages, or None if no partition stays within `budget`.
+    """Cut positions of as many stages as there are `costs`, of one model on the device of each, or None if no partition
+    stays within `budget`.
 
     The slowest stage is as fast as can be; of all partitions whose slowest stage takes at most ``1 + slack``
     times that, the one whose boundaries are narrowest in sum.
@@ -36,34 +37,34 @@ def partition(
     Raises:
         PlanError: the model has too few legal cuts for so many stages.
     """
-    for search in _searches(costs, num_stages, budget):
+    for search in _searches(costs, budget):
         cuts = search.cuts(slack)
         if cuts is not None:
             return cuts
     return None
 
 
-def has_partition(costs: BodyCosts, num_stages: int, budget: MemoryBudget) -> bool:
+def has_partition(costs: Sequence[BodyCosts], budget: MemoryBudget) -> bool:
     """Whether `partition` would find one.
 
     Raises:
         PlanError: the model has too few legal cuts for so many stages.
     """
-    return any(one.is_feasible(np.inf) for one in _searches(costs, num_stages, budget))
+    return any(one.is_feasible(np.inf) for one in _searches(costs, budget))
 
 
-def _searches(costs: BodyCosts, num_stages: int, budget: MemoryBudget | None) -> Iterator[_Search]:
+def _searches(costs: Sequence[BodyCosts], budget: MemoryBudget | None) -> Iterator[_Stages]:
     """Over the cuts that are worth while, then over all."""
-    legal = costs.legal_cuts
+    legal, num_stages = costs[0].legal_cuts, len(costs)
     if num_stages - 1 > len(legal):
         raise PlanError(
-            f"{num_stages} stages need {num_stages - 1} cuts, but model '{costs.graph.name}' can be cut at "
+            f"{num_stages} stages need {num_stages - 1} cuts, but model '{costs[0].graph.name}' can be cut at "
             f"{len(legal)} places only: use at most {len(legal) + 1} stages"
         )
-    worthwhile = _worthwhile(costs, num_stages - 1)
-    yield _Search(costs, worthwhile, num_stages, budget)
+    worthwhile = _worthwhile(costs[0], num_stages - 1)
+    yield _Stages(costs, worthwhile, budget)
     if len(worthwhile) < len(legal):
-        yield _Search(costs, legal, num_stages, budget)
+        yield _Stages(costs, legal, budget)
 
 
 def _worthwhile(costs: BodyCosts, at_least: int) -> Ints:
@@ -78,20 +79,22 @@ def _worthwhile(costs: BodyCosts, at_least: int) -> Ints:
     return chosen if len(chosen) >= at_least else legal
 
 
-class _Search:
+class _Stages:
     """Partitions whose cuts are among `positions`."""
 
-    def __init__(
-        self, costs: BodyCosts, positions: Ints, num_stages: int, budget: MemoryBudget | None
-    ) -> None:
-        self.ends = np.concatenate([[0], positions, [costs.size]]).astype(np.int64)
-        self.num_stages = num_stages
-        self.time = costs.seconds[self.ends]
-        self.width = costs.boundary_bytes[self.ends]
+    def __init__(self, costs: Sequence[BodyCosts], positions: Ints, budget: MemoryBudget | None) -> None:
+        whole = costs[0]
+        self.ends = np.concatenate([[0], positions, [whole.size]]).astype(np.int64)
+        self.num_stages = len(costs)
+        by_device = {id(one): one.seconds[self.ends] for one in costs}
+        self.times = [by_device[id(one)] for one in costs]
+        self.longest_s = max(float(time[-1]) for time in by_device.values())
+        self.tolerance = 1e-12 * self.longest_s
+        self.width = whole.boundary_bytes[self.ends]
         self.load: list[Floats] | None = None
         self.budget = budget
         if budget is not None:
-            state, saved = costs.state_bytes[self.ends], costs.saved_bytes[self.ends]
+            state, saved = whole.state_bytes[self.ends], whole.saved_bytes[self.ends]
             self.load = [budget.state_share * state + count * saved for count in budget.in_flight]
 
     def is_feasible(self, bottleneck: float) -> bool:
@@ -105,7 +108,7 @@ class _Search:
 
     def _bottleneck(self) -> float:
         """The least time of the slowest stage, to within a millionth."""
-        low, high = float(self.time[-1]) / self.num_stages, float(self.time[-1])
+        low, high = min(float(time[-1]) for time in self.times) / self.num_stages, self.longest_s
         if self.is_feasible(low):
             return low
         while high - low > 1e-6 * high:
@@ -118,8 +121,8 @@ class _Search:
 
     def _farthest(self, stage: int, start: int, bottleneck: float) -> int:
         """Index of the last end that a stage from `start` may have."""
-        tolerance = 1e-12 * float(self.time[-1])
-        end = int(np.searchsorted(self.time, self.time[start] + bottleneck + tolerance, side="right")) - 1
+        time = self.times[stage]
+        end = int(np.searchsorted(time, time[start] + bottleneck + self.tolerance, side="right")) - 1
         if self.load is not None and self.budget is not None:
             load = self.load[stage]
             limit = load[start] + self.budget.stage_bytes[stage]
@@ -160,9 +163,11 @@ class _Search:
 
     def _all_farthest(self, bottleneck: float) -> Iterator[Ints]:
         """Per stage: `_farthest` of every start."""
-        tolerance = 1e-12 * float(self.time[-1])
-        by_time = np.searchsorted(self.time, self.time + bottleneck + tolerance, side="right") - 1
-        for stage in range(self.num_stages):
+        known: dict[int, Ints] = {}
+        for stage, time in enumerate(self.times):
+            if id(time) not in known:
+                known[id(time)] = np.searchsorted(time, time + bottleneck + self.tolerance, side="right") - 1
+            by_time = known[id(time)]
             if self.load is None or self.budget is None:
                 yield by_time
                 continue

@@ -49,6 +49,8 @@ class Pipeline:
     """Replicas that share out among each other, the others holding copies; None is all of them."""
     host_optimizer: frozenset[int] = frozenset()
     """Pipeline ranks whose optimizer state is on the host."""
+    headroom: int = 0
+    """Bytes that every device leaves free."""
     tp: int = 1
     """Ranks that share every layer; `memories` and `summaries` are those of one of them."""
 
@@ -130,7 +132,11 @@ class Pipeline:
 
     def usable_bytes(self, pipeline_rank: int) -> int:
         """What the allocator of a pipeline rank may reserve."""
-        return self.job.usable_bytes(self.device_of(pipeline_rank), self.cluster)
+        return self.job.usable_bytes(self.device_of(pipeline_rank), self.cluster) - self.headroom
+
+    def allocatable_bytes(self, pipeline_rank: int) -> int:
+        """The most that a rank may have alive so that its `reserved_bytes` stay within that."""
+        return allocatable_bytes(self.usable_bytes(pipeline_rank), self.device_of(pipeline_rank))
 
     def stages_of(self, pipeline_rank: int) -> list[Stage]:
         return [self.stages[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
@@ -269,10 +275,8 @@ def reserved_bytes(memory: RankMemory, device: Device) -> int:
     return -(-total // _SEGMENT_BYTES) * _SEGMENT_BYTES
 
 
-def allocatable_bytes(job: Job, device: Device, cluster: Cluster | None = None) -> int:
-    """The most that a rank on `device` of `cluster` may have alive so that its `reserved_bytes` stay within the limit of
-    `job`."""
-    limit = job.usable_bytes(device, cluster)
+def allocatable_bytes(limit: int, device: Device) -> int:
+    """The most that a rank on `device` may have alive so that its `reserved_bytes` stay within `limit`."""
     if device.kind == "cpu":
         return limit
     return limit // _SEGMENT_BYTES * _SEGMENT_BYTES - device.workspace_bytes

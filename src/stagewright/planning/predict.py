@@ -297,13 +297,16 @@ def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, nu
     """AdamW of one rank, where its state is."""
     device, job = line.device_of(rank), line.job
     if rank not in line.host_optimizer:
-        return _optimizer_seconds(job, gradient_bytes, device, num_gradients) + job.profile.host.step_s
-    sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
+        return optimizer_step_seconds(job, gradient_bytes, device, num_gradients) + job.profile.host.step_s
     host = host_of(line.cluster, line.first_rank(rank))
-    on_host_s = host_optimizer_seconds(
-        gradient_bytes / sizes[0], device, host, *sizes, clips=job.clip_norm is not None
-    )
-    return on_host_s + job.profile.host.step_s
+    return host_step_seconds(job, gradient_bytes, device, host) + job.profile.host.step_s
+
+
+def host_step_seconds(job: Job, gradient_bytes: float, device: Device, host: Host) -> float:
+    """AdamW of one rank on its host."""
+    sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
+    clips = job.clip_norm is not None
+    return host_optimizer_seconds(gradient_bytes / sizes[0], device, host, *sizes, clips=clips)
 
 
 def host_of(cluster: Cluster, rank: int) -> Host:
@@ -317,7 +320,7 @@ def host_of(cluster: Cluster, rank: int) -> Host:
     return host
 
 
-def _optimizer_seconds(job: Job, gradient_bytes: float, device: Device, num_gradients: int = 0) -> float:
+def optimizer_step_seconds(job: Job, gradient_bytes: float, device: Device, num_gradients: int = 0) -> float:
     num_parameters = gradient_bytes / ITEM_BYTES[job.precision.gradient]
     if job.profile.loop is not None:
         return eager_step.optimizer_seconds(
@@ -350,7 +353,7 @@ def lower_bound_seconds(
     chain = total - float(body.weight_grad_seconds[-1]) if pp > 1 else total
     precision = job.precision
     gradients = body.state_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
-    step = _optimizer_seconds(job, float(gradients) / pp / num_shards, body.costing.device)
+    step = optimizer_step_seconds(job, float(gradients) / pp / num_shards, body.costing.device)
     return max(total * num_microbatches / pp, chain) + step
 
 
@@ -368,7 +371,7 @@ def rank_memories(line: Pipeline) -> list[RankMemory]:
     ]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def lowered(program: Program, edges: tuple[Edge, ...]) -> Program:
     """With transfers; kept, because every partition of a search has the same few programs."""
     return insert_communication(program, edges)

@@ -13,7 +13,7 @@ HEADER = ("rank", "node", "device")
 
 
 def read_rank_file(path: str | Path, cluster: Cluster, num_ranks: int) -> tuple[int, ...]:
-    """The device of every rank, in the numbering of `cluster`, from a file as `stagewright configure --ranks` writes it.
+    """The device of every rank, in the numbering of `cluster`, from a file as `stagewright plan --ranks` writes it.
 
     Raises:
         InputError: names the file, the line and what is wrong.

@@ -1,142 +1,138 @@
-"""The search: every pipeline width, microbatch and schedule on a cluster, best first, within memory."""
+"""The one search: bound all configurations, partition and fit what promises most, improve the best, judge by predictions."""
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cached_property
+from itertools import count
+from typing import Any
 
 from stagewright.cluster import Cluster
-from stagewright.errors import InputError, TraceError
+from stagewright.errors import ContractError, InputError, PlanError, StagewrightError, TraceError
+from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.estimation.stages import BodyCosts
-from stagewright.graph import OperatorGraph
+from stagewright.graph.graph import short_name
+from stagewright.graph.policy import attention_scores
+from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import cluster_for, on_devices_of
-from stagewright.planning.candidate import Choice, fastest_partition
+from stagewright.planning.candidate import (
+    Candidate,
+    Choice,
+    faster_candidate,
+    fastest_partition,
+    in_flight,
+    make_candidate,
+    make_plan,
+    make_program,
+)
+from stagewright.planning.coarse import Coarse, Trace
+from stagewright.planning.cutting.line import partition_within
+from stagewright.planning.device_order import has_equal_nodes, orders
 from stagewright.planning.estimate import graph_of
-from stagewright.planning.finalists import JOINT, joint_plans
-from stagewright.planning.fitting import Fitting, Recompute, recompute_of
+from stagewright.planning.finalists import joint_plans
+from stagewright.planning.fitting import Fitting, Partitioned, recompute_of
 from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
-from stagewright.planning.host_optimizer import HostOptimizer, checked
+from stagewright.planning.host_optimizer import checked
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.loss_pieces import (
     PIECE_TOKENS,
-    LossPieces,
-    in_pieces,
     logits_bytes,
     pieces_by_share,
     pieces_of_tokens,
     short_of_memory,
 )
-from stagewright.planning.mixed import check_mixed, plan_mixed, simple_schedules
-from stagewright.planning.pipeline import body_costs
-from stagewright.planning.plan import Plan, shared_layers
-from stagewright.planning.predict import lower_bound_seconds
+from stagewright.planning.pipeline import allocatable_bytes, bodies_of, body_costs
+from stagewright.planning.plan import Plan
 from stagewright.planning.ranking import ranked
-from stagewright.planning.sharding import check_shard_size
-from stagewright.planning.units import check_shard_units
-from stagewright.planning.widths import microbatch_sizes, tensor_widths_of, whole_shares, widths_of
+from stagewright.planning.space import (
+    JOINT,
+    Recompute,
+    Replicas,
+    Sizes,
+    Space,
+    microbatch_sizes,
+    obstacle,
+    replicas,
+    schedules,
+    widths,
+)
+from stagewright.tracing.ahead import trace_ahead
+from stagewright.tracing.cache import to_trace
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
-from stagewright.units import format_seconds
+from stagewright.units import format_bytes
 
-Trace = Callable[..., OperatorGraph]
+KEPT = 5
+"""Plans that a search comes back with."""
 
-SCHEDULES = ("1f1b", "gpipe", JOINT)
-"""Tried unless others are named."""
-
-_HOPELESS = 1.5
-"""A configuration this many times slower than the best step found is not worked out."""
-_ENOUGH = 10
-"""Nor is one that is slower than so many that were found."""
+_SHIFTS = 6
+"""Times that layers are taken from devices that lack memory."""
 
 _REFINED = 250
 """Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
+
+_TRACED_AHEAD = 8
+"""Samples of the largest microbatches that are traced before it is known whether one fits."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan, for what, within what."""
+
+    model: ModelReference
+    cluster: Cluster
+    job: Job
+    space: Space
+    keep: int = KEPT
 
 
 def plan(
     model: str | ModelReference,
     cluster: Cluster,
     job: Job,
+    space: Space | None = None,
     *,
+    keep: int = KEPT,
     report: Callable[[str], None] = lambda stage: None,
-    schedules: Sequence[str] = SCHEDULES,
-    pp: int | None = None,
-    dp: int | None = None,
-    tp: int | None = 1,
-    sequence_parallel: bool = False,
-    microbatch: int | None = None,
-    recompute: Recompute | None = None,
-    offload: bool = True,
-    zero: int | None = None,
-    reduce_dtype: Literal["fp32", "bf16"] | None = None,
-    shard_size: int | None = None,
-    shard_units: int | None = None,
-    host_optimizer: HostOptimizer = "auto",
-    loss_pieces: LossPieces = "auto",
     trace: Trace = cached_trace,
     interruptible: bool = False,
+    **within: Any,
 ) -> Found:
-    """The best plans of `model` for `cluster` and `job`.
+    """The `keep` best plans of `model` for `cluster` and `job`, under the job's runtime.
+
+    Where links were measured, ranks are on the devices that suit them. On a cluster of several kinds of devices stages get
+    as much of the model as their devices are fast and have memory for; fast ones come first or last.
 
     Args:
+        space: what is tried; by default all that the runtime does.
+        within: fields of `Space` by name, in its place.
         report: told what the search is doing.
-        schedules: names of schedule families to try; with "joint" among them, the joint search improves the best.
-        pp, dp, microbatch: fix a width or the samples of a microbatch; by default all are tried.
-        tp: ranks that share every layer; None tries all widths within a node that divide the model.
-        sequence_parallel: whether those ranks split the sequence between the layers' products.
-        recompute: what stages recompute: ``none``, ``full``, all but what enters each layer, ``model``, what the model's own
-            code checkpoints, or ``auto``, as much as memory asks for. By default ``model`` where that code checkpoints
-            something, else ``auto``.
-        offload: with ``auto``, whether stages may move what they save to the host and back.
-        zero: what replicas share out, 0 to 3, gradients summed as stages finish; by default they are summed at the end of
-            the batch and nothing is shared out.
-        reduce_dtype: type in which gradients are summed over replicas; default the type they are added up in.
-        shard_size: at most so many replicas, neighbours, share out among each other, others hold copies; default all.
-        shard_units: pieces in which replicas gather and reduce a stage, with `zero` 2 and 3; default what is fastest.
-        host_optimizer: whether the optimizer's state, and the step on it, are on the host's processors: ``never``,
-            ``always``, or ``auto``, on ranks that lack memory, where that is faster than what else makes room.
-        loss_pieces: slices of a microbatch's tokens for which head and loss are evaluated one after the other; ``auto``:
-            several where the logits are a large part of a device, or where memory is short on the rank that makes them.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
         interruptible: whether Ctrl-C ends the search with the plans found so far, once there is one; a warning says so.
 
     Raises:
-        InputError: the model, device or a width cannot be used as given.
+        InputError: the model, device or a width cannot be used as given, or nothing is left to try.
         TraceError: the model cannot be traced.
         PlanError: no configuration fits; says by how much the best misses and what would fit.
     """
     reference = model if isinstance(model, ModelReference) else resolve(model)
-    job.check_own()
+    space = space or Space.of(**within)
+    job.check_stages()
+    job.check_runtime()
     job.check_devices(cluster)
-    host_optimizer = checked(host_optimizer, cluster)
-    if not cluster.is_homogeneous:
-        check_mixed(cluster, tp=tp, zero=zero, reduce_dtype=reduce_dtype, shard_size=shard_size)
-        found = plan_mixed(
-            reference, cluster, job, schedules=simple_schedules(cluster, schedules), pp=pp, dp=dp, microbatch=microbatch,
-            recompute=recompute, offload=offload, loss_pieces=loss_pieces, report=report, trace=trace,
-            interruptible=interruptible,
-        )  # fmt: skip
-        return over_lengths(found, cluster, report, trace)
-    check_shard_size(zero, shard_size)
-    check_shard_units(zero, shard_units)
-    families = [name for name in schedules if name != JOINT] or ["1f1b"]
-    search = _Search(
-        reference, cluster, job, report, families, trace, recompute, offload, zero, reduce_dtype, shard_size,
-        shard_units, host_optimizer, loss_pieces,
-    )  # fmt: skip
+    checked(space.host_optimizer, cluster)
+    space.check(cluster, job)
+    request = Request(reference, cluster, job, space.of_runtime(job), keep)
+    search = (_OwnSearch if job.runtime == STAGEWRIGHT else _Search)(request, report, trace)
     with UntilCtrlC(interruptible, search.plans) as searching:
-        search.gather_all(tensor_widths_of(cluster, tp), sequence_parallel, microbatch, (pp, dp, tp))
+        search.gather()
         search.work_out()
-        search.work_out_in_pieces()
-        search.work_out_last_resort()
-        search.refine()
-        if JOINT in schedules and search.recompute != "full":
-            search.search_jointly()
+        search.improve()
     return over_lengths(searching.told(search.result()), cluster, report, trace)
 
 
@@ -160,12 +156,16 @@ def over_lengths(
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A choice to work out; `cuts` of its fastest partition, once they are known, and the cluster as its ranks see it."""
+    """One configuration: what it decides, and the cluster as its ranks number it."""
 
     choice: Choice
-    body: BodyCosts
+    sizes: Sizes
     cluster: Cluster
-    cuts: tuple[int, ...] | None = None
+    saves: bool = False
+    """Whether its stages may recompute and offload as much as memory asks for."""
+    partitioned: Partitioned | None = None
+    is_split: bool = False
+    """Whether it is known where the model is cut, and the bound knows it."""
 
 
 class _Queue:
@@ -173,279 +173,606 @@ class _Queue:
 
     def __init__(self) -> None:
         self.entries: list[tuple[float, int, _Waiting]] = []
-        self.count = itertools.count()
+        self.numbers = count()
 
     def __len__(self) -> int:
         return len(self.entries)
 
-    def push(self, bound: float, one: _Waiting) -> None:
-        heapq.heappush(self.entries, (bound, next(self.count), one))
+    def push(self, bound_s: float, one: _Waiting) -> None:
+        heapq.heappush(self.entries, (bound_s, next(self.numbers), one))
+
+    def keep(self, is_wanted: Callable[[_Waiting], bool]) -> None:
+        """Only what is wanted."""
+        self.entries = [entry for entry in self.entries if is_wanted(entry[2])]
+        heapq.heapify(self.entries)
 
     def pop(self) -> tuple[float, _Waiting]:
-        bound, _, one = heapq.heappop(self.entries)
-        return bound, one
+        bound_s, _, one = heapq.heappop(self.entries)
+        return bound_s, one
 
 
 @dataclass
 class _Search:
-    """What is asked for, `plans` so far, and what waits to be worked out."""
+    """For a runtime that cuts between layers and recomputes every layer alike."""
 
-    reference: ModelReference
-    cluster: Cluster
-    job: Job
+    request: Request
     report: Callable[[str], None]
-    schedules: Sequence[str]
     trace: Trace
-    recompute: Recompute | None
-    offload: bool
-    zero: int | None
-    reduce_dtype: Literal["fp32", "bf16"] | None
-    shard_size: int | None
-    shard_units: int | None
-    host_optimizer: HostOptimizer
-    loss_pieces: LossPieces
-    tp: int = 1
-    sequence_parallel: bool = False
-    splits_sequence: bool = False
-    """Whether ranks that share layers also split the sequence, where there are any."""
-    memory: Fitting = field(init=False)
     plans: list[Plan] = field(default_factory=list)
-    worked_out: dict[int, _Waiting] = field(default_factory=dict)
-    """What plans, by identity, were made of."""
+    excluded: list[Excluded] = field(default_factory=list)
     waiting: _Queue = field(default_factory=_Queue)
-    latest: tuple[int, BodyCosts] | None = None
-    bodies: dict[tuple[int, int, int], BodyCosts] = field(default_factory=dict)
+    made_of: dict[int, _Waiting] = field(default_factory=dict)
+    """What plans, by identity, were made of."""
+    missing: tuple[int, str] | None = None
+    """The fewest bytes that a configuration lacks by its bounds, and which that is."""
+    nearest: Candidate | None = None
+    without_rule: set[str] = field(default_factory=set)
+    num_bounded: int = 0
+    """Configurations that cannot be faster than the last of the plans."""
+    between_layers = True
+
+    def __post_init__(self) -> None:
+        asked = self.request
+        self.cluster, self.job, self.space = asked.cluster, asked.job, asked.space
+        self.coarse = Coarse(asked.model, asked.cluster, asked.job, self.report, self.trace)
+
+    # -- bound -------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Trace what is needed, and queue every configuration with a first bound on its seconds."""
+        space = self.space
+        tried = list(widths(self.cluster, self.job, space))
+        sizes = {one: microbatch_sizes(one, self.cluster, self.job, space) for one in tried}
+        if not any(
+            self._is_possible(replace(one, microbatch_size=size)) for one in tried for size in sizes[one]
+        ):
+            raise InputError(obstacle(self.cluster, self.job, space))  # whatever the model
+        refused: list[StagewrightError] = []
+        most, has_experts, is_ahead = 0, False, False
+        for one in tried:
+            if one.ep > 1 and space.ep is None and not has_experts:
+                continue
+            if not any(self._is_possible(replace(one, microbatch_size=size)) for size in sizes[one]):
+                continue
+            try:
+                for size in sizes[one]:
+                    if not self.gather_size(replace(one, microbatch_size=size)):
+                        break
+                    if not is_ahead:
+                        graph = next(iter(self.coarse.graphs.values()))
+                        has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
+                        spread = [
+                            each for each in tried if each.ep == 1 or has_experts or space.ep is not None
+                        ]
+                        self._trace_ahead((each, sizes[each]) for each in spread)
+                        is_ahead = True
+            except (InputError, TraceError, ContractError) as error:  # no such widths for this model
+                refused.append(error)
+                self.excluded.append(Excluded(str(error), 1, 1, tp=one.tp))
+        if not self.waiting:
+            if refused and self.missing is None:
+                raise refused[0]
+            if self.coarse.graphs:
+                most = self._most_stages(self.coarse.costs(next(iter(self.coarse.graphs))).num_layers)
+            if self.missing is None or not self.excluded:
+                raise InputError(obstacle(self.cluster, self.job, space, most))
+
+    def _is_possible(self, one: Sizes) -> bool:
+        left = replicas(one, self.cluster, self.job, self.space, self.cluster.num_devices)
+        return next(left, None) is not None
+
+    def gather_size(self, one: Sizes) -> bool:
+        """Queue all configurations of these sizes; false where larger microbatches are known not to fit.
+
+        Raises what the tracer does.
+        """
+        if not self._is_possible(one):
+            return True
+        one = self._with_pieces(one)
+        self.report(f"widths of {one}")
+        costs = self.coarse.costs(one)
+        for left in replicas(one, self.cluster, self.job, self.space, self._most_stages(costs.num_layers)):
+            for choice, saves in self._choices(one, left, costs.num_layers):
+                for cluster in self._orders:
+                    waiting = _Waiting(choice, one, cluster, saves)
+                    self.waiting.push(self._first_bound_s(waiting), waiting)
+        return True
+
+    def _with_pieces(self, one: Sizes) -> Sizes:
+        return one
+
+    def _most_stages(self, num_layers: int) -> int:
+        return num_layers
+
+    def _first_bound_s(self, one: _Waiting) -> float:
+        return self.coarse.first_bound_s(one.choice, one.sizes, one.cluster)
+
+    def _choices(self, one: Sizes, left: Replicas, num_layers: int) -> Iterator[tuple[Choice, bool]]:
+        """All that these widths leave to decide, and whether stages may save as memory asks for."""
+        space = self.space
+        kinds = schedules(left, num_layers, space, between_layers=self.between_layers)
+        for schedule, num_chunks in dict.fromkeys(kinds):
+            for recompute in self._recomputes(one):
+                for zero in self._levels(left.dp * one.cp):
+                    yield Choice(
+                        left.dp, left.pp, one.microbatch_size, left.num_microbatches, schedule,
+                        recompute=recompute == "full", selective=recompute == "selective", as_model=recompute == "model",
+                        zero=zero, reduce_dtype=space.reduce_dtype, tp=one.tp, sequence_parallel=one.sequence_parallel,
+                        most_sharing=space.shard_size, host_optimizer=space.host_optimizer == "always",
+                        shard_units=space.shard_units if (zero or 0) >= 2 else None, loss_pieces=one.loss_pieces,
+                        cp=one.cp, ep=one.ep, num_chunks=num_chunks,
+                    ), recompute == "auto"  # fmt: skip
+
+    @cached_property
+    def _orders(self) -> tuple[Cluster, ...]:
+        return orders(self.cluster, self.job.computed_in)
+
+    def _recomputes(self, one: Sizes) -> tuple[Recompute, ...]:
+        if self.space.recompute is not None:
+            return self.space.recompute
+        partly = self.job.profile.selective is not None or bool(attention_scores(self.coarse.graph(one)))
+        return ("none", "selective", "full") if partly else ("none", "full")
+
+    def _levels(self, num_holders: int) -> tuple[int | None, ...]:
+        if num_holders == 1:
+            return (None,)
+        if self.space.zero is not None:
+            return self.space.zero
+        return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
+
+    def _trace_ahead(self, tried: Iterable[tuple[Sizes, Sequence[int]]]) -> None:
+        """All that is `tried`, if what has been traced so far is kept."""
+        coarse, reference = self.coarse, self.request.model
+        if self.trace is cached_trace and not to_trace(reference, list(map(coarse.traced, coarse.graphs))):
+            asked: list[dict[str, Any]] = [
+                coarse.traced(self._with_pieces(replace(one, microbatch_size=size)))
+                for one, sizes in tried
+                for size in sizes
+                if size <= _TRACED_AHEAD
+            ]
+            trace_ahead(reference, asked, self.report)
+
+    # -- partition, memory, judge --------------------------------------------------------------------------------------
+
+    def work_out(self) -> None:
+        """Every configuration that waits, the most promising first, until no other can be among the best."""
+        total = len(self.waiting)
+        while self.waiting:
+            bound_s, one = self.waiting.pop()
+            if bound_s >= self.longest_s:
+                self.num_bounded += len(self.waiting) + 1
+                self.waiting = _Queue()
+            elif not one.is_split:
+                if (split := self.split_up(one)) is not None:
+                    self.waiting.push(max(bound_s, split[0]), split[1])
+            else:
+                self.report(f"{max(total - len(self.waiting), 0)} of {total}: {one.choice}")
+                if (plan := self.plan(one)) is not None:
+                    self.add(plan, one)
+
+    @property
+    def longest_s(self) -> float:
+        """Steps that take as long are of no use."""
+        seconds = sorted(plan.predictions.step_seconds for plan in self.plans)
+        return seconds[self.request.keep - 1] if len(seconds) >= self.request.keep else math.inf
+
+    def add(self, plan: Plan, made_of: _Waiting) -> None:
+        """One more plan."""
+        plan = on_devices_of(plan, self.cluster, made_of.cluster)
+        self.plans.append(plan)
+        self.made_of[id(plan)] = made_of
+
+    def split_up(self, one: _Waiting) -> tuple[float, _Waiting] | None:
+        """With the layers of its stages, and a bound; None, with the reason noted, where memory is known not to suffice."""
+        layers = self.coarse.split(one.choice, one.sizes, one.cluster)
+        choice = replace(one.choice, layers_per_stage=layers)
+        missing = self.coarse.missing_bytes(choice, one.sizes, one.cluster)
+        if missing > 0:
+            self._lacks(choice, missing)
+            return None
+        return self.coarse.bound_s(choice, one.sizes, one.cluster), replace(one, choice=choice, is_split=True)
+
+    def _lacks(self, choice: Choice, missing: int) -> None:
+        reason = f"lacks {format_bytes(missing)} of memory a device, or more"
+        self.excluded.append(Excluded.of(choice, reason, missing))
+        if self.missing is None or missing < self.missing[0]:
+            self.missing = missing, str(choice)
+
+    def body(self, one: Sizes) -> BodyCosts:
+        """The whole graph's costs."""
+        body = body_costs(self.coarse.graph(one), self.cluster, self.job)
+        self.without_rule |= body.costing.without_rule
+        return body
+
+    def plan(self, one: _Waiting) -> Plan | None:
+        """The plan of a configuration; None, with the reason noted, where it does not fit or is too slow."""
+        body = self.body(one.sizes)
+        candidate = self._fitted(one, body)
+        if candidate is None:
+            self.num_bounded += 1
+            return None
+        missing, plan = candidate.excess_bytes, None
+        if missing <= 0:
+            plan = make_plan(candidate, body, self.request.model)
+            missing = max(
+                rank.reserved_peak_bytes - candidate.line.usable_bytes(rank.rank)
+                for rank in plan.predictions.ranks
+            )
+        if missing > 0:
+            reason = f"lacks {format_bytes(missing)} of memory a device"
+            self.excluded.append(Excluded.of(one.choice, reason, missing))
+            if self.nearest is None or missing < self.nearest.excess_bytes:
+                self.nearest = replace(candidate, excess_bytes=missing)
+            return None
+        return plan
+
+    def _fitted(self, one: _Waiting, body: BodyCosts) -> Candidate | None:
+        """With the layers that are fastest; where devices differ and one lacks memory, others take its layers as far as they
+        can. None where a step is known to be too slow; time is looked at first, because memory takes longer."""
+        choice = one.choice
+        found = faster_candidate(body, choice, one.cluster, self.job, self.longest_s)
+        if found is None:
+            return None
+        if found.excess_bytes <= 0 or has_equal_nodes(one.cluster) or choice.layers_per_stage is None:
+            return found
+        counts = choice.layers_per_stage
+        most, tried = [sum(counts)] * len(counts), found
+        for _ in range(_SHIFTS):
+            line = tried.line
+            for memory in tried.memories:
+                usable = line.usable_bytes(memory.rank)
+                if (excess := line.missing_bytes([memory])) > 0:
+                    for stage in line.program.placement.stages_of(memory.rank):
+                        most[stage] = min(counts[stage] - 1, int(counts[stage] * usable / (usable + excess)))
+            if min(most) < 1 or sum(most) < sum(counts):
+                break
+            counts = self.coarse.split(choice, one.sizes, one.cluster, most) or counts
+            tried = make_candidate(body, replace(choice, layers_per_stage=counts), one.cluster, self.job)
+            if tried.excess_bytes <= 0:
+                return tried
+        return found
+
+    def improve(self) -> None:
+        """What is better than the best of the plans and near to it."""
+
+    def result(self) -> Found:
+        """The best plans.
+
+        Raises:
+            PlanError: there is none.
+        """
+        if not self.plans:
+            raise self._nothing_fits()
+        plans = sorted(self.plans, key=lambda plan: plan.predictions.step_seconds)
+        beyond = self.job.beyond(self.cluster.device) if self.cluster.is_homogeneous else None
+        warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
+        return Found(self._ranked(plans)[: self.request.keep], self.excluded, warnings, self.num_bounded)
+
+    def _ranked(self, plans: list[Plan]) -> list[Plan]:
+        return plans
+
+    def _nothing_fits(self) -> PlanError:
+        if self.nearest is not None:
+            return misses_memory(self.nearest, self.job)
+        if self.missing is None:
+            return PlanError(self.excluded[0].reason)
+        missing, which = self.missing
+        return PlanError(
+            f"no configuration fits on cluster '{self.cluster.name}': {which} lacks {format_bytes(missing)} a device or "
+            "more, the least of all; use more devices, shorter samples, or a higher memory limit"
+        )
+
+
+@dataclass
+class _OwnSearch(_Search):
+    """For our own runtime: cut at any operator, recomputing and offloading what memory asks for, in any schedule."""
+
+    bodies: dict[Sizes, BodyCosts] = field(default_factory=dict)
     piece_tokens: int = 0
     """Of the pieces that the loss is evaluated in from now on; 0: as `pieces_by_share` says."""
     has_pieces: bool = True
     """Whether the loss of the model can be evaluated in pieces at all, as far as is known."""
-    without_rule: set[str] = field(default_factory=set)
-    is_settled: bool = False
+    lacking: tuple[int, _Waiting] | None = None
+    """What lacks least by bounds, and by how much."""
+    between_layers = False
 
     def __post_init__(self) -> None:
-        self.memory = Fitting(
-            self.reference, self.cluster, self.job, self.recompute, self.offload, self.host_optimizer
+        super().__post_init__()
+        space = self.space
+        self.memory = Fitting(self.request.model, self.job, space.host_optimizer)
+        self.memory.excluded = self.excluded
+        self.usable_bytes = min(
+            self.job.usable_bytes(group.device, self.cluster) for group in self.cluster.nodes
         )
 
-    def share_layers(self, num_ranks: int, sequence_parallel: bool) -> None:
-        """From now on, configurations in which so many ranks share every layer."""
-        self.tp, self.sequence_parallel = num_ranks, sequence_parallel
-        self.latest = None
+    def _most_stages(self, num_layers: int) -> int:
+        return min(self.cluster.num_devices, 4 * num_layers or self.cluster.num_devices)
 
-    def choices(self, size: int, widths: Sequence[tuple[int, int]]) -> list[Choice]:
-        """What to try with microbatches of `size` samples at every (dp, pp) whose share they divide."""
-        return [
-            Choice(
-                dp,
-                pp,
-                size,
-                count,
-                schedule,
-                recompute=self.recompute == "full",
-                zero=self.zero,
-                reduce_dtype=self.reduce_dtype,
-                tp=self.tp,
-                sequence_parallel=self.sequence_parallel,
-                most_sharing=self.shard_size,
-                host_optimizer=self.host_optimizer == "always",
-                shard_units=self.shard_units,
-                as_model=self.recompute == "model",
-            )
-            for dp, pp, count in whole_shares(widths, self.job, size)
-            for schedule in (self.schedules if pp > 1 else self.schedules[:1])
-        ]
+    def gather_size(self, one: Sizes) -> bool:
+        """As there; ranks that cannot split the sequence, or evaluate the loss in pieces, do without where that is free."""
+        try:
+            return self._gather_fitting(one)
+        except (InputError, TraceError):
+            if self._with_pieces(one).loss_pieces > 1 and self.space.loss_pieces == "auto":
+                self.has_pieces = False
+                return self.gather_size(one)
+            if one.sequence_parallel and self.space.sequence_parallel is None:
+                return self.gather_size(replace(one, sequence_parallel=False))
+            raise
 
-    def gather_all(
-        self,
-        tensor_widths: Sequence[int],
-        sequence_parallel: bool,
-        microbatch: int | None,
-        asked: tuple[int | None, int | None, int | None],
-    ) -> None:
-        """Trace what is needed and queue every configuration; `asked` are the fixed pp, dp and tp."""
-        self.splits_sequence = sequence_parallel
-        pp, dp, tp = asked
-        for shared in tensor_widths:
-            self.share_layers(shared, sequence_parallel and shared > 1)
-            try:
-                widths = widths_of(self.cluster, self.job, pp, dp, shared)
-                for size in microbatch_sizes(widths, self.job, microbatch):
-                    self._settle(size)
-                    if not self.gather(size, self.choices(size, widths)):
-                        break
-            except InputError as error:
-                if tp is not None or shared == 1:
-                    raise
-                self.memory.excluded.append(Excluded(str(error), dp or 1, pp or 1, tp=shared))
-
-    def gather(self, size: int, choices: list[Choice]) -> bool:
-        """Every choice with microbatches of `size` samples that may fit waits to be worked out; false if none does."""
-        if self.latest is not None:
-            known, body = self.latest
-            choices = self.memory.may_fit(choices, body, size / known)
-            if not self.memory.holds_one(choices, body, size / known):
-                for choice in choices:
-                    self.memory.exclude(
-                        choice, "recomputes more than smaller microbatches, which may fit too"
-                    )
+    def _gather_fitting(self, one: Sizes) -> bool:
+        smaller = replace(one, microbatch_size=1)
+        known = next(
+            (
+                each
+                for each in self.coarse.graphs
+                if replace(each, microbatch_size=1, loss_pieces=1) == smaller
+            ),
+            None,
+        )
+        if known is not None and self.space.microbatch is None:
+            scale = one.microbatch_size / known.microbatch_size
+            left = replicas(one, self.cluster, self.job, self.space, self.cluster.num_devices)
+            if not any(self._holds_one(known, each, scale) for each in left):
+                reason = f"microbatches of {one.microbatch_size} recompute more than smaller ones"
+                self.excluded.append(Excluded(reason, 1, 1, one.microbatch_size, tp=one.tp))
                 return False
-        if not choices:
-            return False
-        body = self._body(size, self.tp)
-        choices = [replace(choice, loss_pieces=_pieces_of(body)) for choice in choices]
-        choices = self.memory.may_fit(choices, body, 1.0)
-        for choice in choices:
-            self._wait(choice, body)
-        self.without_rule |= body.costing.without_rule
-        self.latest = size, body
-        return bool(choices)
+        return super().gather_size(one)
 
-    def _wait(self, choice: Choice, body: BodyCosts) -> None:
-        shards = choice.shard_size or choice.dp if choice.level else 1
-        bound = lower_bound_seconds(body, choice.num_microbatches, choice.pp, self.job, shards)
-        self.waiting.push(bound, _Waiting(choice, body, self.cluster))
+    def _holds_one(self, known: Sizes, left: Replicas, scale: float) -> bool:
+        """Whether there is room for the state and all that one microbatch saves, `scale` times that of `known`."""
+        level = max((level or 0 for level in self._levels(left.dp * known.cp)), default=0)
+        choice = Choice(left.dp, left.pp, 1, 1, "1f1b", zero=level, tp=known.tp)
+        return self.coarse.missing_anywhere(choice, known, self.cluster, scale) <= 0
 
-    def work_out(self) -> None:
-        """Every choice that waits, the most promising first, so that what saving costs is worked out for few."""
-        while self.waiting:
-            bound, one = self.waiting.pop()
-            best = self._best_seconds()
-            if bound > self._hopeless_seconds():
-                about = "at least" if one.cuts is None else "about"
-                self.memory.exclude(one.choice, f"takes {about} {format_seconds(bound)} a step")
-            elif one.cuts is None:
-                where = cluster_for(one.choice, one.body, self.cluster, self.job)
-                cuts, seconds = fastest_partition(one.body, one.choice, where)
-                self.waiting.push(max(bound, seconds), replace(one, cluster=where, cuts=cuts))
-            else:
-                self.report(str(one.choice))
-                saves = self.recompute == "auto" and bound < best
-                fitting = replace(self.memory, cluster=one.cluster)  # with the same lists of what is none
-                found = fitting.plan(one.choice, one.body, one.cuts, saves, best)
-                if found is not None:
-                    self._add(on_devices_of(found, self.cluster, one.cluster), one)
-                while self.memory.on_host:
-                    self._wait(self.memory.on_host.pop(0), one.body)
+    def _first_bound_s(self, one: _Waiting) -> float:
+        shared_s = super()._first_bound_s(one)
+        choice = one.choice
+        whole_s = shared_s * choice.pp / choice.num_microbatches
+        passes_s = whole_s if choice.pp > 1 and not choice.schedule.startswith("zb") else 0.0
+        sharding_s = self.coarse.sharding_s(choice, one.sizes, one.cluster)
+        return max(shared_s, passes_s, sharding_s) + self.coarse.after_s(choice, one.sizes, one.cluster)
 
-    def work_out_in_pieces(self) -> None:
-        """What is short of the memory that logits take, once more with the loss in pieces."""
-        for tokens in PIECE_TOKENS if self.loss_pieces == "auto" else ():
-            if self.piece_tokens and self.plans:
-                break
-            limit = self.job.usable_bytes(self.cluster.device)
-            shapes = short_of_memory(self.plans, self.memory.excluded, self._logits_bytes, limit)
-            self.piece_tokens = tokens
-            for shape in shapes:
-                size, tp = shape.microbatch_size, shape.tp
-                if (size, tp, self._pieces(size, tp)) not in self.bodies:
-                    self.share_layers(tp, self.splits_sequence and tp > 1)
-                    self.gather(size, self.choices(size, shape.widths))
-            self.work_out()
+    def _recomputes(self, one: Sizes) -> tuple[Recompute, ...]:
+        asked = self.space.recompute or (None,)
+        return tuple(recompute_of(way, self.coarse.graph(one)) for way in asked)
 
-    def work_out_last_resort(self) -> None:
-        """Where nothing has fitted."""
+    def _levels(self, num_holders: int) -> tuple[int | None, ...]:
+        if num_holders == 1 or self.space.zero is not None:
+            return super()._levels(num_holders)
+        # On processors that compute, sums of gradients overlap with nothing.
+        return (None if self.cluster.kind == "cpu" else 0, 1, 2, 3)
+
+    @property
+    def longest_s(self) -> float:
+        """Coarse costs know a step to within a few parts in a hundred: once there are enough plans, whatever promises less
+        than the best of them is left out."""
+        best = self._best()
+        is_enough = best is not None and len(self.plans) >= self.request.keep
+        return best.predictions.step_seconds if best is not None and is_enough else math.inf
+
+    def split_up(self, one: _Waiting) -> tuple[float, _Waiting] | None:
+        """With its fastest cuts, and about what it takes with these; None, with the reason noted, where it cannot fit."""
+        choice = one.choice
+        missing = self.coarse.missing_anywhere(choice, one.sizes, one.cluster)
+        if missing > 0:
+            self._lacks(choice, missing, one)
+            self._try_on_host(one)
+            return None
+        body = self.body(one.sizes)
+        where = one.cluster
+        try:
+            if has_equal_nodes(where):
+                where = cluster_for(choice, body, where, self.job)
+            cuts, seconds = fastest_partition(body, choice, where)
+            offload = False
+            if one.saves:
+                within = self._within_memory(choice, body, where, cuts)
+                if within is None and self.space.offload:  # which is rarely faster than to recompute
+                    within, offload = self._within_memory(choice, body, where, cuts, offload=True), True
+                if within is None:
+                    self.memory.exclude(choice, "lacks memory whatever its stages recompute or offload")
+                    if self.lacking is None or missing < self.lacking[0]:
+                        self.lacking = missing, one
+                    self._try_on_host(one)
+                    return None
+                seconds = max(seconds, within[1])
+            partitioned = Partitioned(choice, body, where, cuts, one.saves, offload)
+            if not one.saves and not self.memory.has_partition(partitioned):
+                self._try_on_host(one)
+                return None
+        except PlanError as error:  # too few legal cuts
+            self.excluded.append(Excluded.of(choice, str(error)))
+            return None
+        seconds = max(seconds, self.coarse.sharding_s(choice, one.sizes, where))
+        seconds += self.coarse.after_s(choice, one.sizes, one.cluster)
+        return seconds, replace(one, cluster=where, partitioned=partitioned, is_split=True)
+
+    def _within_memory(
+        self,
+        choice: Choice,
+        body: BodyCosts,
+        cluster: Cluster,
+        cuts: tuple[int, ...],
+        *,
+        offload: bool = False,
+    ) -> tuple[tuple[int, ...], float] | None:
+        program = make_program(choice)
+        placed = program.placement
+        own = bodies_of(body, cluster, choice.pp, choice.num_holders * choice.tp)
+        bodies = [own[rank] for rank in placed.rank_of_stage]
+        capacities = [
+            allocatable_bytes(self.job.usable_bytes(each.costing.device, cluster), each.costing.device)
+            / len(placed.stages_of(rank))
+            for each, rank in zip(bodies, placed.rank_of_stage, strict=True)
+        ]
+        share = choice.state_share(self.job.precision)
+        return partition_within(
+            bodies,
+            program,
+            cuts,
+            capacities,
+            in_flight(program),
+            state_share=share,
+            offload=offload,
+        )
+
+    def _lacks(self, choice: Choice, missing: int, one: _Waiting | None = None) -> None:
+        super()._lacks(choice, missing)
+        if one is not None and (self.lacking is None or missing < self.lacking[0]):
+            self.lacking = missing, one
+
+    def _nearest(self) -> Partitioned | None:
+        """What lacks least of all that was given up before it was cut."""
+        if self.lacking is None:
+            return None
+        one = self.lacking[1]
+        body = self.body(one.sizes)
+        try:
+            cuts, _ = fastest_partition(body, one.choice, one.cluster)
+        except PlanError:  # too few legal cuts
+            return None
+        return Partitioned(one.choice, body, one.cluster, cuts, one.saves)
+
+    def _try_on_host(self, one: _Waiting) -> None:
+        self.memory.try_on_host(one.choice, one.cluster)
+        self._requeue(one)
+
+    def _requeue(self, one: _Waiting) -> None:
+        """What was found worth trying with the optimizer on the host, of the sizes of `one`."""
+        while self.memory.on_host:
+            there = _Waiting(self.memory.on_host.pop(0), one.sizes, one.cluster, one.saves)
+            self.waiting.push(self._first_bound_s(there), there)
+
+    def plan(self, one: _Waiting) -> Plan | None:
+        """As there; what saves is worked out only where it could be the best."""
+        assert one.partitioned is not None
+        best_s = min((plan.predictions.step_seconds for plan in self.plans), default=math.inf)
+        plan = self.memory.plan(one.partitioned, one.saves, best_s, self.longest_s)
+        self._requeue(one)
+        return plan
+
+    def body(self, one: Sizes) -> BodyCosts:
+        if one not in self.bodies:
+            self.bodies[one] = super().body(one)
+        return self.bodies[one]
+
+    # -- improve -----------------------------------------------------------------------------------------------------
+
+    def improve(self) -> None:
+        """The loss in pieces, whole sequences, a longer look at what is recomputed, and the joint search."""
+        self._in_pieces()
+        self._with_whole_sequences()
         if not self.plans:
             self.report("making room")
-            last = self.memory.last_resort(self._body_of)
+            last = self.memory.last_resort(self._nearest())
             self.plans += [] if last is None else [last]
+        self._refine()
+        if JOINT in (self.space.schedules or ()):
+            self._search_jointly()
 
-    def refine(self) -> None:
-        """Looks longer for what the best plan recomputes, where it does."""
-        best = min(self.plans, key=lambda one: one.predictions.step_seconds, default=None)
-        one = self.worked_out.get(id(best))
-        if best is None or one is None or one.cuts is None or not _may_be_refined(best):
+    def _in_pieces(self) -> None:
+        """What is short of the memory that logits take, once more with the loss in pieces."""
+        for tokens in PIECE_TOKENS if self.space.loss_pieces == "auto" else ():
+            if self.piece_tokens and self.plans:
+                break
+            shapes = short_of_memory(self.plans, self.excluded, self._logits_bytes, self.usable_bytes)
+            self.piece_tokens = tokens
+            for shape in shapes:
+                self._try_sizes(
+                    [
+                        replace(one, loss_pieces=1)
+                        for one in self.coarse.graphs
+                        if (one.tp, one.microbatch_size) == (shape.tp, shape.microbatch_size)
+                    ],
+                    set(shape.widths),
+                )
+
+    def _with_whole_sequences(self) -> None:
+        """The sizes of the best, where its ranks split the sequence."""
+        best = self._best()
+        if best is not None and best.sequence_parallel and self.space.sequence_parallel is None:
+            own = self.made_of[id(best)].sizes
+            self._try_sizes([replace(own, sequence_parallel=False)], {(best.dp, best.pp)})
+
+    def _try_sizes(self, tried: Iterable[Sizes], shapes: set[tuple[int, int]]) -> None:
+        """More sizes, with those numbers of replicas and ranks of a pipeline alone."""
+        for one in dict.fromkeys(tried):
+            if self._with_pieces(one) not in self.coarse.graphs:
+                try:
+                    super().gather_size(one)
+                except (InputError, TraceError) as error:
+                    self.excluded.append(Excluded(str(error), 1, 1, one.microbatch_size, tp=one.tp))
+        self.waiting.keep(lambda one: (one.choice.dp, one.choice.pp) in shapes)
+        self.work_out()
+
+    def _best(self) -> Plan | None:
+        return min(self.plans, key=lambda plan: plan.predictions.step_seconds, default=None)
+
+    def _refine(self) -> None:
+        """Looks longer for what the best plan recomputes, and whether offloading is faster, where it saves at all."""
+        best = self._best()
+        one = self.made_of.get(id(best))
+        if best is None or one is None or (at := one.partitioned) is None or not _saves(best):
             return
         self.report("looking for what is best recomputed")
-        fitting = replace(self.memory, cluster=one.cluster)
-        found = fitting.refined(one.choice, one.body, one.cuts)
-        if found is not None and found.predictions.step_seconds < best.predictions.step_seconds:
+        below_s = best.predictions.step_seconds
+        plans = [self.memory.refined(at) if _may_be_refined(best) else self.memory.afresh(at, below_s)]
+        if self.space.offload and not at.offload and self.cluster.kind != "cpu":
+            plans.append(self.memory.afresh(replace(at, offload=True), below_s))
+        plan = min(filter(None, plans), key=lambda plan: plan.predictions.step_seconds, default=best)
+        if plan.predictions.step_seconds < below_s:
             self.plans.remove(best)
-            self._add(on_devices_of(found, self.cluster, one.cluster), one)
+            self.add(plan, one)
 
-    def _add(self, plan: Plan, made_of: _Waiting) -> None:
-        self.plans.append(plan)
-        self.worked_out[id(plan)] = made_of
-
-    def search_jointly(self) -> None:
+    def _search_jointly(self) -> None:
         """Adds plans of the joint search that are faster than the best of the families.
 
         Raises:
             KeyboardInterrupt: Ctrl-C; what was found until then is added.
         """
         stop = threading.Event()
-        for found in joint_plans(
-            tuple(self.plans), lambda plan: self.bodies[plan.microbatch_size, plan.tp, plan.loss_pieces], self.cluster,
-            self.job, self.reference, zero=self.zero, as_model=self.recompute == "model", shard_units=self.shard_units,
-            saves=self.recompute == "auto", offload=self.offload,
-            host_optimizer=self.memory.host_optimizer, report=self.report, stop=stop,
+        known = [plan for plan in self.plans if id(plan) in self.made_of]
+        for plan in joint_plans(
+            known, lambda plan: self._joint_start(self.made_of[id(plan)]), self.job, self.request.model,
+            offload=self.space.offload, host_optimizer=self.space.host_optimizer, report=self.report, stop=stop,
         ):  # fmt: skip
-            self.plans.append(found)
+            self.plans.append(plan)
         if stop.is_set():
             raise KeyboardInterrupt
 
-    def _hopeless_seconds(self) -> float:
-        """What a step may take at most to be worked out."""
-        found = sorted(one.predictions.step_seconds for one in self.plans)
-        enough = found[_ENOUGH - 1] if len(found) >= _ENOUGH else math.inf
-        return min(_HOPELESS * self._best_seconds(), enough)
+    def _joint_start(self, one: _Waiting) -> tuple[Choice, BodyCosts, Cluster, bool]:
+        return one.choice, self.body(one.sizes), one.cluster, one.saves
 
-    def _best_seconds(self) -> float:
-        return min((found.predictions.step_seconds for found in self.plans), default=math.inf)
+    # -- pieces of the loss --------------------------------------------------------------------------------------------
 
-    def _settle(self, size: int) -> None:
-        """What is recomputed, by the model where nobody says."""
-        if not self.is_settled and self.recompute in (None, "model"):
-            graph = self._body(size, self.tp).graph
-            self.recompute = self.memory.recompute = recompute_of(self.recompute, graph)
-        self.is_settled = True
+    def _with_pieces(self, one: Sizes) -> Sizes:
+        """In as many pieces as the loss is evaluated from now on."""
+        asked = self.space.loss_pieces
+        return replace(one, loss_pieces=self._pieces(one) if asked == "auto" else asked)
 
-    def _body_of(self, choice: Choice) -> BodyCosts:
-        known = self.bodies.get((choice.microbatch_size, choice.tp, choice.loss_pieces))
-        return self._body(choice.microbatch_size, choice.tp) if known is None else known
-
-    def _body(self, size: int, tp: int) -> BodyCosts:
-        """The costs of the model with the loss in as many pieces as `_pieces` says, traced once."""
-        known = self.bodies.get((size, tp, self._pieces(size, tp)))
-        return self._trace(size, tp) if known is None else known
-
-    def _trace(self, size: int, tp: int) -> BodyCosts:
-        """The costs of the model in as many pieces as `_pieces` says, or at once where it is found to have none."""
-        pieces = self._pieces(size, tp)
-        how = f" for tp {tp}" * (tp > 1) + f" with the loss in {pieces} pieces" * (pieces > 1)
-        self.report(f"tracing microbatches of {size}{how}")
-        layers = shared_layers(tp, self.sequence_parallel) | in_pieces(pieces)
-        traced = self.job.traced(self.cluster.device.kind) | layers
-        try:
-            graph = self.trace(self.reference, size, report=self.report, **traced)
-        except (InputError, TraceError):
-            if pieces == 1 or self.loss_pieces != "auto":
-                raise
-            self.has_pieces = False
-            return self._trace(size, tp)
-        body = self.bodies[size, tp, pieces] = body_costs(graph, self.cluster, self.job)
-        return body
-
-    def _pieces(self, size: int, tp: int) -> int:
-        """In how many pieces the loss of a microbatch is evaluated from now on."""
-        if self.loss_pieces != "auto":
-            return self.loss_pieces
-        num_tokens, logits = size * self.job.sequence_length, self._logits_bytes(size, tp)
+    def _pieces(self, one: Sizes) -> int:
+        num_tokens = one.microbatch_size * self.job.sequence_length
+        logits = self._logits_bytes(one.microbatch_size, one.tp)
         if not self.has_pieces or not logits:
             return 1
-        by_share = pieces_by_share(logits, num_tokens, self.job.usable_bytes(self.cluster.device))
-        return (
-            max(by_share, pieces_of_tokens(self.piece_tokens, num_tokens)) if self.piece_tokens else by_share
-        )
+        by_share = pieces_by_share(logits, num_tokens, self.usable_bytes)
+        of_tokens = pieces_of_tokens(self.piece_tokens, num_tokens) if self.piece_tokens else 1
+        return max(by_share, of_tokens)
 
     def _logits_bytes(self, size: int, tp: int) -> int:
-        return logits_bytes(self.reference, size * self.job.sequence_length, tp)
+        return logits_bytes(self.request.model, size * self.job.sequence_length, tp)
 
-    def result(self) -> Found:
-        if not self.plans:
-            raise self.memory.nothing_fits()
-        beyond = self.job.beyond(self.cluster.device)
-        warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
-        return Found(ranked(self.plans), self.memory.excluded, warnings)
+    def _ranked(self, plans: list[Plan]) -> list[Plan]:
+        return ranked(plans)
+
+    def _nothing_fits(self) -> PlanError:
+        return self.memory.nothing_fits() or super()._nothing_fits()
+
+
+def _saves(plan: Plan) -> bool:
+    """Whether a stage recomputes or offloads."""
+    return any(not isinstance(policy, str) for policy in plan.memory_policy)
 
 
 def _may_be_refined(plan: Plan) -> bool:
@@ -453,8 +780,3 @@ def _may_be_refined(plan: Plan) -> bool:
     return any(
         stage.recompute_seconds and stage.stop - stage.start <= _REFINED for stage in plan.predictions.stages
     )
-
-
-def _pieces_of(body: BodyCosts) -> int:
-    """In how many pieces a traced model evaluates its loss."""
-    return body.graph.facts.get("loss_pieces", 1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache, partial, reduce
+from itertools import groupby
 
 from stagewright.planning.sharding import NUM_BUFFERS, SHARDING_KINDS, sharded_like
 from stagewright.schedule import Kind, Program, build, subdivided
 from stagewright.schedule.saving import insert_recomputation
 
-_PERIODIC = frozenset({"1f1b", "pipedream"})
-"""Families in which, once every rank alternates between F and B, each microbatch repeats the state of the one before."""
+_PERIODIC = frozenset({"1f1b", "pipedream", "interleaved-1f1b"})
+"""Families in which, once every rank alternates between F and B, each microbatch repeats the state of the one before; with
+several stages a rank, of the one as many before as there are ranks."""
 
 Pass = Callable[[Program], Program]
 
@@ -24,15 +25,16 @@ def built(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | No
 
 @lru_cache(maxsize=32)
 def shortened(program: Program) -> Program:
-    """The 1F1B program, with or without steps in between and sharding units, of as many microbatches as show every state of
-    its memory; other programs as they are."""
-    enough = program.num_ranks + 4
-    if program.name not in _PERIODIC or program.num_microbatches <= enough:
+    """The 1F1B program, interleaved or not, with or without steps in between and sharding units, of as many microbatches as
+    show every state of its memory; other programs as they are."""
+    num_ranks = program.num_ranks
+    numbers = [len(list(units)) for _, units in groupby(program.placement.rank_of_stage)]
+    chunks = len(numbers) // num_ranks if program.name == "interleaved-1f1b" else None
+    enough = num_ranks + 4 if chunks is None else 4 * num_ranks
+    if program.name not in _PERIODIC or program.num_microbatches <= enough or chunks == 0:
         return program
-    units = Counter(program.placement.rank_of_stage)
-    numbers = [units[rank] for rank in range(program.num_ranks)]
     whole, short = (
-        subdivided(built(program.name, program.num_ranks, count), numbers)
+        subdivided(built(program.name, num_ranks, count, chunks), numbers)
         for count in (program.num_microbatches, enough)
     )
     for passes in _orders_of_passes(program):

@@ -1,4 +1,4 @@
-"""What `configure` finds as tables and documents."""
+"""Plans with all their widths, and sizes of clusters and batches, as tables and documents."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from rich.table import Table
 
 from stagewright.cluster import Cluster
-from stagewright.planning.configure.lineup import devices_of_ranks
-from stagewright.planning.configure.objective import Offer
+from stagewright.planning.device_order import devices_of_ranks
 from stagewright.planning.found import Excluded, Found
+from stagewright.planning.objective import Offer
 from stagewright.planning.placing import on_devices
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
@@ -97,7 +97,7 @@ def offers_table(offers: Sequence[Offer]) -> Table:
 
 
 def offers_document(found: Sequence[Offer]) -> dict[str, Any]:
-    """All sizes of `configure --json`, best first."""
+    """All sizes of `plan --json`, best first."""
     return {"sizes": [_size(one) for one in found]}
 
 

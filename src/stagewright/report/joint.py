@@ -20,7 +20,7 @@ _SHOWN = 6
 def joint_document(
     found: Found, plan: JointPlan, steps: tuple[Step, ...], errors: tuple[Sensitivity, ...], path: Path | None
 ) -> dict[str, Any]:
-    """Of `plan --costs --json`: the plan, the bound, what it was compared with and why it is good."""
+    """Of `plan-costs --json`: the plan, the bound, what it was compared with and why it is good."""
     return {
         "path": None if path is None else str(path),
         "makespan_seconds": plan.makespan_s,

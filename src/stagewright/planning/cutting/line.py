@@ -9,12 +9,13 @@ from functools import lru_cache
 from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.cutting.bisection import bottleneck
+from stagewright.planning.cutting.bisection import bisect, bottleneck
 from stagewright.planning.cutting.leaves import Leaves, Terms
 from stagewright.planning.cutting.ranges import Ranges, ranges_of
 from stagewright.planning.cutting.refine import best_partition, narrowed
-from stagewright.planning.pipeline import Pipeline, allocatable_bytes, bodies_of
+from stagewright.planning.pipeline import Pipeline, bodies_of
 from stagewright.planning.transfers import message_seconds
+from stagewright.schedule import Program
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate
 
@@ -55,11 +56,49 @@ def cuts_to_try(
     tried = set(others)
     if found is not None:
         tried |= {found.cuts, *(narrowed(leaves, found, slack).cuts for slack in _SLACKS)}
-    seconds = {cuts: _makespan(line, leaves, cuts) for cuts in tried}
+    seconds = {cuts: _makespan(line.program, leaves, cuts) for cuts in tried}
     return sorted((cuts for cuts in tried if seconds[cuts] < below_s), key=lambda cuts: seconds[cuts])
 
 
-def _makespan(line: Pipeline, leaves: Leaves, cuts: tuple[int, ...]) -> float:
+def partition_within(
+    bodies: Sequence[BodyCosts],
+    program: Program,
+    cuts: tuple[int, ...],
+    capacities: Sequence[float],
+    counts: Sequence[float],
+    *,
+    state_share: float,
+    offload: bool,
+) -> tuple[tuple[int, ...], float] | None:
+    """`cuts` or, where these do not fit, cuts of least bottleneck that do, and what a batch takes if stages recompute and
+    offload what they must; None if nothing fits.
+
+    Args:
+        bodies: the costs of the model on the device of every stage.
+        capacities: bytes of every stage; `counts`: sets of saved values that it has in flight.
+
+    Ignores: boundaries; what ranges do not see.
+    """
+    body = bodies[0]
+    terms = [
+        Terms(
+            copies=count,
+            capacity=capacity,
+            slowness=float(own.seconds[-1] / body.seconds[-1]),
+            link_s_per_byte=_link_seconds(own.costing.device) if offload else math.inf,
+            state_share=state_share,
+        )
+        for own, capacity, count in zip(bodies, capacities, counts, strict=True)
+    ]
+    leaves = Leaves(known_ranges(body), terms)
+    seconds = _makespan(program, leaves, cuts)
+    if math.isfinite(seconds):
+        return cuts, seconds
+    found = bisect(leaves)
+    return None if found is None else (found.cuts, _makespan(program, leaves, found.cuts))
+
+
+def _makespan(program: Program, leaves: Leaves, cuts: tuple[int, ...]) -> float:
     """Of a batch, from costs of ranges; infinite where a stage does not fit."""
     if not math.isfinite(bottleneck(leaves, cuts)):
         return math.inf
@@ -75,7 +114,7 @@ def _makespan(line: Pipeline, leaves: Leaves, cuts: tuple[int, ...]) -> float:
     def between(source: int, target: int) -> float:
         return leaves.transfer_seconds(min(source, target), ends[max(source, target)])
 
-    return simulate(line.program, costs, between).makespan_s
+    return simulate(program, costs, between).makespan_s
 
 
 def terms_of(
@@ -94,7 +133,7 @@ def terms_of(
     return [
         Terms(
             copies=counts[stage],
-            capacity=allocatable_bytes(line.job, devices[rank], line.cluster) / sharing[stage],
+            capacity=line.allocatable_bytes(rank) / sharing[stage],
             versions=versions[rank],
             slowness=float(bodies[rank].seconds[-1] / body.seconds[-1]),
             link_s_per_byte=_link_seconds(devices[rank]) if offload else math.inf,
@@ -131,7 +170,7 @@ def corrected(line: Pipeline, memories: Sequence[RankMemory], leaves: Leaves, sh
     return Leaves(leaves.ranges, terms)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=64)
 def known_ranges(body: BodyCosts) -> Ranges:
     """The ranges of a body, worked out once."""
     return ranges_of(body)

@@ -9,7 +9,7 @@ from typing import Literal
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.policy import Reruns
-from stagewright.planning.pipeline import Pipeline, Variants, allocatable_bytes
+from stagewright.planning.pipeline import Pipeline, Variants
 from stagewright.planning.plan import StagePolicy
 from stagewright.planning.predict import lowered, rank_memories
 from stagewright.planning.saving.problem import Choice, Unit, fetch_ahead, stage_units, with_choice
@@ -88,7 +88,7 @@ def fit(
     def searches(make: Callable[[RankMemory], Propose | None], rounds: int = _ROUNDS) -> list[RankSearch]:
         found: list[RankSearch] = []
         for memory in memories:
-            limit = allocatable_bytes(line.job, line.device_of(memory.rank), line.cluster)
+            limit = line.allocatable_bytes(memory.rank)
             ways = make(memory) if memory.peak_bytes > limit else None
             found.append(RankSearch(memory, limit, ways))
         _search(variants, units, found, rounds)

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from stagewright.planning.saving.chain import Chain
@@ -47,14 +48,31 @@ class Found:
     seconds: float
 
 
-@dataclass
-class _Labels:
-    """Ways to get to a boundary: bytes kept up to there by weight, seconds, and where they come from."""
+@dataclass(frozen=True)
+class _Pieces:
+    """The pieces of one chain, in the order of where they end: one row or entry each."""
 
+    ends: NDArray[np.int64]
+    """Of every boundary, the first of the pieces that end there; and one entry more."""
+    starts: NDArray[np.int64]
+    """The boundary at which a piece starts."""
+    transient: Floats
+    first_point: NDArray[np.int64]
+    """Of its points, in `points`; and one entry more."""
+    points: Floats
+    """Seconds, kept bytes and work, a row each."""
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """Ways to get to every boundary of a chain, a row of so many each: bytes kept up to there by weight, seconds, and where
+    they come from."""
+
+    numbers: NDArray[np.int64]
     kept: Floats
     seconds: Floats
     before: NDArray[np.int64]
-    """Rows of (boundary, label, point)."""
+    """Boundary, label, point."""
 
 
 @dataclass
@@ -77,7 +95,7 @@ class RankChain:
     """Of pieces that were looked at, by signature, link and thoroughness; may be shared by ranks."""
     link_s_per_byte: float = math.inf
     _pieces: dict[tuple[int, int, int], tuple[Point, ...]] = field(default_factory=dict)
-    _known_columns: dict[tuple[int, int, int], Floats] = field(default_factory=dict)
+    _known_pieces: dict[int, _Pieces] = field(default_factory=dict)
 
     @property
     def most_bytes(self) -> float:
@@ -139,42 +157,43 @@ class RankChain:
         alone = len(self.chains) == 1 or self._holds_one_set
         share = (self.copies[0] - 1) / self.copies[0] if alone else 1.0
         reserved = share * kept_limit
-        labels = _Labels(np.zeros(1), np.zeros(1), np.zeros((1, 3), np.int64))
-        tables: list[list[_Labels]] = []
-        for index, chain in enumerate(self.chains):
-            table = [labels]
-            for stop in range(1, len(chain.boundaries)):
-                table.append(self._arrive(index, table, stop, limit - reserved, kept_limit, alone))
-            if not len(table[-1].kept):
+        kept, seconds = np.zeros(1), np.zeros(1)
+        tables: list[_Labels] = []
+        for index in range(len(self.chains)):
+            pieces, weight = self._pieces_of(index), float(self.copies[index])
+            table = _Labels(
+                *_ways(
+                    pieces.ends, pieces.starts, pieces.transient, pieces.first_point, pieces.points,
+                    kept, seconds, weight, limit - reserved, kept_limit, alone,
+                )
+            )  # fmt: skip
+            number = int(table.numbers[-1])
+            if not number:
                 return None
             tables.append(table)
-            labels = _Labels(table[-1].kept, table[-1].seconds, np.zeros((len(table[-1].kept), 3), np.int64))
-        best = int(np.argmin(labels.seconds))
-        return self._traced(tables, best)
+            kept, seconds = table.kept[-1, :number], table.seconds[-1, :number]
+        return self._traced(tables, int(np.argmin(seconds)))
 
-    def _arrive(
-        self, index: int, table: list[_Labels], stop: int, headroom: float, kept_limit: float, alone: bool
-    ) -> _Labels:
-        chain, weight = self.chains[index], self.copies[index]
-        last = len(chain.boundaries) - 1
-        lengths = {length for length in (*_LENGTHS, stop if stop == last else 1) if length <= stop}
-        kept, seconds, before = [], [], []
-        for length in sorted(lengths):
-            start = stop - length
-            labels = table[start]
-            if not len(labels.kept):
-                continue
-            transient = chain.transient(chain.boundaries[start], chain.boundaries[stop])
-            points = self._columns(index, start, stop)
-            now = labels.kept[:, None] + weight * points[1]
-            in_use = now / weight if alone else 0.0
-            rows, numbers = np.nonzero((in_use + points[2] + transient <= headroom) & (now <= kept_limit))
-            kept.append(now[rows, numbers])
-            seconds.append(labels.seconds[rows] + points[0, numbers])
-            before.append(np.stack([np.full(len(rows), start), rows, numbers], axis=1))
-        if not any(map(len, kept)):
-            return _Labels(np.zeros(0), np.zeros(0), np.zeros((0, 3), np.int64))
-        return _thinned(np.concatenate(kept), np.concatenate(seconds), np.concatenate(before))
+    def _pieces_of(self, index: int) -> _Pieces:
+        """All pieces of a chain that are tried."""
+        if index not in self._known_pieces:
+            chain = self.chains[index]
+            last = len(chain.boundaries) - 1
+            ends, starts, transient, columns = [0], list[int](), list[float](), list[Floats]()
+            for stop in range(last + 1):
+                lengths = {length for length in (*_LENGTHS, stop if stop == last else 1) if length <= stop}
+                for length in sorted(lengths):
+                    start = stop - length
+                    starts.append(start)
+                    transient.append(chain.transient(chain.boundaries[start], chain.boundaries[stop]))
+                    columns.append(self._columns(index, start, stop))
+                ends.append(len(starts))
+            numbers = np.cumsum([0, *(each.shape[1] for each in columns)])
+            points = np.concatenate(columns, axis=1) if columns else np.zeros((3, 0))
+            self._known_pieces[index] = _Pieces(
+                np.array(ends), np.array(starts, np.int64), np.array(transient, float), numbers, points
+            )
+        return self._known_pieces[index]
 
     def _points(self, index: int, start: int, stop: int) -> tuple[Point, ...]:
         key = index, start, stop
@@ -191,29 +210,24 @@ class RankChain:
 
     def _columns(self, index: int, start: int, stop: int) -> Floats:
         """Seconds, kept bytes and work of the points of a piece, one row each."""
-        key = index, start, stop
-        if key not in self._known_columns:
-            points = self._points(index, start, stop)
-            dear = _DEARER * (1 + stop / len(self.chains[index].boundaries))
-            moving = [
-                dear * point.moved_bytes * self.link_s_per_byte if point.moved else 0.0 for point in points
-            ]
-            rows = [
-                (point.seconds + extra, point.kept_bytes, point.work_bytes)
-                for point, extra in zip(points, moving, strict=True)
-            ]
-            self._known_columns[key] = np.array(rows).T
-        return self._known_columns[key]
+        points = self._points(index, start, stop)
+        dear = _DEARER * (1 + stop / len(self.chains[index].boundaries))
+        moving = [dear * point.moved_bytes * self.link_s_per_byte if point.moved else 0.0 for point in points]
+        rows = [
+            (point.seconds + extra, point.kept_bytes, point.work_bytes)
+            for point, extra in zip(points, moving, strict=True)
+        ]
+        return np.array(rows, float).T
 
-    def _traced(self, tables: list[list[_Labels]], label: int) -> Found:
+    def _traced(self, tables: Sequence[_Labels], label: int) -> Found:
         """The way that ends in `label` of the last boundary."""
         again: list[set[int]] = [set() for _ in self.chains]
         moved = set[tuple[int, int]]()
-        seconds = float(tables[-1][-1].seconds[label])
+        seconds = float(tables[-1].seconds[-1, label])
         for index in range(len(self.chains) - 1, -1, -1):
             chain, at = self.chains[index], len(self.chains[index].boundaries) - 1
             while at > 0:
-                start, previous, number = tables[index][at].before[label].tolist()
+                start, previous, number = tables[index].before[at, label].tolist()
                 first = chain.boundaries[start]
                 point = self._points(index, start, at)[number]
                 again[index].update(first + operator for operator in point.ran)
@@ -240,16 +254,70 @@ class RankChain:
         return [first + one if one >= 0 else chain.storages[roots[-1 - one]].maker for one in point.moved]
 
 
-def _thinned(kept: Floats, seconds: Floats, before: NDArray[np.int64]) -> _Labels:
-    """Labels that no other beats in both; of too many those that differ most in bytes."""
+@njit(cache=True)
+def _ways(
+    ends: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    transient: Floats,
+    first_point: NDArray[np.int64],
+    points: Floats,
+    first_kept: Floats,
+    first_seconds: Floats,
+    weight: float,
+    headroom: float,
+    kept_limit: float,
+    alone: bool,
+) -> tuple[NDArray[np.int64], Floats, Floats, NDArray[np.int64]]:
+    """The fields of `_Labels`, from the labels of the first boundary on."""
+    num_ends = len(ends) - 1
+    numbers = np.zeros(num_ends, np.int64)
+    kept, seconds = np.zeros((num_ends, _MOST_LABELS)), np.zeros((num_ends, _MOST_LABELS))
+    before = np.zeros((num_ends, _MOST_LABELS, 3), np.int64)
+    numbers[0] = len(first_kept)
+    kept[0, : numbers[0]], seconds[0, : numbers[0]] = first_kept, first_seconds
+    for stop in range(1, num_ends):
+        most = 0
+        for piece in range(ends[stop], ends[stop + 1]):
+            most += numbers[starts[piece]] * (first_point[piece + 1] - first_point[piece])
+        now, took, origin = np.empty(most), np.empty(most), np.empty((most, 3), np.int64)
+        count = 0
+        for piece in range(ends[stop], ends[stop + 1]):
+            start = starts[piece]
+            for label in range(numbers[start]):
+                for point in range(first_point[piece], first_point[piece + 1]):
+                    total = kept[start, label] + weight * points[1, point]
+                    in_use = total / weight if alone else 0.0
+                    if total <= kept_limit and in_use + points[2, point] + transient[piece] <= headroom:
+                        now[count] = total
+                        took[count] = seconds[start, label] + points[0, point]
+                        origin[count, 0], origin[count, 1] = start, label
+                        origin[count, 2] = point - first_point[piece]
+                        count += 1
+        if count == 0:
+            continue
+        chosen = _thinned(now[:count], took[:count])
+        numbers[stop] = len(chosen)
+        for to in range(len(chosen)):
+            one = chosen[to]
+            kept[stop, to], seconds[stop, to], before[stop, to] = now[one], took[one], origin[one]
+    return numbers, kept, seconds, before
+
+
+@njit(cache=True)
+def _thinned(kept: Floats, seconds: Floats) -> NDArray[np.int64]:
+    """Of labels those that no other beats in both; of too many those that differ most in bytes."""
     # Bytes are whole numbers: this is by bytes, and of equal bytes by seconds, in one pass.
     order = np.argsort(kept + seconds / (2 * seconds.max() + 1e-30))
-    kept, seconds, before = kept[order], seconds[order], before[order]
-    least = np.minimum.accumulate(seconds)
-    better = np.ones(len(seconds), np.bool_)
-    better[1:] = seconds[1:] < least[:-1] * (1 - 1e-12)
-    chosen = np.flatnonzero(better)
-    if len(chosen) > _MOST_LABELS:
-        wanted = np.linspace(kept[chosen[0]], kept[chosen[-1]], _MOST_LABELS)
-        chosen = chosen[np.unique(np.searchsorted(kept[chosen], wanted).clip(0, len(chosen) - 1))]
-    return _Labels(kept[chosen], seconds[chosen], before[chosen])
+    chosen = np.empty(len(order), np.int64)
+    count, least = 0, np.inf
+    for one in order:
+        if count == 0 or seconds[one] < least * (1 - 1e-12):
+            chosen[count] = one
+            count += 1
+        least = min(least, seconds[one])
+    chosen = chosen[:count]
+    if count <= _MOST_LABELS:
+        return chosen
+    wanted = np.linspace(kept[chosen[0]], kept[chosen[-1]], _MOST_LABELS)
+    spread = np.unique(np.searchsorted(kept[chosen], wanted))
+    return chosen[np.minimum(spread, count - 1)]

@@ -1,4 +1,4 @@
-"""`stagewright configure` on small jobs."""
+"""`stagewright plan` for other runtimes, and for what a training run costs, on small jobs."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from stagewright.cli.app import app
 
 JOB = [
     "--cluster", "16x-h100", "--global-batch", "16", "--sequence-length", "4096", "--microbatch", "1", "--cp", "1",
+    "--runtime", "megatron-core+te",
 ]  # fmt: skip
 
 
 def test_the_document_has_configurations_reasons_and_places(tmp_path: Path) -> None:
     ranks = tmp_path / "ranks.csv"
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB, "--json", "--ranks", str(ranks)])
+    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *JOB, "--json", "--ranks", str(ranks)])
     assert done.exit_code == 0, done.output
     document = json.loads(done.stdout)
-    (size,) = document["sizes"]
-    best = size["configurations"][0]
+    best = document["plans"][0]
     assert best["tp"] * best["pp"] * best["dp"] == 16
     assert best["lower_bound_seconds"] <= best["step_seconds"]
-    assert all(one["reason"] for one in size["excluded"])
-    assert best["runtime"] == "megatron-core+te" and best["recompute"] in ("none", "full")
+    assert all(one["reason"] for one in document["excluded"])
+    assert best["runtime"] == "megatron-core+te" and "sizes" not in document
     assert len(ranks.read_text().splitlines()) == 17
 
 
 def test_the_tables_name_the_objective_s_sizes() -> None:
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB, "--objective", "cost", "--price", "2"])
+    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *JOB, "--objective", "cost", "--price", "2"])
     assert done.exit_code == 0, done.output
     assert "dollars" in done.stdout and "Left out" in done.stdout
 
 
 def test_an_unknown_objective_and_a_factory_are_refused() -> None:
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *JOB, "--objective", "sped"])
+    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *JOB, "--objective", "sped"])
     assert done.exit_code == 2
 
 
 def test_mixed_devices_are_named_with_their_layers() -> None:
     job = ["--cluster", "8x-h100+8x-a100-80", *JOB[2:], "--pp", "2"]
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job])
+    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *job])
     assert done.exit_code == 0, done.output
     assert " on h100, then " in done.stdout and "8 a100-80 of" in done.stdout
 
 
 def test_a_limit_beyond_the_device_and_a_missing_critical_batch_are_warned_of() -> None:
     job = ["--cluster", "8x-h100", *JOB[2:], "--tp", "8", "--pp", "1"]
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job, "--memory-limit", "200GiB"])
+    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *job, "--memory-limit", "200GiB"])
     assert done.exit_code == 0, done.output
     assert "more than the" in done.stderr and "do not run on it" in done.stderr
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job, "--objective", "time-to-train"])
+    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *job, "--objective", "time-to-train"])
     assert done.exit_code == 0, done.output
     assert "without --critical-batch" in done.stderr
 
 
 def test_nodes_of_other_sizes_with_the_same_device_are_no_mixture() -> None:
-    job = ["--cluster", "8x-h100+4x-h100", "--global-batch", "24", "--sequence-length", "4096", "--cp", "1"]
-    done = CliRunner().invoke(app, ["configure", "llama-3-8b", *job])
+    job = ["--cluster", "8x-h100+4x-h100", "--global-batch", "24", "--sequence-length", "4096", *JOB[8:]]
+    done = CliRunner().invoke(app, ["plan", "llama-3-8b", *job])
     assert done.exit_code == 0, done.output
     assert "Layers of the stages" not in done.stdout
 
@@ -68,7 +68,7 @@ def test_what_is_found_for_our_own_runtime_passes_check(tmp_path: Path) -> None:
     job = ["--cluster", "2x-h100", "--global-batch", "4", "--sequence-length", "64", "--tp", "1", "--cp", "1"]
     done = CliRunner().invoke(
         app,
-        ["configure", "tiny-llama", *job, "--microbatch", "1", "--runtime", "stagewright", "-o", str(path)],
+        ["plan", "tiny-llama", *job, "--microbatch", "1", "-o", str(path)],
     )
     assert done.exit_code == 0, done.output
     assert "options of Megatron-LM" not in done.stdout

@@ -8,12 +8,12 @@ from typing import Literal, get_args
 
 from stagewright.cluster import Cluster, NodeGroup
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.configure.money import Bill, Target, bill, check_price, price_of
-from stagewright.planning.configure.search import configure
-from stagewright.planning.configure.space import Bounds
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
+from stagewright.planning.money import Bill, Target, bill, check_price, price_of
 from stagewright.planning.plan import Plan
+from stagewright.planning.search import plan
+from stagewright.planning.space import Space
 from stagewright.tracing.models.reference import ModelReference
 
 Objective = Literal["speed", "cost", "time-to-train"]
@@ -42,11 +42,13 @@ def offers(
     target: Target,
     *,
     price_per_hour: float | None = None,
-    bounds: Bounds | None = None,
+    space: Space | None = None,
     keep: int = 5,
     report: Callable[[str], None] = lambda stage: None,
+    interruptible: bool = False,
 ) -> tuple[Offer, ...]:
-    """What is best first: the cluster as it is for speed; all its halves for cost; all batches too for time to train.
+    """What is best first: the cluster as it is, and each kind of its devices alone, for speed; all its halves for cost; all
+    batches too for time to train. Ctrl-C ends an `interruptible` search with what was found until then.
 
     Raises:
         InputError: cost without a price, or a price that is none.
@@ -61,10 +63,11 @@ def offers(
     for part, sized in _sizes(cluster, job, objective):
 
         def told(what: str, part: Cluster = part, sized: Job = sized) -> None:
-            report(f"{part.num_devices} devices, {sized.global_batch} samples: {what}")
+            is_whole = objective == "speed" and part is cluster
+            report(what if is_whole else f"{part.num_devices} devices, {sized.global_batch} samples: {what}")
 
         try:
-            found = configure(model, part, sized, bounds=bounds, keep=keep, report=told)
+            found = plan(model, part, sized, space, keep=keep, report=told, interruptible=interruptible)
         except (PlanError, InputError) as error:
             failure = failure or error
             continue
@@ -73,6 +76,8 @@ def offers(
         made.append(
             Offer(part, sized, found, bill(target, sized.global_batch, rate, part.num_devices, price))
         )
+        if found.is_interrupted:
+            break
     if not made:
         raise failure or PlanError("nothing to try: give a larger cluster")
     by_cost = objective == "cost"

@@ -1,4 +1,4 @@
-"""`stagewright plan --costs`: the best partition, placement and schedule for a table of layer costs."""
+"""`stagewright plan-costs`: the best partition, placement and schedule for a table of layer costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagewright.cli.cost_table import layer_table, read_cost_table
+from stagewright.cli.groups import grouped
+from stagewright.cli.options import Json, Output
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.planning import warn
 from stagewright.cli.program_file import check_ending, lost_in, program_text
@@ -25,54 +27,43 @@ if TYPE_CHECKING:
 ASSUMED_BANDWIDTH = 50e9
 """Bytes a second of one port of 400 Gb/s. Source: NVIDIA ConnectX-7 data sheet, InfiniBand NDR."""
 
+
 # fmt: off
-Costs = Annotated[
-    Path | None, typer.Option("--costs", metavar="TABLE", help="Costs per layer, CSV or JSON, in place of a model.")]
-Ranks = Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="With --costs: ranks.")]
-Microbatches = Annotated[
-    int | None, typer.Option("--microbatches", "-m", min=1, help="With --costs: microbatches per batch.")]
-Speeds = Annotated[
-    str | None, typer.Option("--speeds", metavar="A,B,...",
-        help="With --costs: the speed of each rank, 1 as in the table.")]
-Ran = Annotated[
-    Path | None, typer.Option("--ran", metavar="PLAN", help="With --record: the plan.json that was run.")]
-RunRecord = Annotated[
-    Path | None, typer.Option("--record", metavar="RECORD",
-        help="With --costs: speeds of the ranks from a run's record.json.")]
-Bandwidth = Annotated[
-    str | None, typer.Option("--bandwidth", metavar="SIZE",
-        help="With --costs: bytes a second between ranks; default 50GB.")]
-Seconds = Annotated[float, typer.Option("--seconds", min=0.0, help="With --costs: how long to search.")]
-Seed = Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="With --costs: seed of the search.")]
-Robust = Annotated[
-    float, typer.Option("--robust", min=0.0, max=90.0, metavar="PERCENT",
-        help="With --costs: shortest at worst for such errors.")]
+@dataclass(frozen=True)
+class Request:
+    """What is planned."""
+
+    ranks: Annotated[int | None, typer.Option("--ranks", "-p", min=1, help="Ranks.")] = None
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", min=1, help="Microbatches per batch.")] = None
+    speeds: Annotated[
+        str | None, typer.Option("--speeds", metavar="A,B,...", help="The speed of each rank, 1 as in the table.")] = None
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Bytes a second between ranks; default 50GB.")] = None
+    memory_limit: Annotated[
+        str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory of a rank, as 16GiB, or of each.")] = None
+    ran: Annotated[
+        Path | None, typer.Option("--ran", metavar="PLAN", help="With --record: the plan.json that was run.")] = None
+    record: Annotated[
+        Path | None, typer.Option("--record", metavar="RECORD", help="Speeds of the ranks from a run's record.json.")] = None
+    seconds: Annotated[float, typer.Option("--seconds", min=0.0, help="How long to search.")] = 10.0
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**63 - 1, help="Seed of the search.")] = 0
+    robust: Annotated[
+        float, typer.Option("--robust", min=0.0, max=90.0, metavar="PERCENT",
+            help="Shortest at worst for such errors.")] = 0.0
 # fmt: on
 
 
-@dataclass(frozen=True)
-class Request:
-    """What `plan --costs` was asked for."""
+@grouped
+def plan_costs(
+    costs: Annotated[Path, typer.Argument(metavar="TABLE", help="Costs per layer, CSV or JSON.")],
+    request: Request,
+    output: Output = None,
+    as_json: Json = False,
+) -> None:
+    """Find the best partition, placement and schedule for layers of known costs.
 
-    costs: Path
-    ranks: int | None
-    microbatches: int | None
-    speeds: str | None
-    bandwidth: str | None
-    memory_limit: str | None
-    seconds: float
-    seed: int
-    robust: float
-    ran: Path | None = None
-    record: Path | None = None
-
-
-def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
-    """Search, explain and print; write the program to `output`.
-
-    Raises:
-        InputError: a missing number, or a table, list or file that cannot be used.
-        PlanError: no plan fits the memory.
+    In place of a model and a cluster: a table of what every layer takes, and how many ranks there are.
     """
     from stagewright.planning.joint.explain import ablation, most_robust, sensitivity
     from stagewright.planning.joint.promise import promise_of
@@ -82,8 +73,8 @@ def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
 
     check_ending(output)
     check_writable(output)
-    problem, bandwidth = _problem(request)
-    with Progress(f"planning {request.costs}") as progress:
+    problem, bandwidth = _problem(costs, request)
+    with Progress(f"planning {costs}") as progress:
 
         def told(best_s: float, bound_s: float) -> None:
             progress(f"best {format_seconds(best_s)}, nothing below {format_seconds(bound_s)}")
@@ -108,22 +99,22 @@ def plan_costs(request: Request, output: Path | None, as_json: bool) -> None:
         show(f"Wrote {output}. `stagewright schedule {output}` draws its program.")
 
 
-def _problem(request: Request) -> tuple[Problem, Provenance]:
+def _problem(costs: Path, request: Request) -> tuple[Problem, Provenance]:
     """What is to be planned, and where the bandwidth between its ranks is from."""
     from stagewright.planning.joint.problem import Problem
 
     if request.ran is not None and request.record is None:
         raise InputError("--ran is the plan of a run: give what that measured too, as --record RECORD")
     if request.ranks is None or request.microbatches is None:
-        raise InputError("--costs also needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
+        raise InputError("a table needs --ranks and --microbatches, e.g. --ranks 8 --microbatches 32")
     check_count(request.ranks, MOST_STAGES, "--ranks", "give fewer")
     most = MOST_ACTIONS // 2 // request.ranks
     check_count(request.microbatches, most, "--microbatches", "make them larger, so that there are fewer")
-    table = layer_table(read_cost_table(request.costs))
-    bytes_per_s, bandwidth = _bandwidth(request, table)
+    table = layer_table(read_cost_table(costs))
+    bytes_per_s, bandwidth = _bandwidth(costs, request, table)
     if request.memory_limit is not None and not (table.parameter_bytes.any() or table.saved_bytes.any()):
         raise InputError(
-            f"{request.costs} has neither parameter_bytes nor activation_bytes, so that every plan is within "
+            f"{costs} has neither parameter_bytes nor activation_bytes, so that every plan is within "
             f"--memory-limit {request.memory_limit}: add them, or leave the limit out"
         )
     problem = Problem.of(
@@ -134,7 +125,7 @@ def _problem(request: Request) -> tuple[Problem, Provenance]:
     return problem, bandwidth
 
 
-def _bandwidth(request: Request, table: LayerTable) -> tuple[float, Provenance]:
+def _bandwidth(costs: Path, request: Request, table: LayerTable) -> tuple[float, Provenance]:
     """Bytes a second between ranks; endless where the layers do not say what leaves them."""
     if table.boundary_bytes.any():
         if request.bandwidth is None:
@@ -145,7 +136,7 @@ def _bandwidth(request: Request, table: LayerTable) -> tuple[float, Provenance]:
         return bandwidth, "given"
     if request.bandwidth is not None:
         raise InputError(
-            f"{request.costs} has no boundary_bytes, so that no transfer is priced by --bandwidth {request.bandwidth}: add "
+            f"{costs} has no boundary_bytes, so that no transfer is priced by --bandwidth {request.bandwidth}: add "
             "them, or leave it out"
         )
     return float("inf"), "none"

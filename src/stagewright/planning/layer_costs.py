@@ -16,7 +16,7 @@ from stagewright.graph.carving import carve
 from stagewright.graph.depth import REPEATS
 from stagewright.graph.layers import layer_begins, layer_of
 from stagewright.graph.stage import Stage
-from stagewright.planning.candidate import Recompute
+from stagewright.planning.candidate import Recomputed
 from stagewright.planning.job import Job
 from stagewright.planning.pipeline import costing
 from stagewright.planning.regions import kept_policy, layers_policy, selective_policy
@@ -101,7 +101,7 @@ class Layers:
         self.costs = cache(self._costs)
         """Of every layer on a kind of device, where as much is recomputed as that says."""
 
-    def _costs(self, device: Device, recompute: Recompute = "none") -> LayerCosts:
+    def _costs(self, device: Device, recompute: Recomputed = "none") -> LayerCosts:
         body, ends, stage = self._body.on(device), self._ends, self.stage(recompute)
         backward = *stage.rebuild.nodes, *stage.backward.nodes
         state = np.diff(body.state_bytes[ends])
@@ -116,7 +116,7 @@ class Layers:
     def _boundary_bytes(self) -> float:
         return float(self._body.cuts.value_bytes[self._ends[-3]]) if len(self._ends) > 4 else 0.0
 
-    def _stage(self, recompute: Recompute) -> Stage:
+    def _stage(self, recompute: Recomputed) -> Stage:
         policy = {"none": kept_policy, "selective": selective_policy, "full": layers_policy}[recompute]
         return carve(self.graph, [], [policy(self.graph)])[0]
 

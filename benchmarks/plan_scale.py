@@ -1,0 +1,158 @@
+"""How long `stagewright plan` takes for large models on large clusters, in units of what `torch.export` of Llama-3-8B takes.
+
+    python benchmarks/plan_scale.py [--only llama-3-8b ...] [--limit 600] [--json]
+
+X is `torch.export` of Llama-3-8B, 8,192 tokens with labels, on fake tensors, imports left out, around every case. Each
+case is the whole command in a new process: with no trace kept (`new`), then with those that the run before has kept
+(`kept`); kernels are compiled before. A case that takes longer than the limit is stopped and counted as that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from large_estimates import EXPORT
+
+_FACTORY = """
+import torch
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.mix = torch.nn.Linear(width, width)
+        self.wide = torch.nn.Linear(width, 4 * width)
+        self.back = torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        x = x + torch.cumsum(torch.tanh(self.mix(self.norm(x))), 1) / x.shape[1]
+        return x + self.back(torch.nn.functional.gelu(self.wide(x)))
+
+class Mixer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(50304, 2048)
+        self.blocks = torch.nn.ModuleList(Block(2048) for _ in range(32))
+        self.head = torch.nn.Linear(2048, 50304)
+
+    def forward(self, tokens, labels):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+def build(microbatch_size, sequence_length):
+    tokens = torch.zeros(microbatch_size, sequence_length, dtype=torch.long)
+    return Mixer(), (tokens, tokens.clone())
+"""
+"""A module that no formula of ours ever knew."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A question, and the most that it may take, in X, with no trace kept and with all."""
+
+    model: str
+    cluster: str
+    batch: int
+    tokens: int
+    new: float
+    kept: float | None = None
+    more: tuple[str, ...] = field(default=())
+
+    def command(self) -> list[str]:
+        return [
+            sys.executable, "-m", "stagewright.cli", "plan", self.model, "--cluster", self.cluster, "--global-batch",
+            str(self.batch), "--sequence-length", str(self.tokens), "--json", *self.more,
+        ]  # fmt: skip
+
+
+CASES = (
+    Case("llama-3-8b", "8x-h100", 64, 8192, 3, 1),
+    Case("llama-3-70b", "64x8x-h100", 1024, 8192, 5, 2.5),
+    Case("llama-3-405b", "2048x8x-h100", 2048, 8192, 12, 6),
+    Case("deepseek-v3", "256x8x-h100", 2048, 4096, 12, None, ("--runtime", "megatron-core+te")),
+    Case("nemotron-h-8b", "32x8x-h100", 512, 4096, 8),
+    Case("stagewright_factory:build", "8x8x-h100", 256, 2048, 8),
+)
+
+
+def export_seconds() -> float:
+    """X."""
+    done = subprocess.run([sys.executable, "-c", EXPORT], capture_output=True, text=True, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def once(case: Case, folder: str, limit_s: float) -> dict[str, Any]:
+    """One run of the command."""
+    path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "STAGEWRIGHT_CACHE": folder, "PYTHONPATH": path}
+    begun = time.perf_counter()
+    try:
+        done = subprocess.run(
+            case.command(), env=environment, capture_output=True, text=True, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired:
+        return {"seconds": limit_s, "error": f"stopped after {limit_s:.0f} s"}
+    seconds = round(time.perf_counter() - begun, 1)
+    if done.returncode:
+        return {"seconds": seconds, "error": done.stderr.strip().splitlines()[-1][:200]}
+    best = json.loads(done.stdout)["plans"][0]
+    kept = ("step_seconds", "tp", "cp", "ep", "pp", "dp", "schedule", "microbatch_size")
+    return {"seconds": seconds, "best": {name: best[name] for name in kept}}
+
+
+def measured(case: Case, limit_s: float) -> dict[str, Any]:
+    """Both runs, and X before and behind them."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "stagewright_factory.py").write_text(_FACTORY)
+        before = export_seconds()
+        new = once(case, folder, limit_s)
+        kept = once(case, folder, limit_s) if "error" not in new else new
+        export = statistics.mean((before, export_seconds()))
+
+    def row(run: dict[str, Any], bar: float | None) -> dict[str, Any]:
+        return {"s": run["seconds"], "X": round(run["seconds"] / export, 1), "bar": bar}
+
+    return {
+        "model": case.model, "cluster": case.cluster, "export_s": round(export, 2), "best": new.get("best"),
+        "error": new.get("error"), "new": row(new, case.new), "kept": row(kept, case.kept),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="models whose name has this part")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds a command may take")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    rows = []
+    for case in CASES:
+        if given.only in case.model:
+            rows.append(measured(case, given.limit))
+            new, kept = rows[-1]["new"], rows[-1]["kept"]
+            told = f"{case.model:26} on {case.cluster:14} X {rows[-1]['export_s']:5.2f} s"
+            print(
+                f"{told}  new {new['s']:6.1f} s {new['X']:5.1f} X (bar {new['bar']})  kept {kept['s']:6.1f} s "
+                f"{kept['X']:5.1f} X (bar {kept['bar']})  {rows[-1]['best'] or rows[-1]['error']}",
+                file=sys.stderr,
+                flush=True,
+            )
+    if given.json:
+        print(json.dumps({"cores": os.cpu_count(), "cases": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""What configurations take at the least: seconds and bytes by layers, from graphs that leave equal layers out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from stagewright.cluster import (
+    Cluster,
+    Device,
+    all_gather_seconds,
+    all_reduce_seconds,
+)
+from stagewright.estimation.stages import Floats
+from stagewright.graph import OperatorGraph
+from stagewright.graph.flat import OPTIMIZER, PARAMETERS
+from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.planning.balance import balanced_layers
+from stagewright.planning.candidate import OF_STATE, Choice, Recomputed, network_seconds
+from stagewright.planning.device_order import devices_of_ranks
+from stagewright.planning.job import Job
+from stagewright.planning.layer_costs import LayerCosts, Layers, stage_seconds, stage_sums
+from stagewright.planning.plan import shared_layers
+from stagewright.planning.predict import host_of, host_step_seconds, optimizer_step_seconds
+from stagewright.planning.sharding import NUM_BUFFERS
+from stagewright.planning.shortening import built
+from stagewright.planning.space import Sizes
+from stagewright.schedule import Kind
+from stagewright.tracing.models.reference import ModelReference
+
+Trace = Callable[..., OperatorGraph]
+
+
+@dataclass
+class Coarse:
+    """The graphs of a search, and bounds from the costs of their layers."""
+
+    reference: ModelReference
+    cluster: Cluster
+    job: Job
+    report: Callable[[str], None]
+    trace: Trace
+    graphs: dict[Sizes, OperatorGraph] = field(default_factory=dict)
+    _layers: dict[Sizes, Layers] = field(default_factory=dict)
+    _splits: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+
+    def traced(self, one: Sizes) -> dict[str, Any]:
+        """What is asked of the tracer."""
+        shared = shared_layers(one.tp, one.sequence_parallel, one.cp, one.ep)
+        pieces = {"loss_pieces": one.loss_pieces} if one.loss_pieces > 1 else {}
+        how = self.job.traced(self.cluster.nodes[0].device.kind)
+        return {"microbatch_size": one.microbatch_size, **how, **shared, **pieces, "expand": False}
+
+    def graph(self, one: Sizes) -> OperatorGraph:
+        """Of one rank; may leave layers out. Raises what the tracer does."""
+        if one not in self.graphs:
+            self.graphs[one] = self.trace(self.reference, report=self.report, **self.traced(one))
+        return self.graphs[one]
+
+    def costs(self, one: Sizes, device: Device | None = None, recompute: Recomputed = "none") -> LayerCosts:
+        """Of every layer on one kind of device, by default the first of the cluster."""
+        if one not in self._layers:
+            self._layers[one] = Layers(self.graph(one), self.cluster, self.job)
+        return self._layers[one].costs(device or self.cluster.nodes[0].device, recompute)
+
+    # -- seconds -----------------------------------------------------------------------------------------------------
+
+    def first_bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
+        """As if ranks could share the layers of every microbatch evenly, each on the fastest of their devices."""
+        first, *others = {id(costs): costs for costs in self.columns(choice, one, cluster)}.values()
+        whole_s = first.total_seconds
+        if others:
+            whole_s = float(np.min([costs.seconds for costs in (first, *others)], axis=0).sum())
+        return choice.num_microbatches * whole_s / choice.pp
+
+    def columns(
+        self, choice: Choice, one: Sizes, cluster: Cluster, recompute: Recomputed | None = None
+    ) -> list[LayerCosts]:
+        """Of every stage: the costs of all layers on the slowest of its devices, recomputed as `choice` says or as asked."""
+        how = recompute or choice.recomputed
+        own = [self._slowest(one, devices, how) for devices in devices_of_ranks(cluster, choice.pp)]
+        return own * (choice.num_chunks or 1)
+
+    def _slowest(self, one: Sizes, devices: Sequence[Device], recompute: Recomputed) -> LayerCosts:
+        first, *others = (self.costs(one, device, recompute) for device in devices)
+        return max((first, *others), key=lambda costs: float(costs.seconds.sum())) if others else first
+
+    def split(
+        self, choice: Choice, one: Sizes, cluster: Cluster, most: Sequence[int] = ()
+    ) -> tuple[int, ...] | None:
+        """Layers of every stage, at most so many; None where the runtime's own partition is taken, or without layers."""
+        columns = self.columns(choice, one, cluster)
+        if choice.pp == 1 or not self.costs(one).num_layers:
+            return None
+        if most:
+            return balanced_layers([each.seconds for each in columns], most)
+        key = one, choice.pp, choice.num_chunks, choice.recomputed, cluster
+        if key not in self._splits:
+            self._splits[key] = balanced_layers([each.seconds for each in columns])
+        return self._splits[key]
+
+    def bound_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
+        """No step of stages of whole layers is faster: every rank has its passes behind each other.
+
+        In front of these and behind them there are those of one microbatch on the stages in front of its first; in between
+        it waits for its first microbatch where that takes longer than the forwards it runs until then. There nothing is
+        recomputed that may be while a rank waits.
+        """
+        columns = self.columns(choice, one, cluster)
+        forward_s, backward_s = stage_seconds(columns, choice.layers_per_stage)
+        first_s = forward_s + backward_s
+        busy_s = first_s.reshape(-1, choice.pp).sum(axis=0)
+        if self.job.profile.recomputes_ahead:
+            plain = self.columns(choice, one, cluster, "none")
+            first_s = np.add(*stage_seconds(plain, choice.layers_per_stage))
+        passed = np.concatenate([[0.0], first_s[: choice.pp].cumsum()])
+        fill = passed[:-1]
+        if choice.num_stages == choice.pp:
+            # Its first microbatch comes back while it runs the forwards of the next ones.
+            ahead = np.minimum(np.arange(choice.pp, 0, -1), choice.num_microbatches) - 1
+            fill = fill + np.maximum(0.0, passed[-1] - passed[1:] - ahead * forward_s)
+        return float((busy_s * choice.num_microbatches + fill).max())
+
+    def after_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
+        """What comes behind the batch at the least under our own runtime, as if all ranks had as many parameters: the
+        optimizer, parameters that others have updated, and sums of gradients that nothing overlaps."""
+        precision, parameters = self.job.precision, self._parameters(choice, one)
+        shards = (choice.shard_size or choice.num_holders) if choice.level >= OPTIMIZER else 1
+        fastest = max({group.device for group in cluster.nodes}, key=lambda device: device.memory_bandwidth)
+        gradients = parameters * ITEM_BYTES[precision.gradient]
+        if choice.host_optimizer:
+            seconds = host_step_seconds(self.job, gradients / shards, fastest, host_of(cluster, 0))
+        else:
+            seconds = optimizer_step_seconds(self.job, gradients / shards, fastest)
+        holders = range(0, choice.num_holders * choice.tp, choice.tp)
+        if choice.zero is None and len(holders) > 1:
+            seconds += all_reduce_seconds(cluster, gradients, holders)
+        if OPTIMIZER <= choice.level < PARAMETERS:
+            item = ITEM_BYTES[self.job.torch_name]
+            seconds += all_gather_seconds(cluster, parameters * item, holders[:shards])
+        return seconds
+
+    def sharding_s(self, choice: Choice, one: Sizes, cluster: Cluster) -> float:
+        """What the network takes to gather parameters and to reduce gradients, however much of it nobody waits for; of whole
+        stages where there is room for these."""
+        parameters = self._parameters(choice, one)
+        whole = parameters / (choice.num_chunks or 1) * ITEM_BYTES[self.job.precision.gradient]
+        if choice.level >= PARAMETERS:
+            whole += parameters / (choice.num_chunks or 1) * ITEM_BYTES[self.job.torch_name]
+        state = self.missing_anywhere(choice, one, cluster) + self._usable_bytes(cluster, choice.pp, 0)
+        has_room = state + NUM_BUFFERS * whole <= OF_STATE * self._usable_bytes(cluster, choice.pp, 0)
+        return network_seconds(choice, parameters, cluster, self.job, in_units=not has_room)
+
+    def _parameters(self, choice: Choice, one: Sizes) -> float:
+        """Of a rank, as if all had as many."""
+        return float(self.costs(one).state_bytes.sum()) / self.job.precision.bytes_per_parameter / choice.pp
+
+    # -- bytes -------------------------------------------------------------------------------------------------------
+
+    def missing_bytes(self, choice: Choice, one: Sizes, cluster: Cluster) -> int:
+        """What the first or the last rank lacks at the least: of state, and of what microbatches in flight keep."""
+        costs = self.columns(choice, one, cluster)[0]
+        kept, state = (
+            stage_sums([column] * choice.num_stages, choice.layers_per_stage)
+            for column in (costs.saved_bytes, costs.state_bytes)
+        )
+        share = choice.state_share(self.job.precision)
+        lacking = []
+        for rank in {0, choice.pp - 1}:
+            alive = _alive(choice.schedule, choice.pp, _enough(choice), choice.num_chunks or 1, rank)
+            own = slice(rank, None, choice.pp)
+            needed = share * state[own].sum() + float((alive @ kept[own]).max())
+            lacking.append(needed - self._usable_bytes(cluster, choice.pp, rank))
+        return int(max(lacking))
+
+    def missing_anywhere(self, choice: Choice, one: Sizes, cluster: Cluster, num_saved: float = 0.0) -> int:
+        """What ranks lack on the average, wherever the model is cut: of state, and of what so many microbatches save."""
+        costs = self.costs(one)
+        share = choice.state_share(self.job.precision)
+        needed = share * float(costs.state_bytes.sum()) + num_saved * float(costs.saved_bytes.sum())
+        usable = sum(self._usable_bytes(cluster, choice.pp, rank) for rank in range(choice.pp))
+        return int((needed - usable) / choice.pp)
+
+    def _usable_bytes(self, cluster: Cluster, pp: int, rank: int) -> int:
+        return min(self.job.usable_bytes(device, cluster) for device in devices_of_ranks(cluster, pp)[rank])
+
+
+def _enough(choice: Choice) -> int:
+    """Microbatches after which a program keeps no more than before."""
+    wanted = choice.pp + 1 if (choice.num_chunks or 1) == 1 else 2 * choice.pp
+    return min(choice.num_microbatches, wanted)
+
+
+@lru_cache(maxsize=512)
+def _alive(schedule: str, pp: int, num_microbatches: int, num_chunks: int, rank: int) -> Floats:
+    """After every forward of a rank, of how many microbatches each of its stages keeps what it saves."""
+    program = built(schedule, pp, num_microbatches, num_chunks if num_chunks > 1 else None)
+    now: Counter[int] = Counter()
+    rows: list[list[int]] = []
+    for action in program.without_pairs().actions(rank):
+        chunk = action.stage // pp
+        if action.kind is Kind.F:
+            now[chunk] += 1
+            rows.append([now[each] for each in range(num_chunks)])
+        elif action.kind in (Kind.B, Kind.W):
+            now[chunk] -= 1
+    return np.unique(np.array(rows, float), axis=0)

@@ -1,0 +1,335 @@
+"""What a search tries: widths, schedules, sharding and savings, and why there may be nothing to try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from stagewright.cluster import Cluster
+from stagewright.errors import InputError, nearest
+from stagewright.estimation.runtime import STAGEWRIGHT
+from stagewright.graph.expert_parallel import width_fault
+from stagewright.limits import MOST_ACTIONS
+from stagewright.planning.balance import fewest_layers
+from stagewright.planning.job import Job
+from stagewright.planning.sharding import check_shard_size
+from stagewright.planning.units import check_shard_units
+from stagewright.schedule import FAMILIES
+
+Recompute = Literal["auto", "model", "none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
+
+HostOptimizer = Literal["auto", "never", "always"]
+HOST_OPTIMIZER: tuple[HostOptimizer, ...] = get_args(HostOptimizer)
+
+LossPieces = int | Literal["auto"]
+
+JOINT = "joint"
+"""In place of the name of a schedule: cuts, placement and program from the joint search."""
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved-1f1b", "breadth-first", JOINT)
+"""Tried under our own runtime."""
+
+_ELSEWHERE = ("1f1b", "interleaved-1f1b")
+"""Tried under other runtimes, which have these."""
+
+_STAGES_OF_LAYER = 2
+"""Into so many stages a layer may be cut where a rank has several."""
+
+_LOOPED = ("interleaved-1f1b", "breadth-first")
+"""Schedules that place as many stages on a rank as is asked."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search tries; a width that is given is the only one tried, and None tries all.
+
+    * `tp`, `sequence_parallel`, `cp`, `ep`: ranks that share layers, whether they split the sequence between these, and
+      ranks that divide samples and experts. Under our own runtime, which does not run the last two, they are 1 unless given;
+    * `pp`, `dp`, `microbatch`: ranks of a pipeline, replicas, samples of a microbatch;
+    * `schedules`: names, "joint" among them; `chunks`: stages per rank of those that place as many as is asked;
+    * `recompute`: what stages recompute: ``none``; ``full``, all but what enters each layer; ``selective``, as the runtime
+      says; ``model``, what the model's own code checkpoints; or ``auto``, as much as memory asks for;
+    * `offload`: with ``auto``, whether stages may move what they save to the host and back;
+    * `zero`: what ranks that hold the same parameters shard, 0 to 3, and `shard_size` among how many of them; `shard_units`:
+      pieces in which they gather and reduce a stage, with 2 and 3, by default what is fastest;
+    * `reduce_dtype`: type in which gradients are summed over replicas; by default the one they are added up in;
+    * `host_optimizer`: whether the optimizer's state, and the step on it, are on the host's processors: ``never``,
+      ``always``, or ``auto``, on ranks that lack memory, where that is faster than what else makes room;
+    * `loss_pieces`: slices of a microbatch's tokens for which head and loss are evaluated one after the other; ``auto``:
+      several where the logits are a large part of a device, or where memory is short on the rank that makes them.
+    """
+
+    tp: int | None = None
+    sequence_parallel: bool | None = None
+    cp: int | None = None
+    ep: int | None = None
+    pp: int | None = None
+    dp: int | None = None
+    microbatch: int | None = None
+    schedules: tuple[str, ...] | None = None
+    chunks: tuple[int, ...] = (1, 2, 4, 8)
+    recompute: tuple[Recompute, ...] | None = None
+    offload: bool = True
+    zero: tuple[int | None, ...] | None = None
+    reduce_dtype: Literal["fp32", "bf16"] | None = None
+    shard_size: int | None = None
+    shard_units: int | None = None
+    host_optimizer: HostOptimizer = "auto"
+    loss_pieces: LossPieces = "auto"
+    largest_tp: int = 8
+    largest_cp: int = 8
+    largest_ep: int = 64
+    largest_microbatch: int | None = None
+
+    @classmethod
+    def of(cls, **given: Any) -> Space:
+        """With a single schedule, level of sharding, way to recompute or number of chunks as it is.
+
+        Raises:
+            InputError: there is no such field.
+
+        >>> Space.of(tp=2, zero=3, schedules=["1f1b"]).zero
+        (3,)
+        """
+        names = [one.name for one in fields(cls)]
+        for name, value in given.items():
+            if name not in names:
+                raise InputError(f"a search has no '{name}'{nearest(name, names)}; it has {', '.join(names)}")
+            if name in ("schedules", "chunks", "recompute", "zero") and value is not None:
+                given[name] = tuple(value) if isinstance(value, list | tuple) else (value,)
+        return cls(**given)
+
+    def check(self, cluster: Cluster, job: Job) -> None:
+        """Raises `InputError` for what contradicts itself, or what the job's runtime does not do."""
+        level = max((level or 0 for level in self.zero or ()), default=0)
+        check_shard_size(level, self.shard_size)
+        check_shard_units(level, self.shard_units)
+        for name in self.schedules or ():
+            if name != JOINT and name not in FAMILIES:
+                known = ", ".join((*sorted(FAMILIES), JOINT))
+                raise InputError(
+                    f"unknown schedule '{name}'{nearest(name, (*FAMILIES, JOINT))}; known: {known}"
+                )
+        for way in self.recompute or ():
+            if way not in RECOMPUTE:
+                raise InputError(f"--recompute {way}{nearest(way, RECOMPUTE)}: give {' or '.join(RECOMPUTE)}")
+        if job.runtime == STAGEWRIGHT:
+            return
+        ours = {
+            "--schedule": self.schedules is not None and not set(self.schedules) <= set(_ELSEWHERE),
+            "--recompute": any(way in ("auto", "model") for way in self.recompute or ()),
+            "--host-optimizer": self.host_optimizer == "always",
+            "--reduce-dtype": self.reduce_dtype is not None,
+            "--shard-units": self.shard_units is not None,
+            "--loss-pieces": self.loss_pieces not in ("auto", 1),
+        }
+        if given := [name for name, is_given in ours.items() if is_given]:
+            raise InputError(
+                f"{', '.join(given)} say what our own runtime does, not what '{job.runtime}' does: leave them out, or leave "
+                "out --runtime"
+            )
+
+    def of_runtime(self, job: Job) -> Space:
+        """What is tried under the job's runtime where nothing is said."""
+        is_own = job.runtime == STAGEWRIGHT
+        return replace(
+            self,
+            cp=self.cp or (1 if is_own else None),
+            ep=self.ep or (1 if is_own else None),
+            schedules=self.schedules or (SCHEDULES if is_own else _ELSEWHERE),
+            largest_microbatch=self.largest_microbatch or (job.global_batch if is_own else 8),
+        )
+
+    @property
+    def families(self) -> tuple[str, ...]:
+        """Schedules that are built, not searched."""
+        return tuple(name for name in self.schedules or () if name != JOINT) or ("1f1b",)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the graph of one rank depends on."""
+
+    tp: int
+    cp: int
+    ep: int
+    microbatch_size: int
+    sequence_parallel: bool = False
+    loss_pieces: int = 1
+
+    def __str__(self) -> str:
+        """
+        >>> str(Sizes(2, 1, 1, 4))
+        'tp 2, microbatch 4'
+        """
+        named = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
+        widths = [f"{name} {width}" for name, width in named.items() if width > 1]
+        pieces = [f"loss in {self.loss_pieces} pieces"] * (self.loss_pieces > 1)
+        return ", ".join([*widths, f"microbatch {self.microbatch_size}", *pieces])
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """What is left to decide for given sizes: how long a pipeline is, and how many there are."""
+
+    pp: int
+    dp: int
+    num_microbatches: int
+
+
+def powers(largest: int) -> list[int]:
+    """
+    >>> powers(6)
+    [1, 2, 4]
+    """
+    return [2**power for power in range(max(largest, 1).bit_length())]
+
+
+def divisors(number: int) -> list[int]:
+    """
+    >>> divisors(12), divisors(9)
+    ([1, 2, 3, 4, 6, 12], [1, 3, 9])
+    """
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return low + [number // n for n in reversed(low) if n * n != number]
+
+
+def widths(cluster: Cluster, job: Job, space: Space) -> Iterator[Sizes]:
+    """All that one microbatch of one sample may be tried with; no tensor-parallel group spans two nodes."""
+    devices = cluster.num_devices
+    node = math.gcd(*(group.devices_per_node for group in cluster.nodes))
+    tps = [space.tp] if space.tp else [width for width in divisors(node) if width <= space.largest_tp]
+    cps = [space.cp] if space.cp else powers(min(space.largest_cp, devices))
+    eps = [space.ep] if space.ep else powers(min(space.largest_ep, devices))
+    for tp in tps:
+        splits = tp > 1 and space.sequence_parallel is not False
+        for cp in cps:
+            if devices % (tp * cp) == 0 and job.sequence_length % (2 * cp if cp > 1 else 1) == 0:
+                for ep in eps:
+                    yield Sizes(tp, cp, ep, 1, splits)
+
+
+def microbatch_sizes(one: Sizes, cluster: Cluster, job: Job, space: Space) -> list[int]:
+    """Samples of a microbatch to try, growing: powers of two that divide a replica's share; of odd shares all divisors."""
+    if space.microbatch:
+        return [space.microbatch]
+    most = space.largest_microbatch or job.global_batch
+    shares = {left.num_microbatches for left in replicas(one, cluster, job, space, cluster.num_devices)}
+    found = {size for share in shares for size in divisors(share) if share % 2 or size & (size - 1) == 0}
+    return sorted(size for size in found if size <= most)
+
+
+def replicas(one: Sizes, cluster: Cluster, job: Job, space: Space, most_stages: int) -> Iterator[Replicas]:
+    """Pipelines and replicas that use every device and divide the batch and the ranks of experts, of programs that are not
+    too long to simulate."""
+    devices = cluster.num_devices // (one.tp * one.cp)
+    for pp in [space.pp] if space.pp else range(1, min(devices, max(most_stages, 1)) + 1):
+        dp, rest = divmod(devices, pp)
+        if rest or space.dp not in (None, dp) or job.global_batch % (dp * one.microbatch_size):
+            continue
+        count = job.global_batch // (dp * one.microbatch_size)
+        if (
+            2 * pp * count <= MOST_ACTIONS
+            and width_fault(one.ep, dp * one.cp, one.tp, one.sequence_parallel) is None
+        ):
+            yield Replicas(pp, dp, count)
+
+
+def schedules(
+    left: Replicas, num_layers: int, space: Space, *, between_layers: bool
+) -> Iterator[tuple[str, int | None]]:
+    """Families, and stages per rank of those that place as many as is asked, that these widths allow.
+
+    With `between_layers`, stages have whole layers.
+    """
+    for name in space.families if left.pp > 1 else space.families[:1]:
+        if name not in _LOOPED or left.pp == 1:
+            yield ("1f1b" if left.pp == 1 and name in _LOOPED else name), None
+            continue
+        for chunks in space.chunks:
+            if chunks == 1 and (name == "interleaved-1f1b" and "1f1b" in space.families):
+                continue
+            if chunks == 1 and name == "breadth-first" and "gpipe" in space.families:
+                continue
+            wanted = (
+                fewest_layers(left.pp * chunks) if between_layers else left.pp * chunks // _STAGES_OF_LAYER
+            )
+            if num_layers < wanted:
+                continue
+            if name == "interleaved-1f1b" and left.num_microbatches % left.pp:
+                continue
+            if 2 * left.pp * chunks * left.num_microbatches <= MOST_ACTIONS:
+                yield name, chunks
+
+
+def obstacle(cluster: Cluster, job: Job, space: Space, most_stages: int = 0) -> str:
+    """Why there are no widths: the first rule that a given one breaks, with the value and what to do.
+
+    Args:
+        most_stages: into how many the model can be cut; 0 if that is not known.
+    """
+    devices, tp, cp, pp = cluster.num_devices, space.tp or 1, space.cp or 1, space.pp or 1
+    named = ("tp", tp), ("cp", cp), ("pp", pp), ("dp", space.dp or 1)
+    is_given = {name: getattr(space, name) is not None for name, _ in named}
+    given = " x ".join(
+        f"{name} {width}" for name, width in named if is_given[name] and (width > 1 or name == "dp")
+    )
+    where = f"the {devices} devices of cluster '{cluster.name}'"
+    if cp > 1 and job.sequence_length % (2 * cp):
+        return f"cp {cp} cuts samples into {2 * cp} equal parts, which {job.sequence_length} tokens are not: give another"
+    for name, width in named:
+        if width > 1 and devices % width:
+            return f"{name} = {width} does not divide {where}: use one of {', '.join(map(str, divisors(devices)))}"
+    if most_stages and pp > most_stages:
+        return f"pp {pp} is more than the {most_stages} stages that the model is cut into at most: give a smaller --pp"
+    if devices % (tp * cp * pp):
+        return f"{given} does not divide {where}: give widths that do"
+    if space.dp and space.pp and tp * cp * pp * space.dp != devices:
+        return f"{given} is not {where}: leave dp or pp out"
+    if space.ep and (fault := width_fault(space.ep, devices // (tp * pp), tp, tp > 1)):
+        return f"{fault}: give another --ep"
+    if (dp := space.dp or (devices // (tp * cp * pp) if space.pp else 0)) and job.global_batch % dp:
+        return f"dp = {dp} does not divide the global batch of {job.global_batch}: change the batch, or the widths"
+    if space.microbatch and job.global_batch % space.microbatch:
+        return f"microbatches of {space.microbatch} do not divide the global batch of {job.global_batch}: give a divisor"
+    if space.microbatch and (shares := _shares(devices // (tp * cp), job, space)):
+        if not any(share % space.microbatch == 0 for share in shares):
+            return (
+                f"microbatch = {space.microbatch} divides no replica's share of the global batch of {job.global_batch} "
+                f"({', '.join(map(str, shares))} samples)"
+            )
+        return (
+            f"a global batch of {job.global_batch:,} in microbatches of {space.microbatch:,} makes programs of more than "
+            f"{MOST_ACTIONS:,} actions: give a smaller batch, or a --microbatch that divides it into fewer"
+        )
+    if shares := _shares(devices // (tp * cp), job, space):
+        longest = devices // (tp * cp) * min(shares) // job.global_batch
+        if most_stages and longest > most_stages:
+            return (
+                f"a global batch of {job.global_batch:,} leaves pipelines of {longest:,} ranks or more, and the model is "
+                f"cut into {most_stages:,} stages at most: use at most {most_stages * tp * cp:,} devices, or give a larger "
+                "batch"
+            )
+        return (
+            f"a global batch of {job.global_batch:,} makes programs of more than {MOST_ACTIONS:,} actions: give a smaller "
+            "batch, or larger microbatches"
+        )
+    size = f", microbatches of {space.microbatch}" if space.microbatch else ""
+    with_given = f" with {given}" if given else ""
+    return (
+        f"no widths divide {devices} devices and a global batch of {job.global_batch}{with_given}{size}: change the "
+        "batch or give other widths"
+    )
+
+
+def _shares(devices: int, job: Job, space: Space) -> Sequence[int]:
+    """Samples of a replica, of all widths that divide the batch."""
+    found = (
+        devices // pp
+        for pp in divisors(devices)
+        if space.pp in (None, pp) and space.dp in (None, devices // pp)
+    )
+    return sorted({job.global_batch // dp for dp in found if job.global_batch % dp == 0})
