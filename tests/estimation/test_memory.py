@@ -147,7 +147,7 @@ def predicted(graph: Any, cuts: list[int], program: Program) -> list[RankMemory]
     memories = [StageMemory(stage) for stage in stages]
     lowered = insert_communication(program, stage_edges(stages))
     ranks = range(program.num_ranks)
-    own = [[stages[s] for s in program.placement.stages_of(rank)] for rank in ranks]
+    own = [[memories[s] for s in program.placement.stages_of(rank)] for rank in ranks]
     return [replay_rank(memories, lowered, rank, resident_bytes(own[rank])) for rank in ranks]
 
 

@@ -82,7 +82,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
 
     monkeypatch.setattr("stagewright.planning.finalists.search", nothing_fits)
     body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
-    searches = Searches(known, body, _joint(Choice(1, 4, 1, 8, known.schedule), known), CLUSTER)
+    searches = Searches(known, body, _joint(Choice(1, 4, 1, 8, known.schedule), known), CLUSTER, float("inf"))
     assert [joint_candidate(searches, JOB, tight=tight) for tight in (False, True, True)] == [None] * 3
     assert len(searched) == 2 and searched[1] < searched[0] == float("inf")
 

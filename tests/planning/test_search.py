@@ -182,7 +182,7 @@ def test_a_shortened_program_has_the_same_peak(num_ranks: int) -> None:
     short = shortened(program)
     assert short.num_microbatches < 10
     for rank in range(num_ranks):
-        resident = resident_bytes([stages[rank]])
+        resident = resident_bytes([memories[rank]])
         whole, part = (
             replay_rank(
                 memories,

@@ -48,11 +48,13 @@ from stagewright.units import parse_count
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
+    from stagewright.planning.break_even import BreakEven
     from stagewright.planning.found import Found
     from stagewright.planning.job import Job
     from stagewright.planning.objective import Objective, Offer
     from stagewright.planning.plan import Plan
     from stagewright.planning.space import Space
+    from stagewright.tracing.models.reference import ModelReference
 
 _SHOWN = 5
 _OBJECTIVES = ("speed", "batch", "cost", "time-to-train")
@@ -195,6 +197,7 @@ def plan(
     )
     space = _space(widths, width, scheduling)
     reference = resolve(model, parse_settings(settings))
+    even: BreakEven | None = None
     with Progress(f"planning {model}") as progress:
         if objective.objective == "batch" or scheduling.host_stages:
             from stagewright.planning.batch import largest_batch
@@ -221,12 +224,27 @@ def plan(
                 space=space, keep=result.top or _SHOWN, report=progress, interruptible=True,
             )  # fmt: skip
             found = offered[0].found
+            if objective.objective == "speed" and wanted.runtime == STAGEWRIGHT:
+                even = _break_even(found, reference, offered[0], space, progress)
     warn([*target.cautions, *found.warnings, *_warnings(objective)])
     on = offered[0].cluster if offered else target
     if result.ranks is not None:
         _write_ranks(result.ranks, found.plans[0], on)
     is_offer = len(offered) > 1 or objective.price is not None or objective.tokens is not None
-    _tell(found, on, offered if is_offer else (), output, result, as_json)
+    _tell(found, on, offered if is_offer else (), even, output, result, as_json)
+
+
+def _break_even(
+    found: Found, reference: ModelReference, offer: Offer, space: Space, progress: Progress
+) -> BreakEven | None:
+    """Where breadth-first order wins; None where it is not among the plans, or Ctrl-C ends the comparison."""
+    from stagewright.planning.break_even import break_even
+    from stagewright.planning.found import UntilCtrlC
+
+    if not found.is_interrupted:
+        with UntilCtrlC(True, found.plans):
+            return break_even(found.plans, reference, offer.cluster, offer.job, space, progress)
+    return None
 
 
 def _space(widths: WidthOptions, tp: int | None, scheduling: ScheduleOptions) -> Space:
@@ -278,6 +296,7 @@ def _tell(
     found: Found,
     cluster: Cluster,
     offered: Sequence[Offer],
+    even: BreakEven | None,
     output: Path | None,
     result: ResultOptions,
     as_json: bool,
@@ -291,7 +310,7 @@ def _tell(
     options = megatron_options(shown[0])
     if as_json:
         from stagewright.report.configurations import offers_document
-        from stagewright.report.plans import plan_document
+        from stagewright.report.plans import break_even_document, plan_document
 
         plans = [plan_document(one, path) for one, path in zip(shown, paths, strict=True)]
         document = {
@@ -303,6 +322,7 @@ def _tell(
             document
             | (offers_document(offered) if offered else {})
             | ({"megatron_options": options} if options else {})
+            | ({"breadth_first": break_even_document(even)} if even else {})
         )
         return
     from stagewright.report.configurations import (
@@ -311,7 +331,13 @@ def _tell(
         offers_table,
         stages_line,
     )
-    from stagewright.report.plans import found_heading, left_out, lengths_tables, plans_table
+    from stagewright.report.plans import (
+        break_even_line,
+        found_heading,
+        left_out,
+        lengths_tables,
+        plans_table,
+    )
     from stagewright.report.saving import loss_lines, saving_tables
 
     is_own = shown[0].job.runtime == STAGEWRIGHT
@@ -324,6 +350,7 @@ def _tell(
         stages_line(shown[0], cluster),
         None if is_own else left_out_table(found),
         left_out(found),
+        break_even_line(even) if even else None,
         offers_table(offered) if offered else None,
     ]
     if shown[0].devices and cluster.measured is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from stagewright.errors import ScheduleError
 from stagewright.estimation.liveness import FREED, FunctionMemory
@@ -21,6 +22,7 @@ class Storages:
     * `held`: stage -> what its forward has saved, by value;
     * `waiting`: what is made and not yet sent or used; `posted`: buffers to receive into; `sending`: what may still be on
       its way;
+    * `holders`: how many stages have saved a storage, user inputs apart; `held_bytes`: of all these storages;
     * `script`: where asked for, what was made, with its bytes, and freed, with `FREED`, in order.
     """
 
@@ -30,6 +32,8 @@ class Storages:
     waiting: dict[Channel, dict[int, Key]] = field(default_factory=dict)
     posted: dict[Channel, list[tuple[Message, Key]]] = field(default_factory=dict)
     sending: dict[Channel, list[Key]] = field(default_factory=dict)
+    holders: dict[Key, int] = field(default_factory=dict)
+    held_bytes: int = 0
     live: int = 0
     next_key: int = 0
     script: list[tuple[Key, int]] | None = None
@@ -38,8 +42,29 @@ class Storages:
         """What is inside the inner collections is never changed, only replaced."""
         return Storages(
             dict(self.size), dict(self.references), dict(self.held), dict(self.waiting), dict(self.posted),
-            dict(self.sending), self.live, self.next_key, self.script,
+            dict(self.sending), dict(self.holders), self.held_bytes, self.live, self.next_key, self.script,
         )  # fmt: skip
+
+    def hold(self, stage: int, values: dict[int, Key], inputs: frozenset[Key]) -> None:
+        """`values` are from now on what `stage` has saved."""
+        if stage in self.held:
+            self.let_go(stage, inputs)
+        self.held[stage] = values
+        for key in {*values.values()} - inputs:
+            number = self.holders.get(key, 0)
+            self.holders[key] = number + 1
+            self.held_bytes += 0 if number else self.size[key]
+
+    def let_go(self, stage: int, inputs: frozenset[Key]) -> dict[int, Key]:
+        """What `stage` has saved, from now on no longer."""
+        values = self.held.pop(stage)
+        for key in {*values.values()} - inputs:
+            number = self.holders.pop(key) - 1
+            if number:
+                self.holders[key] = number
+            else:
+                self.held_bytes -= self.size[key]
+        return values
 
     def new(self, num_bytes: int) -> Key:
         self.next_key += 1
@@ -77,10 +102,9 @@ class Rank:
     number: int
     inputs: Mapping[int, Key]
 
-    def held_bytes(self, state: Storages) -> int:
-        """Bytes of saved activations, user inputs apart."""
-        keys = {key for values in state.held.values() for key in values.values()}
-        return sum(state.size[key] for key in keys - set(self.inputs.values()))
+    @cached_property
+    def input_keys(self) -> frozenset[Key]:
+        return frozenset(self.inputs.values())
 
 
 class Change:
@@ -90,7 +114,7 @@ class Change:
         self.rank = rank
         self.state = state
         self.highest = state.live
-        self.activations = rank.held_bytes(state)
+        self.activations = state.held_bytes
         self.transient = 0
         self.again = 0
         self.operator = ""
@@ -105,7 +129,7 @@ class Change:
             case Kind.F:
                 self._forward(memory)
             case Kind.B:
-                given = self.state.held.pop(stage) | self._collect(Kind.SEND_B, stage)
+                given = self._let_go(stage) | self._collect(Kind.SEND_B, stage)
                 made = self._call(memory.backward, given)
                 self._keep_loss(memory, made)
                 self._hand_over(Kind.SEND_B, stage, made)
@@ -114,7 +138,7 @@ class Change:
             case Kind.R:
                 self._rebuild(memory)
             case Kind.W:
-                self.state.release(self._call(memory.weight_grad, self.state.held.pop(stage)).values())
+                self.state.release(self._call(memory.weight_grad, self._let_go(stage)).values())
             case Kind.RECV_F | Kind.RECV_B:
                 assert peer is not None
                 self._post((Kind.SEND_F if kind is Kind.RECV_F else Kind.SEND_B, peer, stage))
@@ -124,6 +148,12 @@ class Change:
             case _:
                 raise ScheduleError(f"the memory of {kind} actions is not known")
 
+    def _hold(self, stage: int, values: dict[int, Key]) -> None:
+        self.state.hold(stage, values, self.rank.input_keys)
+
+    def _let_go(self, stage: int) -> dict[int, Key]:
+        return self.state.let_go(stage, self.rank.input_keys)
+
     def _forward(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage
         given = self._collect(Kind.SEND_F, stage.index)
@@ -132,7 +162,7 @@ class Change:
             state.take([given[value]])
         made = self._call(memory.forward, given)
         held = {value: made[value] for value in stage.saved if value in made}
-        state.held[stage.index] = held
+        self._hold(stage.index, held)
         state.take(held.values())
         self._keep_loss(memory, made)
         self._hand_over(Kind.SEND_F, stage.index, made)
@@ -144,24 +174,24 @@ class Change:
 
     def _rebuild(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage
-        held = state.held.pop(stage.index)
+        held = self._let_go(stage.index)
         kept = {value: key for value, key in held.items() if value in stage.after_rebuild}
         given = {value: held[value] for value in stage.rebuild.inputs}
         state.take((*kept.values(), *given.values()))
         state.release(held.values())
-        state.held[stage.index] = kept
-        state.held[stage.index] = kept | self._call(memory.rebuild, given)
+        self._hold(stage.index, kept)
+        self._hold(stage.index, kept | self._call(memory.rebuild, given))
 
     def _input_grad(self, memory: StageMemory) -> None:
         state, stage = self.state, memory.stage
-        available = state.held.pop(stage.index) | self._collect(Kind.SEND_B, stage.index)
+        available = self._let_go(stage.index) | self._collect(Kind.SEND_B, stage.index)
         kept = {value: available[value] for value in stage.relayed if value in available}
         state.take(kept.values())
-        state.held[stage.index] = kept
+        self._hold(stage.index, kept)
         made = self._call(memory.input_grad, available)
         fresh = {value: made[value] for value in stage.relayed if value in made and value not in kept}
         state.take(fresh.values())
-        state.held[stage.index] = kept | fresh
+        self._hold(stage.index, kept | fresh)
         self._keep_loss(memory, made)
         self._hand_over(Kind.SEND_B, stage.index, made)
 
@@ -259,7 +289,7 @@ class Change:
         `operator` of it runs; of what it has made, `again` bytes were there before."""
         if self.state.live + above > self.highest:
             self.highest = self.state.live + above
-            self.activations = self.rank.held_bytes(self.state) + own
+            self.activations = self.state.held_bytes + own
             self.transient, self.again, self.operator = transient, again, operator
 
 

@@ -143,20 +143,19 @@ class FlatBytes(FlatBuffers):
         self._observe = observe
         self._bytes: dict[tuple[str, Flat | int], int] = {}
         self.categories: dict[str, int] = dict.fromkeys((GATHERED, WHOLE, SUMMED, SHARDS), 0)
-
-    @property
-    def total(self) -> int:
-        return sum(self.categories.values())
+        self.total = 0
 
     def _make(self, kind: str, of: Flat | int, num_bytes: int, then: str | None = None) -> None:
         dropped = 0 if then is None else self._drop(then, of)
         self._bytes[kind, of] = num_bytes
         self.categories[_CATEGORY.get(kind, kind)] += num_bytes
+        self.total += num_bytes
         self._observe(dropped)
 
     def _drop(self, kind: str, of: Flat | int) -> int:
         num_bytes = self._bytes.pop((kind, of), 0)
         self.categories[_CATEGORY.get(kind, kind)] -= num_bytes
+        self.total -= num_bytes
         return num_bytes
 
     def _rename(self, kind: str, of: Flat, other: str) -> None:

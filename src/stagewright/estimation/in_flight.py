@@ -135,10 +135,11 @@ class InFlight:
             change.act(event)
         except KeyError as missing:
             raise ScheduleError(f"value {missing} is used before it is there") from None
-        held, script = self.rank.held_bytes(before), tuple(after.script or ())
+        script = tuple(after.script or ())
         after.script = None
         self._states.append(after)
         return Step(
-            len(self._states) - 1, after.live - before.live, self.rank.held_bytes(after) - held,
-            change.highest - before.live, change.activations - held, change.transient, change.again, change.operator, script,
+            len(self._states) - 1, after.live - before.live, after.held_bytes - before.held_bytes,
+            change.highest - before.live, change.activations - before.held_bytes, change.transient, change.again,
+            change.operator, script,
         )  # fmt: skip

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
 from stagewright.graph.added import MOVES
+from stagewright.graph.graph import Node, made_by
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Function, Stage
 from stagewright.schedule import Kind
@@ -39,6 +41,34 @@ class StageMemory:
     @cached_property
     def rebuild(self) -> FunctionMemory:
         return self._of_backward(self.stage.rebuild)
+
+    @cached_property
+    def static(self) -> FunctionMemory:
+        """Of the static values that the stage keeps."""
+        return self._kept(self.stage.static, self._sources)
+
+    @cached_property
+    def derived(self) -> FunctionMemory:
+        """Of the derived ones."""
+        return self._kept(self.stage.derived, self._sources | made_by(self.stage.static))
+
+    @cached_property
+    def _sources(self) -> frozenset[int]:
+        stage = self.stage
+        return frozenset({*stage.parameters, *stage.buffers, *stage.constants})
+
+    @cached_property
+    def _used(self) -> frozenset[int]:
+        """What the actions of the stage use or hand on."""
+        stage = self.stage
+        functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward)
+        used = (node.inputs for function in functions for node in function.nodes)
+        return frozenset[int]().union(*used, *(function.outputs for function in functions))
+
+    def _kept(self, nodes: Sequence[Node], resident: frozenset[int]) -> FunctionMemory:
+        """Of `nodes`, of which what is used stays."""
+        kept = tuple(sorted(made_by(nodes) & self._used))
+        return function_memory(Function(tuple(nodes), (), kept), resident, self.stage.value)
 
     def _of_backward(self, function: Function) -> FunctionMemory:
         nodes = (*self.stage.rebuild.nodes, *self.stage.remade.nodes)

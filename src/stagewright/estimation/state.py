@@ -6,13 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from stagewright.estimation.liveness import FunctionMemory, function_memory
+from stagewright.estimation.liveness import FunctionMemory
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
 from stagewright.estimation.sharded import is_gathered
+from stagewright.estimation.stage_memory import StageMemory
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat, of_stages
-from stagewright.graph.graph import made_by
-from stagewright.graph.stage import Function, Stage
 from stagewright.graph.tensor import ITEM_BYTES
 
 _STEP_COUNTER_BYTES = 4  # AdamW counts steps in one float32 per parameter
@@ -51,13 +50,13 @@ class ResidentBytes:
 
 
 def resident_bytes(
-    stages: Sequence[Stage],
+    memories: Sequence[StageMemory],
     flats: Sequence[Flat] = (),
     wire: str | None = None,
     *,
     host_optimizer: bool = False,
 ) -> ResidentBytes:
-    """What the rank that holds `stages` keeps from step to step; a tensor that several stages use is one.
+    """What the rank that holds the stages of `memories` keeps from step to step; a tensor that several stages use is one.
 
     `flats` are the buffers that replicas share out, those of other ranks included, and `wire` the type (a torch name) in
     which gradients are summed over replicas; None is that of the gradients.
@@ -67,6 +66,7 @@ def resident_bytes(
     Master weights and gradients as `Precision.of` each parameter's type. Source: PyTorch's fused AdamW, which
     needs no memory of its own. Ignores: the norms of the gradients, a few bytes each.
     """
+    stages = [memory.stage for memory in memories]
     runtime = runtime_of(stages[0].graph)
     flats = of_stages(flats, (stage.index for stage in stages))
     sizes: dict[str, dict[object, int]] = {
@@ -98,7 +98,7 @@ def resident_bytes(
     if host_optimizer:
         on_host = sum(2 * size - _STEP_COUNTER_BYTES for size in sizes["optimizer"].values())
         sizes |= {"optimizer": {}, "master": {}}
-    made = {stage.index: _made(stage) for stage in stages}
+    made = {memory.stage.index: (memory.static, memory.derived) for memory in memories}
     gathered = {index: derived for index, (_, derived) in made.items() if is_gathered(flats, index)}
     lasting = [memory for index, (static, derived) in made.items() for memory in (static, derived)
                if memory is static or index not in gathered]  # fmt: skip
@@ -146,24 +146,6 @@ def _add_optimizer(
     if precision.has_master:
         sizes["master"][key] = state
     return num_elements * ITEM_BYTES[precision.gradient]
-
-
-def _made(stage: Stage) -> tuple[FunctionMemory, FunctionMemory]:
-    """The static and the derived values that a stage keeps."""
-    functions = (stage.forward, stage.input_grad, stage.weight_grad, stage.backward)
-    nodes = [node for function in functions for node in function.nodes]
-    used = {value for node in nodes for value in node.inputs}.union(
-        *(function.outputs for function in functions)
-    )
-    sources = frozenset({*stage.parameters, *stage.buffers, *stage.constants})
-    static = made_by(stage.static)
-    derived = made_by(stage.derived)
-    return (
-        function_memory(Function(stage.static, (), tuple(sorted(static & used))), sources, stage.value),
-        function_memory(
-            Function(stage.derived, (), tuple(sorted(derived & used))), sources | static, stage.value
-        ),
-    )
 
 
 def _peak_in_turn(functions: Iterable[FunctionMemory]) -> int:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.cluster import Cluster, Device, Host
+from stagewright.cluster import Cluster, Device, Host, all_reduce_seconds
 from stagewright.cluster.device import precision_name
 from stagewright.errors import InputError
-from stagewright.estimation.collectives import collective_seconds
+from stagewright.estimation.collectives import collective_seconds, slowest_group
 from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
@@ -147,6 +147,10 @@ class NodeCosts(NamedTuple):
     @classmethod
     def of(cls, costs: Sequence[Cost]) -> NodeCosts:
         return cls(*(np.array([getattr(one, name) for one in costs], np.float64) for name in cls._fields))
+
+
+_GROWN = 256.0
+"""Times as many samples: in a kernel of so many, what does not grow with them is next to nothing."""
 
 
 class Costing:
@@ -311,6 +315,39 @@ class Costing:
             product_s += found.product_s
             hidden_s += found.hidden_s
         return float(together(device_s, host_s, overlapped_s, product_s, hidden_s))
+
+    def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
+        """Of the device's time of a function, what grows with the samples of a microbatch, at the least: no launches,
+        no latency, not the traffic of weights and of their gradients."""
+        known: dict[tuple[int, Part], float] = {}
+        seconds = 0.0
+        for node in nodes:
+            kind = self._kind(node), node.part
+            if node.signature < 0 or kind not in known:
+                known[kind] = self._growing(node, value)
+            seconds += known[kind]
+        return seconds
+
+    def _growing(self, node: Node, value: Lookup) -> float:
+        if node.op in COLLECTIVES:
+            assert self.cluster is not None
+            sent = self.of(node, value)
+            name, size = group_of(node)
+            latency_s = all_reduce_seconds(
+                self.cluster, 0, slowest_group(self.cluster, size, self._strides[name])
+            )
+            return max(0.0, sent.device_s - latency_s - self.runtime.waits.collective_s)
+        found = work(node, value)
+        is_product = found.kernel is Kernel.MATMUL
+        if found.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_product):
+            return 0.0
+        if node.id in self.fusions and not is_product:
+            return max(0.0, self.of(node, value).device_s - self.device.launch_overhead_s)
+        grown = replace(
+            found, arithmetic=_GROWN * found.arithmetic, bytes_moved=0.0 if is_product else _GROWN * found.bytes_moved,
+            in_blocks=None if found.in_blocks is None else _GROWN * found.in_blocks,
+        )  # fmt: skip
+        return self._in_products(grown, node, value).device_s / _GROWN
 
     @cached_property
     def arrays(self) -> NodeCosts:

@@ -92,7 +92,7 @@ class Stage:
         """What F saves and R makes is there from then on if it is among these: the backward uses it, whole or split."""
         return frozenset((*self.backward.inputs, *self.input_grad.inputs, *self.relayed))
 
-    @property
+    @cached_property
     def resident(self) -> frozenset[int]:
         """Values alive between actions: parameters, buffers, constants, static and derived values, the loss's cotangent."""
         made = made_by((*self.static, *self.derived))

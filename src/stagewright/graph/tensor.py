@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -14,7 +15,7 @@ ITEM_BYTES = {
 DIFFERENTIABLE = frozenset({"float64", "float32", "bfloat16", "float16", "complex64", "complex128"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorMeta:
     """Layout of a tensor: `shape`, `stride` and `offset` count elements of `dtype`."""
 
@@ -27,18 +28,18 @@ class TensorMeta:
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def extent(self) -> int:
         """Elements of storage spanned from `offset` to the last element, gaps included."""
         if self.num_elements == 0:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
-    @property
+    @cached_property
     def storage_bytes(self) -> int:
         """Bytes of the smallest storage that can hold this layout at its offset.
 
@@ -49,7 +50,7 @@ class TensorMeta:
         """
         return (self.offset + self.extent) * self.item_bytes
 
-    @property
+    @cached_property
     def num_distinct(self) -> int:
         """Elements that differ in address: dimensions of stride zero count once."""
         return math.prod(

@@ -48,6 +48,7 @@ class Coarse:
     graphs: dict[Sizes, OperatorGraph] = field(default_factory=dict)
     _layers: dict[Sizes, Layers] = field(default_factory=dict)
     _splits: dict[Any, tuple[int, ...]] = field(default_factory=dict)
+    _shares: dict[Sizes, float] = field(default_factory=dict)
 
     def traced(self, one: Sizes) -> dict[str, Any]:
         """What is asked of the tracer."""
@@ -67,6 +68,13 @@ class Coarse:
         if one not in self._layers:
             self._layers[one] = Layers(self.graph(one), self.cluster, self.job)
         return self._layers[one].costs(device or self.cluster.nodes[0].device, recompute)
+
+    def growing_share(self, one: Sizes) -> float:
+        """Of what a sample takes, the least that it takes in larger microbatches."""
+        if one not in self._shares:
+            self.costs(one)
+            self._shares[one] = self._layers[one].growing_share
+        return self._shares[one]
 
     # -- seconds -----------------------------------------------------------------------------------------------------
 

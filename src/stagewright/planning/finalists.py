@@ -57,6 +57,8 @@ _JUDGED = 3
 """Plans of one search that are carved and judged."""
 _MARGINS = (0.0, 0.005, 0.04)
 """The least part of memory that each trial leaves free for fragmentation, in addition to those before it."""
+_MISJUDGED = 0.01
+"""Part of a batch by which the costs of pieces may be too high."""
 _SAVED = 1
 """Of these, how many are made to fit by recomputing and offloading, which takes long."""
 
@@ -89,8 +91,8 @@ def joint_plans(
     report: Callable[[str], None] = lambda stage: None,
     stop: threading.Event | None = None,
 ) -> Iterator[Plan]:
-    """Plans of the joint search that are faster than those of the schedules, `plans`, for the same configuration; none on
-    devices of several kinds.
+    """Plans of the joint search for the configurations of `plans`, those of the schedules, each faster than all of these and
+    than those before it; none on devices of several kinds.
 
     Ctrl-C during a search sets `stop`, which ends this with what the search has found.
     """
@@ -102,10 +104,10 @@ def joint_plans(
         choice, body, cluster, saves = start_of(known)
         if known.predictions.lower_bound_seconds >= best or not cluster.is_homogeneous:
             continue
-        searches = Searches(known, body, _joint(choice, known), cluster, saves, offload, report, stop)
+        searches = Searches(known, body, _joint(choice, known), cluster, best, saves, offload, report, stop)
         found = _joint_plan(searches, job, reference, host_optimizer)
-        if found is not None and found.predictions.step_seconds < known.predictions.step_seconds:
-            best = min(best, found.predictions.step_seconds)
+        if found is not None and found.predictions.step_seconds < best:
+            best = found.predictions.step_seconds
             yield on_devices_of(found, known.cluster.load(), cluster)
 
 
@@ -150,6 +152,8 @@ class Searches:
     body: BodyCosts
     choice: Choice
     cluster: Cluster
+    below_s: float
+    """Steps that take as long are of no use."""
     saves: bool = True
     offload: bool = True
     report: Callable[[str], None] = lambda stage: None
@@ -182,8 +186,8 @@ class Searches:
 
 
 def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Candidate | None:
-    """The fastest plan within the memory of `job` that `searches` find; None if nothing found fits, or could be faster than
-    the plan known if it did.
+    """The fastest plan within the memory of `job` that `searches` find; None if nothing found fits, or would be of use
+    if it did.
 
     Searched first, unless memory is `tight`, as if there were enough for everything, and if the result lacks some within
     memory. Plans that lack memory recompute or offload as much as they must.
@@ -203,9 +207,11 @@ def joint_candidate(searches: Searches, job: Job, *, tight: bool = False) -> Can
 
 
 def _candidates(found: Found, searches: Searches, job: Job) -> list[Candidate]:
-    """The fastest of what was found that could be faster than the plan known, keeping everything."""
+    """The fastest of what was found that could be of use, keeping everything."""
+    longest = searches.below_s
+    if found.best.makespan_s > longest * (1 + _MISJUDGED):
+        return []
     timed = sorted(_lines(found, searches, job), key=itemgetter(0))[:_JUDGED]
-    longest = searches.known.predictions.step_seconds
     return [of_line(searches.choice, cuts, line) for seconds, cuts, line in timed if seconds < longest]
 
 

@@ -87,6 +87,7 @@ class Layers:
 
     def __init__(self, graph: OperatorGraph, cluster: Cluster, job: Job) -> None:
         graph = self.graph = job.profile.rewrite(graph)
+        self._cluster = cluster
         self._body = BodyCosts(graph, costing(graph, cluster, job))
         begins = layer_begins(graph)
         names = [layer_of(graph.nodes[graph.body[place]].module) for place in begins]
@@ -111,6 +112,16 @@ class Layers:
         )  # fmt: skip
         repeated = (np.repeat(column, self._counts, axis=0) for column in columns)
         return LayerCosts(*repeated, boundary_bytes=self._boundary_bytes)
+
+    @cached_property
+    def growing_share(self) -> float:
+        """Of what a sample takes, the least that it takes in larger microbatches; the least of all kinds of devices."""
+        return min(map(self._growing_share, {group.device for group in self._cluster.nodes}))
+
+    def _growing_share(self, device: Device) -> float:
+        stage, costing = self.stage("none"), self._body.on(device).costing
+        nodes = *stage.forward.nodes, *stage.backward.nodes
+        return min(1.0, costing.growing_seconds(nodes, stage.value) / costing.seconds(nodes, stage.value))
 
     @cached_property
     def _boundary_bytes(self) -> float:

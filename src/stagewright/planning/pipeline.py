@@ -90,9 +90,8 @@ class Pipeline:
     def resident(self, pipeline_rank: int) -> ResidentBytes:
         """What a rank keeps from step to step."""
         on_host = pipeline_rank in self.host_optimizer
-        found = resident_bytes(
-            self.stages_of(pipeline_rank), self.flats, self.reduce_dtype, host_optimizer=on_host
-        )
+        own = [self.memories[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
+        found = resident_bytes(own, self.flats, self.reduce_dtype, host_optimizer=on_host)
         return found.with_versions(self._weight_versions[pipeline_rank])
 
     @cached_property

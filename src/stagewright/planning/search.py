@@ -76,8 +76,12 @@ _SHIFTS = 6
 _REFINED = 250
 """Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
 
-_TRACED_AHEAD = 8
-"""Samples of the largest microbatches that are traced before it is known whether one fits."""
+
+_NEAR = 0.05
+"""Bounds of sizes of microbatches that differ by less than this part say nothing of which is the better."""
+
+_WHOLE_BACKWARDS = "1f1b", "gpipe", "interleaved-1f1b", "breadth-first"
+"""Schedules that run nothing while a rank waits for its first microbatch or for cotangents."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,28 @@ class _Waiting:
     partitioned: Partitioned | None = None
     is_split: bool = False
     """Whether it is known where the model is cut, and the bound knows it."""
+    later: tuple[tuple[Sizes, int], ...] = ()
+    """The same in larger microbatches, and how many of these a batch has: looked at once it is known what this takes."""
+    passes_s: float = 0.0
+    """What its passes take: at the least, until it is split up."""
+    bounded_by: Sizes | None = None
+    """Where its own graph may not have been traced yet: that of smaller microbatches, of which its bound is known."""
+
+    @property
+    def graph_sizes(self) -> Sizes:
+        """Of a graph that there is."""
+        return self.bounded_by or self.sizes
+
+    def grown(self) -> _Waiting:
+        """The next of `later`."""
+        (sizes, count), *others = self.later
+        choice = replace(
+            self.choice, microbatch_size=sizes.microbatch_size, num_microbatches=count, loss_pieces=sizes.loss_pieces,
+            layers_per_stage=None,
+        )  # fmt: skip
+        return _Waiting(
+            choice, sizes, self.cluster, self.saves, later=tuple(others), bounded_by=self.graph_sizes
+        )
 
 
 class _Queue:
@@ -177,6 +203,9 @@ class _Queue:
 
     def __len__(self) -> int:
         return len(self.entries)
+
+    def __iter__(self) -> Iterator[_Waiting]:
+        return (one for _, _, one in self.entries)
 
     def push(self, bound_s: float, one: _Waiting) -> None:
         heapq.heappush(self.entries, (bound_s, next(self.numbers), one))
@@ -219,36 +248,30 @@ class _Search:
     # -- bound -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Trace what is needed, and queue every configuration with a first bound on its seconds."""
+        """Trace the smallest microbatches of all widths, and queue every configuration of these with a first bound."""
         space = self.space
         tried = list(widths(self.cluster, self.job, space))
-        sizes = {one: microbatch_sizes(one, self.cluster, self.job, space) for one in tried}
-        if not any(
-            self._is_possible(replace(one, microbatch_size=size)) for one in tried for size in sizes[one]
-        ):
+        sizes = {one: self._possible_sizes(one) for one in tried}
+        if not any(sizes.values()):
             raise InputError(obstacle(self.cluster, self.job, space))  # whatever the model
         refused: list[StagewrightError] = []
         most, has_experts, is_ahead = 0, False, False
         for one in tried:
-            if one.ep > 1 and space.ep is None and not has_experts:
-                continue
-            if not any(self._is_possible(replace(one, microbatch_size=size)) for size in sizes[one]):
+            if not sizes[one] or (one.ep > 1 and space.ep is None and not has_experts):
                 continue
             try:
-                for size in sizes[one]:
-                    if not self.gather_size(replace(one, microbatch_size=size)):
-                        break
-                    if not is_ahead:
-                        graph = next(iter(self.coarse.graphs.values()))
-                        has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
-                        spread = [
-                            each for each in tried if each.ep == 1 or has_experts or space.ep is not None
-                        ]
-                        self._trace_ahead((each, sizes[each]) for each in spread)
-                        is_ahead = True
+                self.gather_sizes(one, sizes[one])
             except (InputError, TraceError, ContractError) as error:  # no such widths for this model
                 refused.append(error)
                 self.excluded.append(Excluded(str(error), 1, 1, tp=one.tp))
+            if not is_ahead and self.coarse.graphs:
+                graph = next(iter(self.coarse.graphs.values()))
+                has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
+                spread = [each for each in tried if each.ep == 1 or has_experts or space.ep is not None]
+                self._trace_ahead(
+                    replace(each, microbatch_size=sizes[each][0]) for each in spread if sizes[each]
+                )
+                is_ahead = True
         if not self.waiting:
             if refused and self.missing is None:
                 raise refused[0]
@@ -257,26 +280,48 @@ class _Search:
             if self.missing is None or not self.excluded:
                 raise InputError(obstacle(self.cluster, self.job, space, most))
 
+    def _possible_sizes(self, one: Sizes) -> list[int]:
+        """Samples of a microbatch that some pipelines and replicas allow."""
+        found = microbatch_sizes(one, self.cluster, self.job, self.space)
+        return [size for size in found if self._is_possible(replace(one, microbatch_size=size))]
+
     def _is_possible(self, one: Sizes) -> bool:
         left = replicas(one, self.cluster, self.job, self.space, self.cluster.num_devices)
         return next(left, None) is not None
 
-    def gather_size(self, one: Sizes) -> bool:
-        """Queue all configurations of these sizes; false where larger microbatches are known not to fit.
+    def gather_sizes(self, one: Sizes, sizes: Sequence[int]) -> None:
+        """Queue all configurations of these widths, each in the smallest microbatches first; raises what the tracer does."""
+        each = [self._with_pieces(replace(one, microbatch_size=size)) for size in sizes]
+        self.report(f"widths of {each[0]}")
+        costs = self.coarse.costs(each[0])
+        found: dict[tuple[Choice, bool], list[tuple[Choice, Sizes]]] = {}
+        for one in each:
+            for left in replicas(
+                one, self.cluster, self.job, self.space, self._most_stages(costs.num_layers)
+            ):
+                for choice, saves in self._choices(one, left, costs.num_layers, each[0]):
+                    alike = replace(choice, microbatch_size=0, num_microbatches=0, loss_pieces=1)
+                    found.setdefault((alike, saves), []).append((choice, one))
+        for (_, saves), ((choice, own), *others) in found.items():
+            later = tuple((sizes, other.num_microbatches) for other, sizes in others)
+            bounded_by = None if own == each[0] else each[0]
+            for cluster in self._orders:
+                self._queue(_Waiting(choice, own, cluster, saves, later=later, bounded_by=bounded_by))
 
-        Raises what the tracer does.
-        """
-        if not self._is_possible(one):
-            return True
-        one = self._with_pieces(one)
-        self.report(f"widths of {one}")
-        costs = self.coarse.costs(one)
-        for left in replicas(one, self.cluster, self.job, self.space, self._most_stages(costs.num_layers)):
-            for choice, saves in self._choices(one, left, costs.num_layers):
-                for cluster in self._orders:
-                    waiting = _Waiting(choice, one, cluster, saves)
-                    self.waiting.push(self._first_bound_s(waiting), waiting)
-        return True
+    def _queue(self, one: _Waiting, floor_s: float = 0.0) -> None:
+        """By what it takes at the least in the best of its sizes, in all of which its passes take at least `floor_s`. Where
+        larger microbatches promise much more, it waits by itself, and these do not wait for it."""
+        one = replace(one, passes_s=floor_s)
+        own_s = self._bound_s(one, floor_s)
+        larger, larger_s = one, math.inf
+        while larger.later:
+            larger = larger.grown()
+            larger_s = min(larger_s, self._bound_s(larger, floor_s))
+        if larger_s * (1 + _NEAR) < own_s:
+            self.waiting.push(own_s, replace(one, later=()))
+            self._queue(one.grown(), floor_s)
+        else:
+            self.waiting.push(min(own_s, larger_s), one)
 
     def _with_pieces(self, one: Sizes) -> Sizes:
         return one
@@ -284,15 +329,23 @@ class _Search:
     def _most_stages(self, num_layers: int) -> int:
         return num_layers
 
-    def _first_bound_s(self, one: _Waiting) -> float:
-        return self.coarse.first_bound_s(one.choice, one.sizes, one.cluster)
+    def _bound_s(self, one: _Waiting, floor_s: float = 0.0) -> float:
+        """No step is faster, whose passes take at least `floor_s`."""
+        known = one.graph_sizes
+        share = one.sizes.microbatch_size / known.microbatch_size
+        if one.bounded_by is not None:
+            share *= self.coarse.growing_share(known)
+        return max(floor_s, share * self.coarse.first_bound_s(one.choice, known, one.cluster))
 
-    def _choices(self, one: Sizes, left: Replicas, num_layers: int) -> Iterator[tuple[Choice, bool]]:
-        """All that these widths leave to decide, and whether stages may save as memory asks for."""
+    def _choices(
+        self, one: Sizes, left: Replicas, num_layers: int, smallest: Sizes
+    ) -> Iterator[tuple[Choice, bool]]:
+        """All that these widths leave to decide, and whether stages may save as memory asks for; the graph of the `smallest`
+        microbatches is there."""
         space = self.space
         kinds = schedules(left, num_layers, space, between_layers=self.between_layers)
         for schedule, num_chunks in dict.fromkeys(kinds):
-            for recompute in self._recomputes(one):
+            for recompute in self._recomputes(smallest):
                 for zero in self._levels(left.dp * one.cp):
                     yield Choice(
                         left.dp, left.pp, one.microbatch_size, left.num_microbatches, schedule,
@@ -320,16 +373,11 @@ class _Search:
             return self.space.zero
         return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
 
-    def _trace_ahead(self, tried: Iterable[tuple[Sizes, Sequence[int]]]) -> None:
+    def _trace_ahead(self, tried: Iterable[Sizes]) -> None:
         """All that is `tried`, if what has been traced so far is kept."""
         coarse, reference = self.coarse, self.request.model
         if self.trace is cached_trace and not to_trace(reference, list(map(coarse.traced, coarse.graphs))):
-            asked: list[dict[str, Any]] = [
-                coarse.traced(self._with_pieces(replace(one, microbatch_size=size)))
-                for one, sizes in tried
-                for size in sizes
-                if size <= _TRACED_AHEAD
-            ]
+            asked = [coarse.traced(self._with_pieces(one)) for one in tried]
             trace_ahead(reference, asked, self.report)
 
     # -- partition, memory, judge --------------------------------------------------------------------------------------
@@ -340,15 +388,44 @@ class _Search:
         while self.waiting:
             bound_s, one = self.waiting.pop()
             if bound_s >= self.longest_s:
-                self.num_bounded += len(self.waiting) + 1
+                self.num_bounded += sum(1 + len(left.later) for left in (one, *self.waiting))
                 self.waiting = _Queue()
+            elif one.bounded_by is not None:
+                if (traced := self._with_own_graph(one)) is not None:
+                    self._queue(traced, one.passes_s)
             elif not one.is_split:
-                if (split := self.split_up(one)) is not None:
+                split = self.split_up(one)
+                if split is None:
+                    self._leave_out_larger(one)
+                else:
                     self.waiting.push(max(bound_s, split[0]), split[1])
+                    self._grow(split[1])
             else:
                 self.report(f"{max(total - len(self.waiting), 0)} of {total}: {one.choice}")
                 if (plan := self.plan(one)) is not None:
                     self.add(plan, one)
+
+    def _with_own_graph(self, one: _Waiting) -> _Waiting | None:
+        """`one` once its graph is traced; None, with the reason noted, where that cannot be."""
+        self.report(f"widths of {one.sizes}")
+        try:
+            self.coarse.costs(one.sizes)
+        except (InputError, TraceError, ContractError) as error:
+            self.excluded.append(Excluded.of(one.choice, str(error)))
+            return None
+        return replace(one, bounded_by=None)
+
+    def _grow(self, split: _Waiting) -> None:
+        """Queues a configuration that is split up in larger microbatches, whose samples take no less but for what every
+        operator takes whatever its size."""
+        if split.later:
+            self._queue(split.grown(), self.coarse.growing_share(split.sizes) * split.passes_s)
+
+    def _leave_out_larger(self, one: _Waiting) -> None:
+        """What does not fit does not in larger microbatches."""
+        while one.later:
+            one = one.grown()
+            self.excluded.append(Excluded.of(one.choice, "does not fit in smaller microbatches"))
 
     @property
     def longest_s(self) -> float:
@@ -370,7 +447,8 @@ class _Search:
         if missing > 0:
             self._lacks(choice, missing)
             return None
-        return self.coarse.bound_s(choice, one.sizes, one.cluster), replace(one, choice=choice, is_split=True)
+        bound_s = self.coarse.bound_s(choice, one.sizes, one.cluster)
+        return bound_s, replace(one, choice=choice, is_split=True, passes_s=bound_s)
 
     def _lacks(self, choice: Choice, missing: int) -> None:
         reason = f"lacks {format_bytes(missing)} of memory a device, or more"
@@ -488,50 +566,47 @@ class _OwnSearch(_Search):
     def _most_stages(self, num_layers: int) -> int:
         return min(self.cluster.num_devices, 4 * num_layers or self.cluster.num_devices)
 
-    def gather_size(self, one: Sizes) -> bool:
+    def gather_sizes(self, one: Sizes, sizes: Sequence[int]) -> None:
         """As there; ranks that cannot split the sequence, or evaluate the loss in pieces, do without where that is free."""
         try:
-            return self._gather_fitting(one)
+            super().gather_sizes(one, sizes)
         except (InputError, TraceError):
-            if self._with_pieces(one).loss_pieces > 1 and self.space.loss_pieces == "auto":
-                self.has_pieces = False
-                return self.gather_size(one)
-            if one.sequence_parallel and self.space.sequence_parallel is None:
-                return self.gather_size(replace(one, sequence_parallel=False))
-            raise
+            if self._goes_without_pieces(replace(one, microbatch_size=sizes[0])):
+                self.gather_sizes(one, sizes)
+            elif one.sequence_parallel and self.space.sequence_parallel is None:
+                self.gather_sizes(replace(one, sequence_parallel=False), sizes)
+            else:
+                raise
 
-    def _gather_fitting(self, one: Sizes) -> bool:
-        smaller = replace(one, microbatch_size=1)
-        known = next(
-            (
-                each
-                for each in self.coarse.graphs
-                if replace(each, microbatch_size=1, loss_pieces=1) == smaller
-            ),
-            None,
+    def _goes_without_pieces(self, one: Sizes) -> bool:
+        """Whether what cannot be traced may be with the loss whole, as it is from now on."""
+        if self._with_pieces(one).loss_pieces == 1 or self.space.loss_pieces != "auto":
+            return False
+        self.has_pieces = False
+        return True
+
+    def _with_own_graph(self, one: _Waiting) -> _Waiting | None:
+        one = replace(one, sizes=self._with_pieces(one.sizes))
+        found = super()._with_own_graph(
+            replace(one, choice=replace(one.choice, loss_pieces=one.sizes.loss_pieces))
         )
-        if known is not None and self.space.microbatch is None:
-            scale = one.microbatch_size / known.microbatch_size
-            left = replicas(one, self.cluster, self.job, self.space, self.cluster.num_devices)
-            if not any(self._holds_one(known, each, scale) for each in left):
-                reason = f"microbatches of {one.microbatch_size} recompute more than smaller ones"
-                self.excluded.append(Excluded(reason, 1, 1, one.microbatch_size, tp=one.tp))
-                return False
-        return super().gather_size(one)
+        if found is None and self._goes_without_pieces(one.sizes):
+            return self._with_own_graph(one)
+        return found
 
-    def _holds_one(self, known: Sizes, left: Replicas, scale: float) -> bool:
-        """Whether there is room for the state and all that one microbatch saves, `scale` times that of `known`."""
-        level = max((level or 0 for level in self._levels(left.dp * known.cp)), default=0)
-        choice = Choice(left.dp, left.pp, 1, 1, "1f1b", zero=level, tp=known.tp)
-        return self.coarse.missing_anywhere(choice, known, self.cluster, scale) <= 0
-
-    def _first_bound_s(self, one: _Waiting) -> float:
-        shared_s = super()._first_bound_s(one)
+    def _bound_s(self, one: _Waiting, floor_s: float = 0.0) -> float:
+        shared_s = super()._bound_s(one)
         choice = one.choice
         whole_s = shared_s * choice.pp / choice.num_microbatches
-        passes_s = whole_s if choice.pp > 1 and not choice.schedule.startswith("zb") else 0.0
-        sharding_s = self.coarse.sharding_s(choice, one.sizes, one.cluster)
-        return max(shared_s, passes_s, sharding_s) + self.coarse.after_s(choice, one.sizes, one.cluster)
+        # In front of a rank's first microbatch and behind its last one there are the stages before its own.
+        fill_s = whole_s * (choice.pp - 1) / choice.num_stages if choice.schedule in _WHOLE_BACKWARDS else 0.0
+        return self._with_network(one, max(floor_s, shared_s + fill_s))
+
+    def _with_network(self, one: _Waiting, passes_s: float) -> float:
+        """A step whose passes take so long."""
+        known = one.graph_sizes
+        sharding_s = self.coarse.sharding_s(one.choice, known, one.cluster)
+        return max(passes_s, sharding_s) + self.coarse.after_s(one.choice, known, one.cluster)
 
     def _recomputes(self, one: Sizes) -> tuple[Recompute, ...]:
         asked = self.space.recompute or (None,)
@@ -584,9 +659,8 @@ class _OwnSearch(_Search):
         except PlanError as error:  # too few legal cuts
             self.excluded.append(Excluded.of(choice, str(error)))
             return None
-        seconds = max(seconds, self.coarse.sharding_s(choice, one.sizes, where))
-        seconds += self.coarse.after_s(choice, one.sizes, one.cluster)
-        return seconds, replace(one, cluster=where, partitioned=partitioned, is_split=True)
+        found = replace(one, cluster=where, partitioned=partitioned, is_split=True, passes_s=seconds)
+        return self._with_network(found, seconds), found
 
     def _within_memory(
         self,
@@ -641,8 +715,9 @@ class _OwnSearch(_Search):
     def _requeue(self, one: _Waiting) -> None:
         """What was found worth trying with the optimizer on the host, of the sizes of `one`."""
         while self.memory.on_host:
-            there = _Waiting(self.memory.on_host.pop(0), one.sizes, one.cluster, one.saves)
-            self.waiting.push(self._first_bound_s(there), there)
+            self._queue(
+                _Waiting(self.memory.on_host.pop(0), one.sizes, one.cluster, one.saves, later=one.later)
+            )
 
     def plan(self, one: _Waiting) -> Plan | None:
         """As there; what saves is worked out only where it could be the best."""
@@ -700,7 +775,7 @@ class _OwnSearch(_Search):
         for one in dict.fromkeys(tried):
             if self._with_pieces(one) not in self.coarse.graphs:
                 try:
-                    super().gather_size(one)
+                    super().gather_sizes(one, [one.microbatch_size])
                 except (InputError, TraceError) as error:
                     self.excluded.append(Excluded(str(error), 1, 1, one.microbatch_size, tp=one.tp))
         self.waiting.keep(lambda one: (one.choice.dp, one.choice.pp) in shapes)

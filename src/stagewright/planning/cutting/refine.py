@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 
@@ -15,12 +16,13 @@ _ROUNDS = 20
 
 
 def best_partition(leaves: Leaves) -> Found | None:
-    """The better one of bisection and halving, its cuts moved as long as that makes the slowest stage faster; None if
-    nothing fits."""
+    """The better one of bisection and, where stages offload and the former is not exact, halving, its cuts moved as long as
+    that makes the slowest stage faster; None if nothing fits."""
     found = bisect(leaves)
     if found is None:  # which it says only where there is nothing to find
         return None
-    halved = binary(leaves)
+    offloads = any(math.isfinite(terms.link_s_per_byte) for terms in leaves.terms)
+    halved = binary(leaves) if offloads else None
     return refined(leaves, halved if halved is not None and halved.seconds < found.seconds else found)
 
 
