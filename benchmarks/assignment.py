@@ -12,8 +12,10 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from stagewright.planning.assignment import Grid, assign, best_of_all
+from stagewright.planning.assignment.exact import best_of_all
 from stagewright.planning.assignment.kernels import NUM_MOVES, cost, move
+from stagewright.planning.assignment.problem import Grid
+from stagewright.planning.assignment.solve import assign
 
 LINKS = Path(__file__).parents[1] / "validation" / "data" / "links"
 THEIRS_S = 10.0

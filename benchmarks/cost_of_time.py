@@ -28,8 +28,8 @@ from breadth_first import BATCHES_PER_GPU, MODELS, NAMES, SCHEDULES, study
 from figures import write
 from stagewright.cluster import load_cluster
 from stagewright.planning.job import Job
-from stagewright.planning.money import Bill, Target, bill
-from stagewright.planning.objective import offers
+from stagewright.planning.objectives.money import Bill, Target, bill
+from stagewright.planning.objectives.objective import offers
 from stagewright.report.pictures.colours import LIGHT
 from stagewright.tracing.models.reference import resolve
 

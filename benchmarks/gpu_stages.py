@@ -27,8 +27,8 @@ from stagewright.execution.weights import Weights
 from stagewright.graph.carving import carve
 from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import costing, pipeline, reserved_bytes
-from stagewright.planning.predict import rank_memories
+from stagewright.planning.prediction.pipeline import costing, pipeline, reserved_bytes
+from stagewright.planning.prediction.predict import rank_memories
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.lower import insert_communication
 from stagewright.tracing.cache import trace

@@ -41,8 +41,8 @@ from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.candidate import Candidate, Choice
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import costing
-from stagewright.planning.predict import run_timeline
+from stagewright.planning.prediction.pipeline import costing
+from stagewright.planning.prediction.predict import run_timeline
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__

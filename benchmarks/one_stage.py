@@ -27,8 +27,8 @@ from stagewright.graph import Node, OperatorGraph, Origin
 from stagewright.graph.policy import Policy
 from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline, allocatable_bytes, pipeline
-from stagewright.planning.predict import rank_memories
+from stagewright.planning.prediction.pipeline import Pipeline, allocatable_bytes, pipeline
+from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Program
 from stagewright.schedule.families import build

@@ -4,7 +4,7 @@ Instances are random bodies of four kinds (alike operators; products among eleme
 heavy embedding and head; blocks with offloading) and traced models, cut into 2 to 16 stages under 1F1B, GPipe, asynchronous
 1F1B with weight versions, or two versions of the weights (2BW); with limits from tight to loose, ranks alike or unequal in
 speed and memory, and boundaries that take time. A leaf is the cost of one stage over one range: its time, and the least time
-it adds to fit (`stagewright.planning.cutting.leaves`); the exact program, the bisection and the halving share it.
+it adds to fit (`stagewright.planning.partition.leaves`); the exact program, the bisection and the halving share it.
 
 For the theorem, pairs of neighbouring stages are cut at every position: is the best cut between the compute-balanced and the
 memory-balanced one (or the overhead-balanced one), and what is lost by staying between them?
@@ -31,12 +31,12 @@ from peers.exact.cuts import exact
 from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
-from stagewright.planning.cutting.binary import binary
-from stagewright.planning.cutting.bisection import Found, bisect
-from stagewright.planning.cutting.leaves import Leaves, Terms
-from stagewright.planning.cutting.pair import last_true, memory_balance, time_balance
-from stagewright.planning.cutting.ranges import Floats, Givable, Ranges, ranges_of
-from stagewright.planning.cutting.refine import best_partition
+from stagewright.planning.partition.binary import binary
+from stagewright.planning.partition.bisection import Found, bisect
+from stagewright.planning.partition.leaves import Leaves, Terms
+from stagewright.planning.partition.pair import last_true, memory_balance, time_balance
+from stagewright.planning.partition.ranges import Floats, Givable, Ranges, ranges_of
+from stagewright.planning.partition.refine import best_partition
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

@@ -24,7 +24,7 @@ import namespaces  # pyright: ignore[reportMissingImports]
 from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import line_of
 from stagewright.planning.plan import Plan, load_plan
-from stagewright.planning.predict import run_timeline, step_seconds
+from stagewright.planning.prediction.predict import run_timeline, step_seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,8 +18,8 @@ from stagewright.cluster import load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.candidate import Candidate, Choice, with_cuts
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Variants, costing
-from stagewright.planning.predict import rank_memories, run_timeline
+from stagewright.planning.prediction.pipeline import Variants, costing
+from stagewright.planning.prediction.predict import rank_memories, run_timeline
 from stagewright.planning.saving import problem
 from stagewright.planning.saving.problem import stage_units, with_choice
 from stagewright.tracing.cache import trace

@@ -26,7 +26,7 @@ from stagewright.planning.joint.promise import promise_of
 from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.step_times import simulated
+from stagewright.planning.prediction.step_times import simulated
 from stagewright.schedule import Program, build
 from stagewright.tracing.models.reference import resolve
 

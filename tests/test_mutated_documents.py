@@ -25,11 +25,11 @@ from records import record_of
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.errors import StagewrightError
+from stagewright.planning.assignment.rank_file import read_rank_file
 from stagewright.planning.job import load_job
 from stagewright.planning.plan import ClusterSection, Plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.rank_file import read_rank_file
-from stagewright.planning.step_times import simulated
+from stagewright.planning.prediction.step_times import simulated
 from stagewright.schedule import build
 from stagewright.schedule.torch_csv import write_torch_csv
 from stagewright.tracing.models.build import build as build_model

@@ -18,9 +18,9 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.candidate import Candidate, Choice
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job, load_job
-from stagewright.planning.pipeline import costing
 from stagewright.planning.plan import StagePolicy, load_plan
-from stagewright.planning.predict import rank_memories, run_timeline
+from stagewright.planning.prediction.pipeline import costing
+from stagewright.planning.prediction.predict import rank_memories, run_timeline
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB
 

@@ -18,7 +18,7 @@ from stagewright.documents import read_sealed_json
 from stagewright.errors import InputError
 from stagewright.planning.plan import load_plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.step_times import simulated
+from stagewright.planning.prediction.step_times import simulated
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.reference import resolve
 from stagewright.tracing.models.source import factory_file, factory_source

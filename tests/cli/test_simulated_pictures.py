@@ -16,7 +16,7 @@ from stagewright.graph.stage import Stage
 from stagewright.planning.estimate import graph_of, line_of
 from stagewright.planning.plan import Plan, StagePolicy, load_plan
 from stagewright.planning.plan_stages import stage_cuts, stage_program
-from stagewright.planning.predict import run_timeline
+from stagewright.planning.prediction.predict import run_timeline
 from stagewright.report.pictures.plan_memory import plan_curves
 from stagewright.schedule import Kind
 from stagewright.schedule.action import COMPUTE

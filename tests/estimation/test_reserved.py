@@ -8,8 +8,8 @@ from stagewright.cluster import load_cluster
 from stagewright.estimation.reserved import reserved_on
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline, reserved_bytes
-from stagewright.planning.predict import lowered, rank_memories, reserved_peaks, stage_edges
+from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
+from stagewright.planning.prediction.predict import lowered, rank_memories, reserved_peaks, stage_edges
 from stagewright.units import MIB
 
 _BLOCK = 512

@@ -19,7 +19,7 @@ from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
 from stagewright.graph.tensor_parallel import neighbour_strides
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import body_costs
+from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("2x4x-h100")

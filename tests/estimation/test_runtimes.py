@@ -20,7 +20,7 @@ from stagewright.graph.layers import even_layers, layer_begins, layer_cuts
 from stagewright.graph.verify import verify_graph
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.regions import kept_policy, layers_policy, selective_policy
+from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 from stagewright.planning.search import plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve

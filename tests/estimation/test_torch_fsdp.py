@@ -14,10 +14,10 @@ from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import action_costs
-from stagewright.planning.regions import layers_policy, selective_policy
+from stagewright.planning.prediction.pipeline import body_costs
+from stagewright.planning.prediction.predict import action_costs
+from stagewright.planning.prediction.regions import layers_policy, selective_policy
 from stagewright.tracing.cache import trace
 
 CLUSTER = load_cluster("8x-h100")

@@ -16,10 +16,10 @@ from stagewright.execution.collectives import Traffic
 from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import line_of
-from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.predict import rank_memories
+from stagewright.planning.prediction.pipeline import Pipeline
+from stagewright.planning.prediction.predict import rank_memories
 from stagewright.schedule import Action
 
 NUM_STEPS = 2

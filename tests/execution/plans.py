@@ -19,7 +19,7 @@ from stagewright.planning.plan import (
     shared_layers,
 )
 from stagewright.planning.plan_stages import cut_names
-from stagewright.planning.sharding import sharded_program
+from stagewright.planning.prediction.sharding import sharded_program
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.schedule.subdivide import subdivided

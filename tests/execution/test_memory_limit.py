@@ -9,8 +9,8 @@ from plans import trained
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import allocatable_bytes
 from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.prediction.pipeline import allocatable_bytes
 from stagewright.planning.search import plan
 from stagewright.tracing.models.reference import resolve
 

@@ -11,7 +11,7 @@ from stagewright.cluster import load_cluster
 from stagewright.execution.launch import run
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.plan import StagePolicy, load_plan
-from stagewright.planning.predict import rank_memories
+from stagewright.planning.prediction.predict import rank_memories
 from stagewright.schedule.saving import insert_recomputation
 
 

@@ -12,9 +12,9 @@ from multiprocess import run_ranks
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.errors import InputError
 from stagewright.planning import search
+from stagewright.planning.assignment.rank_file import read_rank_file
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, load_plan
-from stagewright.planning.rank_file import read_rank_file
 from stagewright.tracing.models.reference import resolve
 
 pytestmark = pytest.mark.multiprocess

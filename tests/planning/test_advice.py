@@ -11,7 +11,7 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Choice, make_candidate
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import costing
+from stagewright.planning.prediction.pipeline import costing
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB, format_bytes
 

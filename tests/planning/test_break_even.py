@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from stagewright.cluster import load_cluster
-from stagewright.planning.break_even import BreakEven, Compared, break_even
 from stagewright.planning.job import Job
+from stagewright.planning.objectives.break_even import BreakEven, Compared, break_even
 from stagewright.planning.search import plan
 from stagewright.planning.space import Space
 from stagewright.report.plans import break_even_document, break_even_line

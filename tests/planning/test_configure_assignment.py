@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from stagewright.cluster import Cluster, MeasuredBandwidth, load_cluster
 from stagewright.errors import InputError
-from stagewright.planning.assignment import Grid, assign, best_of_all, grid_of
+from stagewright.planning.assignment.exact import best_of_all
 from stagewright.planning.assignment.kernels import NUM_MOVES, anneal, move
-from stagewright.planning.assignment.solve import _repaired
+from stagewright.planning.assignment.problem import Grid, grid_of
+from stagewright.planning.assignment.solve import _repaired, assign
 
 
 def random_grid(replicas: int, stages: int, seed: int) -> Grid:

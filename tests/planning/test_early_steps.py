@@ -7,9 +7,9 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import run_timeline
+from stagewright.planning.prediction.pipeline import Pipeline
+from stagewright.planning.prediction.predict import run_timeline
 from stagewright.tracing.models.reference import resolve
 
 MODEL = resolve("tiny-llama", {"hidden_size": 1024})

@@ -12,20 +12,20 @@ from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.carving import carve
 from stagewright.planning.candidate import Choice
-from stagewright.planning.finalists import (
+from stagewright.planning.found import Found
+from stagewright.planning.job import Job
+from stagewright.planning.joint.finalists import (
     Searches,
     _joint,
     _worth_judging,
     finalists,
     joint_candidate,
 )
-from stagewright.planning.found import Found
-from stagewright.planning.job import Job
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
-from stagewright.planning.pipeline import Pipeline, costing, pipeline
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
-from stagewright.planning.predict import run_timeline
+from stagewright.planning.prediction.pipeline import Pipeline, costing, pipeline
+from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.search import plan
 from stagewright.planning.space import JOINT
 from stagewright.tracing.cache import trace
@@ -80,7 +80,7 @@ def test_a_search_is_made_once_however_often_what_it_finds_is_made_to_fit(
         searched.append(float(problem.memory_bytes.max()))
         raise PlanError("no plan fits")
 
-    monkeypatch.setattr("stagewright.planning.finalists.search", nothing_fits)
+    monkeypatch.setattr("stagewright.planning.joint.finalists.search", nothing_fits)
     body = BodyCosts(graph, costing(graph, CLUSTER, JOB))
     searches = Searches(known, body, _joint(Choice(1, 4, 1, 8, known.schedule), known), CLUSTER, float("inf"))
     assert [joint_candidate(searches, JOB, tight=tight) for tight in (False, True, True)] == [None] * 3

@@ -11,10 +11,10 @@ from stagewright.errors import InputError, PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.candidate import Choice
 from stagewright.planning.estimate import graph_of
-from stagewright.planning.finalists import joint_plans
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import costing
+from stagewright.planning.joint.finalists import joint_plans
 from stagewright.planning.plan import Plan
+from stagewright.planning.prediction.pipeline import costing
 from stagewright.planning.search import plan
 from stagewright.planning.space import HostOptimizer
 from stagewright.tracing.models.reference import resolve

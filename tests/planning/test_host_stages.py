@@ -9,8 +9,8 @@ import pytest
 from stagewright.cluster import Cluster, load_cluster, with_hosts
 from stagewright.errors import InputError, PlanError
 from stagewright.planning import search
-from stagewright.planning.host_stages import plan_with_hosts
 from stagewright.planning.job import Job
+from stagewright.planning.objectives.host_stages import plan_with_hosts
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 

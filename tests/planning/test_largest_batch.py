@@ -8,8 +8,8 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
-from stagewright.planning.batch import largest_batch
 from stagewright.planning.job import Job
+from stagewright.planning.objectives.batch import largest_batch
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.units import MIB

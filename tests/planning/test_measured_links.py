@@ -9,12 +9,7 @@ import numpy as np
 import pytest
 
 from stagewright.cluster import Cluster, MeasuredBandwidth, all_reduce_seconds, arranged, load_cluster
-from stagewright.planning.assignment import as_numbered, assign, grid_of
-from stagewright.planning.candidate import Choice, make_candidate
-from stagewright.planning.estimate import estimate
-from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline, body_costs
-from stagewright.planning.placing import (
+from stagewright.planning.assignment.placing import (
     device_places,
     devices_of,
     grid_of_line,
@@ -22,8 +17,14 @@ from stagewright.planning.placing import (
     placed,
     unit_width,
 )
+from stagewright.planning.assignment.problem import as_numbered, grid_of
+from stagewright.planning.assignment.solve import assign
+from stagewright.planning.candidate import Choice, make_candidate
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, shared_layers
-from stagewright.planning.predict import gradient_bytes
+from stagewright.planning.prediction.pipeline import Pipeline, body_costs
+from stagewright.planning.prediction.predict import gradient_bytes
 from stagewright.planning.search import plan as search
 from stagewright.planning.space import Space
 from stagewright.tracing.cache import trace

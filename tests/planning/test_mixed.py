@@ -15,15 +15,15 @@ from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning import search
 from stagewright.planning.candidate import Choice, in_flight, with_cuts
-from stagewright.planning.cutting.bisection import bottleneck
-from stagewright.planning.cutting.leaves import Leaves
-from stagewright.planning.cutting.line import known_ranges, terms_of
-from stagewright.planning.cutting.refine import best_partition
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.partition import partition
-from stagewright.planning.pipeline import bodies_of, costing
+from stagewright.planning.partition.bisection import bottleneck
+from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.line import known_ranges, terms_of
+from stagewright.planning.partition.refine import best_partition
+from stagewright.planning.partition.solver import partition
 from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.prediction.pipeline import bodies_of, costing
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

@@ -17,7 +17,7 @@ from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts, summarise
 from stagewright.estimation.time import Costing
 from stagewright.graph.carving import carve
-from stagewright.planning.partition import MemoryBudget, partition
+from stagewright.planning.partition.solver import MemoryBudget, partition
 from stagewright.tracing.cache import trace
 
 

@@ -11,9 +11,9 @@ from stagewright.errors import InputError, PlanError
 from stagewright.graph import OperatorGraph
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
-from stagewright.planning.host_stages import plan_with_hosts
 from stagewright.planning.job import load_job
 from stagewright.planning.lengths import best_over_lengths, check_same_operators
+from stagewright.planning.objectives.host_stages import plan_with_hosts
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import plan as search_plan

@@ -14,10 +14,10 @@ from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.predict import run_timeline
+from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.promises import check_promised_memory, check_promised_time, usable_bytes
 from stagewright.planning.search import plan as search
-from stagewright.planning.step_times import simulated, whole_step_seconds
 from stagewright.tracing.models.reference import resolve
 
 MODEL = resolve("tiny-llama", {"num_hidden_layers": 3})

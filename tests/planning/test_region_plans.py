@@ -14,7 +14,7 @@ from stagewright.planning.estimate import estimate, graph_of, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_cuts, stage_policies
-from stagewright.planning.regions import default_policies
+from stagewright.planning.prediction.regions import default_policies
 from stagewright.planning.search import plan
 from stagewright.report.graphs import graph_document, graph_summary
 from stagewright.report.saving import saving_tables

@@ -11,17 +11,17 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError, PlanError
 from stagewright.graph.depth import REPEATS
-from stagewright.planning.balance import balanced_layers
+from stagewright.planning.assignment.device_order import devices_of_ranks
+from stagewright.planning.assignment.placing import on_devices
+from stagewright.planning.bounds.layer_costs import Layers, stage_seconds, stage_sums
 from stagewright.planning.candidate import Choice, Recomputed, make_candidate
-from stagewright.planning.device_order import devices_of_ranks
 from stagewright.planning.estimate import estimate
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.layer_costs import Layers, stage_seconds, stage_sums
-from stagewright.planning.money import Target
-from stagewright.planning.objective import offers
-from stagewright.planning.pipeline import body_costs
-from stagewright.planning.placing import on_devices
+from stagewright.planning.objectives.money import Target
+from stagewright.planning.objectives.objective import offers
+from stagewright.planning.partition.layers import balanced_layers
+from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.search import Request, _Search, _Waiting
 from stagewright.planning.search import plan as search
 from stagewright.planning.space import Space

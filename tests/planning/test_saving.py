@@ -14,10 +14,10 @@ from stagewright.estimation.time import Costing
 from stagewright.graph.policy import RECOMPUTE_ALL
 from stagewright.planning.candidate import Choice, make_program
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline, pipeline, reserved_bytes
-from stagewright.planning.predict import rank_memories
+from stagewright.planning.prediction.pipeline import Pipeline, pipeline, reserved_bytes
+from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.saving.fit import fit
-from stagewright.planning.shortening import shortened
 from stagewright.schedule import insert_communication
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.tracing.cache import trace

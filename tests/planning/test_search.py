@@ -21,8 +21,8 @@ from stagewright.planning.found import Found
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_cuts, stage_program
+from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.ranking import AS_FAST
-from stagewright.planning.shortening import shortened
 from stagewright.schedule import build, insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.units import MIB

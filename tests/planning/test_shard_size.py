@@ -14,8 +14,8 @@ from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
+from stagewright.planning.prediction.sharding import Collectives
 from stagewright.planning.search import plan
-from stagewright.planning.sharding import Collectives
 from stagewright.tracing.models.reference import resolve
 
 

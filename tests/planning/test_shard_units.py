@@ -13,12 +13,12 @@ from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.planning.candidate import Choice, make_candidate, with_cuts, within_memory
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.predict import rank_memories
+from stagewright.planning.prediction.pipeline import body_costs
+from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.search import plan
-from stagewright.planning.shortening import shortened
 from stagewright.schedule import insert_communication
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve

@@ -10,14 +10,14 @@ from stagewright.cluster import Cluster, load_cluster
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.stage import Stage
 from stagewright.planning.candidate import Choice, approximate_seconds, make_candidate
-from stagewright.planning.cutting.line import terms_of
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.joint.traced import Wiring
-from stagewright.planning.pipeline import Pipeline, costing
+from stagewright.planning.partition.line import terms_of
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import run_timeline, step_seconds
-from stagewright.planning.transfers import flight_seconds
+from stagewright.planning.prediction.pipeline import Pipeline, costing
+from stagewright.planning.prediction.predict import run_timeline, step_seconds
+from stagewright.planning.prediction.transfers import flight_seconds
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

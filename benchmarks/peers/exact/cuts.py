@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from stagewright.planning.cutting.bisection import Found
-from stagewright.planning.cutting.leaves import Leaves
+from stagewright.planning.partition.bisection import Found
+from stagewright.planning.partition.leaves import Leaves
 
 
 def exact(leaves: Leaves) -> Found | None:

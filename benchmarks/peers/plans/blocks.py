@@ -9,9 +9,9 @@ import numpy as np
 
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.cutting.bisection import bisect
-from stagewright.planning.cutting.leaves import Leaves, Terms
-from stagewright.planning.cutting.ranges import Ints, Ranges
+from stagewright.planning.partition.bisection import bisect
+from stagewright.planning.partition.leaves import Leaves, Terms
+from stagewright.planning.partition.ranges import Ints, Ranges
 from stagewright.planning.saving.anchors import narrow_places
 
 _WINDOWS = (12, 6, 3)

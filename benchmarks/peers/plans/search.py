@@ -13,8 +13,8 @@ from stagewright.planning.advice import misses_memory
 from stagewright.planning.candidate import Candidate, Choice, make_plan
 from stagewright.planning.found import Excluded, Found
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
+from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.ranking import ranked
 from stagewright.planning.search import Trace, over_lengths
 from stagewright.planning.space import Replicas, Sizes, Space, microbatch_sizes, obstacle, replicas, widths

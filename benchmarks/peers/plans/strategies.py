@@ -21,11 +21,11 @@ from stagewright.planning.candidate import (
     of_line,
     with_cuts,
 )
-from stagewright.planning.cutting.leaves import Leaves
-from stagewright.planning.cutting.line import corrected, known_ranges, terms_of
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import pipeline
-from stagewright.planning.regions import kept_policy
+from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.line import corrected, known_ranges, terms_of
+from stagewright.planning.prediction.pipeline import pipeline
+from stagewright.planning.prediction.regions import kept_policy
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule.saving import insert_recomputation
 

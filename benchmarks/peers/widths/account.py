@@ -8,9 +8,9 @@ from functools import cached_property
 from stagewright.cluster import Cluster, all_reduce_seconds
 from stagewright.estimation.stages import Floats
 from stagewright.graph.tensor import ITEM_BYTES
+from stagewright.planning.bounds.layer_costs import LayerCosts, stage_seconds, stage_sums
 from stagewright.planning.candidate import Choice
 from stagewright.planning.job import Job
-from stagewright.planning.layer_costs import LayerCosts, stage_seconds, stage_sums
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from peers.widths.profiled import NodeRates, ProfiledLayers, Widths
 from peers.widths.varuna import VarunaStage, varuna_seconds
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, nearest
+from stagewright.planning.bounds.layer_costs import Layers
 from stagewright.planning.candidate import Choice
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.layer_costs import Layers
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 from stagewright.planning.search import plan as search

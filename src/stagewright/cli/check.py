@@ -21,8 +21,8 @@ from stagewright.units import format_bytes
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
-    from stagewright.planning.pipeline import Pipeline
     from stagewright.planning.plan import Plan
+    from stagewright.planning.prediction.pipeline import Pipeline
 
 
 def check(
@@ -151,8 +151,8 @@ def _check_loop(plan: Plan, cluster: Cluster) -> str:
 
 
 def _check_memory(plan: Plan, line: Pipeline) -> str:
-    from stagewright.planning.pipeline import reserved_bytes
-    from stagewright.planning.predict import rank_memories
+    from stagewright.planning.prediction.pipeline import reserved_bytes
+    from stagewright.planning.prediction.predict import rank_memories
 
     memories = rank_memories(line)
     for memory in memories:

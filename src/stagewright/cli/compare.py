@@ -61,8 +61,8 @@ def _predicted(plan: Plan, cluster: str | None, with_model: bool, report: Progre
     """What the plan promises, or what it would take on another cluster."""
     from stagewright.planning.estimate import line_of
     from stagewright.planning.plan_stages import stage_program
-    from stagewright.planning.predict import run_timeline
-    from stagewright.planning.step_times import simulated
+    from stagewright.planning.prediction.predict import run_timeline
+    from stagewright.planning.prediction.step_times import simulated
 
     if cluster is None and plan.predictions.costs is not None:
         return simulated(stage_program(plan), plan.predictions.costs)

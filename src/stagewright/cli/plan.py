@@ -48,10 +48,10 @@ from stagewright.units import parse_count
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
-    from stagewright.planning.break_even import BreakEven
     from stagewright.planning.found import Found
     from stagewright.planning.job import Job
-    from stagewright.planning.objective import Objective, Offer
+    from stagewright.planning.objectives.break_even import BreakEven
+    from stagewright.planning.objectives.objective import Objective, Offer
     from stagewright.planning.plan import Plan
     from stagewright.planning.space import Space
     from stagewright.tracing.models.reference import ModelReference
@@ -200,8 +200,8 @@ def plan(
     even: BreakEven | None = None
     with Progress(f"planning {model}") as progress:
         if objective.objective == "batch" or scheduling.host_stages:
-            from stagewright.planning.batch import largest_batch
-            from stagewright.planning.host_stages import plan_with_hosts
+            from stagewright.planning.objectives.batch import largest_batch
+            from stagewright.planning.objectives.host_stages import plan_with_hosts
 
             find = largest_batch if objective.objective == "batch" else plan_with_hosts
             found = find(
@@ -215,8 +215,8 @@ def plan(
             )
             offered: tuple[Offer, ...] = ()
         else:
-            from stagewright.planning.money import Target
-            from stagewright.planning.objective import offers
+            from stagewright.planning.objectives.money import Target
+            from stagewright.planning.objectives.objective import offers
 
             offered = offers(
                 reference, target, wanted, cast("Objective", objective.objective),
@@ -238,8 +238,8 @@ def _break_even(
     found: Found, reference: ModelReference, offer: Offer, space: Space, progress: Progress
 ) -> BreakEven | None:
     """Where breadth-first order wins; None where it is not among the plans, or Ctrl-C ends the comparison."""
-    from stagewright.planning.break_even import break_even
     from stagewright.planning.found import UntilCtrlC
+    from stagewright.planning.objectives.break_even import break_even
 
     if not found.is_interrupted:
         with UntilCtrlC(True, found.plans):
@@ -285,7 +285,7 @@ def _warnings(asked: ObjectiveOptions) -> Iterator[str]:
 
 
 def _write_ranks(path: Path, best: Plan, cluster: Cluster) -> None:
-    from stagewright.planning.placing import device_places, on_devices
+    from stagewright.planning.assignment.placing import device_places, on_devices
 
     places = device_places(on_devices(cluster, best.devices))
     lines = [f"{rank},{node},{device}" for rank, (node, device) in enumerate(places)]

@@ -14,8 +14,8 @@ from stagewright.errors import StagewrightError
 from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
-    from stagewright.planning.pipeline import Pipeline
     from stagewright.planning.plan import Plan
+    from stagewright.planning.prediction.pipeline import Pipeline
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 
@@ -37,8 +37,8 @@ def simulate(
     """
     from stagewright.planning.plan import load_plan
     from stagewright.planning.plan_stages import stage_program
-    from stagewright.planning.predict import rank_memories, step_costs
-    from stagewright.planning.step_times import simulated, whole_step_seconds
+    from stagewright.planning.prediction.predict import rank_memories, step_costs
+    from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
     from stagewright.report.timelines import heading, rank_table, timeline_document
 
     pictures = Pictures(svg, png, html, trace, dark)

@@ -16,8 +16,8 @@ from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
 from stagewright.machine import machine_bytes
+from stagewright.planning.assignment.rank_file import read_rank_file
 from stagewright.planning.plan import Plan, load_plan
-from stagewright.planning.rank_file import read_rank_file
 from stagewright.schedule.action import Action, Kind
 from stagewright.units import format_bytes, format_seconds
 

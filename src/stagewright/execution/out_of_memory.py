@@ -50,7 +50,13 @@ def _advice(plan: Plan, pipeline_rank: int, length: int) -> str:
     """Which plan needs less, worked out by a process of its own, since this one may have no memory left."""
     if not plan.predictions.ranks:
         return "Plan again with a --memory-limit"
-    command = [sys.executable, "-m", "stagewright.planning.cheaper", str(pipeline_rank), str(length)]
+    command = [
+        sys.executable,
+        "-m",
+        "stagewright.planning.objectives.cheaper",
+        str(pipeline_rank),
+        str(length),
+    ]
     try:
         document = plan.model_dump_json()
         done = subprocess.run(

@@ -30,7 +30,7 @@ from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.plan import ModelSection, Plan, shared_layers
 from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
-from stagewright.planning.sharding import sharded_program, without_sharding
+from stagewright.planning.prediction.sharding import sharded_program, without_sharding
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.overrides import DROPOUT

@@ -7,9 +7,9 @@ from functools import lru_cache
 from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.arranged import ArrangedCluster
 from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.assignment.placing import placed
 from stagewright.planning.candidate import Choice, fastest_partition, with_cuts
 from stagewright.planning.job import Job
-from stagewright.planning.placing import placed
 from stagewright.planning.plan import ClusterSection, Plan
 
 

@@ -22,15 +22,15 @@ from stagewright.graph.flat import GRADIENTS, PARAMETERS
 from stagewright.graph.layers import even_layers, layer_cuts
 from stagewright.graph.policy import Policy
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.planning.cutting.line import cuts_to_try
+from stagewright.planning.assignment.placing import placed
 from stagewright.planning.job import Job
-from stagewright.planning.partition import MemoryBudget, partition
-from stagewright.planning.pipeline import Pipeline, bodies_of, pipeline, reserved_bytes
-from stagewright.planning.placing import placed
+from stagewright.planning.partition.line import cuts_to_try
+from stagewright.planning.partition.solver import MemoryBudget, partition
 from stagewright.planning.plan import REDUCE_TYPES, ClusterSection, ModelSection, Plan, StagePolicy
 from stagewright.planning.plan_stages import cut_names
-from stagewright.planning.predict import predict, rank_memories, run_timeline, step_seconds
-from stagewright.planning.regions import (
+from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, pipeline, reserved_bytes
+from stagewright.planning.prediction.predict import predict, rank_memories, run_timeline, step_seconds
+from stagewright.planning.prediction.regions import (
     as_model_says,
     kept_policy,
     layers_policy,
@@ -38,10 +38,10 @@ from stagewright.planning.regions import (
     selective_policy,
     with_recomputation,
 )
+from stagewright.planning.prediction.sharding import sharded_program
+from stagewright.planning.prediction.shortening import built
+from stagewright.planning.prediction.units import around_layers, units_to_try
 from stagewright.planning.saving.fit import fit
-from stagewright.planning.sharding import sharded_program
-from stagewright.planning.shortening import built
-from stagewright.planning.units import around_layers, units_to_try
 from stagewright.schedule import Kind, Program, subdivided
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
@@ -111,7 +111,7 @@ class Choice:
     layers_per_stage: tuple[int, ...] | None = None
     """Numbered layers of every stage; None lets a partition be found."""
     selective: bool = False
-    """Whether stages recompute the part that `stagewright.planning.regions.selective_policy` says."""
+    """Whether stages recompute the part that `stagewright.planning.prediction.regions.selective_policy` says."""
     headroom: int = 0
     """Bytes that every device leaves free, for what its allocator loses."""
 

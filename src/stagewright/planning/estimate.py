@@ -16,18 +16,18 @@ from stagewright.graph.expert_parallel import width_fault
 from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
 from stagewright.planning.candidate import Choice, make_candidate, make_plan
-from stagewright.planning.fitting import recompute_of
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
 from stagewright.planning.loss_pieces import in_pieces, logits_bytes, pieces_by_share
-from stagewright.planning.pipeline import Pipeline, body_costs
+from stagewright.planning.memory.fitting import recompute_of
 from stagewright.planning.plan import ClusterSection, Plan, shared_layers
 from stagewright.planning.planned_line import planned_line
-from stagewright.planning.predict import predict
+from stagewright.planning.prediction.pipeline import Pipeline, body_costs
+from stagewright.planning.prediction.predict import predict
+from stagewright.planning.prediction.sharding import check_shard_size
+from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
-from stagewright.planning.sharding import check_shard_size
 from stagewright.planning.space import LossPieces, Recompute
-from stagewright.planning.units import check_shard_units
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
-from stagewright.planning.candidate import Choice
 from stagewright.planning.plan import Plan
+
+if TYPE_CHECKING:
+    from stagewright.planning.candidate import Choice
 
 _INTERRUPTED = "interrupted: these are the best plans so far, not all configurations were tried"
 

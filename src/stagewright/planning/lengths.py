@@ -12,10 +12,10 @@ from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Origin
-from stagewright.planning.pipeline import body_costs
 from stagewright.planning.plan import Plan
 from stagewright.planning.planned_line import planned_line
-from stagewright.planning.predict import predict
+from stagewright.planning.prediction.pipeline import body_costs
+from stagewright.planning.prediction.predict import predict
 from stagewright.planning.predictions import LengthPrediction, Predictions
 from stagewright.planning.promises import usable_bytes
 from stagewright.planning.ranking import ranked

@@ -11,7 +11,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.layers import layer_of
 from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.regions import kept_policy, layers_policy, selective_policy
+from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
 from stagewright.tracing.models.reference import resolve
 

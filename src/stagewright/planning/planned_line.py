@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.pipeline import Pipeline, pipeline
-from stagewright.planning.placing import on_devices
+from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
+from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 
 
 def planned_line(plan: Plan, body: BodyCosts, cluster: Cluster) -> Pipeline:

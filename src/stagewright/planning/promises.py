@@ -8,8 +8,8 @@ from stagewright.cluster import Cluster, Device
 from stagewright.errors import PlanError
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
-from stagewright.planning.step_times import simulated, whole_step_seconds
 from stagewright.schedule import Program, insert_communication, verify
 from stagewright.schedule.tokens import Edge
 from stagewright.units import format_bytes, format_seconds

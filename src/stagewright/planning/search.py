@@ -19,6 +19,8 @@ from stagewright.graph.graph import short_name
 from stagewright.graph.policy import attention_scores
 from stagewright.planning.advice import misses_memory
 from stagewright.planning.arranging import cluster_for, on_devices_of
+from stagewright.planning.assignment.device_order import has_equal_nodes, orders
+from stagewright.planning.bounds.coarse import Coarse, Trace
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
@@ -29,15 +31,10 @@ from stagewright.planning.candidate import (
     make_plan,
     make_program,
 )
-from stagewright.planning.coarse import Coarse, Trace
-from stagewright.planning.cutting.line import partition_within
-from stagewright.planning.device_order import has_equal_nodes, orders
 from stagewright.planning.estimate import graph_of
-from stagewright.planning.finalists import joint_plans
-from stagewright.planning.fitting import Fitting, Partitioned, recompute_of
 from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
-from stagewright.planning.host_optimizer import checked
 from stagewright.planning.job import Job
+from stagewright.planning.joint.finalists import joint_plans
 from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.loss_pieces import (
     PIECE_TOKENS,
@@ -46,8 +43,11 @@ from stagewright.planning.loss_pieces import (
     pieces_of_tokens,
     short_of_memory,
 )
-from stagewright.planning.pipeline import allocatable_bytes, bodies_of, body_costs
+from stagewright.planning.memory.fitting import Fitting, Partitioned, recompute_of
+from stagewright.planning.memory.host_optimizer import checked
+from stagewright.planning.partition.line import partition_within
 from stagewright.planning.plan import Plan
+from stagewright.planning.prediction.pipeline import allocatable_bytes, bodies_of, body_costs
 from stagewright.planning.ranking import ranked
 from stagewright.planning.space import (
     JOINT,

@@ -12,10 +12,10 @@ from stagewright.errors import InputError, nearest
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.graph.expert_parallel import width_fault
 from stagewright.limits import MOST_ACTIONS
-from stagewright.planning.balance import fewest_layers
 from stagewright.planning.job import Job
-from stagewright.planning.sharding import check_shard_size
-from stagewright.planning.units import check_shard_units
+from stagewright.planning.partition.layers import fewest_layers
+from stagewright.planning.prediction.sharding import check_shard_size
+from stagewright.planning.prediction.units import check_shard_units
 from stagewright.schedule import FAMILIES
 
 Recompute = Literal["auto", "model", "none", "selective", "full"]

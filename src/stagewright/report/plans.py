@@ -12,8 +12,8 @@ from rich.table import Table
 
 from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.planning.break_even import BreakEven, Compared
 from stagewright.planning.found import Found
+from stagewright.planning.objectives.break_even import BreakEven, Compared
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.predictions import Predictions
 from stagewright.report.tables import byte_unit, figure, numbered, plural, table, time_unit

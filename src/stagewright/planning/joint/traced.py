@@ -9,10 +9,10 @@ import numpy as np
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.cutting.line import known_ranges
-from stagewright.planning.cutting.ranges import Givable
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.partition.line import known_ranges
+from stagewright.planning.partition.ranges import Givable
 from stagewright.schedule import Action, Kind, Program
 from stagewright.schedule.list_scheduler.terms import Ints
 

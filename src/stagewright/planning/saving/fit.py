@@ -9,13 +9,13 @@ from typing import Literal
 from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.policy import Reruns
-from stagewright.planning.pipeline import Pipeline, Variants
 from stagewright.planning.plan import StagePolicy
-from stagewright.planning.predict import lowered, rank_memories
+from stagewright.planning.prediction.pipeline import Pipeline, Variants
+from stagewright.planning.prediction.predict import lowered, rank_memories
+from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.saving.problem import Choice, Unit, fetch_ahead, stage_units, with_choice
 from stagewright.planning.saving.proposals import Chooser, Proposals, Propose
 from stagewright.planning.saving.rank_search import RankSearch
-from stagewright.planning.shortening import shortened
 
 _ROUNDS = 12
 """Choices tried for a rank; each is replayed."""

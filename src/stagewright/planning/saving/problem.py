@@ -14,7 +14,7 @@ from stagewright.estimation.time import Costing
 from stagewright.graph import Node, Part
 from stagewright.graph.policy import Policy, Reruns
 from stagewright.graph.stage import Stage
-from stagewright.planning.pipeline import Pipeline, Variants
+from stagewright.planning.prediction.pipeline import Pipeline, Variants
 from stagewright.schedule import Program
 from stagewright.schedule.saving import insert_recomputation
 

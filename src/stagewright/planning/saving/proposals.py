@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.estimation.time import Costing
-from stagewright.planning.pipeline import Pipeline, Variants, bodies_of
+from stagewright.planning.prediction.pipeline import Pipeline, Variants, bodies_of
 from stagewright.planning.saving.anchors import anchors
 from stagewright.planning.saving.chain import chain_of
 from stagewright.planning.saving.pieces import Point

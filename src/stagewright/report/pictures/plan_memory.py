@@ -8,7 +8,7 @@ import numpy as np
 
 from stagewright.estimation.memory import replay_rank, stage_edges
 from stagewright.estimation.profile import inner_bytes
-from stagewright.planning.pipeline import Pipeline
+from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.report.pictures.scene import Curve
 from stagewright.schedule import Action, insert_communication
 from stagewright.schedule.action import COMPUTE

@@ -12,7 +12,7 @@ from stagewright.cluster import all_gather_seconds
 from stagewright.graph.payload import messages
 
 if TYPE_CHECKING:
-    from stagewright.planning.pipeline import Pipeline
+    from stagewright.planning.prediction.pipeline import Pipeline
 
 Floats = NDArray[np.float64]
 

@@ -20,15 +20,15 @@ from stagewright.estimation.stages import Floats
 from stagewright.graph import OperatorGraph
 from stagewright.graph.flat import OPTIMIZER, PARAMETERS
 from stagewright.graph.tensor import ITEM_BYTES
-from stagewright.planning.balance import balanced_layers
+from stagewright.planning.assignment.device_order import devices_of_ranks
+from stagewright.planning.bounds.layer_costs import LayerCosts, Layers, stage_seconds, stage_sums
 from stagewright.planning.candidate import OF_STATE, Choice, Recomputed, network_seconds
-from stagewright.planning.device_order import devices_of_ranks
 from stagewright.planning.job import Job
-from stagewright.planning.layer_costs import LayerCosts, Layers, stage_seconds, stage_sums
+from stagewright.planning.partition.layers import balanced_layers
 from stagewright.planning.plan import shared_layers
-from stagewright.planning.predict import host_of, host_step_seconds, optimizer_step_seconds
-from stagewright.planning.sharding import NUM_BUFFERS
-from stagewright.planning.shortening import built
+from stagewright.planning.prediction.predict import host_of, host_step_seconds, optimizer_step_seconds
+from stagewright.planning.prediction.sharding import NUM_BUFFERS
+from stagewright.planning.prediction.shortening import built
 from stagewright.planning.space import Sizes
 from stagewright.schedule import Kind
 from stagewright.tracing.models.reference import ModelReference

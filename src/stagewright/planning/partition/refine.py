@@ -7,9 +7,9 @@ import math
 
 import numpy as np
 
-from stagewright.planning.cutting.binary import binary
-from stagewright.planning.cutting.bisection import Found, bisect, bottleneck
-from stagewright.planning.cutting.leaves import Leaves
+from stagewright.planning.partition.binary import binary
+from stagewright.planning.partition.bisection import Found, bisect, bottleneck
+from stagewright.planning.partition.leaves import Leaves
 
 _STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 _ROUNDS = 20

@@ -18,8 +18,8 @@ from stagewright.graph.layers import layer_begins, layer_of
 from stagewright.graph.stage import Stage
 from stagewright.planning.candidate import Recomputed
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import costing
-from stagewright.planning.regions import kept_policy, layers_policy, selective_policy
+from stagewright.planning.prediction.pipeline import costing
+from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from functools import lru_cache
 from stagewright.cluster import Device
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.cutting.bisection import bisect, bottleneck
-from stagewright.planning.cutting.leaves import Leaves, Terms
-from stagewright.planning.cutting.ranges import Ranges, ranges_of
-from stagewright.planning.cutting.refine import best_partition, narrowed
-from stagewright.planning.pipeline import Pipeline, bodies_of
-from stagewright.planning.transfers import message_seconds
+from stagewright.planning.partition.bisection import bisect, bottleneck
+from stagewright.planning.partition.leaves import Leaves, Terms
+from stagewright.planning.partition.ranges import Ranges, ranges_of
+from stagewright.planning.partition.refine import best_partition, narrowed
+from stagewright.planning.prediction.pipeline import Pipeline, bodies_of
+from stagewright.planning.prediction.transfers import message_seconds
 from stagewright.schedule import Program
 from stagewright.schedule.families.asynchronous import weight_versions
 from stagewright.simulation import StageCosts, simulate

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache, partial, reduce
 from itertools import groupby
 
-from stagewright.planning.sharding import NUM_BUFFERS, SHARDING_KINDS, sharded_like
+from stagewright.planning.prediction.sharding import NUM_BUFFERS, SHARDING_KINDS, sharded_like
 from stagewright.schedule import Kind, Program, build, subdivided
 from stagewright.schedule.saving import insert_recomputation
 

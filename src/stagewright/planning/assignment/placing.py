@@ -13,9 +13,10 @@ from stagewright.cluster import Cluster, arranged
 from stagewright.cluster.arranged import ArrangedCluster, order_of
 from stagewright.graph.expert_parallel import expert_parallelism
 from stagewright.graph.tensor_parallel import CONTEXT_GROUP, neighbour_strides
-from stagewright.planning.assignment import Grid, assign, grid_of
-from stagewright.planning.pipeline import Pipeline
-from stagewright.planning.predict import gradient_bytes, holders_of, run_timeline, step_seconds
+from stagewright.planning.assignment.problem import Grid, grid_of
+from stagewright.planning.assignment.solve import assign
+from stagewright.planning.prediction.pipeline import Pipeline
+from stagewright.planning.prediction.predict import gradient_bytes, holders_of, run_timeline, step_seconds
 
 MOST_UNITS = 512
 """Ranks of larger clusters stay in the devices' own order."""

@@ -16,7 +16,7 @@ from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.layers import layers_of
-from stagewright.planning.pipeline import Pipeline
+from stagewright.planning.prediction.pipeline import Pipeline
 
 _TRIED_PARTS = 2, 4
 """Tried beside whole stages and units of a layer: so many units a stage (as many as a rank has buffers for), and a unit for

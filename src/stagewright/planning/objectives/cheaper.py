@@ -1,7 +1,7 @@
 """What to run instead of a plan that needed more memory than there was.
 
-``python -m stagewright.planning.cheaper RANK LENGTH < plan.json`` prints it in a sentence; LENGTH are the tokens of a sample
-of the step that ran out.
+``python -m stagewright.planning.objectives.cheaper RANK LENGTH < plan.json`` prints it in a sentence; LENGTH are the tokens
+of a sample of the step that ran out.
 """
 
 from __future__ import annotations

@@ -11,10 +11,10 @@ import math
 
 import numpy as np
 
-from stagewright.planning.cutting.bisection import Found, bottleneck
-from stagewright.planning.cutting.leaves import Leaves
-from stagewright.planning.cutting.pair import last_true, memory_balance, time_balance
-from stagewright.planning.cutting.ranges import Ints
+from stagewright.planning.partition.bisection import Found, bottleneck
+from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.pair import last_true, memory_balance, time_balance
+from stagewright.planning.partition.ranges import Ints
 
 
 def binary(leaves: Leaves) -> Found | None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stagewright.planning.cutting.leaves import Leaves
-from stagewright.planning.cutting.ranges import Ints
+from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.ranges import Ints
 
 Group = tuple[int, int]
 """The first stage of a group, and the one behind its last."""

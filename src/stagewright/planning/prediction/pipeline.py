@@ -22,7 +22,7 @@ from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import parallelism, tensor_width
 from stagewright.planning.job import Job
-from stagewright.planning.sharding import Collectives, reduced_flats
+from stagewright.planning.prediction.sharding import Collectives, reduced_flats
 from stagewright.schedule import Program
 from stagewright.schedule.families.asynchronous import weight_versions
 

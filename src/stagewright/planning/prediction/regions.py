@@ -18,8 +18,8 @@ from stagewright.graph.layers import layer_inputs, layer_of
 from stagewright.graph.policy import KEEP, Policy, attention_scores, region_policy
 from stagewright.graph.stage import Stage
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline, pipeline
 from stagewright.planning.plan import StagePolicy
+from stagewright.planning.prediction.pipeline import Pipeline, pipeline
 from stagewright.schedule import Program
 from stagewright.schedule.saving import insert_recomputation
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stagewright.planning.cutting.ranges import Floats, Ranges
+from stagewright.planning.partition.ranges import Floats, Ranges
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, nearest
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning.candidate import Candidate, Choice, least_saving, make_program
-from stagewright.planning.pipeline import Pipeline
-from stagewright.planning.predict import host_of, rank_memories
+from stagewright.planning.prediction.pipeline import Pipeline
+from stagewright.planning.prediction.predict import host_of, rank_memories
 from stagewright.planning.space import HOST_OPTIMIZER, HostOptimizer
 from stagewright.schedule import Kind
 from stagewright.units import format_bytes

@@ -15,6 +15,7 @@ from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.graph.policy import has_regions
 from stagewright.planning.advice import misses_memory
+from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.candidate import (
     Candidate,
     Choice,
@@ -27,9 +28,9 @@ from stagewright.planning.candidate import (
     with_cuts,
     within_memory,
 )
-from stagewright.planning.device_order import devices_of_ranks
 from stagewright.planning.found import Excluded
-from stagewright.planning.host_optimizer import (
+from stagewright.planning.job import Job
+from stagewright.planning.memory.host_optimizer import (
     host_excess_bytes,
     may_use_host,
     misses_host,
@@ -37,12 +38,11 @@ from stagewright.planning.host_optimizer import (
     steps_once,
     ways_on_hosts,
 )
-from stagewright.planning.job import Job
-from stagewright.planning.least_memory import tightest
-from stagewright.planning.partition import MemoryBudget, has_partition
-from stagewright.planning.pipeline import bodies_of
+from stagewright.planning.memory.least_memory import tightest
+from stagewright.planning.partition.solver import MemoryBudget, has_partition
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import run_timeline
+from stagewright.planning.prediction.pipeline import bodies_of
+from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.space import HostOptimizer, Recompute
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_bytes

@@ -10,7 +10,7 @@ from stagewright.cluster import Cluster, NodeGroup
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.money import Bill, Target, bill, check_price, price_of
+from stagewright.planning.objectives.money import Bill, Target, bill, check_price, price_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.planning.space import Space

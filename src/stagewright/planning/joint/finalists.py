@@ -26,7 +26,6 @@ from stagewright.planning.candidate import (
     under_program,
     with_program,
 )
-from stagewright.planning.host_optimizer import host_excess_bytes, ways_on_hosts
 from stagewright.planning.job import Job
 from stagewright.planning.joint.plan import JointPlan, judged
 from stagewright.planning.joint.problem import Problem
@@ -40,9 +39,10 @@ from stagewright.planning.joint.traced import (
     with_backwards,
     without_splits,
 )
-from stagewright.planning.pipeline import Pipeline
+from stagewright.planning.memory.host_optimizer import host_excess_bytes, ways_on_hosts
 from stagewright.planning.plan import Plan
-from stagewright.planning.predict import run_timeline
+from stagewright.planning.prediction.pipeline import Pipeline
+from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.space import JOINT, HostOptimizer
 from stagewright.schedule.list_scheduler.terms import Ints
 from stagewright.tracing.models.reference import ModelReference

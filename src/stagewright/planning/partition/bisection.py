@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.planning.cutting.leaves import Leaves
-from stagewright.planning.cutting.ranges import Ints
+from stagewright.planning.partition.leaves import Leaves
+from stagewright.planning.partition.ranges import Ints
 
 _CLOSE = 1e-4
 """Bottlenecks that differ by less than this part are equal."""

@@ -21,7 +21,11 @@ from stagewright.graph.layers import layer_of
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.job import Job
-from stagewright.planning.pipeline import Pipeline, bodies_of, reserved_bytes
+from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, reserved_bytes
+from stagewright.planning.prediction.sharding import gathered_flats
+from stagewright.planning.prediction.shortening import shortened
+from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
+from stagewright.planning.prediction.transfers import Floats, flight_seconds, posting_seconds
 from stagewright.planning.predictions import (
     Predictions,
     RankPrediction,
@@ -30,10 +34,6 @@ from stagewright.planning.predictions import (
     StepCosts,
     TransferCosts,
 )
-from stagewright.planning.sharding import gathered_flats
-from stagewright.planning.shortening import shortened
-from stagewright.planning.step_times import simulated, whole_step_seconds
-from stagewright.planning.transfers import Floats, flight_seconds, posting_seconds
 from stagewright.schedule import Kind, Program, insert_communication
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import Timeline

@@ -1,0 +1,1 @@
+"""What configurations take at the least, from the costs of their layers."""

@@ -1,1 +1,0 @@
-"""Where to cut a model into stages, when a stage that does not fit pays for memory with time."""

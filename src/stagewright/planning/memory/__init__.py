@@ -1,0 +1,1 @@
+"""Configurations made to fit in memory, on devices and on their hosts."""
