@@ -74,6 +74,8 @@ class Effort:
     rounds: int | None = None
     pool: int = 6
     gap: float = 0.0
+    has_tuner: bool = True
+    """Whether AdaPtis' tuner is among what a search starts from."""
     num_workers: int = field(default_factory=lambda: min(_TASKS_PER_ROUND, os.cpu_count() or 1))
 
 
@@ -196,7 +198,8 @@ class _Search:
         plans = list(baselines(self.problem))
         seconds = np.inf if self.effort.rounds is not None else _SHARE_OF_TUNER * self.effort.seconds
         with suppress(PlanError):
-            plans.append(tune(self.problem, max_seconds=seconds).best)
+            if self.effort.has_tuner:
+                plans.append(tune(self.problem, max_seconds=seconds).best)
         return tuple(sorted(plans, key=lambda each: each.makespan_s))
 
     def _open(self, workers: ThreadPoolExecutor) -> None:
