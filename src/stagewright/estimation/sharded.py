@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from stagewright.graph.flat import GRADIENTS, PARAMETERS, Flat
 from stagewright.schedule.action import COMPUTE, Action, Kind
@@ -49,8 +50,14 @@ NOTHING = Moves()
 
 def moves(actions: Sequence[Action], flats: Iterable[Flat]) -> list[Moves]:
     """What each of a rank's `actions` does with its `flats`, and as the last entry what the end of the batch does."""
-    account = _Account(tuple(flats), actions)
-    return [*(account.of(action) for action in actions), account.end()]
+    return list(_moves(tuple(actions), tuple(flats)))
+
+
+@lru_cache(maxsize=32)
+def _moves(actions: tuple[Action, ...], flats: tuple[Flat, ...]) -> tuple[Moves, ...]:
+    """Kept: a rank is replayed under one memory policy after another."""
+    account = _Account(flats, actions)
+    return (*(account.of(action) for action in actions), account.end())
 
 
 def is_gathered(flats: Iterable[Flat], stage: int) -> bool:
