@@ -76,7 +76,6 @@ _SHIFTS = 6
 _REFINED = 250
 """Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
 
-
 _NEAR = 0.05
 """Bounds of sizes of microbatches that differ by less than this part say nothing of which is the better."""
 
