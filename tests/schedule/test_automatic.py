@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 
 from stagewright.errors import ScheduleError
+from stagewright.planning.joint.layout import Layout
+from stagewright.planning.joint.moves import improve_order
+from stagewright.planning.joint.plan import encode_order
 from stagewright.schedule import Placement, build, insert_communication, verify
 from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.automatic.search import stages_of
+from stagewright.schedule.list_scheduler.kernels import list_schedule
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates, window_of
+from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.schedule.placement import linear, loop, wave
 from stagewright.simulation import Contention, StageCosts, simulate
 
@@ -41,6 +48,22 @@ def test_schedules_are_valid_and_keep_within_the_memory(seed):
     program = automatic(placement, num_microbatches, times, limit, num_moves=200, num_patterns=40)
     verify(insert_communication(verify(program)))
     assert (timed(program, times).peak_bytes <= limit + 1e-9).all()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_compiled_times_are_those_of_the_event_engine(seed):
+    placement, num_microbatches, times, limit = random_problem(seed)
+    stages = stages_of(placement, times, limit)
+    rule = Rule(1, False, False, 1.0, 0.5, NO_BACKLOG, False, 0.0)
+    due = due_dates(stages, rule, np.zeros((4, placement.num_stages)))
+    window = window_of(stages, np.inf)
+    listed_s, listed = list_schedule(stages, num_microbatches, rule, window, due, np.inf)
+    improved_s, improved = improve_order(stages, num_microbatches, listed, 200, 0.001, 0.0, seed)
+    layout = Layout(tuple(range(1, placement.num_stages + 1)), placement.rank_of_stage)
+    for seconds, order in ((listed_s, listed), (improved_s, improved)):
+        program = encode_order("order", layout, stages, order)
+        assert timed(program, times).makespan_s == pytest.approx(seconds, rel=1e-12)
+    assert improved_s <= listed_s
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -3,10 +3,11 @@
 Source: profile, partitions and results of github.com/guojihu-hana/SimPipe (README and configuration).
 """
 
+import numpy as np
 import pytest
 
 from stagewright.schedule import Placement, build, verify
-from stagewright.schedule.families.greedy import PassSeconds
+from stagewright.schedule.automatic import StageTimes
 from stagewright.simulation import StageCosts, simulate
 
 PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
@@ -45,9 +46,8 @@ def test_the_greedy_scheduler_on_24_stages(delays_unhidden):
     ticks = stage_ticks(PARTITION)
     rank_of_stage = [next(rank for rank, held in enumerate(PLACEMENT) if s in held) for s in range(24)]
     placement = Placement(tuple(rank_of_stage))
-    program = build(
-        "greedy", 4, 8, placement=placement, seconds=PassSeconds(*ticks), delays_unhidden=delays_unhidden
-    )
+    times = StageTimes(*np.array(ticks), np.zeros(23), *np.zeros((2, 24)))
+    program = build("greedy", 4, 8, placement=placement, times=times, delays_unhidden=delays_unhidden)
     timeline = simulate(verify(program), StageCosts.of(*ticks))
     assert timeline.makespan_s == 89870
     assert timeline.busy_s.tolist() == [86392, 84880, 84728, 84776]

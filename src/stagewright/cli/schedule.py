@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +20,7 @@ from stagewright.limits import check_seconds
 
 if TYPE_CHECKING:
     from stagewright.schedule import Program
+    from stagewright.schedule.automatic import StageTimes
     from stagewright.simulation import StageCosts
 
 _Seconds = Annotated[float, typer.Option(min=0.0, metavar="SECONDS")]
@@ -118,30 +119,24 @@ def _program(
     from stagewright.schedule import FAMILIES, build
 
     accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
-    if {"times", "seconds"} & set(accepted):
+    if "times" in accepted:
         # One microbatch is enough to learn how many stages the schedule places.
         num_stages = build(name, ranks, 1, chunks).num_stages
         # An activation is held until its weight gradient is done, though half of its bytes may go before.
         held = 1.0 if counts_activations else 0.5
-        options = {**_given_times(accepted, costs_of(num_stages), transfer, held), **options}
+        options = {"times": _given_times(costs_of(num_stages), transfer, held), **options}
     return build(name, ranks, microbatches, chunks, **options)
 
 
-def _given_times(accepted: Iterable[str], costs: StageCosts, transfer: float, held: float) -> dict[str, Any]:
+def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
     """The times, as the schedules that are made for given times take them; `held` of an activation's memory
     waits for its weight gradient."""
     import numpy as np
 
-    passes = costs.forward_s, costs.input_grad_s, costs.weight_grad_s
-    if "times" in accepted:
-        from stagewright.schedule.automatic import StageTimes
+    from stagewright.schedule.automatic import StageTimes
 
-        ones = np.ones(costs.num_stages)
-        return {"times": StageTimes(*passes, transfer * ones[1:], ones, held * ones)}
-    from stagewright.schedule.families.greedy import PassSeconds
-
-    forward, input_grad, weight_grad = (seconds.tolist() for seconds in passes)
-    return {"seconds": PassSeconds(forward, input_grad, weight_grad, transfer)}
+    passes, ones = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s), np.ones(costs.num_stages)
+    return StageTimes(*passes, transfer * ones[1:], ones, held * ones)
 
 
 def _limits_itself(name: str) -> bool:

@@ -1,9 +1,6 @@
 """The event engine that turns a program and its costs into a timeline."""
 
-from stagewright.simulation.bubbles import split_bubbles
 from stagewright.simulation.costs import StageCosts
-from stagewright.simulation.critical_path import critical_path
-from stagewright.simulation.difference import difference
 from stagewright.simulation.encoding import EncodedProgram, encode
 from stagewright.simulation.shared_links import SharedLinks
 from stagewright.simulation.simulate import simulate
@@ -18,10 +15,7 @@ __all__ = [
     "StageCosts",
     "Timeline",
     "TransferTimes",
-    "critical_path",
-    "difference",
     "encode",
     "simulate",
-    "split_bubbles",
     "transfer_times",
 ]

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action
-from stagewright.schedule.tokens import Token
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
 from stagewright.simulation.streams import COMPUTE_STREAM
@@ -133,11 +132,6 @@ class Timeline:
             yield Event(
                 rank, self.encoded.action(index), float(self.start_s[index]), float(self.end_s[index])
             )
-
-    def needs(self, action: Action) -> dict[Token, float]:
-        """Seconds at which each thing that `action` needs was at hand."""
-        tokens = self.structure.rules.needs(action)
-        return {token: float(self.token_s[self.structure.token_index(token)]) for token in tokens}
 
     @cached_property
     def is_compute(self) -> NDArray[np.bool_]:

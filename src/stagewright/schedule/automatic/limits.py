@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from stagewright.schedule.automatic.timing import first_arrivals
+from stagewright.schedule.list_scheduler.arrivals import first_arrivals
 from stagewright.schedule.list_scheduler.terms import TINY, Floats, Stages
 
 

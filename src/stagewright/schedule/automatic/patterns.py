@@ -7,7 +7,8 @@ from itertools import islice
 
 import numpy as np
 
-from stagewright.schedule.automatic.moves import Patterns, peaks
+from stagewright.schedule.automatic.orders import Patterns, peaks
+from stagewright.schedule.list_scheduler.arrivals import rank_seconds
 from stagewright.schedule.list_scheduler.terms import Floats, Ints, Stages
 
 
@@ -18,7 +19,7 @@ def patterns(stages: Stages, num_microbatches: int, num_patterns: int, rng: np.r
     2405.15362).
     """
     times = [
-        (*_first_times(model, gaps), _interval(model))
+        (*_first_times(model, gaps), rank_seconds(model).max())
         for model in (_uniform_times(stages), stages)
         for gaps in islice(_gap_choices(model, rng), num_patterns // 2)
     ]
@@ -50,13 +51,6 @@ def _uniform_times(stages: Stages) -> Stages:
     """The same pipeline with passes of one second and no transfer times; its patterns often carry over."""
     ones, zeros = np.ones(len(stages.rank)), np.zeros(len(stages.rank))
     return stages._replace(forward=ones, input_grad=ones, weight_grad=ones, hop=zeros)
-
-
-def _interval(stages: Stages) -> float:
-    """Seconds of work of the busiest rank per microbatch."""
-    work = np.zeros(int(stages.rank.max()) + 1)
-    np.add.at(work, stages.rank, stages.forward + stages.input_grad + stages.weight_grad)
-    return float(work.max())
 
 
 def _first_times(stages: Stages, gaps: Floats) -> tuple[Floats, Floats]:

@@ -9,19 +9,17 @@ from itertools import chain, product
 import numpy as np
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.action import Kind
 from stagewright.schedule.automatic.limits import one_microbatch, shortest_possible, smaller_limits
-from stagewright.schedule.automatic.moves import Finalists, Patterns, choose_patterns, choose_starts, improve
+from stagewright.schedule.automatic.orders import Finalists, Patterns, choose_patterns, choose_starts, improve
 from stagewright.schedule.automatic.patterns import patterns
-from stagewright.schedule.automatic.timing import Orders, Out
-from stagewright.schedule.families.pieces import numbered
 from stagewright.schedule.families.v_shaped import zb_v
 from stagewright.schedule.families.zero_bubble import zb_h1, zb_h2
-from stagewright.schedule.list_scheduler.terms import TINY, Floats, Stages
+from stagewright.schedule.list_scheduler.stage_times import KINDS, StageTimes, program_of, stages_of
+from stagewright.schedule.list_scheduler.terms import TINY, Floats, Order, Stages
 from stagewright.schedule.placement import Placement, linear, v
 from stagewright.schedule.program import Program
 
-_KINDS = (Kind.F, Kind.I, Kind.W)
 FILL_RULES = np.array(
     [(share, levels) for levels, share in product((False, True), (0.0, 0.5, 1.0))], np.float64
 )
@@ -43,38 +41,6 @@ WORTH_A_TRY = 1.03
 """Starts that are longer than the best start under the same limit by more are not improved."""
 NEARLY = 1.005
 """None is improved under a limit whose best start is longer than the best order so far by more."""
-
-
-@dataclass(frozen=True, eq=False)
-class StageTimes:
-    """Seconds per stage, seconds to move a value or gradient over each edge ``s -> s + 1``, and memory per
-    stage.
-
-    `saved` is what a microbatch keeps from forward to input gradient, `held` what it keeps from there to
-    its weight gradient, in any unit.
-    """
-
-    forward_s: Floats
-    input_grad_s: Floats
-    weight_grad_s: Floats
-    transfer_s: Floats
-    saved: Floats
-    held: Floats
-
-    @classmethod
-    def uniform(
-        cls,
-        num_stages: int,
-        forward_s: float = 1.0,
-        input_grad_s: float = 1.0,
-        weight_grad_s: float = 1.0,
-        transfer_s: float = 0.0,
-        held: float = 0.5,
-    ) -> StageTimes:
-        """Equal stages that save one unit of memory per microbatch."""
-        ones = np.ones(num_stages)
-        edges = transfer_s * np.ones(num_stages - 1)
-        return cls(forward_s * ones, input_grad_s * ones, weight_grad_s * ones, edges, ones, held * ones)
 
 
 def automatic(
@@ -121,7 +87,7 @@ def automatic(
             f"{name}: no order of {num_microbatches} microbatches fits a memory limit of {memory_limit}; "
             f"one microbatch alone needs {one_microbatch(stages)}"
         )
-    return _program(name, placement, num_microbatches, found)
+    return program_of(name, placement, num_microbatches, found, stages.offsets)
 
 
 @dataclass(frozen=True)
@@ -135,7 +101,7 @@ class Aim:
     seed: int
 
 
-def _best_within(placement: Placement, num_microbatches: int, stages: Stages, aim: Aim) -> Out | None:
+def _best_within(placement: Placement, num_microbatches: int, stages: Stages, aim: Aim) -> Order | None:
     """The best complete order of a search under the limit and under smaller ones.
 
     A search does not find the best, and may find less with more memory.
@@ -159,8 +125,8 @@ class _Search:
     aim: Aim
     step: float
     best_s: float = np.inf
-    best: Out | None = None
-    tried: set[tuple[int, int, bytes, bytes]] = field(default_factory=set)
+    best: Order | None = None
+    tried: set[tuple[int | bytes, ...]] = field(default_factory=set)
     _patterns: Patterns | None = None
 
     def under(self, stages: Stages, enough_s: float) -> None:
@@ -175,11 +141,10 @@ class _Search:
 
     def _starts(self, stages: Stages, enough_s: float) -> Finalists:
         """The shortest of the known schedules, of list schedules and of patterns."""
-        length = 2 * self.num_microbatches * int(np.diff(stages.offsets).max())
-        shape = NUM_FINALISTS, len(stages.limit), length
+        shape = NUM_FINALISTS, 2 * self.num_microbatches * len(stages.rank)
         finalists = Finalists(
-            np.full(NUM_FINALISTS, np.inf), np.zeros(NUM_FINALISTS, np.int64), np.zeros(shape[:2]),
-            np.empty(shape, np.int16), np.empty(shape, np.int16),
+            np.full(NUM_FINALISTS, np.inf), np.zeros(NUM_FINALISTS, np.int64),
+            np.zeros((NUM_FINALISTS, len(stages.limit))), np.empty(shape, np.int8), np.empty(shape, np.int16),
         )  # fmt: skip
         aim = stages, self.num_microbatches, self.aim.by_span, FILL_RULES, NEARLY * WORTH_A_TRY * self.best_s
         choose_starts(*aim, enough_s, self.handmade, _windows(stages), finalists)
@@ -188,7 +153,7 @@ class _Search:
         return finalists
 
     @cached_property
-    def handmade(self) -> tuple[Orders, Orders]:
+    def handmade(self) -> Order:
         return _handmade(self.placement, self.num_microbatches)
 
     def patterns(self, stages: Stages) -> Patterns:
@@ -200,9 +165,8 @@ class _Search:
 
     def _improve(self, turn: int, place: int, finalists: Finalists, stages: Stages, enough_s: float) -> None:
         """Move passes of a start within the memory that it needs, so that it comes out the same under any limit."""
-        peak = finalists.peak[place]
-        order = finalists.passes[place].tobytes() + finalists.stages[place].tobytes()
-        key = turn, int(finalists.rule[place]), peak.tobytes(), order
+        peak, order = finalists.peak[place], Order(finalists.passes[place], finalists.stages[place])
+        key = turn, int(finalists.rule[place]), peak.tobytes(), *(row.tobytes() for row in order)
         if key in self.tried:
             return
         self.tried.add(key)
@@ -212,7 +176,7 @@ class _Search:
         num_moves = int(self.aim.num_moves * times / NUM_FINALISTS)
         is_annealed = START_SHARES[turn] > 0
         seconds, complete = improve(
-            finalists.passes[place], finalists.stages[place], stages._replace(limit=np.minimum(stages.limit, needed)),
+            order, stages._replace(limit=np.minimum(stages.limit, needed)),
             self.num_microbatches, self.aim.by_span, FILL_RULES[finalists.rule[place]],
             num_moves * (1 if is_annealed else PATIENCE), num_moves * (1 if is_annealed else MOST_TURNS),
             START_SHARES[turn], self.aim.seed + turn, enough_s,
@@ -221,24 +185,20 @@ class _Search:
             self.best_s, self.best = seconds, complete
 
 
-def _handmade(placement: Placement, num_microbatches: int) -> tuple[Orders, Orders]:
-    """The known zero-bubble schedules of this placement, as passes and stages."""
+def _handmade(placement: Placement, num_microbatches: int) -> Order:
+    """The known zero-bubble schedules of this placement, [schedule, :], without weight gradients."""
     num_ranks = placement.num_ranks
     programs: list[Program] = []
     if placement == linear(num_ranks):
         programs = [zb_h1(num_ranks, num_microbatches), zb_h2(num_ranks, num_microbatches)]
     elif placement == v(num_ranks):
         programs = [zb_v(num_ranks, num_microbatches)]
-    rows = [
-        [
-            [(_KINDS.index(a.kind), a.stage) for a in actions if a.kind is not Kind.W]
-            for actions in program.ranks
-        ]
-        for program in programs
-    ]
-    num_passes = 2 * num_microbatches * placement.num_stages // num_ranks
-    orders = np.array(rows, np.int16).reshape(len(rows), num_ranks, num_passes, 2)
-    return orders[..., 0].copy(), orders[..., 1].copy()
+    passes = [[a for a in program if a.kind is not Kind.W] for program in programs]
+    shape = len(programs), 2 * num_microbatches * placement.num_stages
+    return Order(
+        np.array([[KINDS.index(a.kind) for a in each] for each in passes], np.int8).reshape(shape),
+        np.array([[a.stage for a in each] for each in passes], np.int16).reshape(shape),
+    )
 
 
 def _windows(stages: Stages) -> Floats:
@@ -246,33 +206,3 @@ def _windows(stages: Stages) -> Floats:
     num_ranks, num_stages = len(stages.limit), len(stages.rank)
     to_go = (num_stages - 1 - np.arange(num_stages)) * num_ranks / num_stages
     return np.array([*(np.ceil(factor * to_go) + 1 for factor in WINDOWS), np.full(num_stages, np.inf)])
-
-
-def stages_of(placement: Placement, times: StageTimes, memory_limit: float | Floats) -> Stages:
-    rank = np.array(placement.rank_of_stage, np.int64)
-    saved = np.asarray(times.saved, np.float64)
-    edge_s = np.where(rank[1:] != rank[:-1], times.transfer_s, 0.0)
-    return Stages(
-        start=np.arange(len(rank)),
-        rank=rank,
-        forward=np.asarray(times.forward_s, np.float64),
-        input_grad=np.asarray(times.input_grad_s, np.float64),
-        weight_grad=np.asarray(times.weight_grad_s, np.float64),
-        hop=np.concatenate([[0.0], edge_s]),
-        saved=saved,
-        held=np.asarray(times.held, np.float64),
-        room=np.array([saved[s + 1 :][rank[s + 1 :] == rank[s]].sum() for s in range(len(rank))]),
-        limit=np.broadcast_to(np.asarray(memory_limit, np.float64), placement.num_ranks).copy(),
-        members=np.argsort(rank, kind="stable"),
-        offsets=np.concatenate([[0], np.cumsum(np.bincount(rank))]),
-    )
-
-
-def _program(name: str, placement: Placement, num_microbatches: int, out: Out) -> Program:
-    ranks = []
-    for rank in range(placement.num_ranks):
-        length = int(out.length[rank])
-        kinds = (_KINDS[index] for index in out.passes[rank, :length])
-        steps = zip(kinds, map(int, out.stages[rank, :length]), strict=True)
-        ranks.append(tuple(numbered(steps, num_microbatches)))
-    return Program(name, placement, num_microbatches, tuple[tuple[Action, ...], ...](ranks))

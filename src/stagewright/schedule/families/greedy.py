@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.placement import Placement, loop
 from stagewright.schedule.program import Program
-from stagewright.schedule.tokens import Edge, Rules, Token, What
 
-_AFTER_INPUT_GRAD = (Kind.F, Kind.I, Kind.W)
-_OTHERWISE = (Kind.I, Kind.F, Kind.W)
-
-
-@dataclass(frozen=True)
-class PassSeconds:
-    """Seconds per stage of the three passes, and of one transfer between ranks."""
-
-    forward_s: Sequence[float]
-    input_grad_s: Sequence[float]
-    weight_grad_s: Sequence[float]
-    transfer_s: float = 0.0
-
-    def of(self, action: Action) -> float:
-        columns = {Kind.F: self.forward_s, Kind.I: self.input_grad_s, Kind.W: self.weight_grad_s}
-        return columns[action.kind][action.stage]
+if TYPE_CHECKING:
+    from stagewright.schedule.automatic import StageTimes
 
 
 def greedy(
@@ -37,8 +18,7 @@ def greedy(
     num_chunks: int = 1,
     *,
     placement: Placement | None = None,
-    seconds: PassSeconds | None = None,
-    edges: Iterable[Edge] | None = None,
+    times: StageTimes | None = None,
     delays_unhidden: bool = True,
     max_in_flight: int | None = None,
 ) -> Program:
@@ -59,149 +39,20 @@ def greedy(
     0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
     1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
+    import numpy as np  # here, because numba takes half a second to import
+
+    from stagewright.schedule.list_scheduler.kernels import list_schedule
+    from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates
+    from stagewright.schedule.list_scheduler.stage_times import StageTimes, program_of, stages_of
+    from stagewright.schedule.list_scheduler.terms import Rule
+
     placement = placement or loop(num_ranks, num_chunks)
     if placement.num_ranks != num_ranks:
         raise ScheduleError(f"greedy: a placement on {placement.num_ranks} ranks for {num_ranks} ranks")
-    ones = [1.0] * placement.num_stages
-    times = seconds or PassSeconds(ones, ones, ones)
-    empty = Program("greedy", placement, num_microbatches, ((),) * num_ranks)
-    return _ListScheduler(empty, Rules.of(empty, edges), times, delays_unhidden, max_in_flight).run()
-
-
-@dataclass
-class _Rank:
-    """What a rank has done and what it could do."""
-
-    ready: dict[Kind, list[tuple[tuple[int, ...], Action]]] = field(default_factory=lambda: defaultdict(list))
-    done: list[Action] = field(default_factory=list)
-    running: bool = False
-    last_start: float = -1.0
-    last_end: float = -1.0
-
-
-class _ListScheduler:
-    """Event loop: at each time all completions first, then every free rank takes its best ready work."""
-
-    def __init__(
-        self,
-        empty: Program,
-        rules: Rules,
-        seconds: PassSeconds,
-        delays_unhidden: bool,
-        max_in_flight: int | None,
-    ) -> None:
-        self.program, self.rules, self.seconds = empty, rules, seconds
-        self.delays_unhidden = delays_unhidden
-        self.max_in_flight = max_in_flight or empty.num_microbatches
-        self.rank_of = empty.placement.rank_of_stage
-        self.ranks = [_Rank() for _ in range(empty.num_ranks)]
-        self.end_of: dict[Action, float] = {}
-        self.events: list[tuple[float, int, str, Action]] = []
-        self.num_events = 0
-        self.backwards_begun = False
-        self.missing: dict[Action, int] = {}
-        self.users: dict[Token, list[Action]] = defaultdict(list)
-
-    def run(self) -> Program:
-        self._register_all()
-        self._dispatch(0.0)
-        while self.events:
-            now = self.events[0][0]
-            while self.events and self.events[0][0] == now:
-                _, _, what, action = heapq.heappop(self.events)
-                if what == "end":
-                    self._complete(action, now)
-                else:
-                    self._make_ready(action)
-            self._dispatch(now)
-        return self.program.with_ranks(rank.done for rank in self.ranks)
-
-    def _register_all(self) -> None:
-        for m in range(self.program.num_microbatches):
-            for stage in range(self.program.num_stages):
-                for kind in (Kind.F, Kind.W, Kind.I):
-                    action = Action(kind, stage, m)
-                    needs = (*self.rules.needs(action), *self._admission(action))
-                    self.missing[action] = len(needs)
-                    for token in needs:
-                        self.users[token].append(action)
-                    if not needs:
-                        self._make_ready(action)
-
-    def _admission(self, action: Action) -> tuple[Token, ...]:
-        """What a forward of stage 0 needs besides its input: that an earlier microbatch is through."""
-        assert action.microbatch is not None
-        before = action.microbatch - self.max_in_flight
-        enters = action.kind is Kind.F and action.stage == 0 and before >= 0
-        return (Token(What.HELD, 0, before),) if enters else ()
-
-    def _complete(self, action: Action, now: float) -> None:
-        """Hand on what `action` made: at once on its rank, after a transfer elsewhere."""
-        rank = self.rank_of[action.stage]
-        self.ranks[rank].running = False
-        self.end_of[action] = now
-        users = [user for token in self.rules.makes(action) for user in self.users[token]]
-        for user in sorted(users, key=lambda user: user.kind is not Kind.W):
-            self.missing[user] -= 1
-            if self.missing[user] == 0:
-                wait = 0.0 if self.rank_of[user.stage] == rank else self.seconds.transfer_s
-                if wait:
-                    self._push(now + wait, "ready", user)
-                else:
-                    self._make_ready(user)
-
-    def _make_ready(self, action: Action) -> None:
-        assert action.microbatch is not None
-        self.num_events += 1
-        order = (
-            (-action.stage, action.microbatch) if action.kind is Kind.I else (action.microbatch, action.stage)
-        )
-        heapq.heappush(
-            self.ranks[self.rank_of[action.stage]].ready[action.kind], ((*order, self.num_events), action)
-        )
-
-    def _push(self, time: float, what: str, action: Action) -> None:
-        self.num_events += 1
-        heapq.heappush(self.events, (time, self.num_events, what, action))
-
-    def _dispatch(self, now: float) -> None:
-        for index, rank in enumerate(self.ranks):
-            if rank.running:
-                continue
-            action = self._best(index, now)
-            if action is None:
-                continue
-            self.backwards_begun |= action.kind is Kind.I
-            rank.done.append(action)
-            rank.running, rank.last_start, rank.last_end = True, now, now + self.seconds.of(action)
-            self._push(rank.last_end, "end", action)
-
-    def _best(self, index: int, now: float) -> Action | None:
-        """Take the first ready work that is not delayed, else the first; ``None`` when nothing is ready."""
-        rank = self.ranks[index]
-        last_kind = rank.done[-1].kind if rank.done else None
-        first: tuple[Kind, tuple[tuple[int, ...], Action]] | None = None
-        for kind in _AFTER_INPUT_GRAD if last_kind is Kind.I else _OTHERWISE:
-            for entry in sorted(rank.ready[kind]):
-                first = first or (kind, entry)
-                if not self._is_delayed(entry[1], index, now):
-                    return self._take(rank, kind, entry)
-        return self._take(rank, *first) if first else None
-
-    @staticmethod
-    def _take(rank: _Rank, kind: Kind, entry: tuple[tuple[int, ...], Action]) -> Action:
-        rank.ready[kind].remove(entry)
-        heapq.heapify(rank.ready[kind])
-        return entry[1]
-
-    def _is_delayed(self, action: Action, index: int, now: float) -> bool:
-        """Whether the input of `action` came too late to travel behind the rank's last computation."""
-        rank = self.ranks[index]
-        if not self.delays_unhidden or not self.backwards_begun or rank.last_end != now:
-            return False
-        if action.kind is Kind.W:
-            return False
-        before = -1 if action.kind is Kind.F else 1
-        producer = Action(action.kind, action.stage + before, action.microbatch)
-        others = (other for place, other in enumerate(self.ranks) if place != index and other.done)
-        return any(other.done[-1] == producer for other in others) and self.end_of[producer] > rank.last_start
+    stages = stages_of(placement, times or StageTimes.uniform(placement.num_stages), np.inf)
+    rule = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, delays_unhidden, 0.0)
+    window = np.full(placement.num_stages, NO_BACKLOG)
+    window[0] = max_in_flight or NO_BACKLOG
+    due = due_dates(stages, rule, np.zeros((4, placement.num_stages)))
+    _, order = list_schedule(stages, num_microbatches, rule, window, due, np.inf)
+    return program_of("greedy", placement, num_microbatches, order, stages.offsets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.families.greedy import PassSeconds, greedy
+from stagewright.schedule.families.greedy import greedy
 from stagewright.schedule.placement import wave
 from stagewright.schedule.program import Program
 
@@ -23,14 +23,13 @@ def hanayo(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Progra
     0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
     1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
     """
+    from stagewright.schedule.list_scheduler.stage_times import StageTimes  # numpy takes a while to import
+
     if num_chunks < 2 or num_chunks % 2:
         raise ScheduleError(f"hanayo: a wave is two stages per rank, so num_chunks={num_chunks} must be even")
     placement = wave(num_ranks, num_chunks)
-    ones = [1.0] * placement.num_stages
-    seconds = PassSeconds(ones, [2.0] * placement.num_stages, [0.0] * placement.num_stages)
-    split = greedy(
-        num_ranks, num_microbatches, placement=placement, seconds=seconds, max_in_flight=2 * num_ranks
-    )
+    times = StageTimes.uniform(placement.num_stages, input_grad_s=2.0, weight_grad_s=0.0)
+    split = greedy(num_ranks, num_microbatches, placement=placement, times=times, max_in_flight=2 * num_ranks)
     whole = split.with_ranks(map(_with_full_backwards, split.ranks))
     return Program("hanayo", placement, num_microbatches, whole.ranks)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from stagewright.schedule.list_scheduler.arrivals import helper
 from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD, Floats, Ints
 
 
@@ -44,10 +44,6 @@ class Pick(NamedTuple):
     input_grad: int
     held_forward: int
     held_input_grad: int
-
-
-# Helpers without reference counting are inlined well; it would double the time of the loop.
-helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
 
 
 @helper

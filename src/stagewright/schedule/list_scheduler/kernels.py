@@ -1,18 +1,14 @@
-"""Compiled list scheduling: thousands of schedules a second for one layout of layers on ranks.
-
-Microbatches pass every stage in order. That loses nothing: microbatches are alike, so the k-th start of a
-pass may always be given to microbatch k.
-"""
+"""Compiled list scheduling: thousands of schedules a second for one layout of layers on ranks."""
 
 from __future__ import annotations
 
 import numba
 import numpy as np
 
+from stagewright.schedule.list_scheduler.arrivals import arrival, helper, rank_seconds
 from stagewright.schedule.list_scheduler.choosing import (
     Clocks,
     choose,
-    helper,
     later_choice,
     pick_hidden,
     pick_ready,
@@ -23,7 +19,7 @@ from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, WEIGH
 @numba.njit(cache=True, nogil=True)
 def list_schedule(stages, num_microbatches, rule, window, due, give_up_s):
     """Makespan and order; infinite once no schedule that goes on from here can end before `give_up_s`."""
-    slack = _slack(stages, num_microbatches, give_up_s)
+    slack = give_up_s - num_microbatches * rank_seconds(stages)
     return list_within(stages, num_microbatches, rule, window, due, slack)
 
 
@@ -80,7 +76,7 @@ def list_within(stages, num_microbatches, rule, window, due, slack):
         left -= 1
         user, at = -1, np.inf
         if kind == FORWARD:
-            user, at = _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, due)
+            user, at = _run_forward(rank, member, stage, now, stages, clocks, due)
         elif kind == INPUT_GRAD:
             user, at = _run_input_grad(rank, member, stage, now, stages, clocks, due)
         else:
@@ -140,18 +136,8 @@ def _clocks(stages, num_microbatches, due):
     )  # fmt: skip
 
 
-@numba.njit(cache=True, nogil=True)
-def _slack(stages, num_microbatches, give_up_s):
-    """How long each rank may idle in all."""
-    slack = np.full(len(stages.offsets) - 1, give_up_s)
-    for stage in range(len(stages.rank)):
-        seconds = stages.forward[stage] + stages.input_grad[stage] + stages.weight_grad[stage]
-        slack[stages.rank[stage]] -= num_microbatches * seconds
-    return slack
-
-
 @helper
-def _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, due):
+def _run_forward(rank, member, stage, now, stages, clocks, due):
     """Run the next forward of `stage`; return the rank that it may wake, or -1, and when."""
     m = clocks.num_forward[stage]
     end = now + stages.forward[stage]
@@ -160,18 +146,11 @@ def _run_forward(rank, member, stage, now, num_microbatches, stages, clocks, due
     clocks.forward_due[member] += due.forward_pace[stage]
     clocks.memory[rank] += stages.saved[stage]
     clocks.free[rank] = end
-    if stage > 0:
-        known = m + 1 < clocks.num_forward[stage - 1]
-        clocks.value_at[member] = (
-            clocks.forward_end[stage - 1, m + 1] + stages.hop[stage] if known else np.inf
-        )
-    elif m + 1 == num_microbatches:
-        clocks.value_at[member] = np.inf
+    clocks.value_at[member] = arrival(FORWARD, stage, stages, clocks)
     if stage + 1 == len(stages.rank):
-        if clocks.num_input_grad[stage] == m:
-            clocks.gradient_at[member] = end
+        clocks.gradient_at[member] = arrival(INPUT_GRAD, stage, stages, clocks)
     elif clocks.num_forward[stage + 1] == m:
-        at = end + stages.hop[stage + 1]
+        at = arrival(FORWARD, stage + 1, stages, clocks)
         clocks.value_at[clocks.place[stage + 1]] = at
         return stages.rank[stage + 1], at
     return -1, np.inf
@@ -190,15 +169,9 @@ def _run_input_grad(rank, member, stage, now, stages, clocks, due):
         clocks.weight_grad_due[member] = clocks.num_weight_grad[stage]
     clocks.memory[rank] -= stages.saved[stage] - stages.held[stage]
     clocks.free[rank] = end
-    following = np.inf
-    if stage + 1 == len(stages.rank):
-        if m + 1 < clocks.num_forward[stage]:
-            following = clocks.forward_end[stage, m + 1]
-    elif m + 1 < clocks.num_input_grad[stage + 1]:
-        following = clocks.input_grad_end[stage + 1, m + 1] + stages.hop[stage + 1]
-    clocks.gradient_at[member] = following
+    clocks.gradient_at[member] = arrival(INPUT_GRAD, stage, stages, clocks)
     if stage > 0 and clocks.num_input_grad[stage - 1] == m:
-        at = end + stages.hop[stage]
+        at = arrival(INPUT_GRAD, stage - 1, stages, clocks)
         clocks.gradient_at[clocks.place[stage - 1]] = at
         return stages.rank[stage - 1], at
     return -1, np.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from stagewright.schedule.list_scheduler.arrivals import rank_seconds
 from stagewright.schedule.list_scheduler.terms import Due
 
 NO_BACKLOG = 1 << 40
@@ -20,12 +21,7 @@ def window_of(stages, depth):
     num_stages = len(stages.rank)
     if depth > 1e6:
         return np.full(num_stages, NO_BACKLOG)
-    load = np.zeros(len(stages.limit))
-    for stage in range(num_stages):
-        load[stages.rank[stage]] += (
-            stages.forward[stage] + stages.input_grad[stage] + stages.weight_grad[stage]
-        )
-    cycle = max(load.max(), 1e-30)
+    cycle = max(rank_seconds(stages).max(), 1e-30)
     window = np.empty(num_stages, np.int64)
     stay = 0.0
     for stage in range(num_stages - 1, -1, -1):
@@ -51,19 +47,15 @@ def due_dates(stages, rule, shifts):
     """
     num_stages = len(stages.rank)
     forward, input_grad = np.empty(num_stages), np.empty(num_stages)
-    load = np.zeros(len(stages.limit))
     at = 0.0
     for stage in range(num_stages):
-        load[stages.rank[stage]] += (
-            stages.forward[stage] + stages.input_grad[stage] + stages.weight_grad[stage]
-        )
         at += stages.hop[stage]
         forward[stage] = rule.stretch * at + shifts[0, stages.start[stage]]
         at += stages.forward[stage]
     for stage in range(num_stages - 1, -1, -1):
         input_grad[stage] = rule.stretch * at + shifts[1, stages.start[stage]]
         at += stages.input_grad[stage] + stages.hop[stage]
-    cycle = load.max()
+    cycle = rank_seconds(stages).max()
     pace = np.empty((2, num_stages))
     for stage in range(num_stages):
         for row in range(2):

@@ -6,22 +6,29 @@ from typing import NamedTuple
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.schedule.automatic.timing import (
+from stagewright.schedule.list_scheduler.arrivals import first_arrivals, helper
+from stagewright.schedule.list_scheduler.kernels import list_within
+from stagewright.schedule.list_scheduler.order_times import (
     FillRule,
-    Floats,
-    Ints,
-    Orders,
-    first_arrivals,
-    helper,
     least_times,
-    new_out,
+    new_order,
     new_state,
+    shift,
     time_order,
 )
-from stagewright.schedule.list_scheduler.kernels import list_within
 from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG, due_dates
-from stagewright.schedule.list_scheduler.terms import FORWARD, INPUT_GRAD, TINY, WEIGHT_GRAD, Rule
+from stagewright.schedule.list_scheduler.terms import (
+    FORWARD,
+    INPUT_GRAD,
+    TINY,
+    WEIGHT_GRAD,
+    Floats,
+    Ints,
+    Order,
+    Rule,
+)
 
 ORDER_ALONE = 1.02
 """By how much a list schedule may be longer than an order worth having: its weight gradients are filled in anew."""
@@ -33,8 +40,8 @@ class Finalists(NamedTuple):
     seconds: Floats
     rule: Ints
     peak: Floats  # [place, rank] memory
-    passes: Orders  # [place, rank, :]
-    stages: Orders
+    passes: NDArray[np.int8]  # [place, :] of an order without weight gradients
+    stages: NDArray[np.int16]
 
 
 class Patterns(NamedTuple):
@@ -55,48 +62,39 @@ def choose_starts(
 
     Each is timed under all of `rules`. Of orders that take the same time the first is kept.
     """
-    num_ranks, length = finalists.passes.shape[1:]
-    state, out = new_state(stages, num_microbatches), new_out(num_ranks, 0)
+    state, order = new_state(stages, num_microbatches), new_order(finalists.passes.shape[1])
     least = least_times(stages, num_microbatches, by_span)
-    passes, which = np.empty((num_ranks, length), np.int16), np.empty((num_ranks, length), np.int16)
     for n in range(len(given[0])):
-        passes[:], which[:] = given[0][n], given[1][n]
-        _consider(
-            passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out
-        )
+        order.passes[:], order.stages[:] = given[0][n], given[1][n]
+        _consider(order, stages, by_span, rules, most_s, least, finalists, state)
     shifts = np.zeros((4, stages.start.max() + 1))
     for n in range(len(windows)):
         for flags in range(18):
             if finalists.seconds[0] <= enough_s:
                 return
             deep = flags % 2 > 0
-            if deep and len(stages.rank) == num_ranks:
+            if deep and len(stages.rank) == len(stages.limit):
                 continue  # no rank has a choice among forwards
             rule = Rule(flags // 2 % 3, False, deep, 1.0, 0.5 * (flags // 6), NO_BACKLOG, False, 0.0)
             give_up_s = ORDER_ALONE * min(most_s, finalists.seconds[-1])
             slack = give_up_s - least + first_arrivals(stages)
             due = due_dates(stages, rule, shifts)
-            seconds, order = list_within(stages, num_microbatches, rule, windows[n], due, slack)
+            seconds, listed = list_within(stages, num_microbatches, rule, windows[n], due, slack)
             if seconds < np.inf:
-                _without_weight_grads(order, stages, num_microbatches, passes, which)
-                _consider(
-                    passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out
-                )  # fmt: skip
+                is_kept = listed.passes != WEIGHT_GRAD
+                order.passes[:], order.stages[:] = listed.passes[is_kept], listed.stages[is_kept]
+                _consider(order, stages, by_span, rules, most_s, least, finalists, state)
 
 
 @numba.njit(cache=True, nogil=True)
 def choose_patterns(stages, num_microbatches, by_span, rules, most_s, patterns, finalists):
     """As `choose_starts`, of patterns."""
-    num_ranks, length = finalists.passes.shape[1:]
-    state, out = new_state(stages, num_microbatches), new_out(num_ranks, 0)
+    state, order = new_state(stages, num_microbatches), new_order(finalists.passes.shape[1])
     least = least_times(stages, num_microbatches, by_span)
-    passes, which = np.empty((num_ranks, length), np.int16), np.empty((num_ranks, length), np.int16)
     for n in range(len(patterns.interval)):
         if (patterns.peak[n] <= stages.limit * (1.0 + TINY)).all():
-            order_of_pattern(n, patterns, stages, num_microbatches, passes, which)
-            _consider(
-                passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out
-            )
+            order_of_pattern(n, patterns, stages, num_microbatches, order)
+            _consider(order, stages, by_span, rules, most_s, least, finalists, state)
 
 
 @helper
@@ -105,12 +103,12 @@ def _rule(row):
 
 
 @numba.njit(cache=True, nogil=True)
-def _consider(passes, which, stages, num_microbatches, by_span, rules, most_s, least, finalists, state, out):
+def _consider(order, stages, by_span, rules, most_s, least, finalists, state):
     """Let the order take its place among `finalists` if it is shorter than one of them and than `most_s`."""
     best, best_rule = min(most_s, finalists.seconds[-1]), -1
-    peak = np.empty(len(stages.limit))
+    peak, none = np.empty(len(stages.limit)), new_order(0)
     for index in range(len(rules)):
-        seconds = time_order(passes, which, stages, _rule(rules[index]), by_span, least, best, state, out)
+        seconds = time_order(order, stages, _rule(rules[index]), by_span, least, best, state, none)
         if seconds < best - TINY:
             best, best_rule = seconds, index
             peak[:] = state.peak
@@ -127,37 +125,21 @@ def _consider(passes, which, stages, num_microbatches, by_span, rules, most_s, l
     finalists.seconds[place] = best
     finalists.rule[place] = best_rule
     finalists.peak[place] = peak
-    finalists.passes[place] = passes
-    finalists.stages[place] = which
+    finalists.passes[place] = order.passes
+    finalists.stages[place] = order.stages
 
 
 @numba.njit(cache=True, nogil=True)
-def _without_weight_grads(order, stages, num_microbatches, passes, which):
-    """The forwards and input gradients of a list schedule."""
-    which[:] = -1
-    for rank in range(len(stages.offsets) - 1):
-        place = 0
-        for n in range(
-            3 * num_microbatches * stages.offsets[rank], 3 * num_microbatches * stages.offsets[rank + 1]
-        ):
-            if order.passes[n] != WEIGHT_GRAD:
-                passes[rank, place] = order.passes[n]
-                which[rank, place] = order.stages[n]
-                place += 1
-
-
-@numba.njit(cache=True, nogil=True)
-def order_of_pattern(n, patterns, stages, num_microbatches, passes, which):
+def order_of_pattern(n, patterns, stages, num_microbatches, order):
     """Where passes of pattern `n` would overlap they follow in the order of their times; returns each rank's memory
     when weight gradients follow at once."""
     num_ranks = len(stages.offsets) - 1
     peak = np.zeros(num_ranks)
     count = np.zeros((2, len(stages.rank)), np.int64)
-    which[:] = -1
     for rank in range(num_ranks):
         low, high = stages.offsets[rank], stages.offsets[rank + 1]
         memory = 0.0
-        for place in range(2 * num_microbatches * (high - low)):
+        for place in range(2 * num_microbatches * low, 2 * num_microbatches * high):
             first, kind, stage = np.inf, -1, -1
             for member in range(low, high):
                 other = stages.members[member]
@@ -169,8 +151,8 @@ def order_of_pattern(n, patterns, stages, num_microbatches, passes, which):
                 at = patterns.input_grad_at[n, other] + m * patterns.interval[n]
                 if m < num_microbatches and at < first:
                     first, kind, stage = at, INPUT_GRAD, other
-            passes[rank, place] = kind
-            which[rank, place] = stage
+            order.passes[place] = kind
+            order.stages[place] = stage
             count[kind, stage] += 1
             memory += stages.saved[stage] if kind == FORWARD else -stages.saved[stage]
             peak[rank] = max(peak[rank], memory)
@@ -180,16 +162,14 @@ def order_of_pattern(n, patterns, stages, num_microbatches, passes, which):
 @numba.njit(cache=True, nogil=True)
 def peaks(patterns, stages, num_microbatches):
     """Fill in `patterns.peak`."""
-    num_ranks = len(stages.offsets) - 1
-    length = 2 * num_microbatches * np.diff(stages.offsets).max()
-    passes, which = np.empty((num_ranks, length), np.int16), np.empty((num_ranks, length), np.int16)
+    order = new_order(2 * num_microbatches * len(stages.rank))
     for n in range(len(patterns.interval)):
-        patterns.peak[n] = order_of_pattern(n, patterns, stages, num_microbatches, passes, which)
+        patterns.peak[n] = order_of_pattern(n, patterns, stages, num_microbatches, order)
 
 
 @numba.njit(cache=True, nogil=True)
 def improve(
-    passes, which, stages, num_microbatches, by_span, rule, num_moves, most_moves, start_share, seed, good_enough_s
+    order, stages, num_microbatches, by_span, rule, num_moves, most_moves, start_share, seed, good_enough_s
 ):  # fmt: skip
     """The best order found by moving single passes by a few places: its seconds and the complete order.
 
@@ -198,48 +178,41 @@ def improve(
     Moves that lengthen the order are accepted as in annealing: by `start_share` of its length at first, by less and less.
     """
     np.random.seed(seed)
-    num_ranks, length = passes.shape
-    state, none = new_state(stages, num_microbatches), new_out(num_ranks, 0)
+    lengths = 2 * num_microbatches * np.diff(stages.offsets)
+    num_ranks, longest = len(lengths), lengths.max()
+    state, none = new_state(stages, num_microbatches), new_order(0)
     given, least = _rule(rule), least_times(stages, num_microbatches, by_span)
-    best = time_order(passes, which, stages, given, by_span, least, np.inf, state, none)
-    best_passes, best_which = passes.copy(), which.copy()
-    passes, which, current = passes.copy(), which.copy(), best
+    best = time_order(order, stages, given, by_span, least, np.inf, state, none)
+    best_order = Order(order.passes.copy(), order.stages.copy())
+    order, current = Order(order.passes.copy(), order.stages.copy()), best
     step, until = 0, num_moves
     while step < until and best > good_enough_s:
         step += 1
         rank = np.random.randint(num_ranks)
-        source = np.random.randint(length)
+        source = np.random.randint(longest)
         distance = 1 + int(6 * np.random.random() ** 2)
         target = source + distance if np.random.random() < 0.5 else source - distance
-        target = min(max(target, 0), length - 1)
-        if which[rank, source] < 0 or which[rank, target] < 0:
+        target = min(max(target, 0), longest - 1)
+        if source >= lengths[rank] or target >= lengths[rank]:
             continue
-        if which[rank, source] == which[rank, target] and passes[rank, source] == passes[rank, target]:
+        source += 2 * num_microbatches * stages.offsets[rank]
+        target += 2 * num_microbatches * stages.offsets[rank]
+        if order.stages[source] == order.stages[target] and order.passes[source] == order.passes[target]:
             continue
-        _move(passes[rank], source, target)
-        _move(which[rank], source, target)
+        shift(order.passes, source, target)
+        shift(order.stages, source, target)
         share = start_share * 0.01 ** (step / num_moves)
         most = current - share * best * np.log(1.0 - np.random.random())
-        seconds = time_order(passes, which, stages, given, by_span, least, most, state, none)
+        seconds = time_order(order, stages, given, by_span, least, most, state, none)
         if seconds <= most + TINY:
             current = seconds
             if seconds < best - TINY:
                 best = seconds
                 until = max(until, min(step + num_moves, most_moves))
-                best_passes[:], best_which[:] = passes, which
+                best_order.passes[:], best_order.stages[:] = order.passes, order.stages
         else:
-            _move(passes[rank], target, source)
-            _move(which[rank], target, source)
-    out = new_out(num_ranks, length + length // 2)
-    best = time_order(best_passes, best_which, stages, given, by_span, least, np.inf, state, out)
-    return best, out
-
-
-@helper
-def _move(row, source, target):
-    """Take the entry at `source` out and put it in at `target`."""
-    entry = row[source]
-    step = 1 if target > source else -1
-    for place in range(source, target, step):
-        row[place] = row[place + step]
-    row[target] = entry
+            shift(order.passes, target, source)
+            shift(order.stages, target, source)
+    complete = new_order(3 * num_microbatches * len(stages.rank))
+    best = time_order(best_order, stages, given, by_span, least, np.inf, state, complete)
+    return best, complete

@@ -1,0 +1,62 @@
+"""When the input of a pass is there, compiled: what `Rules` says of a chain of stages, with the times of its transfers.
+
+Microbatches pass every stage in order. That loses nothing: microbatches are alike, so the k-th start of a pass may always
+be given to microbatch k.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from stagewright.schedule.list_scheduler.terms import FORWARD
+
+# Helpers without reference counting are inlined well; it would double the time of the loop.
+helper = numba.njit(cache=True, _nrt=False)  # pyright: ignore[reportCallIssue]: no public option
+
+
+@helper
+def arrival(kind, stage, stages, passes):
+    """When the next forward or input gradient of `stage` has its input; infinite while unknown and after the last.
+
+    `passes` are those that have run: their ends `forward_end` and `input_grad_end`, [stage, microbatch], and their numbers
+    `num_forward` and `num_input_grad` per stage.
+    """
+    if kind == FORWARD:
+        m = passes.num_forward[stage]
+        if stage == 0:
+            return 0.0 if m < passes.forward_end.shape[1] else np.inf
+        if m >= passes.num_forward[stage - 1]:
+            return np.inf
+        return passes.forward_end[stage - 1, m] + stages.hop[stage]
+    m = passes.num_input_grad[stage]
+    if m >= passes.num_forward[stage]:
+        return np.inf
+    if stage == len(stages.rank) - 1:
+        return passes.forward_end[stage, m]
+    if m >= passes.num_input_grad[stage + 1]:
+        return np.inf
+    return passes.input_grad_end[stage + 1, m] + stages.hop[stage + 1]
+
+
+@numba.njit(cache=True, nogil=True)
+def first_arrivals(stages):
+    """When the first value can reach each rank."""
+    first = np.full(len(stages.offsets) - 1, np.inf)
+    at = 0.0
+    for stage in range(len(stages.rank)):
+        at += stages.hop[stage]
+        first[stages.rank[stage]] = min(first[stages.rank[stage]], at)
+        at += stages.forward[stage]
+    return first
+
+
+@numba.njit(cache=True, nogil=True)
+def rank_seconds(stages):
+    """The seconds that each rank computes per microbatch."""
+    seconds = np.zeros(len(stages.offsets) - 1)
+    for stage in range(len(stages.rank)):
+        seconds[stages.rank[stage]] += (
+            stages.forward[stage] + stages.input_grad[stage] + stages.weight_grad[stage]
+        )
+    return seconds

@@ -1,0 +1,85 @@
+"""Given times of stages, as the compiled schedulers take them, and the programs of the orders that they find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from stagewright.schedule.action import Kind
+from stagewright.schedule.families.pieces import numbered
+from stagewright.schedule.list_scheduler.terms import Floats, Ints, Order, Stages
+from stagewright.schedule.placement import Placement
+from stagewright.schedule.program import Program
+
+KINDS = (Kind.F, Kind.I, Kind.W)
+"""Of the passes `FORWARD`, `INPUT_GRAD` and `WEIGHT_GRAD`."""
+
+
+@dataclass(frozen=True, eq=False)
+class StageTimes:
+    """Seconds per stage, seconds to move a value or gradient over each edge ``s -> s + 1``, and memory per
+    stage.
+
+    `saved` is what a microbatch keeps from forward to input gradient, `held` what it keeps from there to
+    its weight gradient, in any unit.
+    """
+
+    forward_s: Floats
+    input_grad_s: Floats
+    weight_grad_s: Floats
+    transfer_s: Floats
+    saved: Floats
+    held: Floats
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward_s: float = 1.0,
+        input_grad_s: float = 1.0,
+        weight_grad_s: float = 1.0,
+        transfer_s: float = 0.0,
+        held: float = 0.5,
+    ) -> StageTimes:
+        """Equal stages that save one unit of memory per microbatch."""
+        ones = np.ones(num_stages)
+        edges = transfer_s * np.ones(num_stages - 1)
+        return cls(forward_s * ones, input_grad_s * ones, weight_grad_s * ones, edges, ones, held * ones)
+
+
+def stages_of(placement: Placement, times: StageTimes, memory_limit: float | Floats) -> Stages:
+    """What the stages of `placement` cost, for the kernels."""
+    rank = np.array(placement.rank_of_stage, np.int64)
+    saved = np.asarray(times.saved, np.float64)
+    edge_s = np.where(rank[1:] != rank[:-1], times.transfer_s, 0.0)
+    return Stages(
+        start=np.arange(len(rank)),
+        rank=rank,
+        forward=np.asarray(times.forward_s, np.float64),
+        input_grad=np.asarray(times.input_grad_s, np.float64),
+        weight_grad=np.asarray(times.weight_grad_s, np.float64),
+        hop=np.concatenate([[0.0], edge_s]),
+        saved=saved,
+        held=np.asarray(times.held, np.float64),
+        room=np.array([saved[s + 1 :][rank[s + 1 :] == rank[s]].sum() for s in range(len(rank))]),
+        limit=np.broadcast_to(np.asarray(memory_limit, np.float64), placement.num_ranks).copy(),
+        members=np.argsort(rank, kind="stable"),
+        offsets=np.concatenate([[0], np.cumsum(np.bincount(rank))]),
+    )
+
+
+def program_of(
+    name: str, placement: Placement, num_microbatches: int, order: Order, offsets: Ints
+) -> Program:
+    """The program of an `order`, the k-th occurrence of a pass for microbatch k."""
+    kinds = (KINDS[index] for index in order.passes)
+    steps = [*zip(kinds, map(int, order.stages), strict=True)]
+    bounds = pairwise((3 * num_microbatches * offsets).tolist())
+    return Program(
+        name,
+        placement,
+        num_microbatches,
+        tuple(tuple(numbered(steps[begin:end], num_microbatches)) for begin, end in bounds),
+    )
