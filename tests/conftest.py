@@ -56,6 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: set STAGEWRIGHT_TEST_ALL=1 (make test-all)"))
 
 
+@pytest.fixture
+def short_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stages recompute is annealed in a tenth of the steps: for tests of what a search does with the result, not
+    of how good it is."""
+    from stagewright.planning.saving import reruns
+
+    monkeypatch.setattr(reruns, "_STEPS", reruns._STEPS // 10)
+    monkeypatch.setattr(reruns, "_MORE_STEPS", reruns._MORE_STEPS // 10)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
     """Time limits of tests are those of a machine that runs nothing but the tests."""

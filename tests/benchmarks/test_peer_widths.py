@@ -18,7 +18,7 @@ from stagewright.planning.space import Space
 from stagewright.report.configurations import recomputed
 from stagewright.tracing.models.reference import ModelReference, resolve
 
-CLUSTER = load_cluster("8x-a100-80")
+CLUSTER = load_cluster("4x-a100-80")
 JOB = Job(
     global_batch=32, sequence_length=1024, dtype="fp16", runtime="megatron-deepspeed", memory_limit=8 * 2**30
 )
@@ -67,7 +67,7 @@ def test_megatron_chooses_as_its_rule_says() -> None:
         return True
 
     first = made_by("megatron").plans[0]
-    assert (first.tp, first.pp, first.dp) == megatron_rule(8, 8, 8, fits)
+    assert (first.tp, first.pp, first.dp) == megatron_rule(4, 4, 8, fits)
 
 
 def test_widths_they_do_not_know_and_other_names_are_refused() -> None:

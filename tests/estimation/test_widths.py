@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,8 +23,12 @@ from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
 SIZE, TOKENS, LAYERS, BYTES = 2, 256, 2, 2
-DECODERS = ["llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b", "qwen3-8b"]
 WIDTHS = [(1, False, 1), (2, False, 1), (8, True, 1), (1, False, 2), (2, True, 2), (8, True, 2)]
+# The larger ones differ from the second in sizes alone.
+DECODERS_AND_WIDTHS = [
+    *product(["llama-2-7b", "llama-3-8b", "qwen3-8b"], WIDTHS),
+    *product(["llama-3-70b", "llama-3-405b"], WIDTHS[-1:]),
+]
 
 
 @cache
@@ -48,8 +53,7 @@ def sizes(model: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize("model", DECODERS)
+@pytest.mark.parametrize(("model", "widths"), DECODERS_AND_WIDTHS)
 def test_parameters_flop_and_collectives_of_a_rank_follow_closed_formulas(
     model: str, widths: tuple[int, bool, int]
 ) -> None:
@@ -79,15 +83,16 @@ def test_parameters_flop_and_collectives_of_a_rank_follow_closed_formulas(
     assert moved[CONTEXT_GROUP] == ([shared] * 4 if cp > 1 else [])
 
 
-MIXTURES = ["mixtral-8x7b", "qwen3-30b-a3b"]
 MIXTURE_WIDTHS = [
     (1, False, 1, 1), (2, False, 1, 1), (1, False, 1, 4), (1, False, 2, 4), (2, False, 1, 4), (2, True, 1, 4),
     (4, True, 2, 8),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("widths", MIXTURE_WIDTHS)
-@pytest.mark.parametrize("model", MIXTURES)
+@pytest.mark.parametrize(
+    ("model", "widths"),
+    [*product(["mixtral-8x7b"], MIXTURE_WIDTHS), *product(["qwen3-30b-a3b"], MIXTURE_WIDTHS[2::2])],
+)
 def test_experts_of_a_rank_follow_closed_formulas(model: str, widths: tuple[int, bool, int, int]) -> None:
     tp, splits, cp, ep = widths
     config, of = resolve(model).config, sizes(model)

@@ -15,7 +15,7 @@ from stagewright.errors import InputError
 from stagewright.execution.record import clock_error_seconds, timeline_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.simulation import StageCosts, critical_path, difference, simulate
+from stagewright.simulation import StageCosts, simulate
 from stagewright.simulation.observed import observed
 
 
@@ -33,8 +33,6 @@ def test_recorded_times_come_back_as_the_timeline(plan: Plan) -> None:
     assert found.makespan_s == pytest.approx(wanted.makespan_s)
     assert found.bubble_fraction == pytest.approx(wanted.bubble_fraction)
     assert found.peak_bytes.tolist() == [100, 101]
-    assert all(abs(moved.start_s) < 1e-9 for moved in difference(wanted, found).moved)
-    assert [str(link.action) for link in critical_path(found)][-1] == "0B2"
 
 
 def test_the_clocks_may_be_apart_by_the_two_largest_errors(plan: Plan) -> None:

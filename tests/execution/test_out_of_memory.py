@@ -57,7 +57,9 @@ def fail_on_the_second_rank(rank: int, num_ranks: int, path: str, out: str) -> i
 
     from stagewright.execution.stage_runner import StageRunner, Tensors
     from stagewright.execution.worker import main
+    from stagewright.planning.saving import reruns
 
+    reruns._STEPS, reruns._MORE_STEPS = reruns._STEPS // 10, reruns._MORE_STEPS // 10  # plans again at once
     backward = StageRunner.backward
 
     def full(self: StageRunner, microbatch: int, cotangents: Tensors) -> Tensors:
@@ -93,7 +95,9 @@ def train_within(rank: int, num_ranks: int, path: str) -> str:
     import torch.distributed as dist
 
     from stagewright.execution.session import Session
+    from stagewright.planning.saving import reruns
 
+    reruns._STEPS, reruns._MORE_STEPS = reruns._STEPS // 10, reruns._MORE_STEPS // 10  # plans again at once
     dist.init_process_group("gloo")
     session: Any = Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
     pages = int(Path("/proc/self/statm").read_text().split()[0])

@@ -88,7 +88,9 @@ def started(folder: Path, plan: Path, *more: str) -> AbstractContextManager[Star
     words = ("--steps", str(NUM_STEPS), "--device", "cpu", "--timeout", str(ACTION_S), "--out", str(folder / "out"),
              "--checkpoint", str(folder / "kept"), "--checkpoint-every", "1")  # fmt: skip
     log = folder / f"log-{len(list(folder.glob('log-*')))}"
-    return started_run(log, str(plan), *words, *more, TMPDIR=str(temporary_of(folder)))
+    # PyTorch's own cache is none of what a run is to clear up.
+    places = {"TMPDIR": str(temporary_of(folder)), "TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
+    return started_run(log, str(plan), *words, *more, **places)
 
 
 def test_a_run_under_fire_comes_to_the_same_bytes(

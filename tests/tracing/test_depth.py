@@ -25,11 +25,11 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama-3-8b", {"num_hidden_layers": 10}, {"loss_pieces": 2}),
     ("llama-3-8b", {"num_hidden_layers": 11}, {"tp": 2, "splits_sequence": True, "cp": 2}),
     ("gemma-2b", {"num_hidden_layers": 9}, {}),
-    ("bert-large", {}, {"tp": 2, "splits_sequence": True}),
+    ("bert-large", {"num_hidden_layers": 9}, {"tp": 2, "splits_sequence": True}),
     ("mixtral-8x7b", {"num_hidden_layers": 9}, {}),
     ("qwen3-30b-a3b", {"num_hidden_layers": 11}, {"ep": 4, "tp": 2, "splits_sequence": True}),
     ("deepseek-v3", {"num_hidden_layers": 11}, {"ep": 4}),
-    ("t5-large", {}, {}),
+    ("t5-large", {"num_layers": 9, "num_decoder_layers": 9}, {}),
     ("vit-huge", {"num_hidden_layers": 10}, {}),
     ("mamba2-2.7b", {"num_hidden_layers": 9}, {}),
 ]

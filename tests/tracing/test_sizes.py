@@ -20,8 +20,15 @@ MODELS = [
 ]  # fmt: skip
 
 
+_once: dict[str, OperatorGraph] = {}
+
+
 def _traced(model: str, size: int, **options: Any) -> OperatorGraph:
-    return trace(model, size, 64, use_cache=False, **options)
+    """Traced, that is: in the cache are graphs that follow from others."""
+    asked = repr((model, size, options))
+    if asked not in _once:
+        _once[asked] = trace(model, size, 64, use_cache=False, **options)
+    return _once[asked]
 
 
 def _alike(one: OperatorGraph, other: OperatorGraph) -> bool:
