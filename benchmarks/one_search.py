@@ -128,6 +128,9 @@ def main() -> None:
     known = json.loads(ANSWERS.read_text())
     results = []
     for case in cases:
+        if case.name not in known:
+            print(f"{case.name}: no former answer is recorded", file=sys.stderr, flush=True)
+            continue
         results.append(compared(case, known[case.name]["answers"], given.limit))
         print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     ratios = [one["ratio"] for one in results if one["ratio"]]

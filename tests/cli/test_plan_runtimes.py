@@ -57,7 +57,17 @@ def test_a_limit_beyond_the_device_and_a_missing_critical_batch_are_warned_of() 
 
 
 def test_nodes_of_other_sizes_with_the_same_device_are_no_mixture() -> None:
-    job = ["--cluster", "8x-h100+4x-h100", "--global-batch", "24", "--sequence-length", "4096", *JOB[8:]]
+    job = [
+        "--cluster",
+        "8x-h100+4x-h100",
+        "--global-batch",
+        "24",
+        "--sequence-length",
+        "4096",
+        *JOB[6:],
+        "--tp",
+        "1",
+    ]
     done = CliRunner().invoke(app, ["plan", "llama-3-8b", *job])
     assert done.exit_code == 0, done.output
     assert "Layers of the stages" not in done.stdout

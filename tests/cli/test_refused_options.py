@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 
 MODEL = ("plan", "tiny-llama", "--cluster", "2x-h100", "--global-batch", "8", "--sequence-length", "16")
+FEW = ("--cp", "1", "--microbatch", "1")
 COSTS = ("plan-costs", "layers.csv", "--ranks", "2", "--microbatches", "2")
 ESTIMATE = (
     "estimate",
@@ -68,7 +69,7 @@ def test_what_our_own_runtime_does_another_one_is_not_asked_for(option: str) -> 
     "option", ["--schedule 1f1b", "--recompute full", "--zero 1", "--dp 2", "--sequence-parallel"]
 )
 def test_another_runtime_is_searched_within_what_is_given(option: str) -> None:
-    done = CliRunner().invoke(app, [*MODEL, "--runtime", "megatron-core+te", *option.split(), "--json"])
+    done = CliRunner().invoke(app, [*MODEL, *FEW, "--runtime", "megatron-core+te", *option.split(), "--json"])
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["plans"]
 

@@ -13,7 +13,7 @@ from stagewright.planning.joint.policy import Policy
 from stagewright.planning.joint.problem import LayerTable, Problem
 from stagewright.planning.joint.search import Effort, search
 from stagewright.schedule import build, verify
-from stagewright.schedule.families.greedy import PassSeconds
+from stagewright.schedule.automatic import StageTimes
 from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
 from stagewright.schedule.list_scheduler.terms import Rule
 from stagewright.simulation import simulate
@@ -77,15 +77,13 @@ def test_the_kernel_and_the_greedy_family_give_the_same_times():
         assert ours is not None
         verify(ours.program)
         assert hops(problem, layout)[0, 1] == problem.latency_s
-        seconds = PassSeconds(*_stage_seconds(problem, layout), transfer_s=problem.latency_s)
-        program = build("greedy", 3, 5, placement=layout.placement, seconds=seconds, delays_unhidden=False)
+        costs = stage_costs(problem, layout)
+        passes = costs.forward_s, costs.input_grad_s, costs.weight_grad_s
+        nothing = np.zeros((2, layout.num_stages))
+        times = StageTimes(*passes, np.full(layout.num_stages - 1, problem.latency_s), *nothing)
+        program = build("greedy", 3, 5, placement=layout.placement, times=times, delays_unhidden=False)
         family = judged("family", problem, layout, program)
         assert ours.makespan_s == pytest.approx(family.makespan_s)
-
-
-def _stage_seconds(problem, layout):
-    costs = stage_costs(problem, layout)
-    return [column.tolist() for column in (costs.forward_s, costs.input_grad_s, costs.weight_grad_s)]
 
 
 def test_a_memory_limit_is_kept_and_one_seed_gives_one_result():

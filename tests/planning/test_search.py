@@ -25,7 +25,10 @@ from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.ranking import AS_FAST
 from stagewright.schedule import build, insert_communication
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
+
+pytestmark = pytest.mark.usefixtures("short_annealing")
 
 CLUSTER = load_cluster("4x-h100")
 WIRES: tuple[Literal["fp32", "bf16"] | None, ...] = (None, "bf16")
@@ -127,17 +130,18 @@ def test_when_nothing_fits_the_error_says_by_how_much_and_what_would() -> None:
 
 
 def test_where_nothing_fits_the_limit_that_is_named_is_about_the_least_that_does() -> None:
+    model = resolve("tiny-llama", {"num_hidden_layers": 8})
     asked = {"global_batch": 32, "sequence_length": 256, "dtype": "fp32"}
     options: dict[str, Any] = {"pp": 4, "microbatch": 1, "schedules": ["1f1b"], "host_optimizer": "never"}
     with pytest.raises(PlanError, match=r"recomputed\) needs .* memory limit of about") as refused:
-        plan("tiny-llama", CLUSTER, Job(**asked, memory_limit=30 * MIB), **options)
+        plan(model, CLUSTER, Job(**asked, memory_limit=30 * MIB), **options)
     assert "devices with" not in str(refused.value)  # these have enough
     (named,) = re.findall(r"memory limit of about ([\d.]+) MiB", str(refused.value))
     limit = int(1.03 * float(named) * MIB)
-    fits = plan("tiny-llama", CLUSTER, Job(**asked, memory_limit=limit), **options)
+    fits = plan(model, CLUSTER, Job(**asked, memory_limit=limit), **options)
     assert fits.plans[0].predictions.reserved_peak_bytes <= limit
     with pytest.raises(PlanError):
-        plan("tiny-llama", CLUSTER, Job(**asked, memory_limit=int(0.8 * limit)), **options)
+        plan(model, CLUSTER, Job(**asked, memory_limit=int(0.8 * limit)), **options)
 
 
 def test_what_fits_with_everything_recomputed_is_found_without_asking_for_that() -> None:

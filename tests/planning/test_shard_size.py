@@ -26,7 +26,7 @@ def plans() -> dict[int | None, Plan]:
     job = Job(global_batch=16, sequence_length=64)
     return {
         size: plan(
-            reference, load_cluster("16x-h100"), job, pp=1, schedules=["1f1b"], zero=3, shard_size=size
+            reference, load_cluster("16x-h100"), job, pp=1, schedules=["1f1b"], tp=1, zero=3, shard_size=size
         ).plans[0]
         for size in (None, 8, 3, 1)
     }

@@ -150,7 +150,8 @@ class ResultOptions:
 
     top: Annotated[
         int | None, typer.Option("--top", min=1,
-            help="Plans to show (default 5); with -o all of them are written: FILE, FILE-2, ...")] = None
+            help="Plans to find (default: as many as it takes to know the best, up to 5); with -o all of them "
+            "are written: FILE, FILE-2, ...")] = None
     ranks: Annotated[
         Path | None, typer.Option("--ranks", metavar="FILE",
             help="Write node and device of every rank of the best (CSV), which `run --ranks` reads.")] = None
@@ -209,7 +210,7 @@ def plan(
                 target,
                 wanted,
                 space,
-                keep=result.top or _SHOWN,
+                keep=result.top,
                 report=progress,
                 interruptible=True,
             )
@@ -221,7 +222,7 @@ def plan(
             offered = offers(
                 reference, target, wanted, cast("Objective", objective.objective),
                 Target(objective.tokens or 1e12, objective.critical_batch), price_per_hour=objective.price,
-                space=space, keep=result.top or _SHOWN, report=progress, interruptible=True,
+                space=space, keep=result.top, report=progress, interruptible=True,
             )  # fmt: skip
             found = offered[0].found
             if objective.objective == "speed" and wanted.runtime == STAGEWRIGHT:
@@ -317,6 +318,7 @@ def _tell(
             "plans": plans,
             "excluded": [dataclasses.asdict(one) for one in found.excluded],
             "num_bounded": found.num_bounded,
+            "next_best": dataclasses.asdict(found.next_best) if found.next_best else None,
         }
         print_document(
             document

@@ -36,6 +36,14 @@ class Excluded:
 
 
 @dataclass(frozen=True)
+class Promised:
+    """A configuration that was not worked out, and about what a step of it would take."""
+
+    configuration: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Found:
     """Plans, best first, and what was left out."""
 
@@ -44,6 +52,8 @@ class Found:
     warnings: list[str] = field(default_factory=list)
     num_bounded: int = 0
     """Configurations that were not worked out, because they cannot be faster than the last of the plans."""
+    next_best: Promised | None = None
+    """The one of these that promises most."""
 
     @property
     def is_interrupted(self) -> bool:

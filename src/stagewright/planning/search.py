@@ -32,9 +32,9 @@ from stagewright.planning.candidate import (
     make_program,
 )
 from stagewright.planning.estimate import graph_of
-from stagewright.planning.found import Excluded, Found, UntilCtrlC, operator_warnings
+from stagewright.planning.found import Excluded, Found, Promised, UntilCtrlC, operator_warnings
 from stagewright.planning.job import Job
-from stagewright.planning.joint.finalists import joint_plans
+from stagewright.planning.joint.finalists import MOST_FILLED, NUM_FINALISTS, finalists, joint_plans
 from stagewright.planning.lengths import best_over_lengths
 from stagewright.planning.loss_pieces import (
     PIECE_TOKENS,
@@ -45,7 +45,7 @@ from stagewright.planning.loss_pieces import (
 )
 from stagewright.planning.memory.fitting import Fitting, Partitioned, recompute_of
 from stagewright.planning.memory.host_optimizer import checked
-from stagewright.planning.partition.line import partition_within
+from stagewright.planning.partition.line import Within, partition_within
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import allocatable_bytes, bodies_of, body_costs
 from stagewright.planning.ranking import ranked
@@ -68,13 +68,16 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.units import format_bytes
 
 KEPT = 5
-"""Plans that a search comes back with."""
+"""Plans that a search comes back with at most, unless asked for more."""
 
 _SHIFTS = 6
 """Times that layers are taken from devices that lack memory."""
 
 _REFINED = 250
 """Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
+
+_ROUGH = 0.02
+"""Part of a step by which coarse costs of stages may be too high."""
 
 _NEAR = 0.05
 """Bounds of sizes of microbatches that differ by less than this part say nothing of which is the better."""
@@ -91,7 +94,7 @@ class Request:
     cluster: Cluster
     job: Job
     space: Space
-    keep: int = KEPT
+    keep: int | None = None
 
 
 def plan(
@@ -100,22 +103,25 @@ def plan(
     job: Job,
     space: Space | None = None,
     *,
-    keep: int = KEPT,
+    keep: int | None = None,
     report: Callable[[str], None] = lambda stage: None,
     trace: Trace = cached_trace,
     interruptible: bool = False,
+    is_improved: bool = True,
     **within: Any,
 ) -> Found:
-    """The `keep` best plans of `model` for `cluster` and `job`, under the job's runtime.
+    """The best plans of `model` for `cluster` and `job`, under the job's runtime.
 
     Where links were measured, ranks are on the devices that suit them. On a cluster of several kinds of devices stages get
     as much of the model as their devices are fast and have memory for; fast ones come first or last.
 
     Args:
         space: what is tried; by default all that the runtime does.
+        keep: how many plans; by default all that had to be worked out to find the best, five at most.
         within: fields of `Space` by name, in its place.
         report: told what the search is doing.
         trace: makes operator graphs; takes the arguments of `stagewright.tracing.cache.trace`.
+        is_improved: whether to look longer at the best of the families, and jointly for better ones.
         interruptible: whether Ctrl-C ends the search with the plans found so far, once there is one; a warning says so.
 
     Raises:
@@ -135,7 +141,8 @@ def plan(
     with UntilCtrlC(interruptible, search.plans) as searching:
         search.gather()
         search.work_out()
-        search.improve()
+        if is_improved or not search.plans:
+            search.improve()
     return over_lengths(searching.told(search.result()), cluster, report, trace)
 
 
@@ -173,6 +180,8 @@ class _Waiting:
     """The same in larger microbatches, and how many of these a batch has: looked at once it is known what this takes."""
     passes_s: float = 0.0
     """What its passes take: at the least, until it is split up."""
+    busy_s: float = 0.0
+    """Of these, what its ranks compute on the average, once it is split up."""
     bounded_by: Sizes | None = None
     """Where its own graph may not have been traced yet: that of smaller microbatches, of which its bound is known."""
 
@@ -237,6 +246,8 @@ class _Search:
     without_rule: set[str] = field(default_factory=set)
     num_bounded: int = 0
     """Configurations that cannot be faster than the last of the plans."""
+    next_best: Promised | None = None
+    """The first of these."""
     between_layers = True
 
     def __post_init__(self) -> None:
@@ -387,7 +398,7 @@ class _Search:
         while self.waiting:
             bound_s, one = self.waiting.pop()
             if bound_s >= self.longest_s:
-                self.num_bounded += sum(1 + len(left.later) for left in (one, *self.waiting))
+                self._leave_out_slower(bound_s, one)
                 self.waiting = _Queue()
             elif one.bounded_by is not None:
                 if (traced := self._with_own_graph(one)) is not None:
@@ -403,6 +414,12 @@ class _Search:
                 self.report(f"{max(total - len(self.waiting), 0)} of {total}: {one.choice}")
                 if (plan := self.plan(one)) is not None:
                     self.add(plan, one)
+
+    def _leave_out_slower(self, bound_s: float, first: _Waiting) -> None:
+        """`first` and all that waits."""
+        self.num_bounded += sum(1 + len(left.later) for left in (first, *self.waiting))
+        if self.next_best is None or bound_s < self.next_best.seconds:
+            self.next_best = Promised(str(first.choice), bound_s)
 
     def _with_own_graph(self, one: _Waiting) -> _Waiting | None:
         """`one` once its graph is traced; None, with the reason noted, where that cannot be."""
@@ -430,7 +447,8 @@ class _Search:
     def longest_s(self) -> float:
         """Steps that take as long are of no use."""
         seconds = sorted(plan.predictions.step_seconds for plan in self.plans)
-        return seconds[self.request.keep - 1] if len(seconds) >= self.request.keep else math.inf
+        keep = self.request.keep or KEPT
+        return seconds[keep - 1] if len(seconds) >= keep else math.inf
 
     def add(self, plan: Plan, made_of: _Waiting) -> None:
         """One more plan."""
@@ -523,7 +541,8 @@ class _Search:
         plans = sorted(self.plans, key=lambda plan: plan.predictions.step_seconds)
         beyond = self.job.beyond(self.cluster.device) if self.cluster.is_homogeneous else None
         warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
-        return Found(self._ranked(plans)[: self.request.keep], self.excluded, warnings, self.num_bounded)
+        kept = self._ranked(plans)[: self.request.keep or KEPT]
+        return Found(kept, self.excluded, warnings, self.num_bounded, self.next_best)
 
     def _ranked(self, plans: list[Plan]) -> list[Plan]:
         return plans
@@ -545,6 +564,12 @@ class _OwnSearch(_Search):
     """For our own runtime: cut at any operator, recomputing and offloading what memory asks for, in any schedule."""
 
     bodies: dict[Sizes, BodyCosts] = field(default_factory=dict)
+    misjudged: dict[Choice, float] = field(default_factory=dict)
+    """What plans take, as shares of what was expected of them, by what `_alike` makes of their choices."""
+    whole_s: dict[Choice, float] = field(default_factory=dict)
+    """What steps take with the loss evaluated at once."""
+    slower: list[_Waiting] = field(default_factory=list)
+    """Pipelines that were split up and promise less than the best, the most promising first."""
     piece_tokens: int = 0
     """Of the pieces that the loss is evaluated in from now on; 0: as `pieces_by_share` says."""
     has_pieces: bool = True
@@ -619,14 +644,20 @@ class _OwnSearch(_Search):
 
     @property
     def longest_s(self) -> float:
-        """Coarse costs know a step to within a few parts in a hundred: once there are enough plans, whatever promises less
-        than the best of them is left out."""
+        """Once there are enough plans, what is not faster than the best of them is left out."""
         best = self._best()
-        is_enough = best is not None and len(self.plans) >= self.request.keep
+        is_enough = best is not None and len(self.plans) >= (self.request.keep or 1)
         return best.predictions.step_seconds if best is not None and is_enough else math.inf
 
+    def _leave_out_slower(self, bound_s: float, first: _Waiting) -> None:
+        super()._leave_out_slower(bound_s, first)
+        left = sorted([(bound_s, -1, first), *self.waiting.entries])
+        near_s = (1 + MOST_FILLED) * self.longest_s
+        self.slower += [one for at, _, one in left if one.is_split and one.choice.pp > 1 and at < near_s]
+
     def split_up(self, one: _Waiting) -> tuple[float, _Waiting] | None:
-        """With its fastest cuts, and about what it takes with these; None, with the reason noted, where it cannot fit."""
+        """With its fastest cuts, and what it takes with these at the least, as far as like ones tell; None, with the reason
+        noted, where it cannot fit."""
         choice = one.choice
         missing = self.coarse.missing_anywhere(choice, one.sizes, one.cluster)
         if missing > 0:
@@ -639,18 +670,19 @@ class _OwnSearch(_Search):
             if has_equal_nodes(where):
                 where = cluster_for(choice, body, where, self.job)
             cuts, seconds = fastest_partition(body, choice, where)
-            offload = False
+            busy_s, offload = choice.num_microbatches * float(body.seconds[-1]) / choice.pp, False
             if one.saves:
                 within = self._within_memory(choice, body, where, cuts)
                 if within is None and self.space.offload:  # which is rarely faster than to recompute
-                    within, offload = self._within_memory(choice, body, where, cuts, offload=True), True
+                    within = self._within_memory(choice, body, where, cuts, offload=True)
+                    offload = True
                 if within is None:
                     self.memory.exclude(choice, "lacks memory whatever its stages recompute or offload")
                     if self.lacking is None or missing < self.lacking[0]:
                         self.lacking = missing, one
                     self._try_on_host(one)
                     return None
-                seconds = max(seconds, within[1])
+                seconds, busy_s = max(seconds, within.seconds), max(busy_s, within.busy_s)
             partitioned = Partitioned(choice, body, where, cuts, one.saves, offload)
             if not one.saves and not self.memory.has_partition(partitioned):
                 self._try_on_host(one)
@@ -658,8 +690,14 @@ class _OwnSearch(_Search):
         except PlanError as error:  # too few legal cuts
             self.excluded.append(Excluded.of(choice, str(error)))
             return None
-        found = replace(one, cluster=where, partitioned=partitioned, is_split=True, passes_s=seconds)
-        return self._with_network(found, seconds), found
+        # Ranges leave out what carving adds, such as summing up gradients of weights.
+        more = max(1.0, self.coarse.costs(one.sizes).total_seconds / float(body.seconds[-1]))
+        found = replace(
+            one, cluster=where, partitioned=partitioned, is_split=True, passes_s=more * seconds, busy_s=more * busy_s
+        )  # fmt: skip
+        seconds = found.passes_s
+        bound_s = self._with_network(found, seconds) * self.misjudged.get(_alike(choice), 1 - _ROUGH)
+        return bound_s, found
 
     def _within_memory(
         self,
@@ -669,7 +707,7 @@ class _OwnSearch(_Search):
         cuts: tuple[int, ...],
         *,
         offload: bool = False,
-    ) -> tuple[tuple[int, ...], float] | None:
+    ) -> Within | None:
         program = make_program(choice)
         placed = program.placement
         own = bodies_of(body, cluster, choice.pp, choice.num_holders * choice.tp)
@@ -679,16 +717,13 @@ class _OwnSearch(_Search):
             / len(placed.stages_of(rank))
             for each, rank in zip(bodies, placed.rank_of_stage, strict=True)
         ]
-        share = choice.state_share(self.job.precision)
+        width = choice.num_holders * choice.tp
+        firsts = [rank * width for rank in placed.rank_of_stage]
         return partition_within(
-            bodies,
-            program,
-            cuts,
-            capacities,
-            in_flight(program),
-            state_share=share,
-            offload=offload,
-        )
+            bodies, program, cuts, capacities, in_flight(program),
+            lambda source, target, size: cluster.blocks_seconds(size, firsts[source], firsts[target], width),
+            state_share=choice.state_share(self.job.precision), offload=offload,
+        )  # fmt: skip
 
     def _lacks(self, choice: Choice, missing: int, one: _Waiting | None = None) -> None:
         super()._lacks(choice, missing)
@@ -723,8 +758,29 @@ class _OwnSearch(_Search):
         assert one.partitioned is not None
         best_s = min((plan.predictions.step_seconds for plan in self.plans), default=math.inf)
         plan = self.memory.plan(one.partitioned, one.saves, best_s, self.longest_s)
+        if plan is not None:
+            seconds, expected_s = plan.predictions.step_seconds, self._with_network(one, one.passes_s)
+            self.misjudged.setdefault(_alike(one.choice), seconds / expected_s)
+            whole_s = self.whole_s.setdefault(replace(one.choice, loss_pieces=1), seconds)
+            if one.choice.loss_pieces > 1 and whole_s < seconds:  # pieces do not help here
+                self.waiting.keep(lambda other: other.choice.loss_pieces == 1 or _shape(other) != _shape(one))
+        elif self._lacks_more_than_state(one):
+            self.memory.on_host.clear()
         self._requeue(one)
         return plan
+
+    def _lacks_more_than_state(self, one: _Waiting) -> bool:
+        """Whether `one`, the last that was left out, would not fit without the state of the optimizer."""
+        missing = self.excluded[-1].missing_bytes if self.excluded else None
+        shares = (
+            each.state_share(self.job.precision)
+            for each in (one.choice, replace(one.choice, host_optimizer=True))
+        )
+        kept, there = shares
+        return (
+            missing is not None
+            and missing > (kept - there) * self.body(one.sizes).state_bytes[-1] / one.choice.pp
+        )
 
     def body(self, one: Sizes) -> BodyCosts:
         if one not in self.bodies:
@@ -806,6 +862,7 @@ class _OwnSearch(_Search):
             KeyboardInterrupt: Ctrl-C; what was found until then is added.
         """
         stop = threading.Event()
+        self._add_finalists()
         known = [plan for plan in self.plans if id(plan) in self.made_of]
         for plan in joint_plans(
             known, lambda plan: self._joint_start(self.made_of[id(plan)]), self.job, self.request.model,
@@ -814,6 +871,29 @@ class _OwnSearch(_Search):
             self.plans.append(plan)
         if stop.is_set():
             raise KeyboardInterrupt
+
+    def _add_finalists(self) -> None:
+        """Plans of pipelines that are slower for their bubbles alone, which the joint search may fill."""
+        if (best := self._best()) is None:
+            return
+        known = [plan for plan in self.plans if id(plan) in self.made_of]
+        shapes = {_shape(self.made_of[id(plan)]) for plan in known}
+        least_s: dict[Choice, float] = {}
+        for one in self.slower:
+            least_s[_shape(one)] = min(
+                least_s.get(_shape(one), math.inf), self._with_network(one, one.busy_s)
+            )
+        for one in self.slower:
+            if len(finalists(self.plans)) >= NUM_FINALISTS:
+                break
+            if _shape(one) in shapes or least_s[_shape(one)] >= best.predictions.step_seconds:
+                continue
+            shapes.add(_shape(one))
+            if (
+                one.partitioned is not None
+                and (plan := self.memory.plan(one.partitioned, one.saves)) is not None
+            ):
+                self.add(plan, one)
 
     def _joint_start(self, one: _Waiting) -> tuple[Choice, BodyCosts, Cluster, bool]:
         return one.choice, self.body(one.sizes), one.cluster, one.saves
@@ -842,6 +922,18 @@ class _OwnSearch(_Search):
 
     def _nothing_fits(self) -> PlanError:
         return self.memory.nothing_fits() or super()._nothing_fits()
+
+
+def _alike(choice: Choice) -> Choice:
+    """The same wherever the optimizer is, which takes little time."""
+    return replace(choice, host_optimizer=False)
+
+
+def _shape(one: _Waiting) -> Choice:
+    """The same for all that differ by the order of passes, what is shared out and how the loss is evaluated."""
+    return replace(
+        _alike(one.choice), schedule="", num_chunks=None, zero=None, recompute=False, loss_pieces=1
+    )
 
 
 def _saves(plan: Plan) -> bool:

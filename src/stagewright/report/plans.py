@@ -91,10 +91,23 @@ def left_out(found: Found) -> str:
     others = len(found.excluded) - lacking
     reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{others} for other reasons"] * (others > 0)
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
-    slower = f" {found.num_bounded} more cannot be faster." if found.num_bounded else ""
+    slower = f" {found.num_bounded} more are slower{_promise(found)}." if found.num_bounded else ""
     return (
         f"{plural(len(found.plans), 'configuration')} found; {len(found.excluded)} left out{listed}.{slower}"
     )
+
+
+def _promise(found: Found) -> str:
+    one = found.next_best
+    return (
+        ""
+        if one is None
+        else f", the next by about {one.seconds / _best_s(found) - 1:.1%}: {one.configuration}"
+    )
+
+
+def _best_s(found: Found) -> float:
+    return min(plan.predictions.step_seconds for plan in found.plans)
 
 
 def break_even_line(found: BreakEven) -> str:

@@ -48,6 +48,11 @@ from stagewright.schedule.list_scheduler.terms import Ints
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.units import format_seconds
 
+NUM_FINALISTS = 2
+"""Configurations that are searched jointly."""
+MOST_FILLED = 0.15
+"""Part of a step that the joint search may be expected to gain over the families; pipelines that are slower than the best by
+more are not searched."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 3, 16
 _ACTIONS_PER_ROUND = 750
 """A search has a round for so many actions of a batch whose every piece is a stage, within the limits above."""
@@ -59,17 +64,21 @@ _MARGINS = (0.0, 0.005, 0.04)
 """The least part of memory that each trial leaves free for fragmentation, in addition to those before it."""
 _MISJUDGED = 0.01
 """Part of a batch by which the costs of pieces may be too high."""
+_MISJUDGED_ALIKE = 0.005
+"""Part by which they may be too high in one plan and not in another of the same search."""
 _SAVED = 1
 """Of these, how many are made to fit by recomputing and offloading, which takes long."""
 
 
-def finalists(plans: Iterable[Plan], count: int = 2) -> list[Plan]:
+def finalists(plans: Iterable[Plan], count: int = NUM_FINALISTS) -> list[Plan]:
     """Of the pipelines that could still become the fastest plan, the fastest of each configuration: those
     whose bounds are lowest, `count` at most."""
     known = sorted(plans, key=lambda plan: plan.predictions.step_seconds)
     shapes: dict[tuple[object, ...], Plan] = {}
     for plan in known:
-        if plan.pp > 1 and plan.predictions.lower_bound_seconds < known[0].predictions.step_seconds:
+        best_s = known[0].predictions.step_seconds
+        is_near = plan.predictions.step_seconds < (1 + MOST_FILLED) * best_s
+        if plan.pp > 1 and is_near and plan.predictions.lower_bound_seconds < best_s:
             key = plan.dp, plan.tp, plan.sequence_parallel, plan.pp, plan.microbatch_size, plan.loss_pieces
             shapes.setdefault(key, plan)
     return sorted(shapes.values(), key=lambda plan: plan.predictions.lower_bound_seconds)[:count]
@@ -217,14 +226,20 @@ def _candidates(found: Found, searches: Searches, job: Job) -> list[Candidate]:
 
 def _lines(found: Found, searches: Searches, job: Job) -> Iterator[tuple[float, tuple[int, ...], Pipeline]]:
     """The plans worth judging, each with split and with whole backwards, keeping everything, with the cuts of their stages;
-    and the seconds of a batch with what the search would have the ranks make again."""
+    and the seconds of a batch with what the search would have the ranks make again. Without those that would be of no use
+    if their pieces were misjudged like those in front of them."""
     body, choice = searches.body, searches.choice
+    misjudged = 1 - _MISJUDGED
     for plan in map(without_splits, _worth_judging(found)):
+        if plan.makespan_s * misjudged > searches.below_s:
+            continue
         kept = judged(plan.name, plan.problem, replace(plan.layout, thrift=()), plan.encoded)
         again = plan.makespan_s - kept.makespan_s
         cuts = cuts_of(plan, searches.ends)
         split = with_program(body, choice, cuts, plan.program, searches.cluster, job)
-        yield _makespan(split) + again, cuts, split
+        seconds = _makespan(split) + again
+        misjudged = max(misjudged, seconds / plan.makespan_s - _MISJUDGED_ALIKE)
+        yield seconds, cuts, split
         if (whole := with_backwards(plan)) != plan.program:
             line = under_program(split, choice, cuts, whole)
             yield _makespan(line) + again, cuts, line

@@ -318,14 +318,14 @@ class _Search:
             each = self.ordered[place]
             task = partial(
                 improve_order, self._stages(each.state), self.problem.num_microbatches,
-                each.order.passes, each.order.stages,
+                each.order,
             )  # fmt: skip
             bound = self.bound.seconds * (1 + _EXACT)
             tasks.append((place, workers.submit(task, steps, share, bound, seed)))
         for place, task in tasks:
-            makespan, passes, which = task.result()
+            makespan, order = task.result()
             if makespan < self.ordered[place].makespan_s:
-                self.ordered[place] = Ordered(makespan, self.ordered[place].state, Order(passes, which))
+                self.ordered[place] = Ordered(makespan, self.ordered[place].state, order)
 
     def _order_of(self, state: State) -> Ordered:
         stages = self._stages(state)

@@ -11,7 +11,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.graph.flat import PARAMETERS
 from stagewright.planning.found import Found, UntilCtrlC
 from stagewright.planning.job import Job
-from stagewright.planning.search import KEPT, plan
+from stagewright.planning.search import plan
 from stagewright.planning.space import JOINT, SCHEDULES, Replicas, Sizes, Space, obstacle, replicas, widths
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -25,7 +25,7 @@ def largest_batch(
     job: Job,
     space: Space | None = None,
     *,
-    keep: int = KEPT,
+    keep: int | None = None,
     report: Callable[[str], None] = lambda stage: None,
     interruptible: bool = False,
     **within: Any,
@@ -54,7 +54,7 @@ def largest_batch(
     refused: PlanError | InputError | None = None
     reference = model if isinstance(model, ModelReference) else resolve(model)
 
-    def at(size: int, one: Sizes, left: Replicas, within: Space, keep: int) -> Found:
+    def at(size: int, one: Sizes, left: Replicas, within: Space, keep: int | None) -> Found:
         grown = job.model_copy(update={"global_batch": job.global_batch * size})
         fixed = replace(within, dp=left.dp, pp=left.pp, tp=one.tp, cp=one.cp, ep=one.ep, microbatch=size)
         return plan(reference, cluster, grown, fixed, keep=keep, report=report)

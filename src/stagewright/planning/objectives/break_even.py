@@ -18,7 +18,7 @@ from stagewright.tracing.models.reference import ModelReference
 BREADTH_FIRST = "breadth-first"
 _DOUBLINGS = 3
 """How often the batch is halved or doubled at most."""
-_FAR = 0.05
+_FAR = 0.01
 """Where breadth-first order is slower by more than this, smaller batches are not looked at."""
 
 
@@ -63,20 +63,22 @@ def break_even(
     space: Space,
     report: Callable[[str], None] = lambda stage: None,
 ) -> BreakEven | None:
-    """Where breadth-first order stops being the fastest of the families; None where it is far from that in `plans`, those of
-    `job`.
+    """Where breadth-first order stops being the fastest of the families; None where it is far from that among `plans`, those
+    of `job`, or where the fastest of these is no pipeline.
 
     The batch is halved until it wins, or doubled until it loses, and everything else is searched at every batch anew.
 
     Source: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism (arXiv 2211.05953), which looks for the smallest batch per
-    device that still uses pipeline and network. Ignores: the joint search.
+    device that still uses pipeline and network. Ignores: the joint search, and a longer look at what is recomputed.
     """
     families = replace(space.of_runtime(job), schedules=space.of_runtime(job).families)
     others = [name for name in families.families if name != BREADTH_FIRST]
-    own = [one for one in plans if one.schedule == BREADTH_FIRST and one.pp > 1]
-    if not own or not others:
+    if not others or BREADTH_FIRST not in families.families:
         return None
-    asked = _compared(_completed(plans, model, cluster, job, families), job.global_batch)
+    known = [*plans, *_like_fastest(plans, model, cluster, job, families)]
+    if not any(one.schedule == BREADTH_FIRST and one.pp > 1 for one in known):
+        return None
+    asked = _compared(_completed(known, model, cluster, job, families), job.global_batch)
     if asked is None or asked.gain < -_FAR:
         return None
     found = [asked]
@@ -94,6 +96,22 @@ def break_even(
         if (one.gain > 0) != is_faster:
             break
     return BreakEven(cluster.num_devices, asked, tuple(sorted(found, key=lambda one: one.global_batch)))
+
+
+def _like_fastest(
+    plans: Sequence[Plan], model: ModelReference, cluster: Cluster, job: Job, space: Space
+) -> list[Plan]:
+    """In breadth-first order, with as many ranks of each kind as the fastest of `plans`, unless that is in it."""
+    fastest = min(plans, key=lambda one: (one.schedule == JOINT, one.predictions.step_seconds))
+    if fastest.pp == 1 or any(one.schedule == BREADTH_FIRST for one in plans):
+        return []
+    alike = replace(
+        space, schedules=(BREADTH_FIRST,), dp=fastest.dp, pp=fastest.pp, tp=fastest.tp, cp=fastest.cp, ep=fastest.ep,
+        microbatch=fastest.microbatch_size,
+    )  # fmt: skip
+    with suppress(PlanError, InputError):
+        return plan(model, cluster, job, alike, is_improved=False).plans
+    return []
 
 
 def _compared(plans: Sequence[Plan], batch: int) -> Compared | None:
@@ -117,7 +135,8 @@ def _completed(
     for schedules in (own, [name for name in space.families if name not in own]):
         if not any(one.schedule in schedules for one in found):
             with suppress(PlanError, InputError):
-                found += plan(model, cluster, job, replace(space, schedules=tuple(schedules))).plans
+                within = replace(space, schedules=tuple(schedules))
+                found += plan(model, cluster, job, within, is_improved=False).plans
     return found
 
 
@@ -125,5 +144,5 @@ def _plans(model: ModelReference, cluster: Cluster, job: Job, space: Space) -> l
     """The fastest of all families, and of each side at least one, if there is any."""
     found: list[Plan] = []
     with suppress(PlanError, InputError):
-        found += plan(model, cluster, job, space).plans
+        found += plan(model, cluster, job, space, is_improved=False).plans
     return _completed(found, model, cluster, job, space)

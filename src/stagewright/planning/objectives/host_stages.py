@@ -11,7 +11,7 @@ from stagewright.errors import InputError, PlanError
 from stagewright.planning.found import Excluded, Found, UntilCtrlC
 from stagewright.planning.job import Job
 from stagewright.planning.ranking import ranked
-from stagewright.planning.search import KEPT, plan
+from stagewright.planning.search import plan
 from stagewright.planning.space import Space
 from stagewright.tracing.models.reference import ModelReference
 
@@ -23,7 +23,7 @@ def plan_with_hosts(
     space: Space | None = None,
     *,
     interruptible: bool = False,
-    keep: int = KEPT,
+    keep: int | None = None,
     report: Callable[[str], None] = lambda stage: None,
     **within: Any,
 ) -> Found:

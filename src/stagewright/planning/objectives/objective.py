@@ -43,7 +43,7 @@ def offers(
     *,
     price_per_hour: float | None = None,
     space: Space | None = None,
-    keep: int = 5,
+    keep: int | None = None,
     report: Callable[[str], None] = lambda stage: None,
     interruptible: bool = False,
 ) -> tuple[Offer, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from stagewright.cluster import Device
@@ -60,42 +61,57 @@ def cuts_to_try(
     return sorted((cuts for cuts in tried if seconds[cuts] < below_s), key=lambda cuts: seconds[cuts])
 
 
+@dataclass(frozen=True)
+class Within:
+    """Cuts that fit, what a batch takes with these, and for how long of it a rank computes on the average."""
+
+    cuts: tuple[int, ...]
+    seconds: float
+    busy_s: float
+
+
 def partition_within(
     bodies: Sequence[BodyCosts],
     program: Program,
     cuts: tuple[int, ...],
     capacities: Sequence[float],
     counts: Sequence[float],
+    between: Callable[[int, int, float], float],
     *,
     state_share: float,
     offload: bool,
-) -> tuple[tuple[int, ...], float] | None:
+) -> Within | None:
     """`cuts` or, where these do not fit, cuts of least bottleneck that do, and what a batch takes if stages recompute and
     offload what they must; None if nothing fits.
 
     Args:
         bodies: the costs of the model on the device of every stage.
         capacities: bytes of every stage; `counts`: sets of saved values that it has in flight.
+        between: seconds of a message of so many bytes from a stage to another.
 
-    Ignores: boundaries; what ranges do not see.
+    Ignores: what ranges do not see.
     """
-    body = bodies[0]
+    body, last = bodies[0], len(bodies) - 1
     terms = [
         Terms(
             copies=count,
             capacity=capacity,
             slowness=float(own.seconds[-1] / body.seconds[-1]),
             link_s_per_byte=_link_seconds(own.costing.device) if offload else math.inf,
+            boundary_s_per_byte=between(stage, min(stage + 1, last), _PROBE_BYTES) / _PROBE_BYTES / 2,
             state_share=state_share,
         )
-        for own, capacity, count in zip(bodies, capacities, counts, strict=True)
+        for stage, (own, capacity, count) in enumerate(zip(bodies, capacities, counts, strict=True))
     ]
     leaves = Leaves(known_ranges(body), terms)
     seconds = _makespan(program, leaves, cuts)
-    if math.isfinite(seconds):
-        return cuts, seconds
-    found = bisect(leaves)
-    return None if found is None else (found.cuts, _makespan(program, leaves, found.cuts))
+    if not math.isfinite(seconds):
+        if (found := bisect(leaves)) is None:
+            return None
+        cuts, seconds = found.cuts, _makespan(program, leaves, found.cuts)
+    ends = [0, *cuts, leaves.ranges.size]
+    once_s = sum(leaves.cost(stage, *ends[stage : stage + 2]) for stage in range(len(bodies)))
+    return Within(cuts, seconds, once_s * program.num_microbatches / program.num_ranks)
 
 
 def _makespan(program: Program, leaves: Leaves, cuts: tuple[int, ...]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -85,12 +86,16 @@ def fit(
     variants = Variants(line, body)
     proposals = Proposals(variants, body, units)
 
-    def searches(make: Callable[[RankMemory], Propose | None], rounds: int = _ROUNDS) -> list[RankSearch]:
+    def searches(
+        make: Callable[[RankMemory], Propose | None],
+        rounds: int = _ROUNDS,
+        below: Callable[[int], float] = lambda rank: math.inf,
+    ) -> list[RankSearch]:
         found: list[RankSearch] = []
         for memory in memories:
             limit = line.allocatable_bytes(memory.rank)
             ways = make(memory) if memory.peak_bytes > limit else None
-            found.append(RankSearch(memory, limit, ways))
+            found.append(RankSearch(memory, limit, ways, below(memory.rank)))
         _search(variants, units, found, rounds)
         return found
 
@@ -106,7 +111,9 @@ def fit(
         if not slow:
             return found
         others = searches(
-            lambda memory: make(memory, slow[memory.rank]) if memory.rank in slow else None, rounds
+            lambda memory: make(memory, slow[memory.rank]) if memory.rank in slow else None,
+            rounds,
+            lambda rank: slow[rank].seconds if rank in slow else math.inf,
         )
         return [min(pair, key=lambda one: one.seconds) for pair in zip(found, others, strict=True)]
 

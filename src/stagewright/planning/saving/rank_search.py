@@ -23,9 +23,12 @@ class Proved:
 
 
 class RankSearch:
-    """Raises what a rank must save until a choice fits, then lowers it as long as one does."""
+    """Raises what a rank must save until a choice fits, then lowers it as long as one does.
 
-    def __init__(self, kept: RankMemory, limit: int, ways: Propose | None) -> None:
+    Choices that promise to add `below_s` or more to a microbatch are of no use, nor are those that save more.
+    """
+
+    def __init__(self, kept: RankMemory, limit: int, ways: Propose | None, below_s: float = math.inf) -> None:
         self.rank = kept.rank
         self.limit = limit
         self.excess = kept.peak_bytes - limit
@@ -33,6 +36,7 @@ class RankSearch:
         self.latest = Proposal(Choice(), 0.0)
         self.seconds = math.inf if self.excess > 0 else 0.0
         self.ways = ways
+        self.below_s = below_s
         self.need = float(self.excess)
         self.low, self.high = Tried(0.95 * self.need, 0.05 * self.need), Tried(math.inf, -math.inf)
         self.step = 0.0
@@ -50,6 +54,8 @@ class RankSearch:
                 found = self.ways.least()
                 if found is None:
                     return False
+            if found.seconds >= self.below_s:
+                return False
             if found.choice not in self.tried:
                 self.latest = found
                 return True
