@@ -65,3 +65,12 @@ class Fragment:
         """Time of the calls in eager execution: the device's or the host's, whichever is longer."""
         costs = [cost(work(node, self.values.__getitem__), device) for node in self.nodes]
         return max(sum(item.device_s for item in costs), sum(item.host_s for item in costs))
+
+    def seconds_alone(self, device: Device) -> float:
+        """Time of the products among the calls, replayed one after the other on a device that does nothing else."""
+        found = [work(node, self.values.__getitem__) for node in self.nodes]
+        return sum(
+            device.launch_overhead_s
+            + device.product_seconds(one.shapes, one.dtype, one.bytes_moved, alone=True)
+            for one in found
+        )

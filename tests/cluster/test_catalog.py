@@ -44,12 +44,10 @@ def test_figures_are_plausible(name: str) -> None:
     assert device.name == name
     assert 8 * 2**30 < device.usable_bytes < device.memory_bytes < 300 * 2**30
     assert set(device.matmul_efficiency.available()) == set(device.peak_flops.available())
-    # A half-saturation size above a thousandth of a second of work would make every product of a layer slow.
-    assert device.matmul_half_flop < 1e-3 * device.matmul_flops(_best(device.peak_flops.available()))
-
-
-def _best(precisions: list[str]) -> str:
-    return "bf16" if "bf16" in precisions else "fp16"
+    assert device.products is not None
+    # No clock is above that of the peak.
+    best = "bf16" if device.peak_flops.bf16 else "fp16"
+    assert device.products.boost * (device.matmul_efficiency.get(best) or 0.0) < 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stagewright.cluster import load_cluster
+from stagewright.cluster.products import Shape
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.state import Precision
 from stagewright.estimation.time import ACCESS_S, Costing, cost, kernel_seconds, optimizer_seconds
@@ -50,19 +51,24 @@ def test_a_cpu_adds_to_an_embedding_row_by_row() -> None:
     assert kernel_seconds(item, scattering) == pytest.approx(kernel_seconds(item, CPU) + 1e-4)
 
 
-def test_a_product_is_bound_by_arithmetic_or_by_memory() -> None:
+def test_a_product_of_unknown_shape_is_bound_by_arithmetic_or_by_memory() -> None:
     large = Work(Kernel.MATMUL, "bfloat16", 2e15, 2e15, 1e9)
-    assert kernel_seconds(large, GPU) == pytest.approx(2e15 / (989.4e12 * 0.8), rel=1e-3)
+    assert kernel_seconds(large, GPU) == pytest.approx(2e15 / GPU.matmul_flops("bf16"), rel=1e-3)
     thin = Work(Kernel.MATMUL, "bfloat16", 2e6, 2e6, 1e9)
     assert kernel_seconds(thin, GPU) == pytest.approx(GPU.memory_seconds(1e9), rel=1e-4)
-    even = Work(
-        Kernel.MATMUL,
-        "bfloat16",
-        1e15,
-        1e15,
-        1e12 / GPU.memory_seconds(1e12) * GPU.matmul_seconds(1e15, "bf16"),
-    )
+    moved = 1e12 / GPU.memory_seconds(1e12) * GPU.matmul_seconds(1e15, "bf16")
+    even = Work(Kernel.MATMUL, "bfloat16", 1e15, 1e15, moved)
     assert 1.0 < kernel_seconds(even, GPU) / GPU.matmul_seconds(1e15, "bf16") < 2.0
+
+
+def test_a_product_is_costed_by_its_shape() -> None:
+    shape = Shape(1, 8192, 4096, 4096)
+    flop = 2.0 * 8192 * 4096 * 4096
+    item = Work(Kernel.MATMUL, "bfloat16", flop, flop, 2e8, shapes=(shape,))
+    assert kernel_seconds(item, GPU) == GPU.product_seconds((shape,), "bfloat16", 2e8)
+    assert flop / GPU.matmul_flops("bf16") < kernel_seconds(item, GPU) < 1.3 * flop / GPU.matmul_flops("bf16")
+    plain = GPU.model_copy(update={"products": None})
+    assert kernel_seconds(item, plain) != kernel_seconds(item, GPU)
 
 
 def test_norms_attain_less_than_streams_where_that_is_known() -> None:
@@ -99,9 +105,10 @@ def test_bytes_of_training_state(dtype: str, expected: int) -> None:
 
 
 def test_ramping_up_a_product_takes_as_long_in_every_precision() -> None:
-    ramp_s = GPU.matmul_half_flop / GPU.matmul_flops("bf16")
+    slow = GPU.model_copy(update={"matmul_half_flop": 8e9})
+    ramp_s = 8e9 / GPU.matmul_flops("bf16")
     for dtype in ("fp32", "bf16"):
-        assert GPU.matmul_seconds(1e12, dtype) - 1e12 / GPU.matmul_flops(dtype) == pytest.approx(ramp_s)
+        assert slow.matmul_seconds(1e12, dtype) - 1e12 / GPU.matmul_flops(dtype) == pytest.approx(ramp_s)
 
 
 def test_serial_accesses_wait_for_memory() -> None:

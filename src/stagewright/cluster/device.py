@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from stagewright.cluster.products import Products, Shape, product_seconds
 from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount
 from stagewright.errors import InputError
 from stagewright.limits import (
@@ -115,9 +117,10 @@ class Device(SourcedModel):
 
     The efficiencies are the few constants that turn peaks into times, each with a physical meaning:
 
-    * `matmul_efficiency`: fraction of the peak that a matrix product reaches when it is large.
-    * `matmul_half_flop`: size (FLOP) of a product in bf16 that runs at half of that rate; below it the device is not
-      filled. It stands for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
+    * `matmul_efficiency`: fraction of the peak that a matrix product reaches when it is large, at the clocks of training.
+    * `products`: what decides over products of other shapes.
+    * `matmul_half_flop`: without `products`, the size (FLOP) of a product in bf16 that runs at half of that rate; it stands
+      for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
     * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak that fused attention
       reaches, counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again).
     * `memory_efficiency`: fraction of `memory_bandwidth` that a streaming kernel attains.
@@ -136,7 +139,9 @@ class Device(SourcedModel):
     peak_flops: PerPrecision
     """FLOP/s; a multiply-add counts as two."""
     matmul_efficiency: PerPrecisionFraction
-    matmul_half_flop: float = Field(ge=0, le=MOST_FLOPS)
+    matmul_half_flop: float | None = Field(default=None, ge=0, le=MOST_FLOPS)
+    products: Products | None = None
+    """What decides over products by their shapes; None: their FLOP alone do."""
     packing_bandwidth: Rate | None = None
     """Bytes/s at which a CPU's matrix products copy their operands into blocks and results out of them; None: beside
     arithmetic, as memory traffic is.
@@ -216,7 +221,25 @@ class Device(SourcedModel):
             for name in ("bf16", "fp16")
             if self.peak_flops.get(name) and self.matmul_efficiency.get(name)
         )
-        return flop / self.matmul_flops(dtype) + self.matmul_half_flop / self.matmul_flops(next(known, dtype))
+        ramp = (self.matmul_half_flop or 0.0) / self.matmul_flops(next(known, dtype))
+        return flop / self.matmul_flops(dtype) + ramp
+
+    def product_seconds(
+        self, shapes: Sequence[Shape], dtype: str, num_bytes: float, *, alone: bool = False
+    ) -> float:
+        """Time of matrix products of known shapes, one after the other, that read and write so many bytes together.
+
+        A device that was idle (`alone`) has higher clocks than one in training.
+
+        Source and ignores: `stagewright.cluster.products`; launch.
+        """
+        assert self.products is not None, "asked of devices that are described by it"
+        flops, share = self.matmul_flops(dtype), num_bytes / len(shapes)
+        item = 4.0 if precision_name(dtype) in ("fp32", "tf32") else 2.0
+        return sum(
+            product_seconds(self.products, shape, flops, self.memory_bandwidth, share, item, alone=alone)
+            for shape in shapes
+        )
 
     def with_attention(self, rate: float, best: bool = False) -> Device:
         """This device with other attention kernels: `rate` times as fast, or the `best` there are, where that is known."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from stagewright.cluster.products import Shape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
 from stagewright.graph.added import ACCUMULATE, MOVES
@@ -50,6 +51,8 @@ class Work:
     """Elements that a CPU adds to a table one row after the other, on one thread."""
     in_blocks: float | None = None
     """Arithmetic of an attention kernel for CPUs, which leaves out whole blocks of masked scores only."""
+    shapes: tuple[Shape, ...] = ()
+    """Of the matrix products that it is; empty where these are not known."""
 
 
 KERNELS: dict[str, str] = {
@@ -143,7 +146,7 @@ def _fused(node: Node, value: Lookup, dtype: str) -> Work:
         flop, bytes_moved = stated["flop"], _once(node, value)
         if _adds_up(node, value):
             bytes_moved += _ADDED_BYTES * stated["weights"]
-        return Work(Kernel.MATMUL, dtype, flop, flop, bytes_moved)
+        return Work(Kernel.MATMUL, dtype, flop, flop, bytes_moved, shapes=(Shape(1, *stated["shape"]),))
     kernel = Kernel.NORM if stated["kind"] == "norm" else Kernel.MEMORY
     return Work(kernel, dtype, bytes_moved=_once(node, value) if moved is None else moved)
 
@@ -221,8 +224,11 @@ class _Call:
     def moved(self) -> float:
         return _moved(self.node, self.value)
 
-    def matmul(self, flop: float, arithmetic: float | None = None) -> Work:
-        return Work(Kernel.MATMUL, self.dtype, flop, flop if arithmetic is None else arithmetic, self.moved)
+    def matmul(self, *shapes: Shape, flop: float | None = None) -> Work:
+        """Products of these shapes; `flop` where the counter has another number."""
+        arithmetic = sum(2.0 * math.prod(shape) for shape in shapes)
+        counted = arithmetic if flop is None else flop
+        return Work(Kernel.MATMUL, self.dtype, counted, arithmetic, self.moved, shapes=shapes)
 
     def adding(self, product: Work, num_results: float) -> Work:
         """`product`, which adds so many results to what is there if it makes none of its own."""
@@ -235,35 +241,46 @@ def _product(first: int) -> Callable[[_Call], Work]:
     """(batch,) m x k times (batch,) k x n, the first factor at argument `first`: 2 b m k n FLOP."""
 
     def rule(call: _Call) -> Work:
-        *rows_of, inner = call.shape(first)
-        rows, outer = math.prod(rows_of), call.shape(first + 1)[-1]
-        return call.adding(call.matmul(2.0 * rows * inner * outer), rows * outer)
+        *batch_of, rows, inner = call.shape(first)
+        batch, columns = math.prod(batch_of), call.shape(first + 1)[-1]
+        return call.adding(call.matmul(Shape(batch, rows, columns, inner)), batch * rows * columns)
 
     return rule
 
 
 def _grouped(call: _Call) -> Work:
-    """One product per expert; rows are dealt out, so the work is that of all rows once."""
+    """One product per expert, to which equal parts of the rows are dealt out."""
     a, b = call.shape(0), call.shape(1)
-    # Each expert has weights, gradients of which are (outer, rows) x (rows, inner).
-    experts = a[0] if call.argument(2) is None else math.prod(call.shape(2))
-    return call.adding(call.matmul(2.0 * math.prod(a) * b[-1]), experts * a[-2] * b[-1])
+    if call.argument(2) is None:
+        return call.adding(call.matmul(Shape(a[0], a[-2], b[-1], a[-1])), a[0] * a[-2] * b[-1])
+    experts = math.prod(call.shape(2))
+    if len(b) == 3:
+        shape = Shape(experts, a[0] / experts, b[-1], a[-1])
+        return call.adding(call.matmul(shape), experts * a[-2] * b[-1])
+    # Gradients of weights are (outer, rows) x (rows, inner).
+    return call.adding(call.matmul(Shape(experts, a[0], b[-1], a[-1] / experts)), experts * a[-2] * b[-1])
 
 
 def _grouped_backward(call: _Call) -> Work:
     """Gradients of a grouped product: each as much work as the product, given (cotangent, rows, weights)."""
     shapes = [call.value(number).meta.shape for number in call.node.inputs]
     num_rows = next(shape[0] for shape in shapes if len(shape) == 2)
-    inner, outer = next(shape[-2:] for shape in shapes if len(shape) == 3)
-    return call.matmul(2.0 * num_rows * inner * outer * len(call.results()))
+    experts, inner, outer = next(shape[-3:] for shape in shapes if len(shape) == 3)
+    found = [
+        Shape(experts, inner, outer, num_rows / experts)
+        if len(result.shape) == 3
+        else Shape(experts, num_rows / experts, inner, outer)
+        for result in call.results()
+    ]
+    return call.matmul(*found)
 
 
 def _convolution(call: _Call) -> Work:
-    """2 N (spatial places) (filter elements) FLOP; arguments: input, weight, bias, stride, padding, dilation,
+    """As a product of (places) x (filter elements) x (filters); arguments: input, weight, bias, stride, padding, dilation,
     transposed, ..."""
-    is_transposed = bool(call.argument(6, "transposed", False))
-    flop = _convolution_flop(call.shape(0), call.shape(1), call.results()[0].shape, is_transposed)
-    return _of_channels(call.matmul(flop), call.shape(1), int(call.argument(8, "groups", 1)))
+    is_transposed, groups = bool(call.argument(6, "transposed", False)), int(call.argument(8, "groups", 1))
+    source, weight, result = call.shape(0), call.shape(1), call.results()[0].shape
+    return _of_channels(call.matmul(_filtered(source, weight, result, groups, is_transposed)), weight, groups)
 
 
 def _of_channels(found: Work, weight: Sequence[int], groups: int) -> Work:
@@ -276,28 +293,28 @@ def _convolution_backward(call: _Call) -> Work:
     padding, dilation, transposed, output padding, groups, mask."""
     cotangent, source, weight = call.shape(0), call.shape(1), call.shape(2)
     transposed, groups, mask = bool(call.argument(7)), int(call.argument(9)), call.argument(10)
-    flop = arithmetic = 0.0
+    shapes: list[Shape] = []
+    flop = 0.0
     if mask[0]:
-        flop += _convolution_flop(cotangent, weight, source, not transposed)
-        arithmetic = flop
+        shapes.append(_filtered(cotangent, weight, source, groups, not transposed))
+        flop += 2.0 * math.prod(shapes[-1])
     if mask[1]:
-        ends = (cotangent, source) if transposed else (source, cotangent)
-        counted = _convolution_flop(_swapped(ends[0]), _swapped(ends[1]), _swapped(weight), False)
-        flop += counted
-        arithmetic += counted / groups  # the counter takes every channel with every other
-    if not flop:
+        places = math.prod((source if transposed else cotangent)[2:])
+        own = Shape(groups, weight[0] / groups, math.prod(weight[1:]), places * source[0])
+        shapes.append(own)
+        flop += 2.0 * math.prod(own) * groups  # the counter takes every channel with every other
+    if not shapes:
         return Work(Kernel.MEMORY, call.dtype, bytes_moved=call.moved)
-    return _of_channels(call.matmul(flop, arithmetic), weight, groups)
+    return _of_channels(call.matmul(*shapes, flop=flop), weight, groups)
 
 
-def _convolution_flop(
-    source: Sequence[int], weight: Sequence[int], result: Sequence[int], transposed: bool
-) -> float:
-    return 2.0 * source[0] * math.prod((source if transposed else result)[2:]) * math.prod(weight)
-
-
-def _swapped(shape: Sequence[int]) -> tuple[int, ...]:
-    return (shape[1], shape[0], *shape[2:])
+def _filtered(
+    source: Sequence[int], weight: Sequence[int], result: Sequence[int], groups: int, transposed: bool
+) -> Shape:
+    """Filters at every place of a batch of samples, as a product for each group of channels."""
+    places = source[0] * math.prod((source if transposed else result)[2:])
+    made = weight[1] if transposed else weight[0] / groups
+    return Shape(groups, places, made, math.prod(weight) / groups / made)
 
 
 def _attention(query: int, causal: int) -> Callable[[_Call], Work]:

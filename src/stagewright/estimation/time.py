@@ -87,6 +87,8 @@ def kernel_seconds(found: Work, device: Device) -> float:
     if found.kernel is Kernel.DEPTHWISE and device.kind == "cuda":
         peak = device.peak_flops.get("float32") or 0.0
         return overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
+    if found.kernel is Kernel.MATMUL and found.shapes and device.products is not None:
+        return device.product_seconds(found.shapes, _precision(found, device), found.bytes_moved)
     if found.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
         arithmetic = device.matmul_seconds(found.arithmetic, _precision(found, device))
         if device.packing_bandwidth:
@@ -345,7 +347,7 @@ class Costing:
             return max(0.0, self.of(node, value).device_s - self.device.launch_overhead_s)
         grown = replace(
             found, arithmetic=_GROWN * found.arithmetic, bytes_moved=0.0 if is_product else _GROWN * found.bytes_moved,
-            in_blocks=None if found.in_blocks is None else _GROWN * found.in_blocks,
+            shapes=(), in_blocks=None if found.in_blocks is None else _GROWN * found.in_blocks,
         )  # fmt: skip
         return self._in_products(grown, node, value).device_s / _GROWN
 

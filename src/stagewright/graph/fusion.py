@@ -526,16 +526,21 @@ class _Fused:
             offset += found.meta.num_elements
         return self._new_value(contiguous((offset,), self.values[outputs[0]].meta.dtype))
 
-    def _product(self, group: int) -> tuple[float, int]:
-        """FLOP of one direction, and elements of the matrices."""
-        flop, weights = 0.0, 0
+    def _product(self, group: int, part: Part) -> tuple[tuple[str, Any], ...]:
+        """FLOP of one direction, elements of the matrices, and rows, columns and inner dimension of their joint product."""
+        rows, inner, weights = 0, 0, 0
         for member in self.groups[group].members:
             node = self.old.nodes[member]
             place = JOINED[short_name(node.op)]
             left, right = (self.old.values[value].meta for value in node.inputs[place : place + 2])
-            flop += 2.0 * left.num_elements * right.shape[-1]
+            inner = left.shape[-1]
+            rows = left.num_elements // inner
             weights += right.num_elements
-        return flop, weights
+        outer = weights // inner
+        shape = {Part.FORWARD: (rows, outer, inner), Part.INPUT_GRAD: (rows, inner, outer)}.get(
+            part, (inner, outer, rows)
+        )
+        return ("flop", 2.0 * rows * weights), ("weights", weights), ("shape", shape)
 
     def _follow_storages(self, nodes: Iterable[Node]) -> None:
         """Views lie where what they are of lies now."""
@@ -561,7 +566,7 @@ class _Fused:
         per_element = rule.forward_bytes if is_forward else rule.backward_bytes
         kwargs: tuple[tuple[str, Any], ...] = (("kind", rule.kind),)
         if rule.kind == "matmul":
-            kwargs += tuple(zip(("flop", "weights"), self._product(unit.group), strict=True))
+            kwargs += self._product(unit.group, unit.part)
         if per_element is not None:
             kwargs += (("bytes_moved", per_element * largest * (unit.part is not Part.WEIGHT_GRAD)),)
         scratch: list[int] = []
