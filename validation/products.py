@@ -7,6 +7,7 @@ clocks of a GPU that does nothing else. Constants were fitted on 900 of the 2,71
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,38 +20,46 @@ DATA = Path(__file__).parent / "data" / "kernels"
 BAR, LARGE_BAR = 0.07, 0.045
 LARGE_FLOP = 20e9
 CATALOG = {
-    "a100_sxm": "a100-80", "h100_sxm": "h100", "h200_sxm": "h200", "b200_sxm": "b200", "b300_sxm": "b300", "gb200": "gb200",
-    "gb200_sxm": "gb200",
+    "a100": "a100-80", "h100": "h100", "h200": "h200", "gh200": "gh200", "b200": "b200", "b300": "b300", "gb200": "gb200",
+    "gb300": "gb300", "l40s": "l40s",
 }  # fmt: skip
-"""Systems of the tables and what the catalog calls their devices."""
+"""Systems of the tables, without what follows an underscore, and what the catalog calls their devices."""
 
 
-def judged(folder: Path = DATA) -> Iterator[Row]:
-    """A row per product."""
-    devices = {name: load_cluster(f"1x-{device}").device for name, device in CATALOG.items()}
+def judged(folder: Path = DATA, left_out: Counter[str] | None = None) -> Iterator[Row]:
+    """A row per product; those of systems that the catalog does not have are counted in `left_out`."""
+    devices = {system: load_cluster(f"1x-{name}").device for system, name in CATALOG.items()}
     with (folder / "gemm_bf16_by_shape.csv").open(newline="") as file:
         for record in csv.DictReader(file):
+            device = devices.get(record["system"].partition("_")[0])
+            if device is None:
+                if left_out is not None:
+                    left_out[record["system"]] += 1
+                continue
             rows, columns, inner = (int(record[key]) for key in ("m", "n", "k"))
-            asked, system = Fragment("bfloat16"), record["system"]
+            asked = Fragment("bfloat16")
             asked.call(
                 "mm", asked.tensor(rows, inner), asked.tensor(inner, columns), makes=((rows, columns),)
             )
             size = "large" if 2 * rows * columns * inner >= LARGE_FLOP else "small"
-            label = f"{CATALOG[system]} {rows} x {columns} x {inner}"
-            predicted, measured = asked.seconds_alone(devices[system]), float(record["latency_us"]) * 1e-6
-            yield Row(label, f"{CATALOG[system]}: {size}", predicted, measured)
+            label = f"{device.name} {rows} x {columns} x {inner}"
+            measured = float(record["latency_us"]) * 1e-6
+            yield Row(label, f"{device.name}: {size}", asked.seconds_alone(device), measured)
 
 
 def main() -> None:
     parser = arguments(__doc__, DATA)
     parser.add_argument("--every-row", action="store_true", help="print every product, not only the groups")
     options = parser.parse_args()
-    rows = list(judged(options.data))
+    left_out: Counter[str] = Counter()
+    rows = list(judged(options.data, left_out))
     show(rows, BAR, "s", options.json, options.every_row)
     if not options.json:
         large = [row for row in rows if row.group.endswith("large")]
         print(f"of {LARGE_FLOP / 1e9:.0f} GFLOP or more:")
         show(large, LARGE_BAR, "s", as_json=False, every_row=False)
+        for system, count in left_out.items():
+            print(f"{count} rows left out: the catalog has no {system}")
 
 
 if __name__ == "__main__":
