@@ -7,8 +7,9 @@ network adapters.
 Source: ring and tree algorithms and their cost in Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH", IJHPCA 19 (2005); the ring and double-binary-tree choice of
 NCCL 2.4. Where a cluster has measured curves of all-reduce, all-gather or reduce-scatter, what the links
-predict is corrected by the ratio seen on the measured ranks at that size. Ignores: in-network reduction
-(SHARP, NVLS), protocol switches of the library, contention with other communicators beyond the even split of
+predict is corrected by the ratio seen on the measured ranks at that size. Inside a node whose links say so
+(`NodeCollectives`), times are those of the library by size. Ignores: in-network reduction between nodes
+(SHARP), protocol switches of the library, contention with other communicators beyond the even split of
 the adapters, and skew of arrival.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from stagewright.cluster.cluster import Cluster
-from stagewright.cluster.link import Link
+from stagewright.cluster.link import Link, NodeCollectives
 from stagewright.cluster.measured import Operation, between
 
 _T = TypeVar("_T")
@@ -43,6 +44,11 @@ class _Group:
     inter_latency_s: float
     inter_bandwidth: float
     """Of all ranks of a node together, over the slowest edge of the ring of nodes."""
+
+    @property
+    def collectives(self) -> NodeCollectives | None:
+        """What collectives take by their size, of a group inside one node where that is known."""
+        return self.intra.collectives if self.intra is not None and self.num_nodes == 1 else None
 
     @property
     def ring_bandwidth(self) -> float:
@@ -144,6 +150,8 @@ def _one_way(cluster: Cluster, num_bytes: float, ranks: Sequence[int], operation
 
 
 def _ring_seconds(group: _Group, num_bytes: float) -> float:
+    if (inside := group.collectives) is not None:
+        return inside.seconds("one way", group.size, num_bytes)
     return group.ring_latency_s + (group.size - 1) / group.size * num_bytes / group.ring_bandwidth
 
 
@@ -188,6 +196,8 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
 
 
 def _all_reduce_seconds(group: _Group, num_bytes: float) -> float:
+    if (inside := group.collectives) is not None:
+        return inside.seconds("all-reduce", group.size, num_bytes)
     volume_s = (group.size - 1) / group.size * num_bytes / group.ring_bandwidth
     ring, tree = group.ring_latency_s + volume_s, group.tree_latency_s + volume_s / TREE_BANDWIDTH
     return 2 * min(ring, tree)
@@ -214,6 +224,8 @@ def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     if len(ranks) < 2:
         return 0.0
     group = _group(cluster, ranks)
+    if group.collectives is not None:
+        return group.collectives.seconds("all to all", group.size, num_bytes)
     part = num_bytes / group.size
     inside = part * (group.per_node - 1) / group.intra.collective_bandwidth if group.intra else 0.0
     outside = part * (group.size - group.per_node) * group.per_node / group.inter_bandwidth

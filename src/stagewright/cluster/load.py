@@ -106,10 +106,11 @@ def _merged(base: dict[str, Any], stated: Mapping[str, Any], source: str) -> dic
     """`base` with the figures of `stated`, whose source becomes `source` where they name none."""
     merged = {**base}
     sources = dict(base.get("sources", {}))
-    if "bandwidth" in stated and "ring_bandwidth" not in stated:
-        # A catalog's ring figure belongs to the catalog's links, not to the ones stated here.
-        merged.pop("ring_bandwidth", None)
-        sources.pop("ring_bandwidth", None)
+    for name in ("ring_bandwidth", "collectives"):
+        # A catalog's figures of collectives belong to the catalog's links, not to the ones stated here.
+        if ("bandwidth" in stated or "latency_s" in stated) and name not in stated:
+            merged.pop(name, None)
+            sources.pop(name, None)
     for key, value in stated.items():
         old = base.get(key)
         if key in _SOURCED_TABLES and isinstance(value, Mapping) and isinstance(old, dict):
