@@ -43,7 +43,7 @@ def judged(folder: Path = DATA, left_out: Counter[str] | None = None) -> Iterato
                 cluster = None
             else:
                 reason = f"a node of the catalog has fewer than {count} {device}"
-            if cluster is None or len(cluster.nodes) > 1 or cluster.nodes[0].count > 1 or op not in _SECONDS:
+            if cluster is None or cluster.node_of(count - 1) > 0 or op not in _SECONDS:
                 if left_out is not None:
                     left_out[reason] += 1
                 continue
