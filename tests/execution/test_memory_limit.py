@@ -41,7 +41,7 @@ def test_a_job_trains_under_a_limit_that_its_plain_plan_exceeds(tmp_path: Path) 
     )
     limit = peak - activations * 3 // 10
     found = planned(cluster, limit)
-    assert found.cuts == plain.cuts
+    assert len(found.cuts) == len(plain.cuts)
     ways = [policy for policy in found.memory_policy if isinstance(policy, StagePolicy)]
     assert any(way.offload for way in ways), "in less time than recomputing takes"
     wanted, got = trained(plain, tmp_path / "plain"), trained(found, tmp_path / "found")
