@@ -149,7 +149,12 @@ def grid_of(
     share = 2 * (sharing - 1) / sharing
     both_ways = np.maximum(latency, latency.T), np.minimum(rate, rate.T)
     heaviest = float(np.max(gradient_bytes)) or 1.0
+    nodes = np.array([cluster.node_of(unit * tp) for unit in range(num_units)])
     ring = share * heaviest / rate + 2 * (num_replicas - 1) * latency
+    for a, b in zip(*np.nonzero(np.equal.outer(nodes, nodes)), strict=True):
+        inside = cluster.link_between(int(a) * tp, int(b) * tp).collectives if a != b else None
+        if inside is not None and sharing <= _devices(cluster, int(nodes[a])):  # such a ring stays inside its node
+            ring[a, b] = inside.seconds("all-reduce", sharing, heaviest)
     seconds = np.zeros((num_units, num_stages)) if unit_seconds is None else np.asarray(unit_seconds, float)
     return Grid(
         num_replicas, num_stages, num_exposed * (there + there.T), ring, np.asarray(gradient_bytes) / heaviest,
@@ -157,7 +162,7 @@ def grid_of(
         as_numbered(num_replicas, num_stages),
         2 * both_ways[0] + tied_bytes / both_ways[1] if tied_bytes else None,
         tied,
-        np.array([cluster.node_of(unit * tp) for unit in range(num_units)]),
+        nodes,
     )  # fmt: skip
 
 
