@@ -7,14 +7,19 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from stagewright.cluster import load_cluster
 from stagewright.estimation.runtime import load_runtime, runtime_names
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
-from stagewright.graph.depth import REPEATS, IrregularLayers, Repeat, expanded, is_pattern
+from stagewright.graph.depth import REPEATS, IrregularLayers, Repeat, copies_of, expanded, is_pattern
 from stagewright.graph.document import graph_from_bytes, graph_to_bytes
+from stagewright.planning.partition.ranges import ranges_of
 from stagewright.tracing import capture
 from stagewright.tracing.cache import trace
 from stagewright.tracing.trace import trace_module
@@ -71,6 +76,25 @@ def test_all_layers_follow_from_a_few(
     assert len(few.nodes) < len(expected.nodes)
     assert differing(expanded(few), expected) == []
     assert differing(expanded(again), expected) == []
+    assert_ranges_cost_as_much(few, expected)
+
+
+RANGES = (
+    "seconds", "forward_seconds", "weight_grad_seconds", "state_bytes", "parameter_bytes", "saved_bytes",
+    "boundary_bytes", "legal_cuts",
+)  # fmt: skip
+
+
+def assert_ranges_cost_as_much(few: OperatorGraph, every: OperatorGraph) -> None:
+    """Costs of all ranges follow from a few layers, too, without the graph of all."""
+    cluster = load_cluster("2x8x-h100")
+    short = BodyCosts(few, Costing(few, cluster.device, cluster), copies_of(few))
+    whole = BodyCosts(every, Costing(every, cluster.device, cluster))
+    for name in RANGES:
+        np.testing.assert_allclose(getattr(short, name), getattr(whole, name), rtol=1e-12, err_msg=name)
+    transients = ranges_of(short).transient_bytes, ranges_of(whole).transient_bytes
+    np.testing.assert_array_equal(*transients)
+    assert "graph" not in vars(short)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "llama-3-8b", "mixtral-8x7b"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,8 +18,10 @@ from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Origin, Part
 from stagewright.graph.added import ARRIVED, FETCH, LEFT, MOVES, OFFLOAD
 from stagewright.graph.cuts import Cuts, find_cuts
+from stagewright.graph.depth import Copies, expanded
 from stagewright.graph.payload import num_bytes
 from stagewright.graph.stage import Function, Stage
+from stagewright.graph.tensor import ITEM_BYTES
 
 Floats = NDArray[np.float64]
 
@@ -99,37 +101,56 @@ class BodyCosts:
 
     * `seconds`: forward, input gradient and weight gradient of one microbatch; `forward_seconds` (of F: without a late
       loss) and `weight_grad_seconds` of these;
-    * `state_bytes`: parameters, gradients and optimizer state;
+    * `state_bytes`: parameters, gradients and optimizer state; `parameter_bytes` of these;
     * `saved_bytes`: what F leaves for the backward of one microbatch;
     * `boundary_bytes[i]`: what crosses a cut at `i` in one forward and one backward.
+
+    A graph may leave layers out (`few`), `copies` of whose others then stand for them: the `graph` with all of them is made
+    when it is first asked for.
 
     Ignores: prologue and derived values; that the gradients of a parameter used on both sides of a cut are
     on both sides; values saved in a stage that did not make them.
     """
 
-    def __init__(self, graph: OperatorGraph, costing: Costing) -> None:
-        self.graph = graph
-        self.costing = costing
-        self.size = len(graph.body)
+    def __init__(self, graph: OperatorGraph, costing: Costing, copies: Copies | None = None) -> None:
+        self.few = graph
+        self.few_costing = costing
+        self.copies = copies or Copies(np.arange(len(graph.body)), np.ones(len(graph.nodes), np.int64))
+        self.size = len(self.copies.places)
         self._elsewhere: dict[Device, BodyCosts] = {costing.device: self}
+
+    @cached_property
+    def graph(self) -> OperatorGraph:
+        first = next(iter(self._elsewhere.values()))
+        if first is not self:
+            return first.graph
+        return expanded(self.few) if self.size > len(self.few.body) else self.few
+
+    @cached_property
+    def costing(self) -> Costing:
+        """Of the nodes of `graph`."""
+        return self.few_costing if self.graph is self.few else self.few_costing.of_graph(self.graph)
+
+    @property
+    def device(self) -> Device:
+        return self.few_costing.device
 
     def on(self, device: Device) -> BodyCosts:
         """The same graph on another kind of device."""
         if device not in self._elsewhere:
-            known = self.costing
-            there = Costing(self.graph, device, known.cluster, known.products, compiled=bool(known.fusions))
-            self._elsewhere[device] = BodyCosts(self.graph, there)
+            self._elsewhere[device] = BodyCosts(self.few, self.few_costing.on(device), self.copies)
+            self._elsewhere[device]._elsewhere = self._elsewhere
         return self._elsewhere[device]
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:
-        """Position in the body of every node's forward node; -1 where it has none."""
-        position = self.graph.position
-        return np.fromiter((position.get(node.forward, -1) for node in self.graph.nodes), np.int64)
+        """Position in the body of `few` of every node's forward node; -1 where it has none."""
+        position = self.few.position
+        return np.fromiter((position.get(node.forward, -1) for node in self.few.nodes), np.int64)
 
     @cached_property
     def seconds(self) -> Floats:
-        return _prefix(self._places, self._bound, self.size)
+        return self._prefix(self._places, self._bound)
 
     @cached_property
     def forward_seconds(self) -> Floats:
@@ -140,29 +161,37 @@ class BodyCosts:
         return self._seconds_of(Part.WEIGHT_GRAD)
 
     def _seconds_of(self, part: Part) -> Floats:
-        is_part = np.fromiter((node.part is part for node in self.graph.nodes), np.bool_)
+        is_part = np.fromiter((node.part is part for node in self.few.nodes), np.bool_)
         if part is Part.FORWARD:
-            is_part &= self._places < self.graph.late
-        return _prefix(self._places, np.where(is_part, self._bound, 0.0), self.size)
+            is_part &= self._places < self.few.late
+        return self._prefix(self._places, np.where(is_part, self._bound, 0.0))
 
     @cached_property
     def _bound(self) -> Floats:
-        """Seconds of every node: of the device or of the host, whichever is busier with the whole graph."""
-        device_s, host_s, *_ = self.costing.arrays
-        return device_s if device_s.sum() >= host_s.sum() else host_s
+        """Seconds of every node of `few`: of the device or of the host, whichever is busier with the whole graph."""
+        device_s, host_s, *_ = self.few_costing.arrays
+        counts = self.copies.counts
+        return device_s if counts @ device_s >= counts @ host_s else host_s
 
     @cached_property
     def state_bytes(self) -> Floats:
         """A parameter that several places use counts where it is used first."""
-        first = self._first_uses()
-        metas = [self.graph.values[value].meta for value in first]
-        runtime = runtime_of(self.graph)
-        sizes = [m.num_elements * runtime.precision(m.dtype).bytes_per_parameter for m in metas]
-        return _prefix(np.array(list(first.values()), np.int64), np.array(sizes, np.float64), self.size)
+        precision = runtime_of(self.few).precision
+        return self._of_parameters(lambda dtype: precision(dtype).bytes_per_parameter)
+
+    @cached_property
+    def parameter_bytes(self) -> Floats:
+        return self._of_parameters(ITEM_BYTES.__getitem__)
+
+    def _of_parameters(self, item_bytes: Callable[[str], float]) -> Floats:
+        first = self._first_uses
+        metas = [self.few.values[value].meta for value in first]
+        sizes = [meta.num_elements * item_bytes(meta.dtype) for meta in metas]
+        return self._prefix(np.array(list(first.values()), np.int64), np.array(sizes, np.float64))
 
     @cached_property
     def saved_bytes(self) -> Floats:
-        graph, sizes = self.graph, self.graph.storage_bytes
+        graph, sizes = self.few, self.few.storage_bytes
         saved: dict[int, int] = {}
         for node in graph.nodes:
             if node.part < Part.INPUT_GRAD and graph.position.get(node.id, -1) < graph.late:
@@ -173,12 +202,12 @@ class BodyCosts:
                 if place is not None and place < graph.late:
                     saved[root] = place
         bytes_of = np.array([sizes[root] for root in saved], np.float64)
-        return _prefix(np.array(list(saved.values()), np.int64), bytes_of, self.size)
+        return self._prefix(np.array(list(saved.values()), np.int64), bytes_of)
 
     @cached_property
     def cuts(self) -> Cuts:
         """Where the graph may be cut, and what crosses there."""
-        return find_cuts(self.graph)
+        return find_cuts(self.few).at([*self.copies.places, len(self.few.body)])
 
     @cached_property
     def boundary_bytes(self) -> Floats:
@@ -190,9 +219,10 @@ class BodyCosts:
         """Positions where a cut is allowed."""
         return self.cuts.positions
 
+    @cached_property
     def _first_uses(self) -> dict[int, int]:
-        """Parameter -> first position of the body that uses it, directly or through derived values."""
-        graph = self.graph
+        """Parameter -> first position of the body of `few` that uses it, directly or through derived values."""
+        graph = self.few
         sources: dict[int, tuple[int, ...]] = defaultdict(tuple)
         first: dict[int, int] = {}
         for node in graph.nodes:
@@ -209,11 +239,11 @@ class BodyCosts:
                     first.setdefault(value, graph.position[node.id])
         return first
 
-
-def _prefix(places: NDArray[np.int64], amounts: Floats, size: int) -> Floats:
-    inside = places >= 0
-    totals = np.bincount(places[inside], weights=amounts[inside], minlength=size)
-    return np.concatenate([[0.0], totals.cumsum()])
+    def _prefix(self, places: NDArray[np.int64], amounts: Floats) -> Floats:
+        """Of the whole body, what `amounts` at `places` of the body of `few` sum up to in front of every position."""
+        inside = places >= 0
+        totals = np.bincount(places[inside], weights=amounts[inside], minlength=len(self.few.body))
+        return np.concatenate([[0.0], totals[self.copies.places].cumsum()])
 
 
 def waiting_seconds(nodes: Iterable[Node], value: Lookup, costing: Costing) -> float:

@@ -187,6 +187,17 @@ class Costing:
         self._by_signature: dict[int, Cost] = {}
         self._fused_costs: dict[int, Cost] = {}
         self._of_graph = graph.values.__getitem__
+        self._given = device, compiled  # as it was given, without the runtime's attention
+
+    def on(self, device: Device) -> Costing:
+        """The same nodes on another device."""
+        return Costing(self.graph, device, self.cluster, self.products, self._given[1])
+
+    def of_graph(self, graph: OperatorGraph) -> Costing:
+        """On the same device another graph, whose nodes cost as much where they have the same signature."""
+        found = Costing(graph, self._given[0], self.cluster, self.products, self._given[1])
+        found._by_signature, found.without_rule = self._by_signature, self.without_rule
+        return found
 
     def of(self, node: Node, value: Lookup) -> Cost:
         """The cost of a node, of the graph or made by carving."""

@@ -23,7 +23,7 @@ def addition(left: int, right: int, total: int) -> Node:
     return _added("aten.add.Tensor", (left, right), (total,))
 
 
-def copy(original: int, made: int) -> Node:
+def copied(original: int, made: int) -> Node:
     return _added("aten.clone.default", (original,), (made,), part=Part.FORWARD)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 from stagewright.errors import PlanError
-from stagewright.graph.added import ARRIVED, FETCH, copy
+from stagewright.graph.added import ARRIVED, FETCH, copied
 from stagewright.graph.cutting import Cutting, Routes
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Value, made_by, makers_of
 from stagewright.graph.locate import Located
@@ -36,6 +38,7 @@ class Carving:
 
     def __init__(self, graph: OperatorGraph, cuts: Sequence[int]) -> None:
         self._cutting = Cutting(graph, cuts)
+        self._carvers: dict[tuple[int, bool], _StageCarver] = {}
         self._located: list[Located] = []
         """Where each stage holds its values. What it sends lies in the same places whatever its policy."""
 
@@ -57,7 +60,10 @@ class Carving:
 
     def _carve(self, index: int, policy: Policy) -> tuple[Stage, Located]:
         """Stages in front of it have been carved."""
-        carver = _StageCarver(self._cutting, index, policy)
+        key = index, policy.recomputes
+        if key not in self._carvers:
+            self._carvers[key] = _StageCarver(self._cutting, *key)
+        carver = self._carvers[key].under(policy)
         here = carver.located()
         self._arrive(here, carver.receives)
         here.follow(carver.nodes.forward)
@@ -103,9 +109,12 @@ class _Again:
 
 
 class _StageCarver:
-    def __init__(self, cutting: Cutting, index: int, policy: Policy) -> None:
+    """What a stage is made of, whatever its policy says but whether it `recomputes`; carves it `under` one."""
+
+    policy = KEEP
+
+    def __init__(self, cutting: Cutting, index: int, recomputes: bool) -> None:
         self.cutting = cutting
-        self.policy = policy
         self.graph = cutting.graph
         self.index = index
         self.added: dict[int, Value] = {}
@@ -117,21 +126,27 @@ class _StageCarver:
         self.mutations = tuple(pair for pair in self.graph.mutations if index in cutting.updaters[pair[0]])
         self.computes_loss = cutting.stage.get(self.graph.values[self.graph.loss].node) == index
         self.copies: dict[int, int] = {}  # changing buffer -> its copy
-        self.nodes = self._with_copies(self._nodes())
+        self.nodes = self._with_copies(self._nodes(), recomputes)
+        changed = [value for _, value in self.mutations]
+        self.parameters = self._sources(Origin.PARAMETER)
+        self.buffers = self._sources(Origin.BUFFER, [buffer for buffer, _ in self.mutations])
+        self.constants = self._sources(Origin.CONSTANT, changed)
+        self.inputs = self._sources(Origin.INPUT, changed)
+        self.read_buffers, self.read_constants = self._sources(Origin.BUFFER), self._sources(Origin.CONSTANT)
+
+    def under(self, policy: Policy) -> _StageCarver:
+        found = copy.copy(self)
+        found.policy, found.added = policy, dict(self.added)
+        return found
 
     def located(self) -> Located:
         return Located(self.graph, self.added, {**self.weights.instead, **self.copies})
 
     def carve(self, here: Located) -> Stage:
-        nodes = self.nodes
+        nodes, inputs = self.nodes, self.inputs
         changed = [value for _, value in self.mutations]
-        inputs = self._sources(nodes, Origin.INPUT, changed)
-        resident = {
-            *self._sources(nodes, Origin.PARAMETER),
-            *self._sources(nodes, Origin.BUFFER),
-            *self._sources(nodes, Origin.CONSTANT),
-            *made_by((*nodes.static, *nodes.derived)),
-        }
+        made = made_by((*nodes.static, *nodes.derived))
+        resident = {*self.parameters, *self.read_buffers, *self.read_constants, *made}
         arrived, cotangents = _values(self.receives), _values(self.grad_receives)
         at_hand = {*arrived, *inputs, *made_by(nodes.forward)} - resident
         weight_grad = with_finishing(nodes.weight_grad, nodes.finishing)
@@ -172,9 +187,9 @@ class _StageCarver:
             stop=self.cutting.bounds[self.index + 1],
             graph=self.graph,
             extra=self.added,
-            parameters=self._sources(nodes, Origin.PARAMETER),
-            buffers=self._sources(nodes, Origin.BUFFER, [buffer for buffer, _ in self.mutations]),
-            constants=self._sources(nodes, Origin.CONSTANT, changed),
+            parameters=self.parameters,
+            buffers=self.buffers,
+            constants=self.constants,
             inputs=inputs,
             static=nodes.static,
             derived=nodes.derived,
@@ -341,10 +356,10 @@ class _StageCarver:
         storages = {self._storage(value) for value in chosen if value < len(self.graph.values)}
         return tuple(value for value in values if self._storage(value) in storages)
 
-    def _with_copies(self, nodes: _Nodes) -> _Nodes:
+    def _with_copies(self, nodes: _Nodes, recomputes: bool) -> _Nodes:
         """F first copies every changing buffer whose value, or a view of it, must outlast F: the next F changes it."""
         after = (*nodes.late, *nodes.input_grad, *nodes.weight_grad)
-        after += nodes.forward if self.policy.recomputes else ()
+        after += nodes.forward if recomputes else ()
         later = {value for node in after for value in node.inputs}
         lasting = (value for value in (*later, *_values(self.sends)) if value < len(self.graph.values))
         for buffer in sorted({self.graph.values[value].storage for value in lasting} & self.cutting.changing):
@@ -354,7 +369,7 @@ class _StageCarver:
 
         names = "forward", "late", "input_grad", "weight_grad"
         renamed = {name: tuple(n.renamed(self.copies) for n in getattr(nodes, name)) for name in names}
-        copies = [copy(buffer, made) for buffer, made in self.copies.items()]
+        copies = [copied(buffer, made) for buffer, made in self.copies.items()]
         return replace(nodes, **renamed | {"forward": (*copies, *renamed["forward"])})
 
     def _closure(self, nodes: Iterable[Node], part: Part, also: Sequence[int]) -> tuple[Node, ...]:
@@ -371,10 +386,14 @@ class _StageCarver:
                 stack.extend(self.graph.nodes[producer].inputs)
         return tuple(self.graph.nodes[node] for node in sorted(found))
 
-    def _sources(self, nodes: Iterable[Node], origin: Origin, also: Sequence[int] = ()) -> tuple[int, ...]:
-        used = {value for node in nodes for value in node.inputs} | set(also)
+    def _sources(self, origin: Origin, also: Sequence[int] = ()) -> tuple[int, ...]:
         values = self.graph.values
+        used = self._used_values.union(also)
         return tuple(sorted(v for v in used if v not in self.added and values[v].origin is origin))
+
+    @cached_property
+    def _used_values(self) -> frozenset[int]:
+        return frozenset(value for node in self.nodes for value in node.inputs)
 
     def _fresh(self, like: Value, storage: int | None = None) -> int:
         """A new value, numbered apart from the graph's, in a storage of its own or in `storage`; stages number theirs each

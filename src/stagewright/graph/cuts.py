@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,10 @@ class Cuts:
     def positions(self) -> Counts:
         """The legal cuts, in order."""
         return np.flatnonzero(self.legal)
+
+    def at(self, places: Sequence[int]) -> Cuts:
+        """What is there at each of `places`."""
+        return Cuts(*(getattr(self, one.name)[np.asarray(places)] for one in fields(self)))
 
 
 def find_cuts(graph: OperatorGraph) -> Cuts:

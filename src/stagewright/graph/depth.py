@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+import numpy as np
+from numpy.typing import NDArray
+
 from stagewright.errors import ContractError
 from stagewright.graph.graph import Node, OperatorGraph, Part, Value, renumbered
 
@@ -55,6 +58,43 @@ def expanded(graph: OperatorGraph) -> OperatorGraph:
     for repeat in graph.facts[REPEATS]:
         graph = _Expansion(graph, repeat).graph()
     return replace(graph, facts={key: fact for key, fact in graph.facts.items() if key != REPEATS})
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Where everything of a graph that leaves layers out is in the whole one.
+
+    `places`: for every operator of the whole body its position, or that of what it is a copy of, in the body of the graph.
+    `counts`: of every node of the graph, how many the whole one has.
+    """
+
+    places: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    def of_places(self, places: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Every position of the whole body that one of `places` stands for, and the index among these of which it is one."""
+        known = np.argsort(self.places, kind="stable")
+        ends = np.searchsorted(self.places[known], [[one, one + 1] for one in places]).reshape(-1, 2)
+        found = [known[first:stop] for first, stop in ends]
+        which = np.repeat(np.arange(len(found)), [len(one) for one in found])
+        return np.concatenate([*found, np.zeros(0, np.int64)]), which
+
+
+def copies_of(graph: OperatorGraph) -> Copies:
+    """Of `graph`, without making the whole one; raises as `expanded`."""
+    body = list(graph.body)
+    counts = np.ones(len(graph.nodes), np.int64)
+    for repeat in graph.facts.get(REPEATS, ()):
+        expansion = _Expansion(graph, repeat)
+        counts[[node.id for node in expansion.template.nodes]] += expansion.num
+        behind: dict[int, list[int]] = {}
+        own: list[int] = []
+        for number, copy in expansion.nodes.in_order(graph.body, expansion.num):
+            if copy == 0:
+                own = behind[number] = []
+            own.append(number)
+        body = [number for known in body for number in behind[known]]
+    return Copies(np.array([graph.position[number] for number in body], np.int64), counts)
 
 
 def is_pattern(graph: OperatorGraph) -> bool:

@@ -278,10 +278,16 @@ def best_partition(
     bodies = [own[rank] for rank in program.placement.rank_of_stage]
     tried: dict[tuple[int, ...], float] = {}
     for slack in SLACKS if program.num_stages > 1 else SLACKS[:1]:
-        cuts = partition(bodies, slack, budget)
+        cuts = partition(bodies, slack, budget) if budget else _unlimited_partition(tuple(bodies), slack)
         if cuts is not None and tuple(cuts) not in tried:
             tried[tuple(cuts)] = approximate_seconds(bodies, cuts, program, cluster, width)
     return min(tried.items(), key=lambda item: item[1]) if tried else None
+
+
+@lru_cache(maxsize=64)
+def _unlimited_partition(bodies: tuple[BodyCosts, ...], slack: float) -> list[int] | None:
+    """Kept: schedules of as many stages, whatever they share out, have the same."""
+    return partition(bodies, slack)
 
 
 def fastest_partition(body: BodyCosts, choice: Choice, cluster: Cluster) -> tuple[tuple[int, ...], float]:
@@ -540,18 +546,16 @@ def least_saving(
 ) -> Candidate | None:
     """The partition that is fastest with what it must recompute and offload, which the partitions `kept`, where nothing
     is, may be; None if nothing found fits, or nothing promises a batch of less than `below_s`."""
-    first = kept[0]
-    line, share = (
-        _whole_stages(first, body),
-        first.choice.state_share(first.line.job.precision),
-    )
+    first, choice = kept[0], kept[0].choice
     known = {one.cuts: one for one in kept}
-    for shrink in _SHRINKS:
-        for cuts in cuts_to_try(
-            line, first.memories, body, in_flight(line.program), () if shrink else known,
-            state_share=share, offload=offload, shrink=shrink, below_s=below_s,
-        )[:_MOST_FITTED]:  # fmt: skip
-            plain = known.get(cuts) or with_cuts(body, first.choice, cuts, line.cluster, line.job)
+    whole = _whole_stages(first, body) if first.cuts else None
+    for shrink in _SHRINKS if first.cuts else _SHRINKS[:1]:
+        tried = [()] if whole is None else cuts_to_try(
+            whole, first.memories, body, in_flight(whole.program), () if shrink else known,
+            state_share=choice.state_share(whole.job.precision), offload=offload, shrink=shrink, below_s=below_s,
+        )  # fmt: skip
+        for cuts in tried[:_MOST_FITTED]:
+            plain = known.get(cuts) or with_cuts(body, choice, cuts, first.line.cluster, first.line.job)
             found = saving_candidate(plain, body, offload=offload, thorough=thorough)
             if found is not None:
                 return found

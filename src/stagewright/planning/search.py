@@ -5,16 +5,18 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Any
 
+import numpy as np
+
 from stagewright.cluster import Cluster
 from stagewright.errors import ContractError, InputError, PlanError, StagewrightError, TraceError
 from stagewright.estimation.runtime import STAGEWRIGHT
-from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.stages import BodyCosts, Floats
 from stagewright.graph.graph import short_name
 from stagewright.graph.policy import attention_scores
 from stagewright.planning.advice import misses_memory
@@ -76,8 +78,17 @@ _SHIFTS = 6
 _REFINED = 250
 """Stages of more operators are not looked at longer for what they recompute: it takes long and gains nothing."""
 
+_WORTH_REFINING = 0.02
+"""Part of its busy time that a plan must spend on saving for a longer look at what it recomputes, which gains some of it."""
+
+_WORTH_OFFLOADING = 0.03
+"""Part of its passes that ranges must promise offloading to save for it to be looked at: they are about that hopeful."""
+
 _ROUGH = 0.02
 """Part of a step by which coarse costs of stages may be too high."""
+
+_ALIKE = 0.005
+"""Part of a step by which coarse costs are misjudged otherwise where the loss is evaluated in pieces."""
 
 _NEAR = 0.05
 """Bounds of sizes of microbatches that differ by less than this part say nothing of which is the better."""
@@ -202,6 +213,17 @@ class _Waiting:
         )
 
 
+@dataclass(frozen=True)
+class _Untraced:
+    """Widths, in microbatches of one of several sizes, that have not been traced: the graph of narrower ones, `known`, says
+    that a step takes `bound_s` at the least."""
+
+    bound_s: float
+    sizes: Sizes
+    microbatch_sizes: Sequence[int]
+    known: Sizes
+
+
 class _Queue:
     """What waits, by a bound on its seconds; of equal bounds, what came first."""
 
@@ -214,6 +236,10 @@ class _Queue:
 
     def __iter__(self) -> Iterator[_Waiting]:
         return (one for _, _, one in self.entries)
+
+    @property
+    def least_s(self) -> float:
+        return self.entries[0][0] if self.entries else math.inf
 
     def push(self, bound_s: float, one: _Waiting) -> None:
         heapq.heappush(self.entries, (bound_s, next(self.numbers), one))
@@ -244,6 +270,8 @@ class _Search:
     """The fewest bytes that a configuration lacks by its bounds, and which that is."""
     nearest: Candidate | None = None
     without_rule: set[str] = field(default_factory=set)
+    untraced: list[_Untraced] = field(default_factory=list)
+    refused: list[StagewrightError] = field(default_factory=list)
     num_bounded: int = 0
     """Configurations that cannot be faster than the last of the plans."""
     next_best: Promised | None = None
@@ -258,37 +286,50 @@ class _Search:
     # -- bound -------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:
-        """Trace the smallest microbatches of all widths, and queue every configuration of these with a first bound."""
+        """Trace the smallest microbatches of all widths but those that narrower ones bound, and queue every configuration of
+        these with a first bound."""
         space = self.space
-        tried = list(widths(self.cluster, self.job, space))
-        sizes = {one: self._possible_sizes(one) for one in tried}
-        if not any(sizes.values()):
+        tried = {one: self._possible_sizes(one) for one in widths(self.cluster, self.job, space)}
+        if not any(tried.values()):
             raise InputError(obstacle(self.cluster, self.job, space))  # whatever the model
-        refused: list[StagewrightError] = []
-        most, has_experts, is_ahead = 0, False, False
-        for one in tried:
-            if not sizes[one] or (one.ep > 1 and space.ep is None and not has_experts):
+        has_experts, is_ahead = False, False
+        for one, sizes in tried.items():
+            if not sizes or (one.ep > 1 and space.ep is None and not has_experts):
                 continue
-            try:
-                self.gather_sizes(one, sizes[one])
-            except (InputError, TraceError, ContractError) as error:  # no such widths for this model
-                refused.append(error)
-                self.excluded.append(Excluded(str(error), 1, 1, tp=one.tp))
+            if (known := self.coarse.narrower(one)) is not None:
+                self.untraced.append(_Untraced(self.coarse.wider_s(one, known), one, sizes, known))
+            else:
+                self._gather_width(one, sizes)
             if not is_ahead and self.coarse.graphs:
                 graph = next(iter(self.coarse.graphs.values()))
                 has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
-                spread = [each for each in tried if each.ep == 1 or has_experts or space.ep is not None]
-                self._trace_ahead(
-                    replace(each, microbatch_size=sizes[each][0]) for each in spread if sizes[each]
-                )
+                ahead = [each for each in tried if each.ep == 1 or has_experts or space.ep is not None]
+                self._trace_ahead(ahead, tried)
                 is_ahead = True
+        self.untraced.sort(key=lambda one: one.bound_s)
+        while self.untraced and not self.waiting:
+            self._gather_untraced()
         if not self.waiting:
-            if refused and self.missing is None:
-                raise refused[0]
+            if self.refused and self.missing is None:
+                raise self.refused[0]
+            most = 0
             if self.coarse.graphs:
                 most = self._most_stages(self.coarse.costs(next(iter(self.coarse.graphs))).num_layers)
             if self.missing is None or not self.excluded:
                 raise InputError(obstacle(self.cluster, self.job, space, most))
+
+    def _gather_width(self, one: Sizes, sizes: Sequence[int]) -> None:
+        """As `gather_sizes`; where the model has no such widths, why is noted."""
+        try:
+            self.gather_sizes(one, sizes)
+        except (InputError, TraceError, ContractError) as error:
+            self.refused.append(error)
+            self.excluded.append(Excluded(str(error), 1, 1, tp=one.tp))
+
+    def _gather_untraced(self) -> None:
+        """The width that promises most of those that have not been traced."""
+        first = self.untraced.pop(0)
+        self._gather_width(first.sizes, first.microbatch_sizes)
 
     def _possible_sizes(self, one: Sizes) -> list[int]:
         """Samples of a microbatch that some pipelines and replicas allow."""
@@ -366,6 +407,15 @@ class _Search:
                         cp=one.cp, ep=one.ep, num_chunks=num_chunks,
                     ), recompute == "auto"  # fmt: skip
 
+    def _num_choices(self, one: _Untraced) -> int:
+        """How many configurations of a width have been left out with it."""
+        num_layers, found = self.coarse.costs(one.known).num_layers, 0
+        for size in one.microbatch_sizes:
+            sizes = replace(one.sizes, microbatch_size=size)
+            for left in replicas(sizes, self.cluster, self.job, self.space, self._most_stages(num_layers)):
+                found += sum(1 for _ in self._choices(sizes, left, num_layers, one.known))
+        return found
+
     @cached_property
     def _orders(self) -> tuple[Cluster, ...]:
         return orders(self.cluster, self.job.computed_in)
@@ -383,11 +433,16 @@ class _Search:
             return self.space.zero
         return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
 
-    def _trace_ahead(self, tried: Iterable[Sizes]) -> None:
-        """All that is `tried`, if what has been traced so far is kept."""
+    def _trace_ahead(self, tried: Iterable[Sizes], sizes: Mapping[Sizes, Sequence[int]]) -> None:
+        """The smallest microbatches of what is `tried` but what narrower widths bound, if what has been traced so far is
+        kept."""
         coarse, reference = self.coarse, self.request.model
         if self.trace is cached_trace and not to_trace(reference, list(map(coarse.traced, coarse.graphs))):
-            asked = [coarse.traced(self._with_pieces(one)) for one in tried]
+            ahead: list[Sizes] = []
+            for one in tried:
+                if sizes[one] and coarse.narrower(one, ahead) is None:
+                    ahead.append(replace(one, microbatch_size=sizes[one][0]))
+            asked = [coarse.traced(self._with_pieces(one)) for one in ahead]
             trace_ahead(reference, asked, self.report)
 
     # -- partition, memory, judge --------------------------------------------------------------------------------------
@@ -395,7 +450,10 @@ class _Search:
     def work_out(self) -> None:
         """Every configuration that waits, the most promising first, until no other can be among the best."""
         total = len(self.waiting)
-        while self.waiting:
+        while self.waiting or self._may_promise():
+            if self._may_promise() and not self.untraced[0].bound_s > self.waiting.least_s:
+                self._gather_untraced()
+                continue
             bound_s, one = self.waiting.pop()
             if bound_s >= self.longest_s:
                 self._leave_out_slower(bound_s, one)
@@ -414,6 +472,10 @@ class _Search:
                 self.report(f"{max(total - len(self.waiting), 0)} of {total}: {one.choice}")
                 if (plan := self.plan(one)) is not None:
                     self.add(plan, one)
+
+    def _may_promise(self) -> bool:
+        """Whether a width that has not been traced may be fast enough."""
+        return bool(self.untraced) and self.untraced[0].bound_s < self.longest_s
 
     def _leave_out_slower(self, bound_s: float, first: _Waiting) -> None:
         """`first` and all that waits."""
@@ -476,7 +538,7 @@ class _Search:
     def body(self, one: Sizes) -> BodyCosts:
         """The whole graph's costs."""
         body = body_costs(self.coarse.graph(one), self.cluster, self.job)
-        self.without_rule |= body.costing.without_rule
+        self.without_rule |= body.few_costing.without_rule
         return body
 
     def plan(self, one: _Waiting) -> Plan | None:
@@ -538,6 +600,7 @@ class _Search:
         """
         if not self.plans:
             raise self._nothing_fits()
+        self.num_bounded += sum(map(self._num_choices, self.untraced))
         plans = sorted(self.plans, key=lambda plan: plan.predictions.step_seconds)
         beyond = self.job.beyond(self.cluster.device) if self.cluster.is_homogeneous else None
         warnings = operator_warnings(self.without_rule) + ([] if beyond is None else [beyond])
@@ -574,6 +637,8 @@ class _OwnSearch(_Search):
     """Of the pieces that the loss is evaluated in from now on; 0: as `pieces_by_share` says."""
     has_pieces: bool = True
     """Whether the loss of the model can be evaluated in pieces at all, as far as is known."""
+    without_room: dict[tuple[object, ...], list[tuple[Floats, float]]] = field(default_factory=dict)
+    """By `_room`, what `_needs` says of configurations that lack memory whatever their stages recompute or offload."""
     lacking: tuple[int, _Waiting] | None = None
     """What lacks least by bounds, and by how much."""
     between_layers = False
@@ -664,6 +729,9 @@ class _OwnSearch(_Search):
             self._lacks(choice, missing, one)
             self._try_on_host(one)
             return None
+        if one.saves and self._needs_more_than_what_lacks(one):
+            self._lacks_whatever(one, missing)
+            return None
         body = self.body(one.sizes)
         where = one.cluster
         try:
@@ -677,10 +745,8 @@ class _OwnSearch(_Search):
                     within = self._within_memory(choice, body, where, cuts, offload=True)
                     offload = True
                 if within is None:
-                    self.memory.exclude(choice, "lacks memory whatever its stages recompute or offload")
-                    if self.lacking is None or missing < self.lacking[0]:
-                        self.lacking = missing, one
-                    self._try_on_host(one)
+                    self.without_room.setdefault(_room(one), []).append(self._needs(choice))
+                    self._lacks_whatever(one, missing)
                     return None
                 seconds, busy_s = max(seconds, within.seconds), max(busy_s, within.busy_s)
             partitioned = Partitioned(choice, body, where, cuts, one.saves, offload)
@@ -696,8 +762,31 @@ class _OwnSearch(_Search):
             one, cluster=where, partitioned=partitioned, is_split=True, passes_s=more * seconds, busy_s=more * busy_s
         )  # fmt: skip
         seconds = found.passes_s
-        bound_s = self._with_network(found, seconds) * self.misjudged.get(_alike(choice), 1 - _ROUGH)
-        return bound_s, found
+        return self._with_network(found, seconds) * self._judgement(choice), found
+
+    def _judgement(self, choice: Choice) -> float:
+        """What a plan takes at the least, as a share of what coarse costs say: as the same one turned out, or nearly as the
+        same one with its loss at once did."""
+        whole = self.misjudged.get(replace(_alike(choice), loss_pieces=1), 1 - _ROUGH + _ALIKE)
+        return self.misjudged.get(_alike(choice), whole - _ALIKE)
+
+    def _lacks_whatever(self, one: _Waiting, missing: int) -> None:
+        self.memory.exclude(one.choice, "lacks memory whatever its stages recompute or offload")
+        if self.lacking is None or missing < self.lacking[0]:
+            self.lacking = missing, one
+        self._try_on_host(one)
+
+    def _needs(self, choice: Choice) -> tuple[Floats, float]:
+        """Sets of saved values that every stage has in flight, and the part of its state that a rank keeps."""
+        return np.array(in_flight(make_program(choice)), float), choice.state_share(self.job.precision)
+
+    def _needs_more_than_what_lacks(self, one: _Waiting) -> bool:
+        """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
+        known = self.without_room.get(_room(one))
+        if not known:
+            return False
+        counts, share = self._needs(one.choice)
+        return any(share >= least and (counts >= fewest).all() for fewest, least in known)
 
     def _within_memory(
         self,
@@ -713,7 +802,7 @@ class _OwnSearch(_Search):
         own = bodies_of(body, cluster, choice.pp, choice.num_holders * choice.tp)
         bodies = [own[rank] for rank in placed.rank_of_stage]
         capacities = [
-            allocatable_bytes(self.job.usable_bytes(each.costing.device, cluster), each.costing.device)
+            allocatable_bytes(self.job.usable_bytes(each.device, cluster), each.device)
             / len(placed.stages_of(rank))
             for each, rank in zip(bodies, placed.rank_of_stage, strict=True)
         ]
@@ -840,20 +929,38 @@ class _OwnSearch(_Search):
         return min(self.plans, key=lambda plan: plan.predictions.step_seconds, default=None)
 
     def _refine(self) -> None:
-        """Looks longer for what the best plan recomputes, and whether offloading is faster, where it saves at all."""
+        """Looks longer for what the best plan recomputes, and whether offloading is faster, where it saves enough."""
         best = self._best()
         one = self.made_of.get(id(best))
-        if best is None or one is None or (at := one.partitioned) is None or not _saves(best):
+        if best is None or one is None or (at := one.partitioned) is None:
+            return
+        if _saving_share(best) < _WORTH_REFINING:
             return
         self.report("looking for what is best recomputed")
-        below_s = best.predictions.step_seconds
-        plans = [self.memory.refined(at) if _may_be_refined(best) else self.memory.afresh(at, below_s)]
-        if self.space.offload and not at.offload and self.cluster.kind != "cpu":
-            plans.append(self.memory.afresh(replace(at, offload=True), below_s))
+        below_s, left_free = best.predictions.step_seconds, self.memory.left_free.get(id(best), 0)
+        plans: list[Plan | None] = []
+        if _may_be_refined(best):
+            plans.append(self.memory.refined(at))
+        if self._promises_to_offload(at):
+            plans.append(self.memory.afresh(replace(at, offload=True), below_s, left_free))
         plan = min(filter(None, plans), key=lambda plan: plan.predictions.step_seconds, default=best)
         if plan.predictions.step_seconds < below_s:
             self.plans.remove(best)
             self.add(plan, one)
+
+    def _promises_to_offload(self, at: Partitioned) -> bool:
+        """Whether ranges, which do not see what else goes over the link and the network, say that offloading pays."""
+        if not self.space.offload or at.offload or self.cluster.kind == "cpu":
+            return False
+        plain, moved = (
+            self._within_memory(at.choice, at.body, at.cluster, at.cuts, offload=offload)
+            for offload in (False, True)
+        )
+        return (
+            plain is not None
+            and moved is not None
+            and moved.seconds < (1 - _WORTH_OFFLOADING) * plain.seconds
+        )
 
     def _search_jointly(self) -> None:
         """Adds plans of the joint search that are faster than the best of the families.
@@ -929,6 +1036,11 @@ def _alike(choice: Choice) -> Choice:
     return replace(choice, host_optimizer=False)
 
 
+def _room(one: _Waiting) -> tuple[object, ...]:
+    """The same for all whose stages have the same operators to keep the values of, and as much memory for them."""
+    return one.sizes, one.choice.pp, one.choice.num_stages, one.choice.host_optimizer, one.cluster
+
+
 def _shape(one: _Waiting) -> Choice:
     """The same for all that differ by the order of passes, what is shared out and how the loss is evaluated."""
     return replace(
@@ -936,9 +1048,12 @@ def _shape(one: _Waiting) -> Choice:
     )
 
 
-def _saves(plan: Plan) -> bool:
-    """Whether a stage recomputes or offloads."""
-    return any(not isinstance(policy, str) for policy in plan.memory_policy)
+def _saving_share(plan: Plan) -> float:
+    """Of the time that stages are busy, what they spend on making values again and on waiting for the host."""
+    stages = plan.predictions.stages
+    saving_s = sum(stage.recompute_seconds + stage.waiting_seconds for stage in stages)
+    busy_s = sum(one.forward_seconds + one.input_grad_seconds + one.weight_grad_seconds for one in stages)
+    return saving_s / busy_s
 
 
 def _may_be_refined(plan: Plan) -> bool:

@@ -153,7 +153,9 @@ def grid_of(
     ring = share * heaviest / rate + 2 * (num_replicas - 1) * latency
     for a, b in zip(*np.nonzero(np.equal.outer(nodes, nodes)), strict=True):
         inside = cluster.link_between(int(a) * tp, int(b) * tp).collectives if a != b else None
-        if inside is not None and sharing <= _devices(cluster, int(nodes[a])):  # such a ring stays inside its node
+        if inside is not None and sharing <= _devices(
+            cluster, int(nodes[a])
+        ):  # such a ring stays inside its node
             ring[a, b] = inside.seconds("all-reduce", sharing, heaviest)
     seconds = np.zeros((num_units, num_stages)) if unit_seconds is None else np.asarray(unit_seconds, float)
     return Grid(

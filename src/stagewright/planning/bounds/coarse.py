@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -75,6 +75,26 @@ class Coarse:
             self.costs(one)
             self._shares[one] = self._layers[one].growing_share
         return self._shares[one]
+
+    def narrower(self, one: Sizes, others: Iterable[Sizes] = ()) -> Sizes | None:
+        """The widest of the graphs that there are, or would be of `others`, which says what `one` takes at the least; None
+        where none does, as on devices of several kinds."""
+        found = (
+            known
+            for known in (*self.graphs, *others)
+            if self.cluster.is_homogeneous and known.ep == one.ep and (known.tp, known.cp) != (one.tp, one.cp)
+            and _is_narrower(known.tp, one.tp) and _is_narrower(known.cp, one.cp)
+        )  # fmt: skip
+        return max(found, key=lambda known: (known.tp * known.cp, -known.microbatch_size), default=None)
+
+    def wider_s(self, one: Sizes, known: Sizes) -> float:
+        """The least that a step takes whose ranks share layers and samples as `one` says, however many stages and replicas
+        there are, from the graph of `known`, which is `narrower`."""
+        self.costs(known)
+        layers = self._layers[known]
+        seconds = layers.wider_seconds(one.tp / known.tp, one.cp / known.cp) * layers.growing_share
+        num_ranks = self.cluster.num_devices / (one.tp * one.cp)
+        return self.job.global_batch * seconds / known.microbatch_size / num_ranks
 
     # -- seconds -----------------------------------------------------------------------------------------------------
 
@@ -196,6 +216,11 @@ class Coarse:
 
     def _usable_bytes(self, cluster: Cluster, pp: int, rank: int) -> int:
         return min(self.job.usable_bytes(device, cluster) for device in devices_of_ranks(cluster, pp)[rank])
+
+
+def _is_narrower(known: int, width: int) -> bool:
+    """Whether fewer ranks, of which there are several where there are in `width`, share what so many do."""
+    return known == width or (1 < known < width and width % known == 0)
 
 
 def _enough(choice: Choice) -> int:

@@ -16,6 +16,7 @@ from stagewright.graph.carving import carve
 from stagewright.graph.depth import REPEATS
 from stagewright.graph.layers import layer_begins, layer_of
 from stagewright.graph.stage import Stage
+from stagewright.graph.tensor_parallel import COLLECTIVES, GROUP, group_of
 from stagewright.planning.candidate import Recomputed
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import costing
@@ -122,6 +123,19 @@ class Layers:
         stage, costing = self.stage("none"), self._body.on(device).costing
         nodes = *stage.forward.nodes, *stage.backward.nodes
         return min(1.0, costing.growing_seconds(nodes, stage.value) / costing.seconds(nodes, stage.value))
+
+    def wider_seconds(self, tp: float, cp: float) -> float:
+        """Of the whole model, the least that a microbatch takes where `tp` times as many ranks share every layer and `cp`
+        times as many every sample: what they tell each other of a layer does not become less, everything else that much."""
+        stage, costing = self.stage("none"), self._body.costing
+        position, layer, seconds = self.graph.position, 0, 0.0
+        for node in (*stage.forward.nodes, *stage.backward.nodes):
+            if node.forward in position:
+                layer = self._layer(position[node.forward])
+            is_shared = node.op in COLLECTIVES and group_of(node)[0] == GROUP
+            shrinks = cp if is_shared else tp * cp
+            seconds += costing.of(node, stage.value).device_s * self._counts[layer] / shrinks
+        return seconds
 
     @cached_property
     def _boundary_bytes(self) -> float:

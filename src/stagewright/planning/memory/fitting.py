@@ -95,6 +95,8 @@ class Fitting:
     """Configurations that are known to be too slow."""
     lost_share: float = 0.0
     """Of memory, what the plans so far lost to fragmentation: the next ones are tried with as much left free first."""
+    left_free: dict[int, int] = field(default_factory=dict)
+    """Bytes of a device that plans which may save leave free for what the allocator loses, by identity."""
     _tried_on_host: set[Choice] = field(default_factory=set)
     _misses: list[tuple[Candidate, Partitioned]] = field(default_factory=list)
     _host_misses: list[tuple[int, Choice]] = field(default_factory=list)
@@ -118,6 +120,7 @@ class Fitting:
         below_s: float = math.inf,
         longest_s: float = math.inf,
         tight: bool = False,
+        left_free: int | None = None,
     ) -> Plan | None:
         """The plan of a choice that leaves room for what the allocator loses; if there is none, why is noted.
 
@@ -127,6 +130,7 @@ class Fitting:
             below_s: steps that save and take as long or longer are of no use.
             longest_s: nor are any steps that take as long.
             tight: whether to look for the cuts that take least memory where the others take too much.
+            left_free: bytes of a device that are left free; by default as many as it takes.
         """
         choice, body = one.choice, one.body
         if takes_longer(body, choice, one.cuts, one.cluster, self.job, longest_s):
@@ -140,6 +144,8 @@ class Fitting:
         # What is lost to fragmentation only the replay of the allocator shows.
         lost = 0 if fastest.excess_bytes <= 0 or tight else int(self.lost_share * limit)
         expected, fragmented = lost, list[Candidate]()
+        if left_free is not None:
+            lost, expected = left_free, 0
         while lost <= _MOST_FRAGMENTS * limit:
             candidate = self._best_that_fits(fastest.with_headroom(lost), one, saves, below_s)
             if tight:
@@ -174,13 +180,14 @@ class Fitting:
                 if missing <= 0:
                     if saves:
                         self.lost_share = lost / limit
+                        self.left_free[id(plan)] = lost
                     return plan
             if seconds >= longest_s:  # with less memory it takes no less
                 self.num_bounded += 1
                 return None
             lost, expected = lost + max(missing, limit // 25), 0
             fragmented.append(replace(candidate.with_headroom(0), excess_bytes=missing))
-            if is_last:
+            if is_last or left_free is not None:
                 break
         least = min(fragmented, key=lambda short: short.excess_bytes)
         self._misses.append((least, one))
@@ -192,9 +199,10 @@ class Fitting:
         """The plan of a choice after a longer look at what is recomputed; if there is none, nothing is noted."""
         return Fitting(self.reference, self.job, self.host_optimizer, thorough=True).plan(one, True)
 
-    def afresh(self, one: Partitioned, below_s: float) -> Plan | None:
-        """The plan of a choice with no more left free than it loses, where that is faster; nothing is noted."""
-        return Fitting(self.reference, self.job, self.host_optimizer).plan(one, True, below_s, below_s)
+    def afresh(self, one: Partitioned, below_s: float, left_free: int) -> Plan | None:
+        """The plan of a choice with so many bytes of a device left free, where that is faster; nothing is noted."""
+        other = Fitting(self.reference, self.job, self.host_optimizer)
+        return other.plan(one, True, below_s, below_s, left_free=left_free)
 
     def last_resort(self, nearest: Partitioned | None = None) -> Plan | None:
         """Where nothing has fitted: the plan of the configuration that misses memory by least, after a longer look at what

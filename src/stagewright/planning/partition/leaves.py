@@ -74,6 +74,15 @@ class Leaves:
         saved = float(ranges.saved_bytes[stop] - ranges.saved_bytes[start])
         return self._static(stage, start, stop) + terms.copies * saved
 
+    def least_bytes(self) -> float:
+        """Bytes of all stages together that are needed wherever the model is cut and whatever goes again."""
+        ranges = self.ranges
+        state = min(one.state_share for one in self.terms) * float(ranges.state_bytes[-1])
+        if any(math.isfinite(one.link_s_per_byte) for one in self.terms):
+            return state
+        saved = float(ranges.saved_bytes[-1] - ranges.givable.num_bytes.sum())
+        return state + min(one.copies for one in self.terms) * max(0.0, saved)
+
     def transfer_seconds(self, stage: int, stop: int) -> float:
         """Of what crosses the end of `stage`."""
         return float(self.ranges.boundary_bytes[stop]) * self.terms[stage].boundary_s_per_byte

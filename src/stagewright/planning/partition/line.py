@@ -49,8 +49,6 @@ def cuts_to_try(
         shrink: part of the memory to leave free.
         below_s: batches that take as long or longer are left out.
     """
-    if len(line.stages) == 1:
-        return [()]
     terms = terms_of(line, body, counts, state_share=state_share, offload=offload)
     leaves = corrected(line, memories, Leaves(known_ranges(body), terms), shrink)
     found = best_partition(leaves)
@@ -97,13 +95,15 @@ def partition_within(
             copies=count,
             capacity=capacity,
             slowness=float(own.seconds[-1] / body.seconds[-1]),
-            link_s_per_byte=_link_seconds(own.costing.device) if offload else math.inf,
+            link_s_per_byte=_link_seconds(own.device) if offload else math.inf,
             boundary_s_per_byte=between(stage, min(stage + 1, last), _PROBE_BYTES) / _PROBE_BYTES / 2,
             state_share=state_share,
         )
         for stage, (own, capacity, count) in enumerate(zip(bodies, capacities, counts, strict=True))
     ]
     leaves = Leaves(known_ranges(body), terms)
+    if leaves.least_bytes() > sum(capacities):
+        return None
     seconds = _makespan(program, leaves, cuts)
     if not math.isfinite(seconds):
         if (found := bisect(leaves)) is None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph, Part
-from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.planning.saving.chain import chain_of
 from stagewright.planning.saving.pieces import PieceNetwork, Point
 
@@ -54,10 +52,10 @@ class Givable:
     seconds: Floats
 
     @classmethod
-    def sorted(cls, place: Sequence[int], num_bytes: Sequence[float], seconds: Sequence[float]) -> Givable:
-        sizes, costs = np.array(num_bytes, np.float64), np.array(seconds, np.float64)
+    def sorted(cls, place: ArrayLike, num_bytes: ArrayLike, seconds: ArrayLike) -> Givable:
+        sizes, costs = np.asarray(num_bytes, np.float64), np.asarray(seconds, np.float64)
         order = np.argsort(costs / np.maximum(sizes, 1.0), kind="stable")
-        return cls(np.array(place, np.int64)[order], sizes[order], costs[order])
+        return cls(np.asarray(place, np.int64)[order], sizes[order], costs[order])
 
 
 @dataclass(frozen=True)
@@ -109,21 +107,13 @@ def ranges_of(body: BodyCosts) -> Ranges:
         body.seconds,
         body.forward_seconds,
         body.state_bytes,
-        _parameter_bytes(body),
+        body.parameter_bytes,
         body.saved_bytes,
-        _transients(body.graph),
+        _transients(body.few)[body.copies.places],
         body.boundary_bytes,
         body.legal_cuts,
         *_givable(body),
     )
-
-
-def _parameter_bytes(body: BodyCosts) -> Floats:
-    """The share of the state that parameters themselves are, which is the same for all of one type."""
-    graph = body.graph
-    sizes = [graph.values[value].meta for value in graph.parameter_values]
-    parameters = sum(meta.num_elements * ITEM_BYTES[meta.dtype] for meta in sizes)
-    return body.state_bytes * (parameters / max(1.0, float(body.state_bytes[-1])))
 
 
 def _transients(graph: OperatorGraph) -> Floats:
@@ -156,12 +146,12 @@ def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
     values that go; and per position how much is alive at once where all of its piece is recomputed."""
     from stagewright.graph.carving import carve
 
-    (whole,) = carve(body.graph, [])
-    chain = chain_of(StageMemory(whole), body.costing)
-    position = [body.graph.position[node.id] for node in chain.nodes]
+    (whole,) = carve(body.few, [])
+    chain = chain_of(StageMemory(whole), body.few_costing)
+    position = [body.few.position[node.id] for node in chain.nodes]
     points: dict[tuple[object, ...], tuple[Point, ...]] = {}
     places, sizes, costs = list[int](), list[float](), list[float]()
-    work = np.zeros(body.size)
+    work = np.zeros(len(body.few.body))
     last = len(chain.nodes)
     for start, stop in pairwise(chain.boundaries):
         network = PieceNetwork(chain, start, stop, stop == last)
@@ -181,4 +171,6 @@ def _givable(body: BodyCosts) -> tuple[Givable, Floats]:
                 sizes.append(share * (cheap.kept_bytes - dear.kept_bytes))
                 costs.append(share * (dear.seconds - cheap.seconds))
         work[position[start] : position[stop - 1] + 1] = found[-1].work_bytes
-    return Givable.sorted(places, sizes, costs), work
+    everywhere, which = body.copies.of_places(places)
+    givable = Givable.sorted(everywhere, np.array(sizes)[which], np.array(costs)[which])
+    return givable, work[body.copies.places]

@@ -16,7 +16,7 @@ from stagewright.estimation.state import ResidentBytes, resident_bytes
 from stagewright.estimation.time import Costing
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import Carving
-from stagewright.graph.depth import IrregularLayers, expanded
+from stagewright.graph.depth import IrregularLayers, copies_of, expanded
 from stagewright.graph.flat import Flat, flats
 from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.stage import Stage
@@ -240,11 +240,12 @@ def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
     for known, body in tuple(_KNOWN):
         if known.graph is asked.graph and known[1:] == asked[1:]:
             return body
+    few = job.profile.rewrite(graph)
     try:
-        whole = expanded(job.profile.rewrite(graph))
+        copies = copies_of(few)
     except IrregularLayers:  # a kernel reaches from one layer into the next
-        whole = job.profile.rewrite(expanded(graph))
-    body = BodyCosts(whole, costing(whole, cluster, job))
+        few, copies = job.profile.rewrite(expanded(graph)), None
+    body = BodyCosts(few, costing(few, cluster, job), copies)
     _KNOWN.append((asked, body))
     return body
 
