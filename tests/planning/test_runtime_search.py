@@ -105,6 +105,22 @@ def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
         assert bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("runtime", ["stagewright", "megatron-core+te"])
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2-xl"])
+def test_widths_that_are_not_traced_take_no_less_than_narrower_ones_say(runtime: str, name: str) -> None:
+    few = {"n_layer": 4, "n_head": 24, "n_embd": 1536} if name == "gpt2-xl" else SMALL | {"hidden_size": 2048}
+    job = JOB.model_copy(update={"runtime": runtime, "sequence_length": 1024})
+    space = Space(largest_tp=8, largest_cp=4, pp=1).of_runtime(job)
+    search = _Search(Request(resolve(name, few), CLUSTER, job, space), lambda stage: None, trace)
+    search.gather()
+    assert {one.sizes.tp for one in search.untraced} >= {4, 8}
+    for one in search.untraced:
+        num_ranks = CLUSTER.num_devices / (one.sizes.tp * one.sizes.cp)
+        for size in one.microbatch_sizes:
+            costs = search.coarse.costs(replace(one.sizes, microbatch_size=size))
+            assert one.bound_s <= job.global_batch / size / num_ranks * costs.total_seconds
+
+
 def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
     (search, few), (roomy, many) = searched(job=LACKING), searched()
     assert search.missing and len(few) < len(many)

@@ -186,6 +186,7 @@ class Costing:
         self.without_rule: set[str] = set()
         self._by_signature: dict[int, Cost] = {}
         self._fused_costs: dict[int, Cost] = {}
+        self._growing_by_kind: dict[tuple[int, Part], float] = {}
         self._of_graph = graph.values.__getitem__
         self._given = device, compiled  # as it was given, without the runtime's attention
 
@@ -332,14 +333,14 @@ class Costing:
     def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
         """Of the device's time of a function, what grows with the samples of a microbatch, at the least: no launches,
         no latency, not the traffic of weights and of their gradients."""
-        known: dict[tuple[int, Part], float] = {}
-        seconds = 0.0
-        for node in nodes:
-            kind = self._kind(node), node.part
-            if node.signature < 0 or kind not in known:
-                known[kind] = self._growing(node, value)
-            seconds += known[kind]
-        return seconds
+        return sum(self.growing(node, value) for node in nodes)
+
+    def growing(self, node: Node, value: Lookup) -> float:
+        """Of one node."""
+        kind = self._kind(node), node.part
+        if node.signature < 0 or kind not in self._growing_by_kind:
+            self._growing_by_kind[kind] = self._growing(node, value)
+        return self._growing_by_kind[kind]
 
     def _growing(self, node: Node, value: Lookup) -> float:
         if node.op in COLLECTIVES:

@@ -36,6 +36,10 @@ from stagewright.tracing.models.reference import ModelReference
 Trace = Callable[..., OperatorGraph]
 
 
+_FILLED = 0.03
+"""Part by which some shapes of a product may fill a device better than its rate at any."""
+
+
 @dataclass
 class Coarse:
     """The graphs of a search, and bounds from the costs of their layers."""
@@ -91,10 +95,9 @@ class Coarse:
         """The least that a step takes whose ranks share layers and samples as `one` says, however many stages and replicas
         there are, from the graph of `known`, which is `narrower`."""
         self.costs(known)
-        layers = self._layers[known]
-        seconds = layers.wider_seconds(one.tp / known.tp, one.cp / known.cp) * layers.growing_share
+        seconds = self._layers[known].wider_seconds(one.tp / known.tp, one.cp / known.cp)
         num_ranks = self.cluster.num_devices / (one.tp * one.cp)
-        return self.job.global_batch * seconds / known.microbatch_size / num_ranks
+        return (1 - _FILLED) * self.job.global_batch * seconds / known.microbatch_size / num_ranks
 
     # -- seconds -----------------------------------------------------------------------------------------------------
 

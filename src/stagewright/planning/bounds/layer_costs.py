@@ -126,7 +126,8 @@ class Layers:
 
     def wider_seconds(self, tp: float, cp: float) -> float:
         """Of the whole model, the least that a microbatch takes where `tp` times as many ranks share every layer and `cp`
-        times as many every sample: what they tell each other of a layer does not become less, everything else that much."""
+        times as many every sample: what they tell each other of a layer does not become less, everything else that much, but
+        for what does not grow with its size."""
         stage, costing = self.stage("none"), self._body.costing
         position, layer, seconds = self.graph.position, 0, 0.0
         for node in (*stage.forward.nodes, *stage.backward.nodes):
@@ -134,7 +135,7 @@ class Layers:
                 layer = self._layer(position[node.forward])
             is_shared = node.op in COLLECTIVES and group_of(node)[0] == GROUP
             shrinks = cp if is_shared else tp * cp
-            seconds += costing.of(node, stage.value).device_s * self._counts[layer] / shrinks
+            seconds += costing.growing(node, stage.value) * self._counts[layer] / shrinks
         return seconds
 
     @cached_property
