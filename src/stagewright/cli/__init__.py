@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 import warnings
@@ -31,6 +32,10 @@ def _has_children() -> bool:
     return bool(active_children())
 
 
+_ALLOCATIONS = 200_000
+"""Objects after which dead cycles are looked for: graphs are many objects and no cycles, and each look goes over them."""
+
+
 def main() -> None:
     """Runs a verb; whatever goes wrong is one message and an exit code.
 
@@ -42,6 +47,7 @@ def main() -> None:
         warnings.simplefilter("ignore")
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes we start
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    gc.set_threshold(_ALLOCATIONS)
     from stagewright.cli.app import app
     from stagewright.cli.failure import fail_unexpectedly
     from stagewright.cli.home import find_home

@@ -73,6 +73,13 @@ class Chain:
         return tuple(map(tuple, found))
 
     @cached_property
+    def shape(self) -> tuple[object, ...]:
+        """Equal for chains that differ by the numbers of operators and values alone."""
+        number = {root: index for index, root in enumerate(self.storages)}
+        uses = tuple(tuple(map(number.__getitem__, roots)) for roots in self.uses)
+        return self.seconds, tuple(self.storages.values()), uses, self.boundaries, self.results.tobytes()
+
+    @cached_property
     def needed_before(self) -> NDArray[np.float64]:
         """Bytes that the backward needs of what the operators in front of each make; one entry more than operators."""
         made = np.zeros(len(self.nodes) + 1)

@@ -13,17 +13,16 @@ from stagewright.estimation.time import Costing
 from stagewright.planning.prediction.pipeline import Pipeline, Variants, bodies_of
 from stagewright.planning.saving.anchors import anchors
 from stagewright.planning.saving.chain import chain_of
-from stagewright.planning.saving.pieces import Point
 from stagewright.planning.saving.problem import Choice, Problem, Unit, chain_seconds, with_choice
-from stagewright.planning.saving.rank_chain import Found, RankChain
+from stagewright.planning.saving.rank_chain import Found, KnownPieces, RankChain
 from stagewright.planning.saving.reruns import Annealed, RerunSearch, RerunStage
 from stagewright.schedule import Kind
 
 _MOST_ANNEALED = 16_000
 """Operators times phases up to which annealing is tried: in larger stages of equal layers it gains nothing."""
 
-_POINTS: WeakKeyDictionary[BodyCosts, dict[tuple[object, ...], tuple[Point, ...]]] = WeakKeyDictionary()
-"""Of the pieces of a model that were looked at, which are the same wherever it is cut."""
+_PIECES: WeakKeyDictionary[BodyCosts, KnownPieces] = WeakKeyDictionary()
+"""Of a model, which are the same wherever it is cut."""
 
 Chooser = Callable[[Problem], Choice | None]
 """Makes a choice among units that saves enough, or says that there is none."""
@@ -84,10 +83,10 @@ class Proposals:
         stages, costing = self._stages(kept), self._costing(kept)
         copies = _copies(kept, stages)
         chains = [chain_of(self.line.memories[stage], costing) for stage in stages]
-        points = _POINTS.setdefault(self.body, {})
         device = self.line.device_of(kept.rank)
         link = 1 / device.host_link_bandwidth if moves and device.kind != "cpu" else math.inf
-        rank = RankChain(chains, [copies[stage] for stage in stages], points, link)
+        known = _PIECES.setdefault(self.body, KnownPieces())
+        rank = RankChain(chains, [copies[stage] for stage in stages], known, link)
         index = {(unit.stage, unit.node): number for number, unit in enumerate(self.units)}
 
         def proposal(found: Found | None) -> Proposal | None:

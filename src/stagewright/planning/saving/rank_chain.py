@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -78,6 +78,72 @@ class _Labels:
     """Boundary, label, point."""
 
 
+class KnownPieces:
+    """The pieces of chains that were looked at, over links of so many seconds per byte: the same for equal chains, on any
+    stage, and equal pieces of others have the same points."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._of_chain: dict[tuple[int, float], _Pieces] = {}
+        self._at: dict[tuple[int, float, int, int], tuple[Point, ...]] = {}
+        self._points: dict[tuple[object, ...], tuple[Point, ...]] = {}
+
+    def of_chain(self, chain: Chain, link_s_per_byte: float) -> _Pieces:
+        """All pieces that are tried."""
+        key = self._number(chain), link_s_per_byte
+        if key not in self._of_chain:
+            last = len(chain.boundaries) - 1
+            ends, starts, transient, columns = [0], list[int](), list[float](), list[Floats]()
+            for stop in range(last + 1):
+                lengths = {length for length in (*_LENGTHS, stop if stop == last else 1) if length <= stop}
+                for length in sorted(lengths):
+                    start = stop - length
+                    starts.append(start)
+                    transient.append(chain.transient(chain.boundaries[start], chain.boundaries[stop]))
+                    columns.append(self._columns(chain, start, stop, link_s_per_byte))
+                ends.append(len(starts))
+            numbers = np.cumsum([0, *(each.shape[1] for each in columns)])
+            points = np.concatenate(columns, axis=1) if columns else np.zeros((3, 0))
+            self._of_chain[key] = _Pieces(
+                np.array(ends), np.array(starts, np.int64), np.array(transient, float), numbers, points
+            )
+        return self._of_chain[key]
+
+    def points(self, chain: Chain, start: int, stop: int, link_s_per_byte: float) -> tuple[Point, ...]:
+        """Of the piece between two boundaries."""
+        key = self._number(chain), link_s_per_byte, start, stop
+        if key not in self._at:
+            network = network_of(chain, start, stop)
+            is_thorough = stop - start <= _THOROUGH
+            signature = network.signature, link_s_per_byte, is_thorough
+            if signature not in self._points:
+                self._points[signature] = network.points(is_thorough, link_s_per_byte)
+            self._at[key] = self._points[signature]
+        return self._at[key]
+
+    def _number(self, chain: Chain) -> int:
+        return self._numbers.setdefault(chain.shape, len(self._numbers))
+
+    def _columns(self, chain: Chain, start: int, stop: int, link_s_per_byte: float) -> Floats:
+        """Seconds, kept bytes and work of the points of a piece, one row each."""
+        dear = (
+            _DEARER
+            * (1 + stop / len(chain.boundaries))
+            * (0.0 if math.isinf(link_s_per_byte) else link_s_per_byte)
+        )
+        rows = [
+            (point.seconds + dear * point.moved_bytes, point.kept_bytes, point.work_bytes)
+            for point in self.points(chain, start, stop, link_s_per_byte)
+        ]
+        return np.array(rows, float).T
+
+
+def network_of(chain: Chain, start: int, stop: int) -> PieceNetwork:
+    """Between two boundaries."""
+    ends = chain.boundaries
+    return PieceNetwork(chain, ends[start], ends[stop], stop == len(ends) - 1)
+
+
 @dataclass
 class RankChain:
     """The chains of the stages of one rank; `copies[i]` sets of what stage `i` of them saves are alive at the peak.
@@ -94,11 +160,9 @@ class RankChain:
 
     chains: Sequence[Chain]
     copies: Sequence[float]
-    points: dict[tuple[object, ...], tuple[Point, ...]]
-    """Of pieces that were looked at, by signature, link and thoroughness; may be shared by ranks."""
+    known: KnownPieces
+    """May be shared by ranks."""
     link_s_per_byte: float = math.inf
-    _pieces: dict[tuple[int, int, int], tuple[Point, ...]] = field(default_factory=dict)
-    _known_pieces: dict[int, _Pieces] = field(default_factory=dict)
 
     @property
     def most_bytes(self) -> float:
@@ -138,10 +202,10 @@ class RankChain:
     def _reserves(self) -> list[float]:
         """From what the backward's results take at most to what they do where all of a stretch is recomputed."""
         least = most = 0.0
-        for index, chain in enumerate(self.chains):
+        for chain in self.chains:
             for stop, (first, last) in enumerate(pairwise(chain.boundaries), start=1):
                 transient = chain.transient(first, last)
-                work = max(point.work_bytes for point in self._points(index, stop - 1, stop))
+                work = max(point.work_bytes for point in self._points(chain, stop - 1, stop))
                 least, most = max(least, transient), max(most, transient + work)
         return np.linspace(least, most, _RESERVES).tolist()
 
@@ -163,7 +227,8 @@ class RankChain:
         kept, seconds = np.zeros(1), np.zeros(1)
         tables: list[_Labels] = []
         for index in range(len(self.chains)):
-            pieces, weight = self._pieces_of(index), float(self.copies[index])
+            pieces = self.known.of_chain(self.chains[index], self.link_s_per_byte)
+            weight = float(self.copies[index])
             table = _Labels(
                 *_ways(
                     pieces.ends, pieces.starts, pieces.transient, pieces.first_point, pieces.points,
@@ -177,51 +242,6 @@ class RankChain:
             kept, seconds = table.kept[-1, :number], table.seconds[-1, :number]
         return self._traced(tables, int(np.argmin(seconds)))
 
-    def _pieces_of(self, index: int) -> _Pieces:
-        """All pieces of a chain that are tried."""
-        if index not in self._known_pieces:
-            chain = self.chains[index]
-            last = len(chain.boundaries) - 1
-            ends, starts, transient, columns = [0], list[int](), list[float](), list[Floats]()
-            for stop in range(last + 1):
-                lengths = {length for length in (*_LENGTHS, stop if stop == last else 1) if length <= stop}
-                for length in sorted(lengths):
-                    start = stop - length
-                    starts.append(start)
-                    transient.append(chain.transient(chain.boundaries[start], chain.boundaries[stop]))
-                    columns.append(self._columns(index, start, stop))
-                ends.append(len(starts))
-            numbers = np.cumsum([0, *(each.shape[1] for each in columns)])
-            points = np.concatenate(columns, axis=1) if columns else np.zeros((3, 0))
-            self._known_pieces[index] = _Pieces(
-                np.array(ends), np.array(starts, np.int64), np.array(transient, float), numbers, points
-            )
-        return self._known_pieces[index]
-
-    def _points(self, index: int, start: int, stop: int) -> tuple[Point, ...]:
-        key = index, start, stop
-        if key not in self._pieces:
-            chain = self.chains[index]
-            ends = chain.boundaries
-            network = PieceNetwork(chain, ends[start], ends[stop], stop == len(ends) - 1)
-            is_thorough = stop - start <= _THOROUGH
-            signature = network.signature, self.link_s_per_byte, is_thorough
-            if signature not in self.points:
-                self.points[signature] = network.points(is_thorough, self.link_s_per_byte)
-            self._pieces[key] = self.points[signature]
-        return self._pieces[key]
-
-    def _columns(self, index: int, start: int, stop: int) -> Floats:
-        """Seconds, kept bytes and work of the points of a piece, one row each."""
-        points = self._points(index, start, stop)
-        dear = _DEARER * (1 + stop / len(self.chains[index].boundaries))
-        moving = [dear * point.moved_bytes * self.link_s_per_byte if point.moved else 0.0 for point in points]
-        rows = [
-            (point.seconds + extra, point.kept_bytes, point.work_bytes)
-            for point, extra in zip(points, moving, strict=True)
-        ]
-        return np.array(rows, float).T
-
     def _traced(self, tables: Sequence[_Labels], label: int) -> Found:
         """The way that ends in `label` of the last boundary."""
         again: list[set[int]] = [set() for _ in self.chains]
@@ -232,11 +252,9 @@ class RankChain:
             while at > 0:
                 start, previous, number = tables[index].before[at, label].tolist()
                 first = chain.boundaries[start]
-                point = self._points(index, start, at)[number]
+                point = self._points(chain, start, at)[number]
                 again[index].update(first + operator for operator in point.ran)
-                moved.update(
-                    (chain.stage, chain.nodes[one].id) for one in self._moved(index, start, at, point)
-                )
+                moved.update((chain.stage, chain.nodes[one].id) for one in _moved(chain, start, at, point))
                 at, label = start, previous
         ran, checkpoints = set[tuple[int, int]](), set[tuple[int, int]]()
         for chain, numbers in zip(self.chains, again, strict=True):
@@ -246,15 +264,16 @@ class RankChain:
             checkpoints |= {(chain.stage, chain.nodes[number].id) for number in kept}
         return Found(frozenset(ran), frozenset(checkpoints), frozenset(moved - ran), seconds)
 
-    def _moved(self, index: int, start: int, stop: int, point: Point) -> list[int]:
-        """Numbers of the operators whose storages a point has on the host."""
-        if not point.moved:
-            return []
-        chain = self.chains[index]
-        first = chain.boundaries[start]
-        network = PieceNetwork(chain, first, chain.boundaries[stop], stop == len(chain.boundaries) - 1)
-        roots = list(network.outside)
-        return [first + one if one >= 0 else chain.storages[roots[-1 - one]].maker for one in point.moved]
+    def _points(self, chain: Chain, start: int, stop: int) -> tuple[Point, ...]:
+        return self.known.points(chain, start, stop, self.link_s_per_byte)
+
+
+def _moved(chain: Chain, start: int, stop: int, point: Point) -> list[int]:
+    """Numbers of the operators whose storages a point of a piece has on the host."""
+    if not point.moved:
+        return []
+    first, roots = chain.boundaries[start], list(network_of(chain, start, stop).outside)
+    return [first + one if one >= 0 else chain.storages[roots[-1 - one]].maker for one in point.moved]
 
 
 @njit(cache=True)
