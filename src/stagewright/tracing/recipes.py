@@ -53,12 +53,13 @@ class BackwardRecipe:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes the operators that run while it is open in a graph, as `make_fx` does in several times the time."""
+    """Notes the operators that run while it is open in a graph, as torch's `make_fx` does in several times the time."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self.graph = torch.fx.Graph()
-        self._nodes: dict[int, tuple[torch.fx.Node, torch.Tensor]] = {}  # a tensor's identity holds while it lives
+        # By a tensor's identity, which holds while it lives.
+        self._nodes: dict[int, tuple[torch.fx.Node, torch.Tensor]] = {}
         for index, tensor in enumerate(inputs):
             self._nodes[id(tensor)] = self.graph.placeholder(f"input_{index}"), tensor
 
