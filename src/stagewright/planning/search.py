@@ -61,7 +61,7 @@ from stagewright.planning.space import (
     schedules,
     widths,
 )
-from stagewright.tracing.ahead import trace_ahead
+from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -264,24 +264,31 @@ class _Search:
         sizes = {one: self._possible_sizes(one) for one in tried}
         if not any(sizes.values()):
             raise InputError(obstacle(self.cluster, self.job, space))  # whatever the model
+        asked = {
+            one: self.coarse.traced(self._with_pieces(replace(one, microbatch_size=sizes[one][0])))
+            for one in tried
+            if sizes[one]
+        }
         refused: list[StagewrightError] = []
-        most, has_experts, is_ahead = 0, False, False
-        for one in tried:
-            if not sizes[one] or (one.ep > 1 and space.ep is None and not has_experts):
-                continue
-            try:
-                self.gather_sizes(one, sizes[one])
-            except (InputError, TraceError, ContractError) as error:  # no such widths for this model
-                refused.append(error)
-                self.excluded.append(Excluded(str(error), 1, 1, tp=one.tp))
-            if not is_ahead and self.coarse.graphs:
-                graph = next(iter(self.coarse.graphs.values()))
-                has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
-                spread = [each for each in tried if each.ep == 1 or has_experts or space.ep is not None]
-                self._trace_ahead(
-                    replace(each, microbatch_size=sizes[each][0]) for each in spread if sizes[each]
-                )
-                is_ahead = True
+        most, is_ahead, wanted = 0, False, [one for one in asked if one.ep == 1 or space.ep is not None]
+        with Ahead(self.request.model, list(asked.values()), self.report) as ahead:
+            if self._is_kept():
+                ahead.start([asked[one] for one in wanted])
+            for one in asked:
+                if one not in wanted:
+                    continue
+                try:
+                    self.gather_sizes(one, sizes[one])
+                except (InputError, TraceError, ContractError) as error:  # no such widths for this model
+                    refused.append(error)
+                    self.excluded.append(Excluded(str(error), 1, 1, tp=one.tp))
+                if self.coarse.graphs and not is_ahead:
+                    is_ahead = True
+                    graph = next(iter(self.coarse.graphs.values()))
+                    if any(short_name(node.op) == "permute_rows" for node in graph):  # it has experts
+                        wanted = list(asked)
+                    if self._is_kept():
+                        ahead.finish([asked[one] for one in wanted])
         if not self.waiting:
             if refused and self.missing is None:
                 raise refused[0]
@@ -383,12 +390,12 @@ class _Search:
             return self.space.zero
         return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
 
-    def _trace_ahead(self, tried: Iterable[Sizes]) -> None:
-        """All that is `tried`, if what has been traced so far is kept."""
-        coarse, reference = self.coarse, self.request.model
-        if self.trace is cached_trace and not to_trace(reference, list(map(coarse.traced, coarse.graphs))):
-            asked = [coarse.traced(self._with_pieces(one)) for one in tried]
-            trace_ahead(reference, asked, self.report)
+    def _is_kept(self) -> bool:
+        """Whether what has been traced so far is found again."""
+        coarse = self.coarse
+        if self.trace is not cached_trace:
+            return False
+        return not to_trace(self.request.model, list(map(coarse.traced, coarse.graphs)))
 
     # -- partition, memory, judge --------------------------------------------------------------------------------------
 
