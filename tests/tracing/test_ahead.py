@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stagewright.tracing import ahead
-from stagewright.tracing.ahead import trace_ahead
+from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace, trace
 from stagewright.tracing.models.reference import resolve
 
@@ -38,27 +38,39 @@ def test_other_processes_leave_the_same_graphs(monkeypatch: pytest.MonkeyPatch) 
     model, said = resolve("tiny-llama"), list[str]()
     monkeypatch.setattr(ahead, "_room", lambda: 2)
     asked = [*sizes(1, 2), *sizes(3)]  # three ranks cannot share its heads
-    monkeypatch.setattr(ahead, "_FEWEST", 5)
-    trace_ahead(model, asked, said.append)
-    assert said[0] == "0 of 6 graphs, on 2 processes" and said[-1] == "6 of 6 graphs, on 2 processes"
+    with Ahead(model, asked, said.append) as others:
+        others.finish(asked)
+    assert said[0] == "0 of 6 graphs, on 3 processes" and said[-1] == "6 of 6 graphs, on 3 processes"
     assert to_trace(model, asked) == []  # what is refused is not tried again
     one = sizes(2)[0]
     kept, traced = trace(model, **one), trace(model, use_cache=False, **one)
     assert (kept.nodes, kept.values, kept.facts) == (traced.nodes, traced.values, traced.facts)
 
 
+def test_another_process_begins_while_the_first_graph_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = resolve("tiny-llama"), sizes(1, 2, microbatches=(1,))
+    monkeypatch.setattr(ahead, "_room", lambda: 1)
+    monkeypatch.setattr(ahead, "_FEWEST", 1)
+    with Ahead(model, asked) as others:
+        others.start(asked)
+        others._wait()
+        assert to_trace(model, asked) == asked[:1]  # which is left to this process
+
+
 def test_nothing_of_the_current_folder_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, model = tmp_path / "here", resolve("tiny-llama")
+    here, model, asked = tmp_path / "here", resolve("tiny-llama"), sizes(1, microbatches=(1, 2))
     here.mkdir()
     for name in ("json", "torch", "selectors"):
         (here / f"{name}.py").write_text(
             "import os\nopen(os.path.join(os.path.dirname(__file__), 'ran'), 'w')\n"
         )
     monkeypatch.chdir(here)
-    monkeypatch.setattr(ahead, "_room", lambda: 2)
-    monkeypatch.setattr(ahead, "_FEWEST", 2)
-    trace_ahead(model, sizes(1, microbatches=(1, 2)))
-    assert to_trace(model, sizes(1, microbatches=(1, 2))) == []
+    monkeypatch.setattr(ahead, "_room", lambda: 1)
+    monkeypatch.setattr(ahead, "_FEWEST", 1)
+    with Ahead(model, asked) as others:
+        others.start(asked)
+        others._wait()
+    assert to_trace(model, asked) == asked[:1]
     assert not (here / "ran").exists()
 
 
@@ -67,15 +79,23 @@ def test_few_graphs_and_code_of_factories_start_no_process(monkeypatch: pytest.M
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("subprocess.Popen", refuse)
-    trace_ahead(resolve("tiny-llama"), sizes(1, 2))
-    trace_ahead(resolve(f"{__file__}:sizes"), sizes(1, 2, 4, 8))
+    monkeypatch.setattr(ahead, "_room", lambda: 2)
+    for model, asked in (
+        ("tiny-llama", sizes(1, microbatches=(1, 2))),
+        (f"{__file__}:sizes", sizes(1, 2, 4)),
+    ):
+        with Ahead(resolve(model), asked) as others:
+            others.start(asked)
 
 
 def test_what_no_process_can_do_is_left_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise OSError("no processes left")
 
+    model, asked = resolve("tiny-llama"), sizes(1, 2, 4)
     monkeypatch.setattr("subprocess.Popen", refuse)
     monkeypatch.setattr(ahead, "_room", lambda: 2)
-    trace_ahead(resolve("tiny-llama"), sizes(1, 2, 4))
-    assert to_trace(resolve("tiny-llama"), sizes(1, 2, 4)) == sizes(1, 2, 4, microbatches=(1, 2))
+    with Ahead(model, asked) as others:
+        others.start(asked)
+        others.finish(asked)
+    assert to_trace(model, asked) == sizes(1, 2, 4, microbatches=(1, 2))

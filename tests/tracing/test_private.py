@@ -10,12 +10,12 @@ import torch
 
 from stagewright.tracing import private
 from stagewright.tracing.models import grouped_mm, transformers_patches
+from stagewright.tracing.recipes import recorded
 
 # Where a name lives, the file of ours that uses it, and what it is used for.
 USED = [
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "private.py", "tracing without computing"),
     ("torch._subclasses.fake_tensor", "FakeTensor", "private.py", "recognising what is traced already"),
-    ("torch.fx.experimental.proxy_tensor", "make_fx", "private.py", "listing the operators of a derivative"),
     ("torch._C", "_dispatch_has_kernel_for_dispatch_key", "private.py", "recognising composite operators"),
     ("torch._ops", "OpOverload", "private.py", "operators by name"),
     (
@@ -138,8 +138,8 @@ def test_backward_formulas_can_be_traced_on_fake_tensors() -> None:
         def gradient(x: torch.Tensor) -> list[torch.Tensor]:
             return list(torch.autograd.grad(x.tanh().sum(), [x]))
 
-        traced = private.make_fx(gradient, tracing_mode="real", _allow_non_fake_inputs=True)(x)
-    assert "aten.tanh_backward.default" in {str(node.target) for node in traced.graph.nodes}
+        graph = recorded(gradient, [x])
+    assert "aten.tanh_backward.default" in {str(node.target) for node in graph.nodes}
 
 
 @pytest.mark.parametrize(

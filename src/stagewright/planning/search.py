@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
@@ -63,7 +63,7 @@ from stagewright.planning.space import (
     schedules,
     widths,
 )
-from stagewright.tracing.ahead import trace_ahead
+from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
@@ -292,20 +292,34 @@ class _Search:
         tried = {one: self._possible_sizes(one) for one in widths(self.cluster, self.job, space)}
         if not any(tried.values()):
             raise InputError(obstacle(self.cluster, self.job, space))  # whatever the model
-        has_experts, is_ahead = False, False
-        for one, sizes in tried.items():
-            if not sizes or (one.ep > 1 and space.ep is None and not has_experts):
-                continue
-            if (known := self.coarse.narrower(one)) is not None:
-                self.untraced.append(_Untraced(self.coarse.wider_s(one, known), one, sizes, known))
-            else:
-                self._gather_width(one, sizes)
-            if not is_ahead and self.coarse.graphs:
-                graph = next(iter(self.coarse.graphs.values()))
-                has_experts = any(short_name(node.op) == "permute_rows" for node in graph)
-                ahead = [each for each in tried if each.ep == 1 or has_experts or space.ep is not None]
-                self._trace_ahead(ahead, tried)
-                is_ahead = True
+        asked = {
+            one: self.coarse.traced(self._with_pieces(replace(one, microbatch_size=sizes[0])))
+            for one, sizes in tried.items()
+            if sizes
+        }
+        has_experts, is_ahead = space.ep is not None, False
+        with Ahead(self.request.model, list(asked.values()), self.report) as ahead:
+            if self._is_kept():
+                ahead.start(
+                    [
+                        asked[one]
+                        for one in self._unbounded(one for one in asked if one.ep == 1 or has_experts)
+                    ]
+                )
+            for one in asked:
+                if one.ep > 1 and not has_experts:
+                    continue
+                if (known := self.coarse.narrower(one)) is not None:
+                    self.untraced.append(_Untraced(self.coarse.wider_s(one, known), one, tried[one], known))
+                else:
+                    self._gather_width(one, tried[one])
+                if self.coarse.graphs and not is_ahead:
+                    is_ahead = True
+                    graph = next(iter(self.coarse.graphs.values()))
+                    has_experts |= any(short_name(node.op) == "permute_rows" for node in graph)
+                    if self._is_kept():
+                        wanted = (one for one in asked if one.ep == 1 or has_experts)
+                        ahead.finish([asked[one] for one in self._unbounded(wanted)])
         self.untraced.sort(key=lambda one: one.bound_s)
         while self.untraced and not self.waiting:
             self._gather_untraced()
@@ -433,17 +447,20 @@ class _Search:
             return self.space.zero
         return (2, 3) if self.job.profile.shard_units == "layers" else (1,)
 
-    def _trace_ahead(self, tried: Iterable[Sizes], sizes: Mapping[Sizes, Sequence[int]]) -> None:
-        """The smallest microbatches of what is `tried` but what narrower widths bound, if what has been traced so far is
-        kept."""
-        coarse, reference = self.coarse, self.request.model
-        if self.trace is cached_trace and not to_trace(reference, list(map(coarse.traced, coarse.graphs))):
-            ahead: list[Sizes] = []
-            for one in tried:
-                if sizes[one] and coarse.narrower(one, ahead) is None:
-                    ahead.append(replace(one, microbatch_size=sizes[one][0]))
-            asked = [coarse.traced(self._with_pieces(one)) for one in ahead]
-            trace_ahead(reference, asked, self.report)
+    def _unbounded(self, tried: Iterable[Sizes]) -> list[Sizes]:
+        """Those of which narrower ones do not tell what they take at the least."""
+        found: list[Sizes] = []
+        for one in tried:
+            if self.coarse.narrower(one, found) is None:
+                found.append(one)
+        return found
+
+    def _is_kept(self) -> bool:
+        """Whether what has been traced so far is found again."""
+        coarse = self.coarse
+        if self.trace is not cached_trace:
+            return False
+        return not to_trace(self.request.model, list(map(coarse.traced, coarse.graphs)))
 
     # -- partition, memory, judge --------------------------------------------------------------------------------------
 

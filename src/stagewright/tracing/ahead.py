@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import selectors
+import select
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 from stagewright.errors import StagewrightError
@@ -16,103 +18,141 @@ from stagewright.machine import free_bytes, num_cores
 from stagewright.tracing.cache import note_refused, to_trace, trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
-_FEWEST = 6
+_FEWEST = 2
 """Graphs for which it is worth while to start processes, each of which imports torch first."""
 _MOST = 8
 _BYTES = 1.5 * 2**30
 """What a process takes of the machine's memory, generously."""
 
 
-def trace_ahead(
-    model: ModelReference,
-    asked: Sequence[Mapping[str, Any]],
-    report: Callable[[str], None] = lambda stage: None,
-) -> None:
-    """Trace what is `asked` of `stagewright.tracing.cache.trace`, keywords of one call each, as far as it is not known.
+class Ahead:
+    """Processes that trace what will be asked of `stagewright.tracing.cache.trace`, as long as this is open.
 
     Best effort: what cannot be traced, and what a process leaves undone, is left to whoever asks for it. Code of a factory
     is run by this process alone.
     """
-    if model.kind == "factory" or not sys.executable:
-        return
-    tried: list[Mapping[str, Any]] = []
-    for _ in range(2):  # some do not follow from others as was hoped
-        missing = [one for one in to_trace(model, asked) if one not in tried]
-        if len(missing) < _FEWEST:
-            return
-        try:
-            _trace_together(model, missing, report)
-        except OSError:  # no processes to be had
-            return
-        tried += missing
 
+    def __init__(
+        self,
+        model: ModelReference,
+        asked: Sequence[Mapping[str, Any]],
+        report: Callable[[str], None] = lambda stage: None,
+    ) -> None:
+        """`asked` is all that may be wanted: keywords of one call each, smaller sizes first."""
+        self._model, self._asked, self._report = model, list(asked), report
+        self._given: set[int] = set()  # places in what is asked
+        self._num_done = 0
+        self._workers: list[subprocess.Popen[str]] = []
+        self._queue, self._to_queue = os.pipe()  # of such places, each for the process that reads it first
+        self._done, self._to_done = os.pipe()  # a byte per graph
+        os.set_blocking(self._queue, False)
 
-def _trace_together(
-    model: ModelReference, missing: Sequence[Mapping[str, Any]], report: Callable[[str], None]
-) -> None:
-    num = min(_room(), len(missing))
-    if num < 2:
-        return
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-    }
-    workers: list[subprocess.Popen[str]] = []
-    try:
-        for first in range(num):
-            worker = subprocess.Popen(
-                # Nothing of the current folder is imported (-P).
-                [sys.executable, "-P", "-m", __name__], env=environment, text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-            )  # fmt: skip
-            workers.append(worker)
-            assert worker.stdin is not None
-            asked = [model.text, dict(model.overrides), model.digest, missing[first::num]]
-            worker.stdin.write(json.dumps(asked) + "\n")
-            worker.stdin.flush()
-        _follow(workers, len(missing), report)
-    finally:
-        for worker in workers:
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
             worker.kill()
             worker.communicate()
+        for end in (self._queue, self._to_queue, self._done, self._to_done):
+            os.close(end)
+
+    def start(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+        """Have traced what is not known of the `wanted`, but for the first, which the caller traces meanwhile."""
+        self._give([one for one in to_trace(self._model, wanted) if one is not wanted[0]])
+
+    def finish(self, wanted: Sequence[Mapping[str, Any]]) -> None:
+        """Trace what is not known of the `wanted` together with the other processes, if it is worth while to have some."""
+        for _ in range(2):  # some do not follow from others as was hoped
+            self._give(to_trace(self._model, wanted))
+            while (place := _next(self._queue, 0)) is not None:
+                self._say()
+                _trace(self._model, self._asked[place])
+                self._num_done += 1
+            self._wait()
+
+    def _give(self, missing: Sequence[Mapping[str, Any]]) -> None:
+        places = [
+            place for place, one in enumerate(self._asked) if one in missing and place not in self._given
+        ]
+        num = min(_room(), len(places))
+        if self._model.kind == "factory" or not sys.executable or not num:
+            return
+        if not self._workers and len(places) < _FEWEST:
+            return
+        with contextlib.suppress(OSError):  # no processes to be had
+            while len(self._workers) < num:
+                self._workers.append(self._worker())
+        if self._workers:
+            self._given.update(places)
+            os.write(self._to_queue, b"".join(place.to_bytes(2) for place in places))
+
+    def _worker(self) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "OMP_NUM_THREADS": "1",
+        }
+        worker = subprocess.Popen(
+            # Nothing of the current folder is imported (-P).
+            [sys.executable, "-P", "-m", __name__], env=environment, text=True, pass_fds=[self._queue],
+            stdin=subprocess.PIPE, stdout=self._to_done, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert worker.stdin is not None
+        told = [self._queue, self._model.text, dict(self._model.overrides), self._model.digest, self._asked]
+        worker.stdin.write(json.dumps(told) + "\n")
+        worker.stdin.flush()
+        return worker
+
+    def _wait(self) -> None:
+        """Until all that was given is done, as long as no process ends before."""
+        self._say()
+        while self._num_done < len(self._given) and all(worker.poll() is None for worker in self._workers):
+            if select.select([self._done], [], [], 1.0)[0]:
+                self._num_done += len(os.read(self._done, 1))
+                self._say()
+
+    def _say(self) -> None:
+        if self._given:
+            self._report(
+                f"{self._num_done} of {len(self._given)} graphs, on {1 + len(self._workers)} processes"
+            )
 
 
 def _room() -> int:
-    """How many processes the machine has processors and memory for."""
-    return min(num_cores(), int(min(free_bytes() / _BYTES, _MOST)))
+    """For how many processes beside this one the machine has processors and memory."""
+    return min(num_cores() - 1, int(min(free_bytes() / _BYTES, _MOST)))
 
 
-def _follow(workers: Sequence[subprocess.Popen[str]], total: int, report: Callable[[str], None]) -> None:
-    """Until all have ended; each sends a byte per graph."""
-    num_done = 0
-    with selectors.DefaultSelector() as waiting:
-        for worker in workers:
-            if worker.stdout is not None:
-                waiting.register(worker.stdout, selectors.EVENT_READ)
-        while waiting.get_map():
-            report(f"{num_done} of {total} graphs, on {len(workers)} processes")
-            for key, _ in waiting.select():
-                if os.read(key.fd, 1):
-                    num_done += 1
-                else:
-                    waiting.unregister(key.fileobj)
+def _next(queue: int, patience_s: float | None) -> int | None:
+    """What to trace next; None where there is nothing after so long, or nobody who could ask for something."""
+    while select.select([queue], [], [], patience_s)[0]:
+        with contextlib.suppress(BlockingIOError):  # another process was faster
+            read = os.read(queue, 2)
+            return int.from_bytes(read) if read else None
+    return None
+
+
+def _trace(model: ModelReference, asked: Mapping[str, Any]) -> None:
+    try:
+        trace(model, **asked)
+    except StagewrightError:
+        note_refused(model, asked)
 
 
 def _work() -> None:
     """What one process does, as long as the one that started it is there."""
     told = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is no word of a graph
-    text, overrides, digest, asked = json.loads(sys.stdin.readline())
+    queue, text, overrides, digest, asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     model = resolve(text, overrides)
     if model.digest != digest:  # its file has changed meanwhile
         return
-    for one in asked:
-        try:
-            trace(model, **one)
-        except StagewrightError:
-            note_refused(model, one)
+    while (place := _next(queue, None)) is not None:
+        _trace(model, asked[place])
         os.write(told, b".")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import checkpoint as _checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -27,7 +26,6 @@ __all__ = [
     "is_mutable",
     "is_seen_by_modes",
     "kept_by",
-    "make_fx",
     "operator_names",
     "run_parts",
     "selective_policy",

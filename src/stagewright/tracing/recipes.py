@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import getitem
 from typing import Any, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from stagewright.errors import TraceError
 from stagewright.graph import Ref, renumbered
@@ -47,6 +50,44 @@ class BackwardRecipe:
     input_grad: tuple[Step, ...]
     weight_grad: tuple[Step, ...]
     gradients: tuple[int | None, ...]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the operators that run while it is open in a graph, as torch's `make_fx` does in several times the time."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.graph = torch.fx.Graph()
+        # By a tensor's identity, which holds while it lives.
+        self._nodes: dict[int, tuple[torch.fx.Node, torch.Tensor]] = {}
+        for index, tensor in enumerate(inputs):
+            self._nodes[id(tensor)] = self.graph.placeholder(f"input_{index}"), tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        node = self.graph.call_function(func, *tree_map_only(torch.Tensor, self.node, (args, kwargs)))
+        made = node.meta["val"] = func(*args, **kwargs)
+        if isinstance(made, torch.Tensor):
+            self._nodes[id(made)] = node, made
+        elif isinstance(made, list | tuple):
+            for index, item in enumerate(made):
+                if isinstance(item, torch.Tensor):
+                    self._nodes[id(item)] = self.graph.call_function(getitem, (node, index)), item
+        return made
+
+    def node(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """What made a tensor; of one that nothing made, a constant."""
+        if id(tensor) not in self._nodes:
+            self._nodes[id(tensor)] = self.graph.get_attr("_tensor_constant0"), tensor
+        return self._nodes[id(tensor)][0]
+
+
+def recorded(function: Callable[..., list[Any]], inputs: Sequence[torch.Tensor]) -> torch.fx.Graph:
+    """The operators that `function` dispatches below autograd, from `inputs` to what it returns."""
+    with _Recorder(inputs) as recorder:
+        results = function(*inputs)
+    recorder.graph.output(tree_map_only(torch.Tensor, recorder.node, results))
+    return recorder.graph
 
 
 def recipe(graph: torch.fx.Graph, num_arguments: int) -> Recipe:

@@ -26,10 +26,9 @@ from stagewright.tracing.private import (
     argument_place,
     is_composite,
     is_mutable,
-    make_fx,
     storage_key,
 )
-from stagewright.tracing.recipes import BackwardRecipe, Recipe, backward_recipe, recipe
+from stagewright.tracing.recipes import BackwardRecipe, Recipe, backward_recipe, recipe, recorded
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +159,15 @@ class Rules:
     def _graph(self, function: Callable[..., Any], tensors: list[torch.Tensor]) -> torch.fx.Graph:
         """Operators that `function` dispatches below autograd, without mutations."""
         with self.mode, torch.enable_grad():
-            module = make_fx(function, tracing_mode="real", _allow_non_fake_inputs=True)(*tensors)
-        if any(node.op == "call_function" and is_mutable(node.target) for node in module.graph.nodes):
-            functional = torch.func.functionalize(module, remove="mutations")
+            graph = recorded(function, tensors)
+        if any(node.op == "call_function" and is_mutable(node.target) for node in graph.nodes):
+            functional = torch.func.functionalize(
+                torch.fx.GraphModule(torch.nn.Module(), graph), remove="mutations"
+            )
             with self.mode, torch.no_grad():
-                detached = [tensor.detach() for tensor in tensors]
-                module = make_fx(functional, tracing_mode="real", _allow_non_fake_inputs=True)(*detached)
-        module.graph.eliminate_dead_code()
-        return module.graph
+                graph = recorded(functional, [tensor.detach() for tensor in tensors])
+        graph.eliminate_dead_code()
+        return graph
 
     def _trace_lowering(self, call: Call, needs_grad: tuple[bool, ...]) -> Recipe:
         tensors = self._fakes(call, needs_grad)

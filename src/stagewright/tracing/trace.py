@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +32,19 @@ from stagewright.tracing.rules import Rules
 from stagewright.tracing.tensor_parallel.parallelise import parallelise
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """While it is open, Python does not look for cycles of dead objects: a trace makes many objects and few such cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_uncollected()
 def trace_reference(
     reference: ModelReference,
     microbatch_size: int,
@@ -74,6 +88,7 @@ def trace_reference(
     return graph
 
 
+@_uncollected()
 def trace_module(
     model: torch.nn.Module,
     inputs: dict[str, torch.Tensor],
