@@ -65,15 +65,6 @@ class FunctionMemory:
             self._peaks[key] = self._highest(key)
         return self._peaks[key]
 
-    def renumbered(self, number: Callable[[int], int], operators: tuple[str, ...]) -> FunctionMemory:
-        """The same of a function on other values, whose statements have the names `operators`."""
-        return FunctionMemory(
-            tuple(map(number, self.inputs)), self.made, {number(value): at for value, at in self.last.items()},
-            {number(value): number(home) for value, home in self.outputs.items()},
-            {number(home): size for home, size in self.kept.items()},
-            tuple((at, number(home), size) for at, home, size in self.events), self.again, operators,
-        )  # fmt: skip
-
     def _highest(self, freed: Sequence[tuple[int, int]]) -> Peak:
         if not len(self.made):
             return Peak(0, 0, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
@@ -10,7 +10,6 @@ from stagewright.graph.added import MOVES
 from stagewright.graph.graph import Node, made_by
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Function, Stage
-from stagewright.graph.twins import Twin
 from stagewright.schedule import Kind
 
 Channel = tuple[Kind, int, int]
@@ -18,53 +17,30 @@ Channel = tuple[Kind, int, int]
 
 
 class StageMemory:
-    """The functions of one stage as a replay needs them; each is looked at once.
+    """The functions of one stage as a replay needs them; each is looked at once."""
 
-    Args:
-        twin, like: how the stage follows from another one, and the functions of that.
-    """
-
-    def __init__(self, stage: Stage, twin: Twin | None = None, like: StageMemory | None = None) -> None:
+    def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self._twin, self._like = twin, like
 
     @cached_property
     def forward(self) -> FunctionMemory:
-        return self._alike(self.stage.forward, lambda like: like.forward) or function_memory(
-            self.stage.forward, self.stage.resident, self.stage.value
-        )
+        return function_memory(self.stage.forward, self.stage.resident, self.stage.value)
 
     @cached_property
     def input_grad(self) -> FunctionMemory:
-        return self._alike(self.stage.input_grad, lambda like: like.input_grad) or self._of_backward(
-            self.stage.input_grad
-        )
+        return self._of_backward(self.stage.input_grad)
 
     @cached_property
     def weight_grad(self) -> FunctionMemory:
-        return self._alike(self.stage.weight_grad, lambda like: like.weight_grad) or self._of_backward(
-            self.stage.weight_grad
-        )
+        return self._of_backward(self.stage.weight_grad)
 
     @cached_property
     def backward(self) -> FunctionMemory:
-        return self._alike(self.stage.backward, lambda like: like.backward) or self._of_backward(
-            self.stage.backward
-        )
+        return self._of_backward(self.stage.backward)
 
     @cached_property
     def rebuild(self) -> FunctionMemory:
-        return self._alike(self.stage.rebuild, lambda like: like.rebuild) or self._of_backward(
-            self.stage.rebuild
-        )
-
-    def _alike(
-        self, function: Function, memory: Callable[[StageMemory], FunctionMemory]
-    ) -> FunctionMemory | None:
-        """As of the stage that this one is like, if there is one."""
-        if self._twin is None or self._like is None:
-            return None
-        return memory(self._like).renumbered(self._twin.value, tuple(node.name for node in function.nodes))
+        return self._of_backward(self.stage.rebuild)
 
     @cached_property
     def static(self) -> FunctionMemory:
@@ -103,8 +79,6 @@ class StageMemory:
     def saved_bytes(self) -> int:
         """Bytes that F leaves, on the device or the host, for the backward of one microbatch; received values and user
         inputs apart."""
-        if self._like is not None:
-            return self._like.saved_bytes
         homes = {self.forward.outputs[value] for value in self.stage.saved if value in self.forward.outputs}
         arrived = {value for transfer in self.stage.receives for value in transfer.values}
         arrived = {self.stage.value(value).storage for value in arrived}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -50,14 +50,6 @@ class StageSummary:
     """To each later stage, by one forward."""
     returned_bytes: dict[int, int]
     """To each earlier stage, by one backward."""
-
-    def elsewhere(self, start: int, stop: int, steps: int) -> StageSummary:
-        """Of a stage like this one, so many behind it."""
-        sent, returned = (
-            {stage + steps: size for stage, size in sizes.items()}
-            for sizes in (self.sent_bytes, self.returned_bytes)
-        )
-        return replace(self, start=start, stop=stop, sent_bytes=sent, returned_bytes=returned)
 
 
 def summarise(memory: StageMemory, costing: Costing) -> StageSummary:

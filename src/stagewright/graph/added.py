@@ -16,7 +16,7 @@ MOVES = frozenset({OFFLOAD, LEFT, FETCH, ARRIVED})
 
 def accumulate(parameter: int, gradient: int) -> Node:
     """Add a finished gradient to the gradient buffer of `parameter`."""
-    return _added(ACCUMULATE, (gradient,), (), kwargs=(("parameter", Ref(parameter)),))
+    return _added(ACCUMULATE, (gradient,), (), kwargs=(("parameter", parameter),))
 
 
 def addition(left: int, right: int, total: int) -> Node:

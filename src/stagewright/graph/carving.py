@@ -19,7 +19,6 @@ from stagewright.graph.policy import KEEP, Policy
 from stagewright.graph.recompute import rerunning, woven
 from stagewright.graph.stage import Function, Stage, Transfer, part
 from stagewright.graph.tensor import TensorMeta
-from stagewright.graph.twins import Twin, Twins
 from stagewright.graph.weight_grads import weight_grads, with_finishing
 
 
@@ -42,8 +41,6 @@ class Carving:
         self._carvers: dict[tuple[int, bool], _StageCarver] = {}
         self._located: list[Located] = []
         """Where each stage holds its values. What it sends lies in the same places whatever its policy."""
-        self._twins = Twins(self._cutting, lambda stage, value: self._located[stage].value(value))
-        self._carved: dict[tuple[int, Policy], Stage] = {}
 
     def stages(self, policies: Sequence[Policy] = ()) -> list[Stage]:
         """All stages; `policies` as for `carve`."""
@@ -59,18 +56,7 @@ class Carving:
 
     def stage(self, index: int, policy: Policy) -> Stage:
         """One of `stages`, which have been carved before."""
-        twin = self.twin(index)
-        if twin is None:
-            return self._at(*self._carve(index, policy))
-        key = twin.first, twin.policy_of_first(policy)
-        if key not in self._carved:
-            self._carved[key] = self.stage(*key)
-        start, stop = self._cutting.bounds[index : index + 2]
-        return twin.stage(self._carved[key], start, stop)
-
-    def twin(self, index: int) -> Twin | None:
-        """The stage that `index` is like, and how."""
-        return self._twins.of(index)
+        return self._at(*self._carve(index, policy))
 
     def _carve(self, index: int, policy: Policy) -> tuple[Stage, Located]:
         """Stages in front of it have been carved."""

@@ -103,7 +103,7 @@ def pure_function(
         if node.op != ACCUMULATE:
             lines.append("    " + _statement(node, names, device))
             continue
-        parameter, gradient = dict(node.kwargs)["parameter"].value, f"v{node.inputs[0]}"
+        parameter, gradient = dict(node.kwargs)["parameter"], f"v{node.inputs[0]}"
         if parameter in gradients:  # of several pieces of the loss
             lines.append(f"    g{parameter} = {gradients[parameter]} + {gradient}")
             gradient = f"g{parameter}"

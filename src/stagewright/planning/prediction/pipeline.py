@@ -198,17 +198,9 @@ class Variants:
     def _stage(self, index: int, policy: Policy) -> tuple[StageMemory, StageSummary]:
         found = self._known.get((index, policy))
         if found is None:
-            found = self._known[index, policy] = self._carved(index, policy)
+            memory = StageMemory(self.line.carving.stage(index, policy))
+            found = self._known[index, policy] = memory, summarise(memory, self._costings[index])
         return found
-
-    def _carved(self, index: int, policy: Policy) -> tuple[StageMemory, StageSummary]:
-        carving = self.line.carving
-        stage, twin = carving.stage(index, policy), carving.twin(index)
-        if twin is None or self._costings[twin.first] is not self._costings[index]:
-            memory = StageMemory(stage)
-            return memory, summarise(memory, self._costings[index])
-        like, summary = self._stage(twin.first, twin.policy_of_first(policy))
-        return StageMemory(stage, twin, like), summary.elsewhere(stage.start, stage.stop, twin.steps)
 
 
 def _costings(body: BodyCosts, cluster: Cluster, program: Program, width: int) -> list[Costing]:
