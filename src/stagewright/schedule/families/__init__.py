@@ -9,15 +9,11 @@ from typing import Any
 from stagewright.errors import ScheduleError, nearest
 from stagewright.limits import MOST_ACTIONS, MOST_PREDICTED
 from stagewright.schedule.families.asynchronous import pipedream, pipedream_2bw
-from stagewright.schedule.families.breadth_first import breadth_first
 from stagewright.schedule.families.from_times import v_half, v_min, zb_auto
-from stagewright.schedule.families.gpipe import gpipe
-from stagewright.schedule.families.greedy import greedy
-from stagewright.schedule.families.hanayo import hanayo
-from stagewright.schedule.families.interleaved import interleaved_1f1b, interleaved_zero_bubble
-from stagewright.schedule.families.one_f_one_b import one_f_one_b
+from stagewright.schedule.families.greedy import greedy, hanayo
+from stagewright.schedule.families.linear import gpipe, one_f_one_b, zb_h1, zb_h2
+from stagewright.schedule.families.looped import breadth_first, interleaved_1f1b, interleaved_zero_bubble
 from stagewright.schedule.families.v_shaped import dualpipe_v, zb_v
-from stagewright.schedule.families.zero_bubble import zb_h1, zb_h2
 from stagewright.schedule.program import Program, check_size
 
 FAMILIES: dict[str, Callable[..., Program]] = {
