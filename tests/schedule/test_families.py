@@ -30,7 +30,7 @@ def test_programs_verify_lower_and_round_trip(name, num_ranks, num_microbatches,
     lowered = verify(insert_communication(program))
     for each in (program, lowered):
         assert Program.from_text(each.to_text()) == each
-        assert Program.from_json(each.to_json()) == each
+        assert Program.from_document(each.to_document()) == each
     assert lowered.compute_only() == program.compute_only()
     read = read_torch_csv(write_torch_csv(program), program.name)
     assert read == program.compute_only()

@@ -10,36 +10,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from stagewright.cli import options
 from stagewright.cli.groups import grouped
-from stagewright.cli.options import Json, Model, Output, Settings, parse_settings
 from stagewright.cli.output import check_writable, print_document, show
-from stagewright.cli.planning import (
-    ClusterName,
-    Compiled,
-    ContextWidth,
-    DataWidth,
-    Dtype,
-    ExpertWidth,
-    GlobalBatch,
-    JobFile,
-    JobSequenceLength,
-    JobSequenceLengths,
-    LossPieces,
-    MemoryLimit,
-    PipelineWidth,
-    ReduceDtype,
-    RuntimeName,
-    ShardSize,
-    ShardUnits,
-    Zero,
-    check_one_length,
-    checked_reduce_dtype,
-    checked_shard_units,
-    parse_lengths,
-    parse_pieces,
-    read_job,
-    warn,
-)
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_unshared
 from stagewright.errors import InputError, nearest
@@ -67,41 +40,42 @@ _OF_MONEY = ("price", "tokens", "critical_batch")
 class JobOptions:
     """The job."""
 
-    global_batch: GlobalBatch = None
-    sequence_length: JobSequenceLength = None
-    dtype: Dtype = None
-    job: JobFile = None
-    sequence_lengths: JobSequenceLengths = None
-    compiled: Compiled = False
-    memory_limit: MemoryLimit = None
-    runtime: RuntimeName = None
+    global_batch: options.GlobalBatch = None
+    sequence_length: options.JobSequenceLength = None
+    dtype: options.Dtype = None
+    job: options.JobFile = None
+    sequence_lengths: options.JobSequenceLengths = None
+    compiled: options.Compiled = False
+    memory_limit: options.MemoryLimit = None
+    runtime: options.RuntimeName = None
 
     def read(self) -> Job:
         """Raises `InputError` for a missing or wrong key."""
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "job"}
-        given |= {"sequence_lengths": parse_lengths(self.sequence_lengths), "compiled": self.compiled or None}
-        return read_job(self.job, **given)
+        lengths = options.parse_lengths(self.sequence_lengths)
+        given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
+        return options.read_job(self.job, **given)
 
 
 @dataclass(frozen=True)
 class WidthOptions:
-    """Widths: all are tried that are not given."""
+    """Widths: all are tried that are not options."""
 
-    pp: PipelineWidth = None
-    dp: DataWidth = None
+    pp: options.PipelineWidth = None
+    dp: options.DataWidth = None
     tp: Annotated[
         str | None, typer.Option("--tp", metavar="N|auto",
             help="Tensor-parallel width; auto, the default, tries all within a node.")] = None
-    cp: ContextWidth = None
-    ep: ExpertWidth = None
+    cp: options.ContextWidth = None
+    ep: options.ExpertWidth = None
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel",
             help="Whether ranks of --tp also split the sequence between layers; default what is faster.")] = None
     microbatch: Annotated[int | None, typer.Option("--microbatch", min=1, help="Samples per microbatch.")] = None
-    zero: Zero = None
-    shard_size: ShardSize = None
-    shard_units: ShardUnits = "auto"
-    reduce_dtype: ReduceDtype = None
+    zero: options.Zero = None
+    shard_size: options.ShardSize = None
+    shard_units: options.ShardUnits = "auto"
+    reduce_dtype: options.ReduceDtype = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +98,7 @@ class ScheduleOptions:
             "if nothing else is faster.")] = "auto"
     host_stages: Annotated[
         bool, typer.Option("--host-stages", help="Try hosts' processors as ranks with stages of their own, too.")] = False
-    loss_pieces: LossPieces = "auto"
+    loss_pieces: options.LossPieces = "auto"
 
 
 @dataclass(frozen=True)
@@ -161,12 +135,12 @@ class ResultOptions:
 @grouped
 def plan(
     context: typer.Context,
-    model: Model,
-    cluster: ClusterName,
+    model: options.Model,
+    cluster: options.ClusterName,
     asked: JobOptions,
-    settings: Settings = None,
-    output: Output = None,
-    as_json: Json = False,
+    settings: options.Settings = None,
+    output: options.Output = None,
+    as_json: options.Json = False,
     *,
     widths: WidthOptions,
     scheduling: ScheduleOptions,
@@ -176,7 +150,7 @@ def plan(
     """Find the best configurations of a model for a cluster.
 
     Tries every width of tensor, pipeline, data and, where the runtime has them, context and expert parallelism, every
-    size of microbatches, sharding and schedule, and what stages give up where memory is short, unless they are given.
+    size of microbatches, sharding and schedule, and what stages give up where memory is short, unless they are options.
     """
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
@@ -188,7 +162,7 @@ def plan(
     target = load_cluster(cluster)
     wanted = asked.read()
     if wanted.runtime != STAGEWRIGHT:
-        check_one_length(wanted, f"plan --runtime {wanted.runtime}")
+        options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")
     width = _tensor_width(widths.tp or "auto")
     refuse_unshared(
         context,
@@ -197,7 +171,7 @@ def plan(
         is_one_rank_a_layer=width == 1,
     )
     space = _space(widths, width, scheduling)
-    reference = resolve(model, parse_settings(settings))
+    reference = resolve(model, options.parse_settings(settings))
     even: BreakEven | None = None
     with Progress(f"planning {model}") as progress:
         if objective.objective == "batch" or scheduling.host_stages:
@@ -227,7 +201,7 @@ def plan(
             found = offered[0].found
             if objective.objective == "speed" and wanted.runtime == STAGEWRIGHT:
                 even = _break_even(found, reference, offered[0], space, progress)
-    warn([*target.cautions, *found.warnings, *_warnings(objective)])
+    options.warn([*target.cautions, *found.warnings, *_warnings(objective)])
     on = offered[0].cluster if offered else target
     if result.ranks is not None:
         _write_ranks(result.ranks, found.plans[0], on)
@@ -253,10 +227,10 @@ def _space(widths: WidthOptions, tp: int | None, scheduling: ScheduleOptions) ->
 
     return Space.of(
         tp=tp, cp=widths.cp, ep=widths.ep, pp=widths.pp, dp=widths.dp, sequence_parallel=widths.sequence_parallel,
-        microbatch=widths.microbatch, zero=widths.zero, reduce_dtype=checked_reduce_dtype(widths.reduce_dtype),
-        shard_size=widths.shard_size, shard_units=checked_shard_units(widths.shard_units),
+        microbatch=widths.microbatch, zero=widths.zero, reduce_dtype=options.checked_reduce_dtype(widths.reduce_dtype),
+        shard_size=widths.shard_size, shard_units=options.checked_shard_units(widths.shard_units),
         schedules=scheduling.schedule, recompute=scheduling.recompute, offload=scheduling.offload,
-        host_optimizer=scheduling.host_optimizer, loss_pieces=parse_pieces(scheduling.loss_pieces),
+        host_optimizer=scheduling.host_optimizer, loss_pieces=options.parse_pieces(scheduling.loss_pieces),
     )  # fmt: skip
 
 
@@ -308,7 +282,7 @@ def _tell(
 
     shown = found.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
-    options = megatron_options(shown[0])
+    for_megatron = megatron_options(shown[0])
     if as_json:
         from stagewright.report.configurations import offers_document
         from stagewright.report.plans import break_even_document, plan_document
@@ -323,7 +297,7 @@ def _tell(
         print_document(
             document
             | (offers_document(offered) if offered else {})
-            | ({"megatron_options": options} if options else {})
+            | ({"megatron_options": for_megatron} if for_megatron else {})
             | ({"breadth_first": break_even_document(even)} if even else {})
         )
         return
@@ -359,10 +333,10 @@ def _tell(
         parts.append(
             "Ranks are on the devices that suit them by the measured links: --ranks FILE writes which."
         )
-    if options:
+    if for_megatron:
         parts += [
             "As options of Megatron-LM's pretrain_gpt.py, beside those of model and data:",
-            shell_lines(options),
+            shell_lines(for_megatron),
         ]
     show(*(part for part in parts if part is not None))
     if output is not None:

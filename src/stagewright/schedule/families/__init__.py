@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stagewright.errors import ScheduleError, nearest
@@ -46,9 +46,15 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """By the type that a builder names: whether it can be that value, and what it is in words."""
 
 
+def options_of(name: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the builder of the family `name`; none where there is no such family."""
+    builder = FAMILIES.get(name.lower())
+    return {} if builder is None else inspect.signature(builder).parameters
+
+
 def check_written(name: str, options: Iterable[str]) -> None:
     """Raises `ScheduleError` for options of the family `name` that are objects, which no command line can give."""
-    accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
+    accepted = options_of(name)
     for option in options:
         if option in accepted and _kind(accepted[option]) not in _OPTIONS:
             raise ScheduleError(
@@ -77,7 +83,7 @@ def build(
     if num_ranks < 1:
         raise ScheduleError(f"{name}: a pipeline needs at least one rank, not {num_ranks}")
     check_size(name, num_ranks * (num_chunks or 1), num_microbatches)
-    accepted = inspect.signature(builder).parameters
+    accepted = options_of(name)
     for option, value in options.items():
         if option not in accepted:
             raise ScheduleError(f"{name} has no option '{option}'{nearest(option, accepted)}")
