@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError, wants_traceback
 from stagewright.execution.rendezvous import Meeting, board_of, group_store, hosted_store, is_unsealed
@@ -167,11 +166,3 @@ def exit_code(work: Callable[[], None]) -> int:
             _say(f"stagewright: {printable(str(error))}")
         return 1 if isinstance(error, RunError) else 2
     return 0
-
-
-def gather(document: str) -> list[Any]:
-    """Every rank's JSON document, in the order of ranks, on the launcher's rank 0; nothing elsewhere."""
-    from stagewright.execution.collectives import exchange
-
-    told = exchange(json.loads(document))
-    return told if os.environ.get("RANK", "0") == "0" else []

@@ -15,12 +15,12 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.collectives import exchange
-from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
+from stagewright.execution.data import SyntheticBatches, TextBatches
 from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.evaluation import evaluator
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
-from stagewright.execution.mesh import Groups, Mesh
+from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.optimizer import LossScale, Optimizer
@@ -98,7 +98,7 @@ class Session:
         size = plan.microbatch_size
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
         vocabulary = (reference.config or {}).get("vocab_size")
-        self.batches: Batches = (
+        self.batches = (
             SyntheticBatches(model.inputs, job.seed)
             if data is None
             else TextBatches(data, job.sequence_length, job.seed, vocabulary)
@@ -120,7 +120,7 @@ class Session:
         self.groups = Groups.of(self.mesh)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
         self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
-        tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.pipelines())
+        tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE))
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self._runner_of(self.stages))
