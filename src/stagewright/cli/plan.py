@@ -180,13 +180,7 @@ def plan(
 
             find = largest_batch if objective.objective == "batch" else plan_with_hosts
             found = find(
-                reference,
-                target,
-                wanted,
-                space,
-                keep=result.top,
-                report=progress,
-                interruptible=True,
+                reference, target, wanted, space, keep=result.top, report=progress, interruptible=True
             )
             offered: tuple[Offer, ...] = ()
         else:
@@ -279,55 +273,37 @@ def _tell(
     """Write the best plans, if that is asked for, and show them."""
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.export.megatron import megatron_options, shell_lines
+    from stagewright.report import configurations, plans, saving
 
     shown = found.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
     for_megatron = megatron_options(shown[0])
     if as_json:
-        from stagewright.report.configurations import offers_document
-        from stagewright.report.plans import break_even_document, plan_document
-
-        plans = [plan_document(one, path) for one, path in zip(shown, paths, strict=True)]
         document = {
-            "plans": plans,
+            "plans": [plans.plan_document(one, path) for one, path in zip(shown, paths, strict=True)],
             "excluded": [dataclasses.asdict(one) for one in found.excluded],
             "num_bounded": found.num_bounded,
             "next_best": dataclasses.asdict(found.next_best) if found.next_best else None,
         }
         print_document(
             document
-            | (offers_document(offered) if offered else {})
+            | (configurations.offers_document(offered) if offered else {})
             | ({"megatron_options": for_megatron} if for_megatron else {})
-            | ({"breadth_first": break_even_document(even)} if even else {})
+            | ({"breadth_first": plans.break_even_document(even)} if even else {})
         )
         return
-    from stagewright.report.configurations import (
-        configurations_table,
-        left_out_table,
-        offers_table,
-        stages_line,
-    )
-    from stagewright.report.plans import (
-        break_even_line,
-        found_heading,
-        left_out,
-        lengths_tables,
-        plans_table,
-    )
-    from stagewright.report.saving import loss_lines, saving_tables
-
     is_own = shown[0].job.runtime == STAGEWRIGHT
     parts = [
-        found_heading(found),
-        plans_table(shown) if is_own else configurations_table(shown),
-        *lengths_tables(shown[0]),
-        *saving_tables(shown[0]),
-        *loss_lines(shown[0]),
-        stages_line(shown[0], cluster),
-        None if is_own else left_out_table(found),
-        left_out(found),
-        break_even_line(even) if even else None,
-        offers_table(offered) if offered else None,
+        plans.found_heading(found),
+        plans.plans_table(shown) if is_own else configurations.configurations_table(shown),
+        *plans.lengths_tables(shown[0]),
+        *saving.saving_tables(shown[0]),
+        *saving.loss_lines(shown[0]),
+        configurations.stages_line(shown[0], cluster),
+        None if is_own else configurations.left_out_table(found),
+        plans.left_out(found),
+        plans.break_even_line(even) if even else None,
+        configurations.offers_table(offered) if offered else None,
     ]
     if shown[0].devices and cluster.measured is not None:
         parts.append(

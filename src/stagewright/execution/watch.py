@@ -47,9 +47,6 @@ class Watch:
     """Posts this rank's position and watches those of the others, in a thread of its own.
 
     Args:
-        rank: global rank of this process.
-        num_ranks: how many there are.
-        board: where the ranks post.
         limits: a rank that takes longer ends the run.
         on_failure: called with the message when this process has to end.
         launcher: process that started this one and without which it ends; None under a launcher of others.

@@ -20,7 +20,6 @@ class Weights:
     A parameter that two stages of the rank share is one tensor with one gradient buffer.
 
     Args:
-        stages: the stages of this rank.
         tensors: tensors by name; moved to `device` without a copy where they are there already.
         accumulate_dtype: element type of the gradient buffers; default that of the parameter.
         flats: flat buffers that will take over some of the parameters and the gradients of all they hold.
@@ -109,8 +108,6 @@ class TiedGroups:
 
     Args:
         stages: all stages of the pipeline.
-        rank_of_stage: pipeline rank of each stage.
-        rank: this process's pipeline rank.
         replicas: for each data-parallel replica, the global rank of each pipeline rank.
     """
 

@@ -10,13 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
 from stagewright.simulation.streams import COMPUTE_STREAM
 from stagewright.simulation.structure import Structure
-from stagewright.units import format_bytes
 
 Floats = NDArray[np.float64]
 
@@ -112,18 +110,6 @@ class Timeline:
             self.pattern_bytes,
             float(self.base_bytes[rank]),
         )
-
-    def check_memory(self, limit_bytes: float | Floats) -> None:
-        """Raise `ScheduleError` where a rank goes beyond `limit_bytes` (one figure, or one per rank)."""
-        limits = np.broadcast_to(np.asarray(limit_bytes, np.float64), self.num_ranks)
-        for rank in np.flatnonzero(self.peak_bytes > limits):
-            curve = self.memory_curve(int(rank))
-            at = float(curve.time_s[np.argmax(curve.num_bytes > limits[rank])])
-            running = next((e.action for e in self.events(int(rank)) if e.start_s == at), "the start")
-            raise ScheduleError(
-                f"rank {rank} needs {format_bytes(self.peak_bytes[rank])} of {format_bytes(limits[rank])} and goes "
-                f"beyond at {running}; start fewer microbatches early, or recompute, offload or shard its stages"
-            )
 
     def events(self, rank: int) -> Iterator[Event]:
         """The actions of `rank` in program order."""
