@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from stagewright.errors import InputError, PlanError, RunError, StagewrightError, wants_traceback
+from stagewright.errors import InputError, PlanError, RunError, StagewrightError, causes, wants_traceback
 from stagewright.execution.rendezvous import Meeting, board_of, group_store, hosted_store, is_unsealed
 from stagewright.execution.watch import IMPORT_SILENCE_S, JOINING, Limits, Watch
 from stagewright.text import printable
@@ -148,11 +148,7 @@ def may_be_lost_peer(error: BaseException | None) -> bool:
     >>> may_be_lost_peer(ValueError("no such token"))
     False
     """
-    while error is not None:
-        if isinstance(error, RuntimeError):
-            return True
-        error = error.__cause__
-    return False
+    return any(isinstance(each, RuntimeError) for each in causes(error))
 
 
 def exit_code(work: Callable[[], None]) -> int:
