@@ -2,7 +2,6 @@
 
 from stagewright.simulation.costs import StageCosts
 from stagewright.simulation.encoding import EncodedProgram, encode
-from stagewright.simulation.shared_links import SharedLinks
 from stagewright.simulation.simulate import simulate
 from stagewright.simulation.streams import Contention
 from stagewright.simulation.timeline import Timeline, TransferTimes, transfer_times
@@ -10,7 +9,6 @@ from stagewright.simulation.timeline import Timeline, TransferTimes, transfer_ti
 __all__ = [
     "Contention",
     "EncodedProgram",
-    "SharedLinks",
     "StageCosts",
     "Timeline",
     "TransferTimes",

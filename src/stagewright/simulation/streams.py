@@ -26,7 +26,7 @@ class Contention(Enum):
     """Which transfers wait for each other: none, those of one ordered pair of ranks, or all that one rank
     sends.
 
-    Ignores: contention at the receiver and between ranks of one node, for which there are `SharedLinks`.
+    Ignores: contention at the receiver and between ranks of one node.
     """
 
     NONE = "none"
