@@ -28,7 +28,7 @@ help: ## List the targets
 	@echo "  STAGEWRIGHT_SEED=...  of the damage done by torture, whose last line names it"
 
 demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine
-	$(ENV_PYTHON) -m stagewright.cli.demo
+	$(ENV_PYTHON) -m stagewright.cli demo
 
 test: $(INSTALLED) ## Run every check: format, lint, types, import contracts, tests, doc examples
 	$(ENV_PYTHON) check

@@ -27,7 +27,7 @@ from stagewright.planning.joint.search import Effort, search
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.step_times import simulated
-from stagewright.schedule import Program, build
+from stagewright.schedule import build
 from stagewright.tracing.models.reference import resolve
 
 
@@ -131,12 +131,13 @@ def test_a_sealed_text_is_json_with_the_same_content() -> None:
         assert unsealed(json.loads(sealed(text)), "here") == content
 
 
-def test_a_program_knows_its_own_json() -> None:
-    program = build("1f1b", 2, 3)
-    text = program.to_json()
-    assert Program.from_json(text) == program
-    with pytest.raises(InputError, match="the program was changed"):
-        Program.from_json(text.replace('"name": "1f1b"', '"name": "1f1c"'))
+def test_a_program_that_was_changed_is_refused(tmp_path: Path) -> None:
+    program, path = build("1f1b", 2, 3), tmp_path / "program.json"
+    path.write_text(sealed(json.dumps(program.to_document())))
+    assert read_promised_program(path) == (program, None)
+    path.write_text(path.read_text().replace('"name": "1f1b"', '"name": "1f1c"'))
+    with pytest.raises(InputError, match=r"program.json' was changed"):
+        read_promised_program(path)
 
 
 def test_verbs_say_that_a_file_was_changed(plan: Plan, tmp_path: Path) -> None:

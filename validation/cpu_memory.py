@@ -101,7 +101,7 @@ def measure(label: str, wanted: Plan, sabotage: Callable[[Any], None] = lambda s
     session.train_step(0)
     sabotage(session)
     session.train_step(1, metered=True)
-    before = StorageMeter(session._lasting(session.microbatches(1))).live_bytes
+    before = StorageMeter(session._lasting(session.microbatches(1, session.graph))).live_bytes
     growth = _resident_growth(lambda: session.train_step(2))
     rank = session.mesh.pipeline_rank
     predicted = wanted.predictions.ranks[rank].allocated_peak_bytes

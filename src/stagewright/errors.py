@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class StagewrightError(Exception):
@@ -48,6 +48,13 @@ TRACEBACK = "STAGEWRIGHT_TRACEBACK"
 
 def wants_traceback() -> bool:
     return os.environ.get(TRACEBACK, "") not in ("", "0")
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """`error`, what it was raised from, and so on to the first."""
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from stagewright.planning.plan import load_plan
 @pytest.mark.multiprocess
 @pytest.mark.timeout(600)
 def test_the_demonstration_plans_probes_and_trains(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "stagewright.cli.demo", "--out", str(tmp_path / "demo")]
+    command = [sys.executable, "-m", "stagewright.cli", "demo", "--out", str(tmp_path / "demo")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patient(560))
     assert done.returncode == 0, done.stderr
     large = load_plan(tmp_path / "demo" / "plan.json")

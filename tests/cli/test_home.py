@@ -13,7 +13,7 @@ import pytest
 ASK = """
 import getpass, os, pwd, sys
 from pathlib import Path
-from stagewright.cli.home import find_home
+from stagewright.cli import find_home
 user = int(sys.argv[1])
 os.setgid(user)
 os.setuid(user)
@@ -62,7 +62,7 @@ def test_a_home_that_cannot_be_written_keeps_what_it_holds(tmp_path: Path) -> No
 
 
 def test_a_home_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stagewright.cli.home import find_home
+    from stagewright.cli import find_home
 
     monkeypatch.setenv("HOME", str(tmp_path))
     before = dict(os.environ)

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from stagewright.cli.app import app
-from stagewright.cli.cost_table import balanced
+from stagewright.planning.joint.problem import LayerTable, Problem
+from stagewright.planning.joint.starts import balanced
+from stagewright.schedule.placement import linear
 
 
 def call(*words: str) -> Result:
@@ -127,9 +129,11 @@ def test_a_wrong_cost_table_is_refused_by_row(change: tuple[str, str], message: 
 def test_balanced_parts_are_the_best_of_all(seconds: list[int], num_parts: int) -> None:
     if num_parts > len(seconds):
         return
-    found = balanced(seconds, num_parts)
-    assert [index for part in found for index in part] == list(range(len(seconds)))
-    assert all(found) and len(found) == num_parts
+    problem = Problem.of(LayerTable.of(seconds, 0.0, 0.0), num_parts, 1)
+    layout = balanced(problem, linear(num_parts))
+    assert layout is not None and layout.num_stages == num_parts and layout.ends[-1] == len(seconds)
+    found = [range(start, end) for start, end in itertools.pairwise((0, *layout.ends))]
+    assert all(found)
     every = itertools.combinations(range(1, len(seconds)), num_parts - 1)
     bounds = ([0, *cuts, len(seconds)] for cuts in every)
     best = min(max(sum(seconds[a:b]) for a, b in itertools.pairwise(ends)) for ends in bounds)

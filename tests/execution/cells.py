@@ -187,25 +187,6 @@ def _reordered(plan: Plan, session: Any) -> frozenset[str]:
     )
 
 
-def evaluate(rank: int, num_ranks: int, paths: list[str]) -> list[float]:
-    """The loss in evaluation mode after two steps of training each plan."""
-    import torch
-    import torch.distributed as dist
-
-    from stagewright.execution.session import Session
-
-    dist.init_process_group("gloo")
-    losses = []
-    for path in paths:
-        session = Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
-        for step in range(NUM_STEPS):
-            session.train_step(step)
-        losses.append(session.evaluate(7))
-    dist.barrier()
-    dist.destroy_process_group()
-    return losses
-
-
 def _order(plan: Plan, stage: int) -> tuple[int, ...]:
     """The order in which a stage adds up the gradients of its microbatches."""
     actions = (part for action in stage_program(plan) for part in action.parts)

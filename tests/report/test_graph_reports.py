@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from stagewright.errors import PlanError
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
-from stagewright.report.graphs import boundaries, find_layers, graph_document, graph_summary, listing
+from stagewright.graph.cuts import find_cuts
+from stagewright.report.graphs import find_layers, graph_document, graph_summary, listing
 from stagewright.tracing.trace import trace_module
 
 
@@ -49,16 +50,17 @@ def graph() -> OperatorGraph:
 
 
 def test_boundaries_are_what_carving_sends(graph: OperatorGraph) -> None:
-    found = {cut.position: cut for cut in boundaries(graph)}
+    cuts = find_cuts(graph)
+    positions = set(cuts.positions.tolist())
     for position in range(1, len(graph.body)):
         try:
             stages = carve(graph, [position])
         except PlanError:
-            assert position not in found
+            assert position not in positions
             continue
         sent = [value for transfer in stages[0].sends for value in transfer.values]
-        assert found[position].num_tensors == len(sent)
-        assert found[position].num_bytes == sum(graph.values[v].meta.payload_bytes for v in sent)
+        assert position in positions and cuts.num_values[position] == len(sent)
+        assert cuts.value_bytes[position] == sum(graph.values[v].meta.payload_bytes for v in sent)
 
 
 def test_layers_are_told_apart_by_their_operators(graph: OperatorGraph) -> None:

@@ -12,8 +12,8 @@ import pytest
 from rich.table import Table
 
 from stagewright.cli.failure import fail
+from stagewright.cli.options import warn
 from stagewright.cli.output import show
-from stagewright.cli.planning import warn
 from stagewright.cli.progress import Progress
 from stagewright.errors import TRACEBACK, InputError
 from stagewright.report.console import stdout

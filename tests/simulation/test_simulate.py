@@ -87,15 +87,6 @@ def test_memory_follows_the_actions():
     assert changes == [100, 117, 110, 127, 120, 170, 114, 164, 108, 108, 104, 104, 100]
 
 
-def test_a_memory_limit_names_the_action_that_breaks_it():
-    timeline = simulate(build("gpipe", 2, 4), StageCosts.uniform(2, saved_bytes=2**20))
-    timeline.check_memory(4 * 2**20)
-    with pytest.raises(ScheduleError, match=r"rank 0 needs 4.0 MiB of 3.0 MiB and goes beyond at 0F3"):
-        timeline.check_memory(3 * 2**20)
-    with pytest.raises(ScheduleError, match=r"rank 1 .* at 1F2"):
-        timeline.check_memory(np.array([4, 2]) * 2**20)
-
-
 def test_a_deadlock_is_reported():
     stuck = program("0B0 0F0", "1F0 1B0", microbatches=1)
     with pytest.raises(ScheduleError, match=r"rank 0 is blocked at 0B0.*gradient of stage 1"):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import atexit
 import gc
+import getpass
 import os
 import sys
 import warnings
+from pathlib import Path
 from typing import NoReturn
+
+from stagewright.files import temporary_home
 
 
 def command() -> NoReturn:
@@ -50,7 +54,6 @@ def main() -> None:
     gc.set_threshold(_ALLOCATIONS)
     from stagewright.cli.app import app
     from stagewright.cli.failure import fail_unexpectedly
-    from stagewright.cli.home import find_home
 
     try:
         try:
@@ -69,6 +72,25 @@ def main() -> None:
         raise
     except Exception as error:
         fail_unexpectedly(error)
+
+
+def find_home() -> None:
+    """Libraries write caches to the home directory, and name folders after the user, without a thought that there may be
+    neither, as in containers that run under a bare number: then both are made up, for this process and those that it
+    starts."""
+    try:
+        is_there = Path.home().is_dir()
+    except RuntimeError:
+        is_there = False
+    if not is_there:
+        os.environ["HOME"] = str(temporary_home())
+    elif not os.access(Path.home(), os.W_OK):
+        os.environ.setdefault("NUMBA_CACHE_DIR", str(temporary_home() / "numba"))
+        os.environ.setdefault("STAGEWRIGHT_CACHE", str(temporary_home()))
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # the latter from Python 3.13 on
+        os.environ["LOGNAME"] = f"user-{os.geteuid()}"
 
 
 def _leave_unread() -> NoReturn:

@@ -11,9 +11,8 @@ import typer
 from stagewright.cli.check_program import check_program, holds_program
 from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.failure import exit_code
-from stagewright.cli.options import Json
+from stagewright.cli.options import Json, PlannedCluster, cluster_of
 from stagewright.cli.output import print_document, show
-from stagewright.cli.planning import PlannedCluster, cluster_of
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError, PlanError, StagewrightError

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.options import Json, PlanFile, PlannedCluster, cluster_of, warn
 from stagewright.cli.output import print_document, show
-from stagewright.cli.planning import PlannedCluster, cluster_of, warn
 from stagewright.cli.progress import Progress
 
 if TYPE_CHECKING:

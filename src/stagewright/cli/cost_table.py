@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +13,6 @@ from stagewright.limits import MOST_ROWS, check_bytes, check_count, check_second
 
 if TYPE_CHECKING:
     from stagewright.planning.joint.problem import LayerTable
-    from stagewright.simulation import StageCosts
 
 _REQUIRED = ("layer", "forward_s", "input_grad_s", "weight_grad_s")
 
@@ -30,10 +28,6 @@ class LayerCosts:
     parameter_bytes: float = 0.0
     activation_bytes: float = 0.0
     boundary_bytes: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self.forward_s + self.input_grad_s + self.weight_grad_s
 
 
 def read_cost_table(path: Path) -> list[LayerCosts]:
@@ -58,49 +52,6 @@ def layer_table(rows: Sequence[LayerCosts]) -> LayerTable:
         parameter_bytes=column("parameter_bytes"), saved_bytes=column("activation_bytes"),
         boundary_bytes=column("boundary_bytes"),
     )  # fmt: skip
-
-
-def stage_costs(layers: Sequence[LayerCosts], num_stages: int) -> StageCosts:
-    """Costs of `num_stages` stages of consecutive layers, the slowest as fast as can be.
-
-    Parameters count as the bytes that are always there; transfers are not part of it. Raises `InputError` where there are
-    fewer layers than stages."""
-    from stagewright.simulation import StageCosts
-
-    if len(layers) < num_stages:
-        raise InputError(
-            f"{num_stages} stages need as many layers, but the cost table has {len(layers)}: use fewer stages"
-        )
-    stages = balanced([layer.seconds for layer in layers], num_stages)
-
-    def column(name: str) -> list[float]:
-        return [sum(getattr(layers[index], name) for index in stage) for stage in stages]
-
-    passes = map(column, ("forward_s", "input_grad_s", "weight_grad_s"))
-    return StageCosts.of(
-        *passes, saved_bytes=column("activation_bytes"), base_bytes=column("parameter_bytes")
-    )
-
-
-def balanced(seconds: Sequence[float], num_parts: int) -> list[range]:
-    """Consecutive ranges, none empty, whose largest sum is as small as can be.
-
-    >>> balanced([1, 1, 1, 3], 2), balanced([5, 1, 1], 3)
-    ([range(0, 3), range(3, 4)], [range(0, 1), range(1, 2), range(2, 3)])
-    """
-    count = len(seconds)
-    # So many entries from the start -> the largest sum and the ends of the parts they have been put into.
-    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
-    for _ in range(num_parts):
-        following: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for start, (largest, ends) in best.items():
-            sums = itertools.accumulate(seconds[start:])
-            for end, total in enumerate(sums, start=start + 1):
-                candidate = (max(largest, total), (*ends, end))
-                if end not in following or candidate[0] < following[end][0]:
-                    following[end] = candidate
-        best = following
-    return [range(low, high) for low, high in itertools.pairwise((0, *best[count][1]))]
 
 
 def _row(row: Any, where: str) -> LayerCosts:

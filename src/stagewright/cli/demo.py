@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stagewright.cli.options import warn
 from stagewright.cli.output import show
-from stagewright.cli.planning import warn
 from stagewright.cli.progress import Progress
 from stagewright.units import format_seconds
 
@@ -121,12 +121,3 @@ def _search(model: str, cluster: Cluster, job: Job, pp: int | None = None) -> Fo
 
     with Progress(f"planning {model}") as progress:
         return plan(model, cluster, job, report=progress, pp=pp)
-
-
-if __name__ == "__main__":
-    import sys
-
-    from stagewright import cli
-
-    sys.argv[1:1] = ["demo"]
-    cli.main()

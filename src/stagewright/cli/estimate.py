@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from stagewright.cli import planning
+from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.options import Json, Settings, parse_settings
 from stagewright.cli.output import print_document, show
@@ -26,33 +26,33 @@ if TYPE_CHECKING:
 def estimate(
     context: typer.Context,
     subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model, or a plan.json.")],
-    cluster: planning.PlannedCluster = None,
-    job: planning.JobFile = None,
-    global_batch: planning.GlobalBatch = None,
-    sequence_length: planning.JobSequenceLength = None,
-    dtype: planning.Dtype = None,
-    compiled: planning.Compiled = False,
-    memory_limit: planning.MemoryLimit = None,
-    runtime: planning.RuntimeName = None,
-    pp: planning.PipelineWidth = None,
-    dp: planning.DataWidth = None,
-    tp: planning.TensorWidth = None,
-    sequence_parallel: planning.SequenceParallel = False,
+    cluster: options.PlannedCluster = None,
+    job: options.JobFile = None,
+    global_batch: options.GlobalBatch = None,
+    sequence_length: options.JobSequenceLength = None,
+    dtype: options.Dtype = None,
+    compiled: options.Compiled = False,
+    memory_limit: options.MemoryLimit = None,
+    runtime: options.RuntimeName = None,
+    pp: options.PipelineWidth = None,
+    dp: options.DataWidth = None,
+    tp: options.TensorWidth = None,
+    sequence_parallel: options.SequenceParallel = False,
     microbatch: Annotated[int | None, typer.Option(min=1, help="Samples per microbatch; default 1.")] = None,
     schedule: Annotated[str | None, typer.Option(metavar="NAME", help="Default 1f1b.")] = None,
     recompute: Annotated[
         str | None, typer.Option(metavar="WAY",
             help="none, full, selective (as the runtime has it), or model (the default where the model's code checkpoints).")
     ] = None,
-    zero: planning.Zero = None,
-    reduce_dtype: planning.ReduceDtype = None,
-    shard_size: planning.ShardSize = None,
-    shard_units: planning.ShardUnits = "auto",
-    loss_pieces: planning.LossPieces = "1",
+    zero: options.Zero = None,
+    reduce_dtype: options.ReduceDtype = None,
+    shard_size: options.ShardSize = None,
+    shard_units: options.ShardUnits = "auto",
+    loss_pieces: options.LossPieces = "1",
     by: Annotated[
         str | None, typer.Option(metavar="WAY", help="Break time down by operator, layer or category.")] = None,
-    cp: planning.ContextWidth = None,
-    ep: planning.ExpertWidth = None,
+    cp: options.ContextWidth = None,
+    ep: options.ExpertWidth = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="Stages per rank, with schedules that place several.")] = None,
     layers_per_stage: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="Numbered layers of every stage; default as the runtime has it.")
@@ -70,17 +70,17 @@ def estimate(
     from stagewright.planning.plan import load_plan
     from stagewright.tracing.models.reference import resolve
 
-    from_plan = planning.is_plan(subject)
+    from_plan = options.is_plan(subject)
     _refuse_unheard(context, from_plan)
     with without_collection(), Progress(f"estimating {subject}") as progress:
         if from_plan:
             plan = load_plan(subject)
-            on = planning.cluster_of(plan, cluster)
+            on = options.cluster_of(plan, cluster)
             needs_model = cluster is not None or by is not None
             is_promised = _is_promised(plan, with_model, needs_model)
             found = plan if is_promised else estimating.estimate(plan, on, report=progress)
         else:
-            wanted = planning.read_job(
+            wanted = options.read_job(
                 job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
                 compiled=compiled or None, memory_limit=memory_limit, runtime=runtime,
             )  # fmt: skip
@@ -92,10 +92,10 @@ def estimate(
             found = estimating.estimate(
                 reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, ep=ep or 1,
                 sequence_parallel=sequence_parallel, microbatch=microbatch or 1, chunks=chunks,
-                layers_per_stage=planning.parse_layers(layers_per_stage),
+                layers_per_stage=options.parse_layers(layers_per_stage),
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
-                reduce_dtype=planning.checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
-                shard_units=planning.checked_shard_units(shard_units), loss_pieces=planning.parse_pieces(loss_pieces),
+                reduce_dtype=options.checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
+                shard_units=options.checked_shard_units(shard_units), loss_pieces=options.parse_pieces(loss_pieces),
                 report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
@@ -116,7 +116,7 @@ def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
     if needs_model or with_model or not plan.model.is_code:
         allow_model(plan, with_model, "--cluster or --by")
         return False
-    planning.warn(
+    options.warn(
         [f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"]
     )
     return True
@@ -145,7 +145,7 @@ def _cluster(name: str | None) -> Cluster:
     if name is None:
         raise InputError("an estimate of a model needs a cluster: give --cluster, e.g. --cluster 8x-h100")
     found = load_cluster(name)
-    planning.warn(found.cautions)
+    options.warn(found.cautions)
     return found
 
 

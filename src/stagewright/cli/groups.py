@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
@@ -29,7 +29,7 @@ class Grouped(TyperCommand):
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """`verb` with the fields of its parameters that are dataclasses as options of their own.
+    """`verb` with the fields of its parameters that are dataclasses, all of which have defaults, as options of their own.
 
     The heading of a group is the first line of its docstring.
     """
@@ -64,10 +64,5 @@ def _options(group: Any) -> Iterator[inspect.Parameter]:
         option = copy(shared)  # which other verbs have too
         option.rich_help_panel = heading
         annotation = Annotated[hints[one.name].__origin__, option]
-        yield inspect.Parameter(
-            one.name, inspect.Parameter.KEYWORD_ONLY, default=_default(one), annotation=annotation
-        )
-
-
-def _default(one: Field[Any]) -> Any:
-    return inspect.Parameter.empty if one.default is MISSING else one.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(one.name, kind, default=one.default, annotation=annotation)

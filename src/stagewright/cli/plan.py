@@ -10,36 +10,9 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
+from stagewright.cli import options
 from stagewright.cli.groups import grouped
-from stagewright.cli.options import Json, Model, Output, Settings, parse_settings
 from stagewright.cli.output import check_writable, print_document, show
-from stagewright.cli.planning import (
-    ClusterName,
-    Compiled,
-    ContextWidth,
-    DataWidth,
-    Dtype,
-    ExpertWidth,
-    GlobalBatch,
-    JobFile,
-    JobSequenceLength,
-    JobSequenceLengths,
-    LossPieces,
-    MemoryLimit,
-    PipelineWidth,
-    ReduceDtype,
-    RuntimeName,
-    ShardSize,
-    ShardUnits,
-    Zero,
-    check_one_length,
-    checked_reduce_dtype,
-    checked_shard_units,
-    parse_lengths,
-    parse_pieces,
-    read_job,
-    warn,
-)
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_unshared
 from stagewright.errors import InputError, nearest
@@ -67,41 +40,42 @@ _OF_MONEY = ("price", "tokens", "critical_batch")
 class JobOptions:
     """The job."""
 
-    global_batch: GlobalBatch = None
-    sequence_length: JobSequenceLength = None
-    dtype: Dtype = None
-    job: JobFile = None
-    sequence_lengths: JobSequenceLengths = None
-    compiled: Compiled = False
-    memory_limit: MemoryLimit = None
-    runtime: RuntimeName = None
+    global_batch: options.GlobalBatch = None
+    sequence_length: options.JobSequenceLength = None
+    dtype: options.Dtype = None
+    job: options.JobFile = None
+    sequence_lengths: options.JobSequenceLengths = None
+    compiled: options.Compiled = False
+    memory_limit: options.MemoryLimit = None
+    runtime: options.RuntimeName = None
 
     def read(self) -> Job:
         """Raises `InputError` for a missing or wrong key."""
         given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "job"}
-        given |= {"sequence_lengths": parse_lengths(self.sequence_lengths), "compiled": self.compiled or None}
-        return read_job(self.job, **given)
+        lengths = options.parse_lengths(self.sequence_lengths)
+        given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
+        return options.read_job(self.job, **given)
 
 
 @dataclass(frozen=True)
 class WidthOptions:
-    """Widths: all are tried that are not given."""
+    """Widths: all are tried that are not options."""
 
-    pp: PipelineWidth = None
-    dp: DataWidth = None
+    pp: options.PipelineWidth = None
+    dp: options.DataWidth = None
     tp: Annotated[
         str | None, typer.Option("--tp", metavar="N|auto",
             help="Tensor-parallel width; auto, the default, tries all within a node.")] = None
-    cp: ContextWidth = None
-    ep: ExpertWidth = None
+    cp: options.ContextWidth = None
+    ep: options.ExpertWidth = None
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel",
             help="Whether ranks of --tp also split the sequence between layers; default what is faster.")] = None
     microbatch: Annotated[int | None, typer.Option("--microbatch", min=1, help="Samples per microbatch.")] = None
-    zero: Zero = None
-    shard_size: ShardSize = None
-    shard_units: ShardUnits = "auto"
-    reduce_dtype: ReduceDtype = None
+    zero: options.Zero = None
+    shard_size: options.ShardSize = None
+    shard_units: options.ShardUnits = "auto"
+    reduce_dtype: options.ReduceDtype = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +98,7 @@ class ScheduleOptions:
             "if nothing else is faster.")] = "auto"
     host_stages: Annotated[
         bool, typer.Option("--host-stages", help="Try hosts' processors as ranks with stages of their own, too.")] = False
-    loss_pieces: LossPieces = "auto"
+    loss_pieces: options.LossPieces = "auto"
 
 
 @dataclass(frozen=True)
@@ -161,12 +135,12 @@ class ResultOptions:
 @grouped
 def plan(
     context: typer.Context,
-    model: Model,
-    cluster: ClusterName,
+    model: options.Model,
+    cluster: options.ClusterName,
     asked: JobOptions,
-    settings: Settings = None,
-    output: Output = None,
-    as_json: Json = False,
+    settings: options.Settings = None,
+    output: options.Output = None,
+    as_json: options.Json = False,
     *,
     widths: WidthOptions,
     scheduling: ScheduleOptions,
@@ -176,7 +150,7 @@ def plan(
     """Find the best configurations of a model for a cluster.
 
     Tries every width of tensor, pipeline, data and, where the runtime has them, context and expert parallelism, every
-    size of microbatches, sharding and schedule, and what stages give up where memory is short, unless they are given.
+    size of microbatches, sharding and schedule, and what stages give up where memory is short, unless they are options.
     """
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
@@ -188,7 +162,7 @@ def plan(
     target = load_cluster(cluster)
     wanted = asked.read()
     if wanted.runtime != STAGEWRIGHT:
-        check_one_length(wanted, f"plan --runtime {wanted.runtime}")
+        options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")
     width = _tensor_width(widths.tp or "auto")
     refuse_unshared(
         context,
@@ -197,7 +171,7 @@ def plan(
         is_one_rank_a_layer=width == 1,
     )
     space = _space(widths, width, scheduling)
-    reference = resolve(model, parse_settings(settings))
+    reference = resolve(model, options.parse_settings(settings))
     even: BreakEven | None = None
     with Progress(f"planning {model}") as progress:
         if objective.objective == "batch" or scheduling.host_stages:
@@ -206,13 +180,7 @@ def plan(
 
             find = largest_batch if objective.objective == "batch" else plan_with_hosts
             found = find(
-                reference,
-                target,
-                wanted,
-                space,
-                keep=result.top,
-                report=progress,
-                interruptible=True,
+                reference, target, wanted, space, keep=result.top, report=progress, interruptible=True
             )
             offered: tuple[Offer, ...] = ()
         else:
@@ -227,7 +195,7 @@ def plan(
             found = offered[0].found
             if objective.objective == "speed" and wanted.runtime == STAGEWRIGHT:
                 even = _break_even(found, reference, offered[0], space, progress)
-    warn([*target.cautions, *found.warnings, *_warnings(objective)])
+    options.warn([*target.cautions, *found.warnings, *_warnings(objective)])
     on = offered[0].cluster if offered else target
     if result.ranks is not None:
         _write_ranks(result.ranks, found.plans[0], on)
@@ -253,10 +221,10 @@ def _space(widths: WidthOptions, tp: int | None, scheduling: ScheduleOptions) ->
 
     return Space.of(
         tp=tp, cp=widths.cp, ep=widths.ep, pp=widths.pp, dp=widths.dp, sequence_parallel=widths.sequence_parallel,
-        microbatch=widths.microbatch, zero=widths.zero, reduce_dtype=checked_reduce_dtype(widths.reduce_dtype),
-        shard_size=widths.shard_size, shard_units=checked_shard_units(widths.shard_units),
+        microbatch=widths.microbatch, zero=widths.zero, reduce_dtype=options.checked_reduce_dtype(widths.reduce_dtype),
+        shard_size=widths.shard_size, shard_units=options.checked_shard_units(widths.shard_units),
         schedules=scheduling.schedule, recompute=scheduling.recompute, offload=scheduling.offload,
-        host_optimizer=scheduling.host_optimizer, loss_pieces=parse_pieces(scheduling.loss_pieces),
+        host_optimizer=scheduling.host_optimizer, loss_pieces=options.parse_pieces(scheduling.loss_pieces),
     )  # fmt: skip
 
 
@@ -305,64 +273,46 @@ def _tell(
     """Write the best plans, if that is asked for, and show them."""
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.export.megatron import megatron_options, shell_lines
+    from stagewright.report import configurations, plans, saving
 
     shown = found.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
-    options = megatron_options(shown[0])
+    for_megatron = megatron_options(shown[0])
     if as_json:
-        from stagewright.report.configurations import offers_document
-        from stagewright.report.plans import break_even_document, plan_document
-
-        plans = [plan_document(one, path) for one, path in zip(shown, paths, strict=True)]
         document = {
-            "plans": plans,
+            "plans": [plans.plan_document(one, path) for one, path in zip(shown, paths, strict=True)],
             "excluded": [dataclasses.asdict(one) for one in found.excluded],
             "num_bounded": found.num_bounded,
             "next_best": dataclasses.asdict(found.next_best) if found.next_best else None,
         }
         print_document(
             document
-            | (offers_document(offered) if offered else {})
-            | ({"megatron_options": options} if options else {})
-            | ({"breadth_first": break_even_document(even)} if even else {})
+            | (configurations.offers_document(offered) if offered else {})
+            | ({"megatron_options": for_megatron} if for_megatron else {})
+            | ({"breadth_first": plans.break_even_document(even)} if even else {})
         )
         return
-    from stagewright.report.configurations import (
-        configurations_table,
-        left_out_table,
-        offers_table,
-        stages_line,
-    )
-    from stagewright.report.plans import (
-        break_even_line,
-        found_heading,
-        left_out,
-        lengths_tables,
-        plans_table,
-    )
-    from stagewright.report.saving import loss_lines, saving_tables
-
     is_own = shown[0].job.runtime == STAGEWRIGHT
     parts = [
-        found_heading(found),
-        plans_table(shown) if is_own else configurations_table(shown),
-        *lengths_tables(shown[0]),
-        *saving_tables(shown[0]),
-        *loss_lines(shown[0]),
-        stages_line(shown[0], cluster),
-        None if is_own else left_out_table(found),
-        left_out(found),
-        break_even_line(even) if even else None,
-        offers_table(offered) if offered else None,
+        plans.found_heading(found),
+        plans.plans_table(shown) if is_own else configurations.configurations_table(shown),
+        *plans.lengths_tables(shown[0]),
+        *saving.saving_tables(shown[0]),
+        *saving.loss_lines(shown[0]),
+        configurations.stages_line(shown[0], cluster),
+        None if is_own else configurations.left_out_table(found),
+        plans.left_out(found),
+        plans.break_even_line(even) if even else None,
+        configurations.offers_table(offered) if offered else None,
     ]
     if shown[0].devices and cluster.measured is not None:
         parts.append(
             "Ranks are on the devices that suit them by the measured links: --ranks FILE writes which."
         )
-    if options:
+    if for_megatron:
         parts += [
             "As options of Megatron-LM's pretrain_gpt.py, beside those of model and data:",
-            shell_lines(options),
+            shell_lines(for_megatron),
         ]
     show(*(part for part in parts if part is not None))
     if output is not None:

@@ -10,9 +10,8 @@ import typer
 
 from stagewright.cli.cost_table import layer_table, read_cost_table
 from stagewright.cli.groups import grouped
-from stagewright.cli.options import Json, Output
+from stagewright.cli.options import Json, Output, warn
 from stagewright.cli.output import check_writable, print_document, show
-from stagewright.cli.planning import warn
 from stagewright.cli.program_file import check_ending, lost_in, program_text
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stagewright.cli.options import Json
+from stagewright.cli.options import Json, warn
 from stagewright.cli.output import check_writable, print_document, show
-from stagewright.cli.planning import warn
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError

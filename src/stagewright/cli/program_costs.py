@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from stagewright.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.planning.joint.problem import LayerTable
     from stagewright.simulation import StageCosts
     from stagewright.simulation.costs import Transfers
     from stagewright.simulation.promise import Promise
@@ -68,16 +69,34 @@ def costing_of(
 def _unstated(asked: Asked, name: str) -> Costing:
     transfer = asked.transfer or 0.0
     if asked.table is not None:
-        from stagewright.cli.cost_table import read_cost_table, stage_costs
+        from stagewright.cli.cost_table import layer_table, read_cost_table
 
-        layers = read_cost_table(asked.table)
+        layers = layer_table(read_cost_table(asked.table))
         said = f"{name} states no cuts: the layers of {asked.table} are shared out evenly by time"
-        return Costing(lambda num_stages: stage_costs(layers, num_stages), transfer, 0.0, said)
+        return Costing(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, said)
     from stagewright.simulation import StageCosts
 
     passes = asked.passes or (1.0, 1.0, 1.0)
     said = f"{name} states no costs: uniform ones are assumed"
     return Costing(lambda num_stages: StageCosts.uniform(num_stages, *passes), transfer, 0.0, said)
+
+
+def _balanced(layers: LayerTable, num_stages: int) -> StageCosts:
+    """Costs of stages of consecutive layers, the slowest as fast as can be. Raises `InputError` where there are fewer layers
+    than stages."""
+    from stagewright.planning.joint.layout import stage_costs
+    from stagewright.planning.joint.problem import Problem
+    from stagewright.planning.joint.starts import balanced
+    from stagewright.schedule.placement import linear
+
+    if layers.num_layers < num_stages:
+        raise InputError(
+            f"{num_stages} stages need as many layers, but the cost table has {layers.num_layers}: use fewer stages"
+        )
+    problem = Problem.of(layers, num_stages, 1)
+    layout = balanced(problem, linear(num_stages))
+    assert layout is not None, "there are layers enough"
+    return stage_costs(problem, layout)
 
 
 def _of_table(

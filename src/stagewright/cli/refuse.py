@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import typer
@@ -10,19 +10,12 @@ import typer
 from stagewright.errors import InputError
 
 
-def refuse(
-    context: typer.Context,
-    names: Iterable[str],
-    why: str,
-    remedy: str,
-    hints: Mapping[str, str] | None = None,
-) -> None:
+def refuse(context: typer.Context, names: Iterable[str], why: str, remedy: str) -> None:
     """Refuses the options `names` (parameters of the verb's function), at their defaults too, where they are given.
 
     Args:
         why: the clause that says why they would be ignored.
         remedy: what to do if they are meant.
-        hints: by name, which other option may have been meant.
 
     Raises:
         InputError: one of them is on the command line; names all that are.
@@ -32,9 +25,7 @@ def refuse(
     if not given:
         return
     listed = ", ".join(_written(one, context.params.get(one.name or "")) for one in given)
-    named = {one.name for one in given}
-    meant = "".join(f"; {hint}" for name, hint in (hints or {}).items() if name in named)
-    raise InputError(f"{why}: leave out {listed}, or {remedy}{meant}")
+    raise InputError(f"{why}: leave out {listed}, or {remedy}")
 
 
 def refuse_all_but(context: typer.Context, kept: Iterable[str], why: str, remedy: str) -> None:

@@ -68,7 +68,7 @@ def run(
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
-    from stagewright.cli.planning import warn
+    from stagewright.cli.options import warn
     from stagewright.report import runs as report
 
     path = folder / "record.json"

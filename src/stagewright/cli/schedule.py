@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -60,7 +59,7 @@ def schedule(
     """
     from stagewright.report.timelines import heading, rank_table, timeline_document
     from stagewright.schedule import verify
-    from stagewright.schedule.families import check_written
+    from stagewright.schedule.families import check_written, options_of
     from stagewright.simulation import simulate
 
     if is_program_file(name):
@@ -80,7 +79,7 @@ def schedule(
     pictures.check(name)
     given = parse_settings(options)
     check_written(name, given)
-    if memory_limit is not None and _limits_itself(name):
+    if memory_limit is not None and "memory_limit" in options_of(name):
         given["memory_limit"] = float(memory_limit)
     passes = (
         (forward, input_grad, weight_grad)
@@ -116,10 +115,10 @@ def _program(
     name: str, ranks: int, microbatches: int, chunks: int | None, costs_of: CostsOf, transfer: float,
     options: dict[str, Any], counts_activations: bool,
 ) -> Program:  # fmt: skip
-    from stagewright.schedule import FAMILIES, build
+    from stagewright.schedule import build
+    from stagewright.schedule.families import options_of
 
-    accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
-    if "times" in accepted:
+    if "times" in options_of(name):
         # One microbatch is enough to learn how many stages the schedule places.
         num_stages = build(name, ranks, 1, chunks).num_stages
         # An activation is held until its weight gradient is done, though half of its bytes may go before.
@@ -137,14 +136,6 @@ def _given_times(costs: StageCosts, transfer: float, held: float) -> StageTimes:
 
     passes, ones = (costs.forward_s, costs.input_grad_s, costs.weight_grad_s), np.ones(costs.num_stages)
     return StageTimes(*passes, transfer * ones[1:], ones, held * ones)
-
-
-def _limits_itself(name: str) -> bool:
-    """Whether the schedule takes the memory limit as an option of its own (in its own unit)."""
-    from stagewright.schedule import FAMILIES
-
-    builder = FAMILIES.get(name.lower())
-    return builder is not None and "memory_limit" in inspect.signature(builder).parameters
 
 
 def _check_limit(program: Program, limit: int, costs_of: CostsOf, transfer: float) -> None:
@@ -170,11 +161,13 @@ def _within(limit: int, program: Program, costs_of: CostsOf, transfer: float) ->
     """The synchronous schedules that hold at most `limit` activations on any rank, at the size of `program`."""
     from stagewright.report.timelines import peak_activations
     from stagewright.schedule import FAMILIES, Kind
+    from stagewright.schedule.families import options_of
 
     for name in FAMILIES:
-        options = {"memory_limit": float(limit)} if _limits_itself(name) else {}
+        accepted = options_of(name)
+        options = {"memory_limit": float(limit)} if "memory_limit" in accepted else {}
         num_microbatches = program.num_microbatches
-        if "times" in inspect.signature(FAMILIES[name]).parameters:
+        if "times" in accepted:
             # Long batches take long to order by times, and hold no more than short ones.
             num_microbatches = min(num_microbatches, 2 * program.num_ranks)
         try:

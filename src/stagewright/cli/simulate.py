@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.options import Json, PlanFile, PlannedCluster, cluster_of, warn
 from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
-from stagewright.cli.planning import PlannedCluster, cluster_of, warn
 from stagewright.cli.progress import Progress
 from stagewright.errors import StagewrightError
 from stagewright.units import format_seconds

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from stagewright.cli import options, planning
+from stagewright.cli import options
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse_unshared
@@ -21,11 +21,11 @@ def trace(
     microbatch: options.MicrobatchSize = 1,
     sequence_length: options.SequenceLength = 1024,
     dtype: Annotated[str, typer.Option(help="Precision of parameters and activations.")] = "bf16",
-    tp: planning.TensorWidth = None,
-    sequence_parallel: planning.SequenceParallel = False,
-    cp: planning.ContextWidth = None,
-    ep: planning.ExpertWidth = None,
-    runtime: planning.RuntimeName = None,
+    tp: options.TensorWidth = None,
+    sequence_parallel: options.SequenceParallel = False,
+    cp: options.ContextWidth = None,
+    ep: options.ExpertWidth = None,
+    runtime: options.RuntimeName = None,
     settings: options.Settings = None,
     output: options.Output = None,
     use_cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse and keep the trace.")] = True,

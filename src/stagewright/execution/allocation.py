@@ -8,17 +8,18 @@ import sys
 
 import torch
 
+from stagewright.errors import causes
+
 _OF_THE_CPU = "can't allocate memory"  # PyTorch's allocator on the CPU has no exception of its own
 
 
 def cause_of(error: BaseException | None) -> BaseException | None:
     """The allocation that failed, if that is what is behind `error`."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return error
-        if isinstance(error, RuntimeError) and _OF_THE_CPU in str(error):
-            return error
-        error = error.__cause__
+    for each in causes(error):
+        if isinstance(each, torch.OutOfMemoryError | MemoryError):
+            return each
+        if isinstance(each, RuntimeError) and _OF_THE_CPU in str(each):
+            return each
     return None
 
 

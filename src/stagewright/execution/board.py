@@ -189,9 +189,7 @@ class Liveness:
 
     Time in which this process did not get to look (it was stopped, or the machine is busy) is held against nobody.
 
-    Args:
-        board: where the ranks post.
-        interval_s: how often `look` is called.
+    `look` is called every `interval_s`.
     """
 
     def __init__(self, board: Board, interval_s: float) -> None:

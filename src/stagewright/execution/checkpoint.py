@@ -43,15 +43,6 @@ class _Held:
     tensor: torch.Tensor
 
 
-def is_due(step: int, num_steps: int, every: int | None) -> bool:
-    """Whether a checkpoint is written after `step` steps.
-
-    >>> [step for step in range(1, 6) if is_due(step, 5, 2)], [step for step in range(1, 6) if is_due(step, 5, None)]
-    ([2, 4, 5], [5])
-    """
-    return step == num_steps or (every is not None and step % every == 0)
-
-
 def save(session: Session, folder: Path, step: int) -> Path:
     """Write the state after `step` steps to ``folder/step-...``; every rank must call this. Raises `RunError` where a rank
     cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left then, and the ones before

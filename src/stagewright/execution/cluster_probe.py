@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import groupby
+from statistics import median_high
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from pydantic import TypeAdapter
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
 from stagewright.execution.collectives import exchange, own_group
+from stagewright.execution.device import local_device
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
-from stagewright.execution.member import gather
 from stagewright.execution.probe_description import describe, source_text
 from stagewright.execution.probe_measurements import Measurements, Stopwatch, measure_compute, measure_posting
 
@@ -54,10 +55,7 @@ def joined(device: str, time_limit_s: float) -> Iterator[torch.device]:
             f"cannot probe device '{device}': choose cpu"
             + (", or cuda where there is one" * (device != "cpu"))
         )
-    target = torch.device("cpu")
-    if device == "cuda":
-        target = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(target)
+    target = local_device(device)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=time_limit_s))
     try:
         yield target
@@ -105,10 +103,9 @@ def probe_cluster(
     inside = {} if len(own) == 1 else measure_collectives(host, device, seconds_per_figure)
     source = source_text(device.type, world, torch.get_num_threads())
     found = _RankFigures(device.type, source, torch.get_num_threads(), measurements, links, whole, inside)
-    everything = gather(TypeAdapter(_RankFigures).dump_json(found).decode())
-    if rank != 0:
-        return None
-    return _described([TypeAdapter(_RankFigures).validate_python(one) for one in everything], nodes, base)
+    figures = TypeAdapter(_RankFigures)
+    everything = exchange(figures.dump_python(found, mode="json"))
+    return _described([*map(figures.validate_python, everything)], nodes, base) if rank == 0 else None
 
 
 def _host() -> int:
@@ -237,12 +234,8 @@ def _kinds(found: list[_RankFigures], nodes: list[list[int]]) -> list[int]:
 
 def _rate(found: list[_RankFigures]) -> float:
     """FLOP/s of the largest matrix product, of the middle rank."""
-    rates = []
-    for one in found:
-        assert one.measurements is not None
-        flop, seconds = one.measurements.matmul_seconds["fp32"][-1]
-        rates.append(flop / seconds)
-    return sorted(rates)[len(rates) // 2]
+    measured = (one.measurements for one in found if one.measurements is not None)
+    return median_high(flop / seconds for flop, seconds in (m.matmul_seconds["fp32"][-1] for m in measured))
 
 
 def _device_of(found: list[_RankFigures], nodes: list[list[int]]) -> NodeGroup:
@@ -259,8 +252,6 @@ def _device_of(found: list[_RankFigures], nodes: list[list[int]]) -> NodeGroup:
 
 
 def _middle(links: list[LinkCurve], source: str) -> Link:
-    figures = {
-        name: sorted(getattr(link, name) for link in links)[len(links) // 2]
-        for name in ("latency_s", "bandwidth")
-    }
+    names = ("latency_s", "bandwidth")
+    figures = {name: median_high(getattr(link, name) for link in links) for name in names}
     return Link(**figures, sources=dict.fromkeys(figures, source))

@@ -29,21 +29,25 @@ class Traffic:
     copy_sum_bytes: int = 0
 
 
-@dataclass(frozen=True)
 class Pending:
-    """A collective on its way."""
+    """A collective or transfer on its way, in which this rank waits for `others`. Raises `RunError` where this process has
+    no part in it."""
 
-    work: dist.Work
-    doing: str
+    def __init__(self, work: dist.Work | None, doing: str, others: str = "the other replicas") -> None:
+        if work is None:
+            raise RunError(f"{doing}: this process is not of the group that does it")
+        self._work, self._doing, self._others = work, doing, others
 
     def wait(self) -> None:
-        """Until its result may be used; on a GPU, by what is asked for from now on. Raises `RunError` where a replica is
+        """Until its result may be used; on a GPU, by what is asked for from now on. Raises `RunError` where another is
         gone."""
         try:
-            self.work.wait()
+            self._work.wait()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RunError(f"{self.doing}: waited for the other replicas, but {reason}") from error
+            text = str(error)
+            closed = "closed by peer" in text or "reset by peer" in text
+            reason = "its connection closed" if closed else text.splitlines()[0]
+            raise RunError(f"{self._doing}: waited for {self._others}, but {reason}") from error
 
 
 @dataclass
@@ -65,7 +69,7 @@ class Replicas:
         """Fill `whole` with every replica's `shard`, which may be a part of it."""
         self.traffic.num_gathers += 1
         self.traffic.gathered_bytes += (self.size - 1) * _num_bytes(shard)
-        return _pending(all_gather(_real(whole), _real(shard), group=self.gathers, async_op=True), doing)
+        return Pending(all_gather(_real(whole), _real(shard), group=self.gathers, async_op=True), doing)
 
     def scatter_sum(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
         """Add up every replica's `whole` and leave this one's part in `shard`, a part of it; the others are lost."""
@@ -75,31 +79,25 @@ class Replicas:
             work = dist.all_reduce(_real(whole), group=self.sums, async_op=True)
         else:
             work = reduce_scatter(_real(shard), _real(whole), group=self.sums, async_op=True)
-        return _pending(work, doing)
+        return Pending(work, doing)
 
     def sum(self, whole: torch.Tensor, doing: str) -> Pending:
         """Add up every replica's `whole` in place."""
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += 2 * (self.size - 1) * _num_bytes(whole) // self.size
-        return _pending(dist.all_reduce(_real(whole), group=self.sums, async_op=True), doing)
+        return Pending(dist.all_reduce(_real(whole), group=self.sums, async_op=True), doing)
 
     def sum_copies(self, part: torch.Tensor, doing: str) -> Pending:
         """Add up every copy of this rank's `part` in place."""
         size = dist.get_world_size(self.copies)
         self.traffic.num_copy_sums += 1
         self.traffic.copy_sum_bytes += 2 * (size - 1) * _num_bytes(part) // size
-        return _pending(dist.all_reduce(_real(part), group=self.copies, async_op=True), doing)
+        return Pending(dist.all_reduce(_real(part), group=self.copies, async_op=True), doing)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every replica's `part`, a number, in place."""
         dist.all_reduce(part, group=self.sums)
         return part
-
-
-def _pending(work: dist.Work | None, doing: str) -> Pending:
-    if work is None:
-        raise RunError(f"{doing}: this process is not one of the replicas")
-    return Pending(work, doing)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -1,10 +1,9 @@
-"""Batches: the same samples for a step whatever the plan, made by each rank for itself."""
+"""Batches: sample `index` of `step` is the same whatever the plan, and made by each rank for itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,14 +15,6 @@ from stagewright.graph import OperatorGraph
 from stagewright.tracing.arguments import DTYPES
 
 _TEXT_INPUTS = {"input_ids", "labels", "decoder_input_ids"}
-
-
-class Batches(Protocol):
-    """A source of samples; sample `index` of `step` is the same in every process."""
-
-    def microbatch(self, step: int, first: int, graph: OperatorGraph) -> dict[str, torch.Tensor]:
-        """The inputs of one microbatch whose first sample has this index in the global batch."""
-        ...
 
 
 class TextBatches:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import all_gather, reduce_scatter
-from stagewright.execution.probe_measurements import linear_fit
+from stagewright.execution.probe_measurements import linear_fit, seconds_together
 from stagewright.units import KIB, MIB
 
 Pair = tuple[int, int]
@@ -192,19 +192,10 @@ def _timed(
     call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device, box_s: float
 ) -> float:
     """Seconds until the last rank is through, which all of them agree on."""
-    first = _slowest(_once(call, group, device), group, device)
+    first = _slowest(seconds_together(call, device, group), group, device)
     repeats = max(2, min(_MOST_REPEATS, int(box_s / first)))
-    samples = [_once(call, group, device) for _ in range(repeats)]
+    samples = [seconds_together(call, device, group) for _ in range(repeats)]
     return _slowest(_quick(samples), group, device)
-
-
-def _once(call: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    dist.barrier(group)
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def _slowest(seconds: float, group: dist.ProcessGroup | None, device: torch.device) -> float:

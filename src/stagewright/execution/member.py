@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -12,9 +11,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from stagewright.errors import InputError, PlanError, RunError, StagewrightError, wants_traceback
+from stagewright.errors import InputError, PlanError, RunError, StagewrightError, causes, wants_traceback
 from stagewright.execution.rendezvous import Meeting, board_of, group_store, hosted_store, is_unsealed
 from stagewright.execution.watch import IMPORT_SILENCE_S, JOINING, Limits, Watch
 from stagewright.text import printable
@@ -149,11 +148,7 @@ def may_be_lost_peer(error: BaseException | None) -> bool:
     >>> may_be_lost_peer(ValueError("no such token"))
     False
     """
-    while error is not None:
-        if isinstance(error, RuntimeError):
-            return True
-        error = error.__cause__
-    return False
+    return any(isinstance(each, RuntimeError) for each in causes(error))
 
 
 def exit_code(work: Callable[[], None]) -> int:
@@ -167,11 +162,3 @@ def exit_code(work: Callable[[], None]) -> int:
             _say(f"stagewright: {printable(str(error))}")
         return 1 if isinstance(error, RunError) else 2
     return 0
-
-
-def gather(document: str) -> list[Any]:
-    """Every rank's JSON document, in the order of ranks, on the launcher's rank 0; nothing elsewhere."""
-    from stagewright.execution.collectives import exchange
-
-    told = exchange(json.loads(document))
-    return told if os.environ.get("RANK", "0") == "0" else []

@@ -13,7 +13,7 @@ from stagewright.execution.collectives import Replicas, own_group
 from stagewright.graph.tensor_parallel import GROUP
 from stagewright.tracing.tensor_parallel.operators import use_group
 
-_STAGE, _COPY, _SHARD, _TENSOR = range(4)
+STAGE, COPY, SHARD, TENSOR = range(4)
 """Axes of the grid of ranks: the replicas are copies of shards."""
 
 
@@ -55,28 +55,9 @@ class Mesh:
     def global_rank(self, pipeline_rank: int, replica: int, tensor_rank: int) -> int:
         return (pipeline_rank * self.dp + replica) * self.tp + tensor_rank
 
-    def pipelines(self) -> list[list[int]]:
-        """For each replica and tensor rank, the ranks that pass activations on, by pipeline rank."""
-        return self._groups(_STAGE)
-
-    def shard_groups(self) -> list[list[int]]:
-        """The ranks that the state of the same stages is sharded over, for each pipeline and tensor rank and each copy."""
-        return self._groups(_SHARD)
-
-    def copy_groups(self) -> list[list[int]]:
-        """The ranks that hold copies of the same shard, for each pipeline and tensor rank and each shard."""
-        return self._groups(_COPY)
-
-    def tensor_groups(self) -> list[list[int]]:
-        """The tensor parallel ranks of the same stages, for each pipeline rank and replica."""
-        return self._groups(_TENSOR)
-
-    def whole_models(self) -> list[list[int]]:
-        """The ranks that hold one copy of the model together, for each replica."""
-        return self._groups(_STAGE, _TENSOR)
-
-    def _groups(self, *inside: int) -> list[list[int]]:
-        """The global ranks that differ along the axes `inside` only, together."""
+    def groups(self, *inside: int) -> list[list[int]]:
+        """The global ranks that differ along the axes `inside` only, together: along `STAGE` those that pass activations on,
+        by pipeline rank, along `STAGE` and `TENSOR` those that hold one copy of the model."""
         grid = np.arange(self.size).reshape(self.pp, self.dp // self.num_shards, self.num_shards, self.tp)
         size = math.prod(grid.shape[axis] for axis in inside)
         outside = [axis for axis in range(grid.ndim) if axis not in inside]
@@ -102,23 +83,23 @@ class Groups:
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
         """Every process makes all of them, in the same order; the operators that ranks share from now on use theirs."""
-        pipelines = mesh.pipelines()
+        pipelines = mesh.groups(STAGE)
         pipeline = next(ranks for ranks in pipelines if mesh.rank in ranks)
         forward, backward = own_group(pipelines), own_group(pipelines)
         model = forward
         if mesh.tp > 1:
-            sharing = own_group(mesh.tensor_groups())
+            sharing = own_group(mesh.groups(TENSOR))
             assert sharing is not None
             use_group(GROUP, sharing)
-            model = own_group(mesh.whole_models())
+            model = own_group(mesh.groups(STAGE, TENSOR))
         return cls(pipeline, forward, backward, model, _replicas(mesh))
 
 
 def _replicas(mesh: Mesh) -> Replicas | None:
     if mesh.dp == 1:
         return None
-    groups, size = mesh.shard_groups(), mesh.num_shards
+    groups, size = mesh.groups(SHARD), mesh.num_shards
     gathers, sums = own_group(groups), own_group(groups)
     assert gathers is not None and sums is not None
-    copies = own_group(mesh.copy_groups()) if size < mesh.dp else None
+    copies = own_group(mesh.groups(COPY)) if size < mesh.dp else None
     return Replicas(mesh.replica % size, size, gathers, sums, copies)

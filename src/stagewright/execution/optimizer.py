@@ -111,13 +111,13 @@ class AdamW:
         for value in values:
             self.targets[value].grad = None
 
-    def tensors(self) -> Iterable[torch.Tensor]:
+    def state(self) -> Iterable[torch.Tensor]:
         """Everything kept between steps, of what is on the device."""
         yield from self.masters.values()
         for state in self.adamw.state.values() if self.adamw is not None else ():
             yield from (item for item in state.values() if isinstance(item, torch.Tensor))
 
-    def elsewhere(self) -> Iterable[torch.Tensor]:
+    def host_state(self) -> Iterable[torch.Tensor]:
         """Everything kept between steps in the memory of the host."""
         return ()
 
@@ -150,11 +150,11 @@ class HostAdamW(AdamW):
             torch.cuda.current_stream().synchronize()
         super().update(here)
 
-    def tensors(self) -> Iterable[torch.Tensor]:
+    def state(self) -> Iterable[torch.Tensor]:
         return ()
 
-    def elsewhere(self) -> Iterable[torch.Tensor]:
-        yield from super().tensors()
+    def host_state(self) -> Iterable[torch.Tensor]:
+        yield from super().state()
         yield from self.received.values()
 
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
@@ -264,11 +264,3 @@ class Optimizer:
         if not found:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(torch._foreach_norm(found)).double().square().sum()
-
-    def state(self) -> Iterable[torch.Tensor]:
-        """Every tensor the optimizer keeps on the device between steps."""
-        return self.adamw.tensors()
-
-    def host_state(self) -> Iterable[torch.Tensor]:
-        """Every tensor it keeps in the memory of the host."""
-        return self.adamw.elsewhere()

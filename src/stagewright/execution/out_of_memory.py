@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
-from stagewright.errors import RunError
+from stagewright.errors import RunError, causes
 from stagewright.execution.optimizer import Optimizer
 from stagewright.execution.rank_runner import RankRunner
 from stagewright.execution.shards import Shards
@@ -81,7 +81,7 @@ def alive_bytes(
     found = {
         "parameters": _fresh(parameters, seen),
         "gradients": _fresh([*weights.gradients.values(), *(b.gradient_shard for b in buffers)], seen),
-        "optimizer": _fresh(optimizer.state(), seen),
+        "optimizer": _fresh(optimizer.adamw.state(), seen),
         "inputs": _fresh((tensor for one in inputs for tensor in one.values()), seen),
         "constants": _fresh((t for one in runner.runners.values() for t in one.resident.values()), seen),
     }
@@ -108,8 +108,7 @@ def _fresh(tensors: Iterable[torch.Tensor | None], seen: set[int]) -> int:
 
 def forget(error: BaseException | None, *holders: Callable[[], None]) -> None:
     """Let go of what the functions that failed still hold, and of what `holders` do."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__
+    for each in causes(error):
+        traceback.clear_frames(each.__traceback__)
     for holder in holders:
         holder()

@@ -333,15 +333,20 @@ def _round_trip(buffer: torch.Tensor, rank: int, peer: int) -> float:
 def _ring_bandwidth(device: torch.device, world: int) -> float:
     """Bytes/s per rank and direction of a large all-reduce that moves 2 (n - 1) / n of the buffer."""
     buffer = torch.zeros(16 * MIB // 4, device=device)
-    samples = []
-    for _ in range(12):
-        dist.barrier()
-        synchronize(device)
-        start = time.perf_counter()
-        dist.all_reduce(buffer)
-        synchronize(device)
-        samples.append(time.perf_counter() - start)
+    samples = [seconds_together(lambda: dist.all_reduce(buffer), device) for _ in range(12)]
     return 2 * (world - 1) / world * 16 * MIB / statistics.median(samples[2:])
+
+
+def seconds_together(
+    call: Callable[[], object], device: torch.device, group: dist.ProcessGroup | None = None
+) -> float:
+    """Of one `call` that all ranks of `group` make at the same time."""
+    dist.barrier(group)
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
 
 
 _PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {

@@ -59,8 +59,7 @@ class RankRunner:
     Args:
         stages: all stages of the pipeline; only those placed on `rank` are compiled.
         program: a lowered program (with sends and receives).
-        rank: this process's pipeline rank.
-        ranks: the global rank of each pipeline rank of this replica.
+        ranks: the global rank of each pipeline rank of this replica; `rank` is this process's pipeline rank.
         loss_scale: the cotangent of each microbatch's loss.
         groups: process groups for forward values and for cotangents; None is the default group.
         watch: told the text of every action before it runs.

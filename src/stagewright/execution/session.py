@@ -15,12 +15,11 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.collectives import exchange
-from stagewright.execution.data import Batches, SyntheticBatches, TextBatches
+from stagewright.execution.data import SyntheticBatches, TextBatches
 from stagewright.execution.data_identity import DataIdentity, identity_of
-from stagewright.execution.evaluation import evaluator
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
-from stagewright.execution.mesh import Groups, Mesh
+from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.optimizer import LossScale, Optimizer
@@ -98,7 +97,7 @@ class Session:
         size = plan.microbatch_size
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
         vocabulary = (reference.config or {}).get("vocab_size")
-        self.batches: Batches = (
+        self.batches = (
             SyntheticBatches(model.inputs, job.seed)
             if data is None
             else TextBatches(data, job.sequence_length, job.seed, vocabulary)
@@ -120,12 +119,11 @@ class Session:
         self.groups = Groups.of(self.mesh)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
         self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
-        tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.pipelines())
+        tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE))
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self._runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
-        self._evaluator: RankRunner | None = None
         on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
             self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host
@@ -186,9 +184,9 @@ class Session:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return scale / (self.plan.num_microbatches * self.plan.dp)
 
-    def microbatches(self, step: int, graph: OperatorGraph | None = None) -> list[dict[str, torch.Tensor]]:
-        """The inputs of this replica's microbatches of a step, as long as those of `graph`, or the longest."""
-        plan, graph = self.plan, graph or self.graph
+    def microbatches(self, step: int, graph: OperatorGraph) -> list[dict[str, torch.Tensor]]:
+        """The inputs of this replica's microbatches of a step, as long as those of `graph`."""
+        plan = self.plan
         first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
         batches = (
             self.batches.microbatch(step, first + index * plan.microbatch_size, graph)
@@ -203,7 +201,7 @@ class Session:
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(
-                length, self.device, lambda: self._lasting(inputs), self.optimizer.host_state
+                length, self.device, lambda: self._lasting(inputs), self.optimizer.adamw.host_state
             )
             with counting if metered else nullcontext():
                 return self._step(step, inputs)
@@ -264,7 +262,7 @@ class Session:
             *self.weights.tensors.values(),
             *self.weights.gradients.values(),
             *self.shards.tensors(),
-            *self.optimizer.state(),
+            *self.optimizer.adamw.state(),
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
@@ -277,24 +275,6 @@ class Session:
         dist.all_reduce(total)
         loss, votes = total.tolist()
         return loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp), votes > 0
-
-    # -- evaluation -------------------------------------------------------------------------------------------------
-
-    def evaluate(self, step: int) -> float:
-        """The mean loss of the samples of `step` with the model in evaluation mode; every rank must call this.
-
-        Evaluation has a trace of its own, so that nothing is dropped out and normalisations use their statistics.
-        Only forwards are run, nothing is saved for a backward, and neither parameters nor buffers change.
-
-        Raises:
-            TraceError: the model cannot be traced in evaluation mode.
-            PlanError: a stage has no operator in that mode.
-        """
-        if self._evaluator is None:
-            self._evaluator = evaluator(self)
-        inputs = self.microbatches(step)
-        dist.barrier(self.groups.forward)
-        return self._agreed(self._evaluator.run_batch(step, inputs))[0]
 
     # -- record -----------------------------------------------------------------------------------------------------
 

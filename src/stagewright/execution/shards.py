@@ -232,11 +232,6 @@ class Shards:
         """Whether parameters of `stage` are there between GATHER and RELEASE only."""
         return is_gathered(self.flats, stage)
 
-    def gathered_names(self) -> frozenset[str]:
-        """Parameters that are there between GATHER and RELEASE only."""
-        flats = (flat for flat in self.flats if flat.level >= PARAMETERS)
-        return frozenset(entry.name for flat in flats for entry in flat.entries)
-
     def drop_gradients(self) -> None:
         """The gradients of the last batch are needed no longer."""
         for buffer in self.buffers.values():

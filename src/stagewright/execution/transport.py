@@ -17,11 +17,14 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.execution.collectives import Pending
 from stagewright.graph.payload import Message, distinct
 from stagewright.schedule.action import SENDS_IN_FLIGHT
 from stagewright.tracing.arguments import DTYPES
 
 _TAG_SPACE = 1 << 30
+_Transfer = list[tuple[Pending, torch.Tensor]]
+"""Its messages on their way, and their buffers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +44,8 @@ class Transport:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_bytes_sent = 0
-        self._posted: dict[tuple[str, int], list[tuple[dist.Work, torch.Tensor]]] = {}
-        self._sending: dict[Channel, deque[list[tuple[dist.Work, torch.Tensor]]]] = defaultdict(deque)
+        self._posted: dict[tuple[str, int], _Transfer] = {}
+        self._sending: dict[Channel, deque[_Transfer]] = defaultdict(deque)
 
     def post(self, channel: Channel, microbatch: int) -> None:
         """Allocate buffers for a transfer and begin to receive into them."""
@@ -50,7 +53,8 @@ class Transport:
         for index, message in enumerate(channel.messages):
             buffer = torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
             work = dist.irecv(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
-            posted.append((_work(work, channel), buffer))
+            doing = f"receiving microbatch {microbatch} of stages {channel.name}"
+            posted.append((Pending(work, doing, f"rank {channel.peer}"), buffer))
 
     def receive(self, channel: Channel, microbatch: int) -> dict[int, torch.Tensor]:
         """Wait for a posted transfer; its values by id."""
@@ -61,8 +65,8 @@ class Transport:
                 f"microbatch {microbatch} of channel {channel.name} is used before its receive is posted"
             )
         for message in channel.messages:
-            work, buffer = posted.pop(0)
-            _wait(work, f"receiving microbatch {microbatch} of stages {channel.name}", channel.peer)
+            pending, buffer = posted.pop(0)
+            pending.wait()
             arrived.update(_unpack(message, buffer))
         return arrived
 
@@ -74,14 +78,15 @@ class Transport:
         for index, message in enumerate(channel.messages):
             buffer = _pack(message, values)
             work = dist.isend(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
-            sending.append((_work(work, channel), buffer))
+            pending = Pending(work, f"sending of stages {channel.name}", f"rank {channel.peer}")
+            sending.append((pending, buffer))
             self.num_bytes_sent += message.num_bytes
         self._sending[channel].append(sending)
 
     def _settle(self, channel: Channel) -> None:
         """Wait for the oldest transfer on a channel and let go of its buffers."""
-        for work, _ in self._sending[channel].popleft():
-            _wait(work, f"sending of stages {channel.name}", channel.peer)
+        for pending, _ in self._sending[channel].popleft():
+            pending.wait()
 
     def buffers(self) -> Iterator[torch.Tensor]:
         """What is received into and sent from."""
@@ -94,22 +99,6 @@ class Transport:
         for channel, waiting in self._sending.items():
             while waiting:
                 self._settle(channel)
-
-
-def _wait(work: dist.Work, doing: str, peer: int) -> None:
-    try:
-        work.wait()
-    except RuntimeError as error:
-        text = str(error)
-        closed = "closed by peer" in text or "reset by peer" in text
-        reason = "its connection closed" if closed else text.splitlines()[0]
-        raise RunError(f"{doing}: waited for rank {peer}, but {reason}") from error
-
-
-def _work(work: dist.Work | None, channel: Channel) -> dist.Work:
-    if work is None:
-        raise RunError(f"this process is not part of the group of channel {channel.name}")
-    return work
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stagewright.execution.member import end_process, exit_code, gather, member, start_process
+from stagewright.execution.member import end_process, exit_code, member, start_process
 from stagewright.execution.watch import Limits
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ _ROUNDING = 1e-4
 def work(plan: Path, folder: Path) -> None:
     """Rank 0 leaves the outcome in `folder`: the loss, and name and difference of every gradient of every rank."""
     with member("cpu", Limits()) as (watch, cpu):
+        from stagewright.execution.collectives import exchange
         from stagewright.execution.session import Session
         from stagewright.execution.verification import OUTCOME, PLAIN
         from stagewright.planning.plan import load_plan
@@ -27,7 +28,7 @@ def work(plan: Path, folder: Path) -> None:
         session = Session(load_plan(plan), cpu, None, True, watch.at, watch.at)
         loss = session.accumulate(0)
         watch.at("comparing gradients")
-        ranks = gather(json.dumps(_differences(session, folder / PLAIN)))
+        ranks = exchange(_differences(session, folder / PLAIN))
     if watch.rank == 0:
         differences = [item for rank in ranks for item in rank]
         (folder / OUTCOME).write_text(json.dumps({"loss": loss, "differences": differences}))

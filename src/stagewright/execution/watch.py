@@ -47,9 +47,6 @@ class Watch:
     """Posts this rank's position and watches those of the others, in a thread of its own.
 
     Args:
-        rank: global rank of this process.
-        num_ranks: how many there are.
-        board: where the ranks post.
         limits: a rank that takes longer ends the run.
         on_failure: called with the message when this process has to end.
         launcher: process that started this one and without which it ends; None under a launcher of others.
@@ -73,7 +70,7 @@ class Watch:
         self._limits = limits
         self._on_failure = on_failure
         self._launcher = launcher
-        self._position, self._silence_s = "starting", IMPORT_SILENCE_S
+        self.position, self._silence_s = "starting", IMPORT_SILENCE_S
         self._since = time.monotonic()
         self._beat = 0
         self._failure: Failure | None = None
@@ -89,16 +86,12 @@ class Watch:
 
     def at(self, position: str, silence_s: float = SILENCE_S) -> None:
         """This rank is now at `position` (the text of an action), where it may give no sign of life for `silence_s`."""
-        self._position, self._silence_s = position, silence_s
+        self.position, self._silence_s = position, silence_s
         self._since = time.monotonic()
-
-    @property
-    def position(self) -> str:
-        return self._position
 
     def stop(self) -> None:
         """The run ended well: positions no longer matter."""
-        self._position = FINISHED
+        self.position = FINISHED
         self._stopped.set()
         if (
             self._thread.is_alive()
@@ -172,7 +165,7 @@ class Watch:
     def _post(self) -> None:
         with self._posting:
             self._beat += 1
-            post = Post(self._beat, self._position, self.num_steps, self._silence_s, self._failure)
+            post = Post(self._beat, self.position, self.num_steps, self._silence_s, self._failure)
             try:
                 write_post(self._board, self.rank, post)
             except (OSError, RuntimeError):  # torch's DistError is a RuntimeError
@@ -188,7 +181,7 @@ class Watch:
 
     def _own_problem(self) -> str | None:
         waited = time.monotonic() - self._since
-        if self._position == JOINING and waited > self._limits.start_s:
+        if self.position == JOINING and waited > self._limits.start_s:
             everyone = Liveness(self._board, INTERVAL_S)
             everyone.look(range(self.num_ranks))
             unseen = set(range(self.num_ranks)) - everyone.posts.keys()
@@ -200,7 +193,7 @@ class Watch:
             ]
             return f"not all ranks joined within {waited:.0f} s: {', '.join(missing) or 'the network lets none connect'}"
         if waited > self._limits.action_s:
-            return f"this rank has been at {self._position} for {waited:.0f} s, longer than the limit of an action"
+            return f"this rank has been at {self.position} for {waited:.0f} s, longer than the limit of an action"
         return None
 
     def _judge(self, received: signal.Signals) -> None:
@@ -217,4 +210,4 @@ class Watch:
         if not self._failing.acquire(blocking=False):
             return
         others = self._liveness.others(problem)
-        self._on_failure(f"rank {self.rank} stops at {self._position}: {problem}{others}")
+        self._on_failure(f"rank {self.rank} stops at {self.position}: {problem}{others}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,9 @@ class Weights:
     A parameter that two stages of the rank share is one tensor with one gradient buffer.
 
     Args:
-        stages: the stages of this rank.
         tensors: tensors by name; moved to `device` without a copy where they are there already.
         accumulate_dtype: element type of the gradient buffers; default that of the parameter.
         flats: flat buffers that will take over some of the parameters and the gradients of all they hold.
-        absent: names of parameters that come and go and need not be in `tensors`.
     """
 
     def __init__(
@@ -34,7 +32,6 @@ class Weights:
         device: torch.device,
         accumulate_dtype: torch.dtype | None = None,
         flats: Iterable[Flat] = (),
-        absent: Collection[str] = (),
     ) -> None:
         self.device = device
         self.accumulate_dtype = accumulate_dtype
@@ -43,7 +40,7 @@ class Weights:
         for stage in stages:
             for value in (*stage.parameters, *stage.buffers, *stage.constants):
                 name = stage.value(value).name
-                if value not in self.tensors and name not in absent:
+                if value not in self.tensors:
                     self.tensors[value] = _checked(stage, value, tensors).detach().to(device)
                     self.names[value] = name
         self.parameters = {
@@ -111,8 +108,6 @@ class TiedGroups:
 
     Args:
         stages: all stages of the pipeline.
-        rank_of_stage: pipeline rank of each stage.
-        rank: this process's pipeline rank.
         replicas: for each data-parallel replica, the global rank of each pipeline rank.
     """
 

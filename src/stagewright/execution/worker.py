@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.errors import StagewrightWarning
-from stagewright.execution.member import end_process, exit_code, gather, member, start_process
+from stagewright.execution.member import end_process, exit_code, member, start_process
 from stagewright.execution.watch import Limits
 from stagewright.version import __version__
 
@@ -59,6 +59,7 @@ def work(
 
         from stagewright.execution.checkpoint import restore, save
         from stagewright.execution.clock import clock_offset
+        from stagewright.execution.collectives import exchange
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.record import Record, StepLog, finite
         from stagewright.execution.session import Session
@@ -88,7 +89,7 @@ def work(
                 break
         watch.at("comparing clocks")
         offset = clock_offset(watch.rank, watch.num_ranks, timeout)
-        ranks = gather(session.rank_record(offset).model_dump_json())
+        ranks = exchange(session.rank_record(offset).model_dump(mode="json"))
         if launched == 0:
             watch.at("writing the record")
             stopped = watch.stopped_by() if first + len(results) < num_steps else None

@@ -6,30 +6,25 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from stagewright.planning.plan import Plan
-from stagewright.report.runs import Measured
+from stagewright.report.pictures.colours import NAMES
 from stagewright.report.tables import table
 from stagewright.report.timelines import picture
-from stagewright.schedule.action import COMPUTE
+from stagewright.schedule.action import COMPUTE, Kind
 from stagewright.simulation import Timeline
 from stagewright.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from stagewright.execution.record import Record
 
 _NUM_NAMED = 3
 _WORTH_NAMING = 0.05
 """Disagreements below this share of the step, or of a rank's peak, are not named."""
-
-_NAMES = {
-    "F": "forward (F)",
-    "I": "input gradient (I)",
-    "W": "weight gradient (W)",
-    "B": "backward (B)",
-    "R": "recomputation (R)",
-}
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ def action_seconds(timeline: Timeline) -> dict[tuple[int, str], tuple[float, int
 
 
 def comparison_document(
-    plan: Plan, record: Measured, predicted: Timeline, measured: Timeline, clock_error_s: float = 0.0
+    plan: Plan, record: Record, predicted: Timeline, measured: Timeline, clock_error_s: float = 0.0
 ) -> dict[str, Any]:
     """Step time, batch, bubble, seconds per stage and action, and peak bytes per rank, each as predicted and measured.
 
@@ -111,7 +106,7 @@ def _pair(predicted: float, measured: float) -> dict[str, float]:
 
 
 def disagreements(
-    predicted: Timeline, measured: Timeline, peaks: Sequence[tuple[int, int]], plan: Plan, record: Measured
+    predicted: Timeline, measured: Timeline, peaks: Sequence[tuple[int, int]], plan: Plan, record: Record
 ) -> list[Disagreement]:
     """What differs most, in words: seconds as a share of the predicted step, bytes as a share of the peak."""
     found = (*_of_time(predicted, measured, plan, record), *_of_memory(peaks))
@@ -119,12 +114,12 @@ def disagreements(
     return sorted(large, key=lambda item: item.weight, reverse=True)[:_NUM_NAMED]
 
 
-def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Measured) -> Iterator[Disagreement]:
+def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Record) -> Iterator[Disagreement]:
     step, expected = plan.predictions.step_seconds, action_seconds(predicted)
     for (stage, kind), (now, count) in action_seconds(measured).items():
         was = expected[stage, kind][0]
         text = (
-            f"stage {stage}'s {_NAMES[kind]} takes {_factor(was, now)}: {format_seconds(now)} instead of "
+            f"stage {stage}'s {_named(kind)} takes {_factor(was, now)}: {format_seconds(now)} instead of "
             f"{format_seconds(was)}, {count} times a batch"
         )
         yield Disagreement(text, abs(now - was) * count / step)
@@ -155,6 +150,10 @@ def _of_memory(peaks: Sequence[tuple[int, int]]) -> Iterator[Disagreement]:
             yield Disagreement(text, abs(now - was) / was)
 
 
+def _named(kind: str) -> str:
+    return f"{NAMES[Kind(kind)]} ({kind})"
+
+
 def _factor(was: float, now: float) -> str:
     """
     >>> _factor(2.0, 5.0), _factor(2.0, 1.0), _factor(0.0, 1.0)
@@ -180,7 +179,7 @@ def comparison_table(document: dict[str, Any]) -> Table:
         _row("step", document["step_seconds"]),
         _row("batch", document["batch_seconds"]),
         (*_row("bubble", document["bubble_fraction"], "{:.1%}".format)[:3], ""),
-        *(_row(f"stage {a['stage']}: {_NAMES[a['action']]}", a["seconds"]) for a in document["actions"]),
+        *(_row(f"stage {a['stage']}: {_named(a['action'])}", a["seconds"]) for a in document["actions"]),
     ]
     for rank in document["ranks"]:
         rows.append(_row(f"rank {rank['rank']}: busy", rank["busy_seconds"]))

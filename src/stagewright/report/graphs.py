@@ -17,24 +17,6 @@ _SHOWN_CUTS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Boundary:
-    """A cut before forward operator `position`: the values that travel, and their bytes per microbatch."""
-
-    position: int
-    num_tensors: int
-    num_bytes: int
-
-
-def boundaries(graph: OperatorGraph) -> list[Boundary]:
-    """Every legal cut of `graph`, in order, with what one forward sends across it."""
-    cuts = find_cuts(graph)
-    return [
-        Boundary(position, int(cuts.num_values[position]), int(cuts.value_bytes[position]))
-        for position in cuts.positions.tolist()
-    ]
-
-
-@dataclass(frozen=True, slots=True)
 class Layers:
     """Modules that differ only in the number in their path; `kinds` counts the equal ones together."""
 
@@ -76,8 +58,9 @@ def _numbered(module: str) -> tuple[str, int] | None:
 
 def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
     """What `trace` found: counts, layers, the cuts that the fewest tensors cross, parameters with two names."""
-    cuts = boundaries(graph)
-    fewest = min((cut.num_tensors for cut in cuts), default=0)
+    cuts = find_cuts(graph)
+    fewest = min(cuts.num_values[cuts.positions], default=0)
+    narrowest = [cut for cut in cuts.positions.tolist() if cuts.num_values[cut] == fewest]
     counts = Counter(node.part for node in graph.nodes)
     names: dict[int, list[str]] = defaultdict(list)
     for name, value in graph.parameters.items():
@@ -94,11 +77,13 @@ def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
             {"pattern": layers.pattern, "count": layers.count, "kinds": list(layers.kinds)}
             for layers in find_layers(graph)
         ],
-        "num_cuts": len(cuts),
+        "num_cuts": len(cuts.positions),
         "narrow_cuts": [
-            {"after": graph.nodes[graph.body[cut.position - 1]].name, **asdict(cut)}
-            for cut in cuts
-            if cut.num_tensors == fewest
+            {
+                "after": graph.nodes[graph.body[cut - 1]].name, "position": cut,
+                "num_tensors": int(cuts.num_values[cut]), "num_bytes": int(cuts.value_bytes[cut]),
+            }
+            for cut in narrowest
         ],
         "prologue": [node.name for node in graph.nodes if node.part in (Part.STATIC, Part.PROLOGUE)],
         "tied_parameters": [group for group in names.values() if len(group) > 1],

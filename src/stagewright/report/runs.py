@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
@@ -12,50 +12,21 @@ from stagewright.planning.plan import Plan
 from stagewright.report.tables import table
 from stagewright.units import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from stagewright.execution.record import Record
+
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN_STEPS = 8
 
 
-class MeasuredRank(Protocol):
-    """What one rank of a run measured."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def pipeline_rank(self) -> int: ...
-    @property
-    def timed_peak_bytes(self) -> int: ...
-    @property
-    def busy_seconds(self) -> float: ...
-
-
-class Measured(Protocol):
-    """What a run measured: the record of `stagewright.execution`."""
-
-    @property
-    def device(self) -> str: ...
-    @property
-    def first_step(self) -> int: ...
-    @property
-    def losses(self) -> Sequence[float | None]: ...
-    @property
-    def step_seconds(self) -> Sequence[float]: ...
-    @property
-    def median_step_seconds(self) -> float: ...
-    @property
-    def timed_length(self) -> int | None: ...
-    @property
-    def ranks(self) -> Sequence[MeasuredRank]: ...
-
-
-def as_timed(plan: Plan, measured: Measured) -> Plan:
+def as_timed(plan: Plan, record: Record) -> Plan:
     """`plan` for batches of the length whose steps were timed, so that like is compared with like."""
-    return plan if measured.timed_length is None else plan.at_length(measured.timed_length)
+    return plan if record.timed_length is None else plan.at_length(record.timed_length)
 
 
-def longest_not_run(plan: Plan, measured: Measured) -> list[str]:
+def longest_not_run(plan: Plan, record: Record) -> list[str]:
     """That the plan's longest batches never came, if so."""
-    length, longest = measured.timed_length, plan.job.sequence_length
+    length, longest = record.timed_length, plan.job.sequence_length
     if length is None or length == longest:
         return []
     return [
@@ -81,23 +52,23 @@ def too_few_steps(num_steps: int) -> list[str]:
     ]
 
 
-def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
+def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
     """The losses, and step time and peak memory per rank as predicted and as measured; `path`: the record.
 
     With several lengths, times and memory are of steps of ``timed_length`` tokens.
     """
-    plan = as_timed(plan, measured)
+    plan = as_timed(plan, record)
     tokens = plan.predictions.tokens_per_second * plan.predictions.step_seconds
     return {
         "path": path,
         "model": plan.model.name,
-        "first_step": measured.first_step,
-        "timed_length": measured.timed_length,
-        "losses": list(measured.losses),
-        "step_seconds": measured.median_step_seconds,
+        "first_step": record.first_step,
+        "timed_length": record.timed_length,
+        "losses": list(record.losses),
+        "step_seconds": record.median_step_seconds,
         "predicted_step_seconds": plan.predictions.step_seconds,
-        "tokens_per_second": tokens / measured.median_step_seconds,
-        "all_step_seconds": list(measured.step_seconds),
+        "tokens_per_second": tokens / record.median_step_seconds,
+        "all_step_seconds": list(record.step_seconds),
         "ranks": [
             {
                 "rank": rank.rank,
@@ -107,7 +78,7 @@ def run_document(plan: Plan, measured: Measured, path: str) -> dict[str, Any]:
                 "busy_seconds": rank.busy_seconds,
                 "predicted_busy_seconds": predicted and predicted.busy_seconds,
             }
-            for rank in measured.ranks
+            for rank in record.ranks
             for predicted in (plan.predictions.ranks[rank.pipeline_rank] if plan.predictions.ranks else None,)
         ],
     }
@@ -138,12 +109,12 @@ def comparison(document: dict[str, Any]) -> Table:
     return table("", ("", "predicted", "measured", "difference"), rows)
 
 
-def on_other_devices(measured: Measured, kind: str, name: str) -> list[str]:
+def on_other_devices(record: Record, kind: str, name: str) -> list[str]:
     """A warning if a plan for devices `name` of a `kind` was run on others."""
-    if (kind == "cpu") == (measured.device == "cpu"):
+    if (kind == "cpu") == (record.device == "cpu"):
         return []
     return [
-        f"the plan is for {name}, but was run on {measured.device}: to plan for the machine it runs on, describe that with "
+        f"the plan is for {name}, but was run on {record.device}: to plan for the machine it runs on, describe that with "
         "`stagewright probe`"
     ]
 

@@ -5,7 +5,7 @@ from stagewright.schedule.families import FAMILIES, build
 from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
-from stagewright.schedule.saving import insert_recomputation, merge_backwards
+from stagewright.schedule.saving import insert_recomputation
 from stagewright.schedule.sharding import insert_gathers, insert_held, insert_reductions
 from stagewright.schedule.subdivide import subdivided
 from stagewright.schedule.tokens import Rules, chain
@@ -26,7 +26,6 @@ __all__ = [
     "insert_held",
     "insert_recomputation",
     "insert_reductions",
-    "merge_backwards",
     "read_torch_csv",
     "subdivided",
     "verify",

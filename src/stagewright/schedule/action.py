@@ -132,14 +132,11 @@ def _checked(
     if (microbatch is None) != (kind in PER_STAGE):
         problem = "takes no microbatch" if microbatch is not None else "needs a microbatch"
         raise ScheduleError(f"'{text}': {kind} {problem}")
-    if kind in PER_STAGE:
-        if peer is not None:
-            raise ScheduleError(f"'{text}': only sends and receives have a peer stage")
+    if peer is not None and kind not in TRANSFERS:
+        raise ScheduleError(f"'{text}': only sends and receives have a peer stage")
+    if microbatch is None:
         return Action(kind, stage)
-    assert microbatch is not None
     if kind not in TRANSFERS:
-        if peer is not None:
-            raise ScheduleError(f"'{text}': only sends and receives have a peer stage")
         return Action(kind, stage, int(microbatch))
     if arrow is not None and arrow != (">" if kind in SENDS else "<"):
         raise ScheduleError(f"'{text}': a send names its peer with '>', a receive with '<'")

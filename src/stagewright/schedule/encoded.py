@@ -48,7 +48,11 @@ class EncodedRules:
             parts = [self.effects(part) for part in action.parts]
             return Effects(*(tuple(chain.from_iterable(codes)) for codes in zip(*parts, strict=True)))
         key = (action.kind, action.stage, action.peer)
-        needs, makes, drops = self._templates.get(key) or self._looked_up(key, action)
+        if key not in self._templates:
+            rules = self.rules
+            needs, makes, drops = rules.needs(action), rules.makes(action), rules.drops(action)
+            self._templates[key] = self._template(needs), self._template(makes), self._template(drops)
+        needs, makes, drops = self._templates[key]
         microbatch = action.microbatch or 0
         return Effects(
             tuple([first + step * microbatch for first, step in needs]),
@@ -62,23 +66,10 @@ class EncodedRules:
         what, stage, peer = next(key for key, number in self._bases.items() if number == base)
         return Token(what, stage, microbatch - 1 if microbatch else None, peer)
 
-    def _looked_up(
-        self, key: tuple[Kind, int, int | None], action: Action
-    ) -> tuple[_Template, _Template, _Template]:
-        rules = self.rules
-        self._templates[key] = found = (
-            self._template(rules.needs(action)),
-            self._template(rules.makes(action)),
-            self._template(rules.drops(action)),
-        )
-        return found
-
     def _template(self, tokens: tuple[Token, ...]) -> _Template:
         found: list[tuple[int, int]] = []
-        for token in tokens:
-            step = 0 if token.microbatch is None else 1
-            found.append((self._base(token) * self.stride + step, step))
+        for what, stage, microbatch, peer in tokens:
+            base = self._bases.setdefault((what, stage, peer), len(self._bases))
+            step = 0 if microbatch is None else 1
+            found.append((base * self.stride + step, step))
         return tuple(found)
-
-    def _base(self, token: Token) -> int:
-        return self._bases.setdefault((token.what, token.stage, token.peer), len(self._bases))

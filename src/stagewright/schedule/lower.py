@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 from stagewright.errors import ScheduleError
 from stagewright.schedule.action import COMPUTE, SENDS, Action, Kind, transfer
@@ -50,26 +51,28 @@ def insert_communication(program: Program, edges: Iterable[Edge] | None = None, 
             f"ahead={ahead}: receives can be posted 0 or more compute actions ahead of their use"
         )
     rules = Rules.of(program, edges).lowered()
-    known: dict[tuple[Kind, int], list[tuple[Kind, int | None]]] = {}
-    sends = [[_sends_after(action, rules, known) for action in actions] for actions in program.ranks]
+    sends = _sends_after(program, rules)
     receives = _receives_before(program, sends, rules, ahead)
     lowered = program.with_ranks(map(_merged, program.ranks, receives, sends))
     return _unblock_sends(lowered, rules.edges)
 
 
-def _sends_after(
-    action: Action, lowered: Rules, known: dict[tuple[Kind, int], list[tuple[Kind, int | None]]]
-) -> list[Action]:
-    """The sends of what `action` makes for other ranks; `known` keeps what each stage sends."""
-    found: list[Action] = []
-    for part in action.parts if action.beside is not None else (action,):
-        key = part.kind, part.stage
-        if key not in known:
-            known[key] = [
-                (_SEND_OF[token.what], token.peer) for token in lowered.makes(part) if token.what in _SEND_OF
-            ]
-        found += [Action(kind, part.stage, part.microbatch, peer) for kind, peer in known[key]]
-    return found
+def _sends_after(program: Program, rules: Rules) -> list[list[list[Action]]]:
+    """Per rank and action: the sends of what it makes for other ranks."""
+
+    @cache
+    def sent(kind: Kind, stage: int) -> list[tuple[Kind, int | None]]:
+        made = rules.makes(Action(kind, stage))
+        return [(_SEND_OF[token.what], token.peer) for token in made if token.what in _SEND_OF]
+
+    def sends(action: Action) -> list[Action]:
+        return [
+            Action(kind, part.stage, part.microbatch, peer)
+            for part in action.parts
+            for kind, peer in sent(part.kind, part.stage)
+        ]
+
+    return [list(map(sends, actions)) for actions in program.ranks]
 
 
 def _receives_before(
@@ -93,26 +96,19 @@ def _receives_before(
 
 def _index_of_users(program: Program, rules: Rules) -> dict[Action, int]:
     """For each receive the index, on its rank, of the action that uses what is received."""
-    users: dict[Action, int] = {}
-    known: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
-    for actions in program.ranks:
-        for index, action in enumerate(actions):
-            for part in action.parts if action.beside is not None else (action,):
-                key = part.kind, part.stage
-                if key not in known:
-                    known[key] = _received(rules, part)
-                for kind, sender in known[key]:
-                    users[Action(kind, part.stage, part.microbatch, sender)] = index
-    return users
 
+    @cache
+    def received(kind: Kind, stage: int) -> list[tuple[Kind, int]]:
+        needed = rules.needs(Action(kind, stage))
+        return [(_RECEIVE_THAT_POSTS[t.what], t.stage) for t in needed if t.what in _RECEIVE_THAT_POSTS]
 
-def _received(rules: Rules, action: Action) -> list[tuple[Kind, int]]:
-    """Kinds and senders of the receives that `action` needs."""
-    return [
-        (_RECEIVE_THAT_POSTS[token.what], token.stage)
-        for token in rules.needs(action)
-        if token.what in _RECEIVE_THAT_POSTS
-    ]
+    return {
+        Action(kind, part.stage, part.microbatch, sender): index
+        for actions in program.ranks
+        for index, action in enumerate(actions)
+        for part in action.parts
+        for kind, sender in received(part.kind, part.stage)
+    }
 
 
 def _step_back(actions: Sequence[Action], index: int, ahead: int) -> int:

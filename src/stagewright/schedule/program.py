@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stagewright.documents import parse_json, sealed, unsealed
 from stagewright.errors import ScheduleError
 from stagewright.limits import MOST_ACTIONS
 from stagewright.schedule.action import COMPUTE, TRANSFERS, Action
@@ -29,7 +28,7 @@ class Program:
     ... ''')
     >>> program.num_ranks, program.num_stages, [str(action) for action in program.actions(1)]
     (2, 2, ['1F0', '1B0'])
-    >>> Program.from_text(program.to_text()) == program == Program.from_json(program.to_json())
+    >>> Program.from_text(program.to_text()) == program == Program.from_document(program.to_document())
     True
     """
 
@@ -123,14 +122,6 @@ class Program:
             if not holds(document[key]):
                 raise ScheduleError(f"'{key}' of a program is {kind}, not {_shown(document[key])}")
         return _assembled(*(document[key] for key in _DOCUMENT))
-
-    def to_json(self) -> str:
-        return sealed(json.dumps(self.to_document()))
-
-    @classmethod
-    def from_json(cls, text: str) -> Program:
-        """As `from_document`; raises `InputError` for what is no JSON, or was changed since `to_json`."""
-        return cls.from_document(unsealed(parse_json(text, "the program"), "the program"))
 
 
 def build_program(

@@ -16,7 +16,6 @@ class Blocked:
     """A rank that cannot go on: its next action and the tokens nobody has made."""
 
     rank: int
-    index: int
     action: Action
     missing: tuple[Token, ...]
 
@@ -72,7 +71,7 @@ class Replay:
             for code in self.codes.effects(actions[index]).needs
             if code not in self.held
         )
-        return Blocked(rank, index, actions[index], missing) if missing else None
+        return Blocked(rank, actions[index], missing) if missing else None
 
     def perform(self, action: Action) -> list[int]:
         """Let `action` happen, whether or not the program has it; return the ranks that waited for what it makes."""

@@ -1,4 +1,4 @@
-"""Lowering of memory saving, and halves of backwards merged."""
+"""Lowering of memory saving: recomputation right before the backward that needs it."""
 
 from __future__ import annotations
 
@@ -27,31 +27,3 @@ def insert_recomputation(program: Program, stages: Collection[int]) -> Program:
             yield action
 
     return program.with_ranks(map(with_recomputation, program.ranks))
-
-
-def merge_backwards(program: Program) -> Program:
-    """`program` in which an input gradient directly before its weight gradient is one full backward.
-
-    >>> print("\\n".join(merge_backwards(Program.from_text('''
-    ...     program split
-    ...     microbatches 2
-    ...     placement 0
-    ...     0: 0F0 0F1 0I0 0I1 0W1 0W0
-    ... ''')).lines()))
-    0F0 0F1 0I0 0B1 0W0
-    """
-
-    def merged(actions: Sequence[Action]) -> list[Action]:
-        result: list[Action] = []
-        for action in actions:
-            if (
-                action.kind is Kind.W
-                and result
-                and result[-1] == Action(Kind.I, action.stage, action.microbatch)
-            ):
-                result[-1] = Action(Kind.B, action.stage, action.microbatch)
-            else:
-                result.append(action)
-        return result
-
-    return program.with_ranks(map(merged, program.ranks))

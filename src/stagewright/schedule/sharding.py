@@ -130,10 +130,7 @@ def _with_reductions(actions: Sequence[Action], num_buffers: int, stages: set[in
 
 
 def _runs(
-    actions: Sequence[Action],
-    kinds: frozenset[Kind],
-    stages: set[int],
-    weight_grads: Collection[int] = (),
+    actions: Sequence[Action], kinds: frozenset[Kind], stages: set[int], weight_grads: Collection[int] = ()
 ) -> list[Run]:
     """Stretches of actions of `kinds` (and of W for the stages of `weight_grads`) on one of `stages`, whatever
     lies in between."""

@@ -124,9 +124,7 @@ class Rules:
 
     def needs(self, action: Action) -> tuple[Token, ...]:
         """Tokens that must hold before `action` starts."""
-        if action.beside is None:
-            return self._needs(action)
-        return _flat(self._needs(part) for part in action.parts)
+        return _flat(map(self._needs, action.parts))
 
     def _needs(self, action: Action) -> tuple[Token, ...]:
         kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
@@ -155,24 +153,22 @@ class Rules:
 
     def makes(self, action: Action) -> tuple[Token, ...]:
         """Tokens that hold once `action` is done."""
-        if action.beside is None:
-            return self._makes(action)
-        return _flat(self._makes(part) for part in action.parts)
+        return _flat(map(self._makes, action.parts))
 
     def _makes(self, action: Action) -> tuple[Token, ...]:
         kind, stage, microbatch, peer = action.kind, action.stage, action.microbatch, action.peer
         match kind:
             case Kind.F:
                 values = (self._made(Kind.F, stage, c, microbatch) for c in self.consumers[stage])
-                return (*values, Token(self._saved(stage), stage, microbatch))
+                saved = What.CHECKPOINT if stage in self.recomputed else What.ACTIVATIONS
+                return (*values, Token(saved, stage, microbatch))
             case Kind.R:
                 return (Token(What.ACTIVATIONS, stage, microbatch),)
             case Kind.I | Kind.B:
                 gradients = (self._made(Kind.B, stage, a, microbatch) for a in self.producers[stage])
-                rest = (
-                    Token(What.HELD, stage, microbatch) if kind is Kind.I else Token(What.ACCUMULATED, stage)
-                )
-                return (*gradients, rest)
+                if kind is Kind.I:
+                    return (*gradients, Token(What.HELD, stage, microbatch))
+                return (*gradients, Token(What.ACCUMULATED, stage))
             case Kind.W:
                 return (Token(What.ACCUMULATED, stage),)
             case Kind.SEND_F | Kind.SEND_B:
@@ -189,21 +185,8 @@ class Rules:
 
     def drops(self, action: Action) -> tuple[Token, ...]:
         """Tokens that hold no longer once `action` is done; all of them are of the action's own stage."""
-        if action.beside is None:
-            return self._drops(action)
-        return _flat(self._drops(part) for part in action.parts)
-
-    def _drops(self, action: Action) -> tuple[Token, ...]:
-        dropped = _DROPS.get(action.kind)
-        if dropped is None:
-            return ()
-        return (
-            Token(
-                dropped,
-                action.stage,
-                None if action.kind in (Kind.RELEASE, Kind.REDUCE) else action.microbatch,
-            ),
-        )
+        dropping = (part for part in action.parts if part.kind in _DROPS)
+        return tuple(Token(_DROPS[part.kind], part.stage, part.microbatch) for part in dropping)
 
     def crosses(self, a: int, b: int) -> bool:
         """Whether stages `a` and `b` are on different ranks."""
@@ -212,20 +195,14 @@ class Rules:
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
         """Stages whose values each stage's forward needs."""
-        return tuple(
-            tuple(a for a, c in self.edges if c == stage) for stage in range(len(self.rank_of_stage))
-        )
+        stages = range(len(self.rank_of_stage))
+        return tuple(tuple(a for a, c in self.edges if c == stage) for stage in stages)
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """Stages that need each stage's value, and whose gradients it needs."""
-        return tuple(
-            tuple(c for a, c in self.edges if a == stage) for stage in range(len(self.rank_of_stage))
-        )
-
-    def _saved(self, stage: int) -> What:
-        """What a forward leaves: all that the backward uses, or what that is recomputed from."""
-        return What.CHECKPOINT if stage in self.recomputed else What.ACTIVATIONS
+        stages = range(len(self.rank_of_stage))
+        return tuple(tuple(c for a, c in self.edges if a == stage) for stage in stages)
 
     def _weights(self, stage: int) -> tuple[Token, ...]:
         return (Token(What.WEIGHTS, stage),) if stage in self.sharded else ()

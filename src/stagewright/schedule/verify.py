@@ -13,12 +13,11 @@ from stagewright.schedule.replay import Replay
 from stagewright.schedule.tokens import Edge, Rules
 
 
-def verify(program: Program, edges: Iterable[Edge] | None = None, *, sends_block: bool = True) -> Program:
+def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
     """Return `program` if it is placed, complete, matched, ordered and free of deadlock.
 
-    Each pair of ranks of a lowered program must send and receive in the same order. With `sends_block` it
-    is held to a stricter rule than any transport needs: it must run even if every send waits until its
-    receive is posted.
+    Each pair of ranks of a lowered program must send and receive in the same order. It is held to a stricter
+    rule than any transport needs: it must run even if every send waits until its receive is posted.
 
     Raises:
         ScheduleError: names the rule, the action and, for a deadlock, what every rank is blocked at.
@@ -31,7 +30,7 @@ def verify(program: Program, edges: Iterable[Edge] | None = None, *, sends_block
     if program.is_lowered:
         check_transfers_matched(program, edges)
         check_transfer_order(program)
-    check_free_of_deadlock(program, edges, sends_block=sends_block)
+    check_free_of_deadlock(program, edges)
     return program
 
 

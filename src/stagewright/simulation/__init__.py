@@ -2,16 +2,13 @@
 
 from stagewright.simulation.costs import StageCosts
 from stagewright.simulation.encoding import EncodedProgram, encode
-from stagewright.simulation.shared_links import SharedLinks
 from stagewright.simulation.simulate import simulate
 from stagewright.simulation.streams import Contention
-from stagewright.simulation.timeline import Timeline
-from stagewright.simulation.transfer_times import TransferTimes, transfer_times
+from stagewright.simulation.timeline import Timeline, TransferTimes, transfer_times
 
 __all__ = [
     "Contention",
     "EncodedProgram",
-    "SharedLinks",
     "StageCosts",
     "Timeline",
     "TransferTimes",

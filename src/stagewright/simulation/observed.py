@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from stagewright.errors import InputError
 from stagewright.schedule.program import Program
-from stagewright.schedule.tokens import Edge
 from stagewright.simulation.encoding import encode
 from stagewright.simulation.memory import PatternBytes
 from stagewright.simulation.streams import Contention
@@ -20,14 +19,12 @@ def observed(
     program: Program,
     times: Sequence[Sequence[tuple[float, float]]],
     peak_bytes: Sequence[float] | None = None,
-    edges: Iterable[Edge] | None = None,
 ) -> Timeline:
     """The timeline of a compute-only `program` whose actions ran at known times.
 
     Args:
         times: per rank, the start and end in seconds of each of its actions, in program order.
         peak_bytes: per rank; only the peak is known, so the memory curves are flat.
-        edges: stages between which values travel; default the chain.
 
     What an action makes counts as at hand when the action ends: how long it travelled was not observed apart
     from the waiting of who needs it.
@@ -47,7 +44,7 @@ def observed(
             f"times of {[len(rank) for rank in times]} actions per rank for program '{program.name}' of {sizes}"
         )
     encoded = encode(program)
-    structure = structure_of(encoded, edges, Contention.NONE)
+    structure = structure_of(encoded, None, Contention.NONE)
     pairs = np.array([pair for rank in times for pair in rank], np.float64).reshape(-1, 2)
     token_s = np.zeros(structure.num_tokens)
     for index in range(encoded.num_actions):

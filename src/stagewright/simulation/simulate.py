@@ -13,7 +13,6 @@ from stagewright.simulation.costs import StageCosts, Transfers, transfer_seconds
 from stagewright.simulation.encoding import EncodedProgram, encode
 from stagewright.simulation.engine import Ints, Tables, run
 from stagewright.simulation.memory import PatternBytes
-from stagewright.simulation.shared_links import SharedLinks
 from stagewright.simulation.streams import COMPUTE_STREAM, Contention
 from stagewright.simulation.structure import Structure, structure_of
 from stagewright.simulation.timeline import Timeline
@@ -26,7 +25,6 @@ def simulate(
     *,
     edges: Iterable[Edge] | None = None,
     contention: Contention = Contention.PAIR,
-    shared: SharedLinks | None = None,
     action_overhead_s: float = 0.0,
 ) -> Timeline:
     """When every action of `program` runs.
@@ -37,8 +35,7 @@ def simulate(
     one. Weight gathers and gradient reductions have a stream of their
     own on every rank.
 
-    Links belong to a pair of ranks or to a sender, as `contention` says, or are `shared` by the ranks of a
-    node for all they send to other nodes and receive from them.
+    Links belong to a pair of ranks or to a sender, as `contention` says.
 
     Ignores: that transfers, collectives and computations slow each other down.
 
@@ -55,22 +52,13 @@ def simulate(
     placement = encoded.placement
     if costs.num_stages != placement.num_stages:
         raise InputError(f"costs of {costs.num_stages} stages for a program of {placement.num_stages} stages")
-    if shared is not None and contention is not Contention.PAIR:
-        raise InputError("give either contention or shared links: shared links say who waits for whom")
     structure = structure_of(encoded, edges, contention)
     tables = _with_seconds(structure, costs, transfer_s, action_overhead_s)
     start, end = np.empty(encoded.num_actions), np.empty(encoded.num_actions)
     known = np.empty(structure.num_tokens)
     actions = encoded.pattern, encoded.microbatch, encoded.offsets
-    if shared is None:
-        is_shared = contention is not Contention.NONE
-        reached = run(*actions, tables, structure.num_links, is_shared, start, end, known)
-    else:
-        # imported here because its compiled code takes a while to load and is seldom wanted
-        from stagewright.simulation.timed_engine import run_in_time
-
-        links = shared.of_slots(structure)
-        reached = run_in_time(*actions, tables, structure.num_links, *links, start, end, known)
+    is_shared = contention is not Contention.NONE
+    reached = run(*actions, tables, structure.num_links, is_shared, start, end, known)
     if (reached < encoded.offsets[1:]).any():
         raise ScheduleError(_deadlock(encoded, structure.rules, reached))
     held = PatternBytes.of(structure, costs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 
-from stagewright.schedule.action import Kind
+from stagewright.schedule.action import COMPUTE, TRANSFERS, Kind
 
 POST = -1
 """Actions that only post a transfer take no time on their rank."""
@@ -13,19 +13,9 @@ COMPUTE_STREAM, COLLECTIVE_STREAM = range(2)
 NUM_STREAMS = 2
 
 STREAM_OF: dict[Kind, int] = {
-    Kind.F: COMPUTE_STREAM,
-    Kind.B: COMPUTE_STREAM,
-    Kind.I: COMPUTE_STREAM,
-    Kind.W: COMPUTE_STREAM,
-    Kind.R: COMPUTE_STREAM,
-    Kind.STEP: COMPUTE_STREAM,
-    Kind.GATHER: COLLECTIVE_STREAM,
-    Kind.REDUCE: COLLECTIVE_STREAM,
-    Kind.SEND_F: POST,
-    Kind.RECV_F: POST,
-    Kind.SEND_B: POST,
-    Kind.RECV_B: POST,
-    Kind.RELEASE: POST,
+    **dict.fromkeys(COMPUTE | {Kind.STEP}, COMPUTE_STREAM),
+    **dict.fromkeys((Kind.GATHER, Kind.REDUCE), COLLECTIVE_STREAM),
+    **dict.fromkeys(TRANSFERS | {Kind.RELEASE}, POST),
 }
 """The stream of its rank on which an action runs. Streams other than compute start an action no earlier
 than the rank's computations have reached it in program order, and do not hold up the computations behind
@@ -36,7 +26,7 @@ class Contention(Enum):
     """Which transfers wait for each other: none, those of one ordered pair of ranks, or all that one rank
     sends.
 
-    Ignores: contention at the receiver and between ranks of one node, for which there are `SharedLinks`.
+    Ignores: contention at the receiver and between ranks of one node.
     """
 
     NONE = "none"

@@ -1,4 +1,4 @@
-"""Timelines: when every action of a program ran, and what follows from it."""
+"""Timelines: when every action of a program ran and each value was on its way, and what follows from that."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.errors import ScheduleError
 from stagewright.schedule.action import Action
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
 from stagewright.simulation.streams import COMPUTE_STREAM
 from stagewright.simulation.structure import Structure
-from stagewright.units import format_bytes
 
+Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 
@@ -113,18 +112,6 @@ class Timeline:
             float(self.base_bytes[rank]),
         )
 
-    def check_memory(self, limit_bytes: float | Floats) -> None:
-        """Raise `ScheduleError` where a rank goes beyond `limit_bytes` (one figure, or one per rank)."""
-        limits = np.broadcast_to(np.asarray(limit_bytes, np.float64), self.num_ranks)
-        for rank in np.flatnonzero(self.peak_bytes > limits):
-            curve = self.memory_curve(int(rank))
-            at = float(curve.time_s[np.argmax(curve.num_bytes > limits[rank])])
-            running = next((e.action for e in self.events(int(rank)) if e.start_s == at), "the start")
-            raise ScheduleError(
-                f"rank {rank} needs {format_bytes(self.peak_bytes[rank])} of {format_bytes(limits[rank])} and goes "
-                f"beyond at {running}; start fewer microbatches early, or recompute, offload or shard its stages"
-            )
-
     def events(self, rank: int) -> Iterator[Event]:
         """The actions of `rank` in program order."""
         part = self.encoded.rank_slice(rank)
@@ -137,3 +124,42 @@ class Timeline:
     def is_compute(self) -> NDArray[np.bool_]:
         """Per action whether it runs on the compute stream."""
         return (self.structure.tables.stream == COMPUTE_STREAM)[self.encoded.pattern]
+
+
+@dataclass(frozen=True, eq=False)
+class TransferTimes:
+    """One entry per value or gradient that crosses ranks, in seconds from the start of the batch.
+
+    A value goes to a higher stage, a gradient to a lower one.
+    """
+
+    source_stage: Ints
+    target_stage: Ints
+    microbatch: Ints
+    start_s: Floats
+    end_s: Floats
+
+
+def transfer_times(timeline: Timeline) -> TransferTimes:
+    """All transfers of `timeline`, edge by edge and in the order of microbatches.
+
+    >>> from stagewright.schedule import build
+    >>> from stagewright.simulation import StageCosts, simulate
+    >>> found = transfer_times(simulate(build("1f1b", 2, 2), StageCosts.uniform(2), 0.5))
+    >>> found.source_stage.tolist(), found.start_s.tolist(), found.end_s.tolist()
+    ([1, 1, 0, 0], [4.5, 7.5, 1.0, 2.0], [5.0, 8.0, 1.5, 2.5])
+    """
+    structure, journeys = timeline.structure, timeline.structure.journeys
+    slots = np.array([slot for slot, _, _ in journeys], np.int64)
+    microbatches = np.arange(timeline.encoded.num_microbatches)
+    tokens = structure.slot_base[slots][:, None] + microbatches * structure.slot_stride[slots][:, None]
+    arrival = timeline.token_s[tokens]
+    ends = np.array([ends for _, *ends in journeys], np.int64).reshape(-1, 2)
+    each = len(microbatches)
+    return TransferTimes(
+        np.repeat(ends[:, 0], each),
+        np.repeat(ends[:, 1], each),
+        np.tile(microbatches, len(journeys)),
+        (arrival - timeline.slot_s[slots][:, None]).ravel(),
+        arrival.ravel(),
+    )

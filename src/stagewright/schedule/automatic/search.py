@@ -13,8 +13,8 @@ from stagewright.schedule.action import Kind
 from stagewright.schedule.automatic.limits import one_microbatch, shortest_possible, smaller_limits
 from stagewright.schedule.automatic.orders import Finalists, Patterns, choose_patterns, choose_starts, improve
 from stagewright.schedule.automatic.patterns import patterns
+from stagewright.schedule.families.linear import zb_h1, zb_h2
 from stagewright.schedule.families.v_shaped import zb_v
-from stagewright.schedule.families.zero_bubble import zb_h1, zb_h2
 from stagewright.schedule.list_scheduler.stage_times import KINDS, StageTimes, program_of, stages_of
 from stagewright.schedule.list_scheduler.terms import TINY, Floats, Order, Stages
 from stagewright.schedule.placement import Placement, linear, v

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from stagewright.errors import ScheduleError, nearest
 from stagewright.limits import MOST_ACTIONS, MOST_PREDICTED
 from stagewright.schedule.families.asynchronous import pipedream, pipedream_2bw
-from stagewright.schedule.families.breadth_first import breadth_first
 from stagewright.schedule.families.from_times import v_half, v_min, zb_auto
-from stagewright.schedule.families.gpipe import gpipe
-from stagewright.schedule.families.greedy import greedy
-from stagewright.schedule.families.hanayo import hanayo
-from stagewright.schedule.families.interleaved import interleaved_1f1b, interleaved_zero_bubble
-from stagewright.schedule.families.one_f_one_b import one_f_one_b
+from stagewright.schedule.families.greedy import greedy, hanayo
+from stagewright.schedule.families.linear import gpipe, one_f_one_b, zb_h1, zb_h2
+from stagewright.schedule.families.looped import breadth_first, interleaved_1f1b, interleaved_zero_bubble
 from stagewright.schedule.families.v_shaped import dualpipe_v, zb_v
-from stagewright.schedule.families.zero_bubble import zb_h1, zb_h2
 from stagewright.schedule.program import Program, check_size
 
 FAMILIES: dict[str, Callable[..., Program]] = {
@@ -50,9 +46,15 @@ _OPTIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """By the type that a builder names: whether it can be that value, and what it is in words."""
 
 
+def options_of(name: str) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the builder of the family `name`; none where there is no such family."""
+    builder = FAMILIES.get(name.lower())
+    return {} if builder is None else inspect.signature(builder).parameters
+
+
 def check_written(name: str, options: Iterable[str]) -> None:
     """Raises `ScheduleError` for options of the family `name` that are objects, which no command line can give."""
-    accepted = inspect.signature(FAMILIES[name.lower()]).parameters if name.lower() in FAMILIES else {}
+    accepted = options_of(name)
     for option in options:
         if option in accepted and _kind(accepted[option]) not in _OPTIONS:
             raise ScheduleError(
@@ -81,7 +83,7 @@ def build(
     if num_ranks < 1:
         raise ScheduleError(f"{name}: a pipeline needs at least one rank, not {num_ranks}")
     check_size(name, num_ranks * (num_chunks or 1), num_microbatches)
-    accepted = inspect.signature(builder).parameters
+    accepted = options_of(name)
     for option, value in options.items():
         if option not in accepted:
             raise ScheduleError(f"{name} has no option '{option}'{nearest(option, accepted)}")

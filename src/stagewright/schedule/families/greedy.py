@@ -1,11 +1,12 @@
-"""The greedy list scheduler: every rank always takes the most urgent work that is ready."""
+"""The greedy list scheduler: every rank always takes the most urgent work that is ready. Hanayo's waves by the same rule."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.placement import Placement, loop
+from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.placement import Placement, loop, wave
 from stagewright.schedule.program import Program
 
 if TYPE_CHECKING:
@@ -56,3 +57,35 @@ def greedy(
     due = due_dates(stages, rule, np.zeros((4, placement.num_stages)))
     _, order = list_schedule(stages, num_microbatches, rule, window, due, np.inf)
     return program_of("greedy", placement, num_microbatches, order, stages.offsets)
+
+
+def hanayo(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Program:
+    """1F1B over stages that run down and up the ranks, `num_chunks` (two per wave) on each.
+
+    The order is that of list scheduling with backwards twice as long as forwards: backwards first, deepest
+    stage first, at most 2 P microbatches under way.
+
+    Source: Liu et al. 2023, "Hanayo: Harnessing
+    Wave-like Pipeline Parallelism", section 3 (arXiv 2308.15762); the paper gives no closed form, so this
+    order is this project's reading of its rules.
+
+    >>> print("\\n".join(hanayo(2, 2).lines()))
+    0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
+    1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
+    """
+    from stagewright.schedule.list_scheduler.stage_times import (
+        StageTimes,
+    )  # here, as numba takes half a second
+
+    if num_chunks < 2 or num_chunks % 2:
+        raise ScheduleError(f"hanayo: a wave is two stages per rank, so num_chunks={num_chunks} must be even")
+    placement = wave(num_ranks, num_chunks)
+    times = StageTimes.uniform(placement.num_stages, input_grad_s=2.0, weight_grad_s=0.0)
+    split = greedy(num_ranks, num_microbatches, placement=placement, times=times, max_in_flight=2 * num_ranks)
+    whole = split.with_ranks(map(_with_full_backwards, split.ranks))
+    return Program("hanayo", placement, num_microbatches, whole.ranks)
+
+
+def _with_full_backwards(actions: tuple[Action, ...]) -> list[Action]:
+    kept = (action for action in actions if action.kind is not Kind.W)
+    return [Action(Kind.B, a.stage, a.microbatch) if a.kind is Kind.I else a for a in kept]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from stagewright.schedule.action import Action, Kind
 
@@ -17,6 +18,17 @@ def backward(stage: int, microbatch: int, split: bool) -> tuple[Action, ...]:
     if split:
         return Action(Kind.I, stage, microbatch), Action(Kind.W, stage, microbatch)
     return (Action(Kind.B, stage, microbatch),)
+
+
+def in_turn(
+    forwards: Sequence[Action], backwards: Sequence[Sequence[Action]], warmup: int
+) -> Iterator[Action]:
+    """1F1B: after `warmup` forwards one forward, while there are any, and one backward in turn."""
+    yield from forwards[:warmup]
+    for forward, backward in zip_longest(forwards[warmup:], backwards):
+        if forward is not None:
+            yield forward
+        yield from backward
 
 
 def rounds(num_microbatches: int, at_least: int) -> list[range]:

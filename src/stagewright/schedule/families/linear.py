@@ -1,12 +1,53 @@
-"""ZB-H1 and ZB-H2: weight gradients put off to fill the bubbles of 1F1B."""
+"""One stage per rank: GPipe, 1F1B, and ZB-H1 and ZB-H2, which put weight gradients off to fill the bubbles of 1F1B."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.families.pieces import backward, in_turn
 from stagewright.schedule.placement import linear
 from stagewright.schedule.program import Program, build_program
+
+
+def gpipe(num_ranks: int, num_microbatches: int, *, split_backward: bool = False) -> Program:
+    """All forwards of the batch, then all backwards, on one stage per rank.
+
+    Bubble ``(P - 1)(t_F + t_B)``; every rank holds all M microbatches.
+    Source: Huang et al. 2019, "GPipe", section 2.3 (arXiv 1811.06965).
+
+    >>> print("\\n".join(gpipe(2, 3).lines()))
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1F1 1F2 1B0 1B1 1B2
+    """
+
+    def order(rank: int) -> Iterator[Action]:
+        for m in range(num_microbatches):
+            yield Action(Kind.F, rank, m)
+        for m in range(num_microbatches):
+            yield from backward(rank, m, split_backward)
+
+    return build_program("gpipe", linear(num_ranks), num_microbatches, order)
+
+
+def one_f_one_b(num_ranks: int, num_microbatches: int, *, split_backward: bool = False) -> Program:
+    """One forward, one backward in turn after ``P - 1 - rank`` forwards of warm-up.
+
+    Bubble ``(P - 1)(t_F + t_B)``; rank r holds at most ``min(P - r, M)`` microbatches.
+    Source: Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-Flush,
+    section 3.2, arXiv 2006.09503); Fan et al. 2021, "DAPPLE", section 3 (arXiv 2007.01045).
+
+    >>> print("\\n".join(one_f_one_b(2, 3).lines()))
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+    """
+
+    def order(rank: int) -> Iterator[Action]:
+        forwards = [Action(Kind.F, rank, m) for m in range(num_microbatches)]
+        backwards = [backward(rank, m, split_backward) for m in range(num_microbatches)]
+        return in_turn(forwards, backwards, warmup=num_ranks - 1 - rank)
+
+    return build_program("1f1b", linear(num_ranks), num_microbatches, order)
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Program:
