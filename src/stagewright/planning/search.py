@@ -84,6 +84,9 @@ _WORTH_REFINING = 0.02
 _WORTH_OFFLOADING = 0.03
 """Part of its passes that ranges must promise offloading to save for it to be looked at: they are about that hopeful."""
 
+_SMALL = 500
+"""Operators of a model for which a look at offloading takes less time than is worth saving: it needs no promise."""
+
 _ROUGH = 0.02
 """Part of a step by which coarse costs of stages may be too high."""
 
@@ -946,7 +949,7 @@ class _OwnSearch(_Search):
         return min(self.plans, key=lambda plan: plan.predictions.step_seconds, default=None)
 
     def _refine(self) -> None:
-        """Looks longer for what the best plan recomputes, and whether offloading is faster, where it saves enough."""
+        """Looks longer for what the best plan recomputes, and whether offloading is faster, where it spends enough on saving."""
         best = self._best()
         one = self.made_of.get(id(best))
         if best is None or one is None or (at := one.partitioned) is None:
@@ -969,6 +972,8 @@ class _OwnSearch(_Search):
         """Whether ranges, which do not see what else goes over the link and the network, say that offloading pays."""
         if not self.space.offload or at.offload or self.cluster.kind == "cpu":
             return False
+        if at.body.size <= _SMALL:
+            return True
         plain, moved = (
             self._within_memory(at.choice, at.body, at.cluster, at.cuts, offload=offload)
             for offload in (False, True)
