@@ -949,7 +949,7 @@ class _OwnSearch(_Search):
         return min(self.plans, key=lambda plan: plan.predictions.step_seconds, default=None)
 
     def _refine(self) -> None:
-        """Looks longer for what the best plan recomputes, and whether offloading is faster, where it spends enough on saving."""
+        """Looks longer for what the best plan recomputes, and whether offloading is faster, where it saves by much."""
         best = self._best()
         one = self.made_of.get(id(best))
         if best is None or one is None or (at := one.partitioned) is None:
