@@ -35,6 +35,7 @@ settings.load_profile("all" if TEST_ALL else "gate")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "multiprocess: starts several processes; left out by ./check --fast")
+    config.addinivalue_line("markers", "new_processes: the ranks of its runs are started anew, not forked")
     config.addinivalue_line(
         "markers", "matrix: of the whole matrix of the executor; make test-all, or -m matrix"
     )
@@ -54,6 +55,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="slow: set STAGEWRIGHT_TEST_ALL=1 (make test-all)"))
+
+
+@pytest.fixture(autouse=True)
+def _forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of tests fork their ranks from a server that has imported what these need."""
+    marks = request.node.get_closest_marker
+    if marks("multiprocess") and not marks("new_processes"):
+        from forked import ForkedProcess
+        from stagewright.execution import processes
+
+        monkeypatch.setattr(processes, "started", ForkedProcess)
 
 
 @pytest.fixture

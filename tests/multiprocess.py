@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,11 @@ PRELOAD = [
     "transformers.models.t5.modeling_t5",
     "pytest",
     "stagewright.execution",
+    "stagewright.execution.checkpoint",
+    "stagewright.execution.record",
+    "stagewright.execution.session",
     "stagewright.tracing",
+    "stagewright.tracing.models.from_config",
 ]
 
 GRACE_SECONDS = 2.0  # what the others are given to fail by themselves once one rank has failed
@@ -134,11 +139,17 @@ def _rendezvous(num_ranks: int) -> Iterator[dict[str, str]]:
     del store
 
 
+def forking() -> ForkServerContext:
+    """Starts processes that have imported what ranks import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    return context
+
+
 def _start(
     rank: int, num_ranks: int, payload: bytes, environment: dict[str, str], folder: Path, timeout: float
 ) -> _Rank:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = forking()
     here, there = context.Pipe()
     environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     stack = folder / f"rank{rank}"

@@ -87,18 +87,19 @@ def _processes(
     found: dict[int, subprocess.Popen[bytes]] = {}
     try:
         for place, rank in enumerate(ranks):
-            found[rank] = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                env=_environment(meeting, place, len(ranks)),
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-            )
+            found[rank] = started(module, arguments, _environment(meeting, place, len(ranks)))
         yield found
     finally:
         _signal(found.values(), signal.SIGKILL)
         for process in found.values():
             process.kill()
             process.wait()
+
+
+def started(module: str, arguments: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """``python -m module *arguments``, leading a process group."""
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, process_group=0)
 
 
 def _signal(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:

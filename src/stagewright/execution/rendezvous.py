@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TOKEN = "STAGEWRIGHT_TOKEN"
 """Environment variable: the secret that the ranks of one run share."""
 
-_FOLDER, _LAUNCHER = "STAGEWRIGHT_RENDEZVOUS", "STAGEWRIGHT_LAUNCHER"
+_FOLDER, LAUNCHER = "STAGEWRIGHT_RENDEZVOUS", "STAGEWRIGHT_LAUNCHER"
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Meeting:
         folder = os.environ.get(_FOLDER)
         if folder is None:
             return None
-        return cls(Path(folder), os.environ[TOKEN], int(os.environ[_LAUNCHER]))
+        return cls(Path(folder), os.environ[TOKEN], int(os.environ[LAUNCHER]))
 
     def environment(self) -> Mapping[str, str]:
         """What a rank finds it by; its connections stay on this machine."""
@@ -54,7 +54,7 @@ class Meeting:
         return {
             _FOLDER: str(self.folder),
             TOKEN: self.token,
-            _LAUNCHER: str(self.launcher),
+            LAUNCHER: str(self.launcher),
             "GLOO_SOCKET_IFNAME": loopback,
             "NCCL_SOCKET_IFNAME": loopback,
         }
