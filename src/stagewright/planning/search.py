@@ -479,7 +479,10 @@ class _Search:
                 self._leave_out_slower(bound_s, one)
                 self.waiting = _Queue()
             elif one.bounded_by is not None:
-                if (traced := self._with_own_graph(one)) is not None:
+                if (missing := self._missing_in_smaller(one, one.bounded_by)) > 0:
+                    self._lacks(one.choice, missing)
+                    self._leave_out_larger(one)
+                elif (traced := self._with_own_graph(one)) is not None:
                     self._queue(traced, one.passes_s)
             elif not one.is_split:
                 split = self.split_up(one)
@@ -512,6 +515,16 @@ class _Search:
             self.excluded.append(Excluded.of(one.choice, str(error)))
             return None
         return replace(one, bounded_by=None)
+
+    def _missing_in_smaller(self, one: _Waiting, known: Sizes) -> int:
+        """Bytes that the same lacks in the smaller microbatches of a graph that there is: it does not need less in its own."""
+        times = one.sizes.microbatch_size // known.microbatch_size
+        smaller = replace(
+            one.choice, microbatch_size=known.microbatch_size, num_microbatches=times * one.choice.num_microbatches,
+            loss_pieces=known.loss_pieces,
+        )  # fmt: skip
+        layers = self.coarse.split(smaller, known, one.cluster)
+        return self.coarse.missing_bytes(replace(smaller, layers_per_stage=layers), known, one.cluster)
 
     def _grow(self, split: _Waiting) -> None:
         """Queues a configuration that is split up in larger microbatches, whose samples take no less but for what every
@@ -702,6 +715,9 @@ class _OwnSearch(_Search):
         if found is None and self._goes_without_pieces(one.sizes):
             return self._with_own_graph(one)
         return found
+
+    def _missing_in_smaller(self, one: _Waiting, known: Sizes) -> int:
+        return 0  # what is saved is given up where it does not fit
 
     def _bound_s(self, one: _Waiting, floor_s: float = 0.0) -> float:
         shared_s = super()._bound_s(one)
