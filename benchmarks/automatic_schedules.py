@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from large_estimates import _EXPORT
+from large_estimates import EXPORT
 
 VERBS = (
     ("--ranks", "32", "--microbatches", "96", "--memory-limit", "32"),
@@ -91,7 +91,7 @@ def _run(source: str | None, *arguments: str) -> tuple[float, str]:
 
 def measured(repeats: int, beside: str | None) -> dict[str, Any]:
     """Median seconds of X, of the verbs, and of every search with its bubble; with those of `beside`."""
-    export = _EXPORT.replace("perf_counter", "process_time")
+    export = EXPORT.replace("perf_counter", "process_time")
     taken: dict[str, list[float]] = {"X": []}
     searches: list[dict[str, Any]] = []
     for repeat in range(repeats + 1):

@@ -1,9 +1,10 @@
 """Whether the one search finds what is as fast as the better of the two searches that it took the place of.
 
 The answers of both were recorded before they were joined (`two_searches-2026-11-23.json` beside the results), each by the
-commands that `--record` runs on a checkout of that time. One of them also answered with context or expert parallelism, which
-our own runtime predicts but does not run; the one search tries these only where they are given, so such answers are shown
-apart.
+commands that `--record` runs on a checkout of that time. What predictions are made of has changed since, so the widths and
+microbatches of the better one are planned anew, and the one search is compared with these. One of them also answered with
+context or expert parallelism, which our own runtime predicts but does not run; the one search tries these only where they are
+given, so such answers are shown apart.
 """
 
 from __future__ import annotations
@@ -99,14 +100,22 @@ def compared(case: Case, answers: dict[str, Any], limit_s: float) -> dict[str, A
     former = min(runs, key=lambda verb: runs[verb])
     fastest = min(steps.values())
     now = asked(("plan",), case, limit_s)
-    ratio = now["step_s"] / steps[former] if "step_s" in now else None
+    anew = asked(("plan", *_widths(answers[former]["best"])), case, limit_s)
+    ratio = now["step_s"] / anew["step_s"] if "step_s" in now and "step_s" in anew else None
     return {
-        "case": case.name, "former": former, "former_s": steps[former], "now_s": now.get("step_s", now.get("error")),
+        "case": case.name, "former": former, "former_s": steps[former],
+        "former_today_s": anew.get("step_s", anew.get("error")), "now_s": now.get("step_s", now.get("error")),
         "ratio": ratio, "met": ratio is not None and ratio <= 1 + _WORSE, "wall_s": now.get("wall_s"),
         "not_run_s": fastest if fastest < steps[former] else None,
         "best": {key: now["best"].get(key) for key in ("dp", "tp", "pp", "schedule", "microbatch_size")}
         if "best" in now else None,
     }  # fmt: skip
+
+
+def _widths(best: dict[str, Any]) -> tuple[str, ...]:
+    """Options that leave nothing but the widths and microbatches of a former answer to plan."""
+    names = {"dp": "--dp", "tp": "--tp", "cp": "--cp", "pp": "--pp", "microbatch_size": "--microbatch"}
+    return tuple(word for key, option in names.items() for word in (option, str(best.get(key, 1))))
 
 
 def _runs(best: dict[str, Any]) -> bool:

@@ -81,11 +81,8 @@ _REFINED = 250
 _WORTH_REFINING = 0.02
 """Part of its busy time that a plan must spend on saving for a longer look at what it recomputes, which gains some of it."""
 
-_WORTH_OFFLOADING = 0.03
-"""Part of its passes that ranges must promise offloading to save for it to be looked at: they are about that hopeful."""
-
-_SMALL = 500
-"""Operators of a model for which a look at offloading takes less time than is worth saving: it needs no promise."""
+_SLACK = 0.04
+"""Part of a device's memory that the best plan must leave unused for it to be worked out with less room left free."""
 
 _ROUGH = 0.02
 """Part of a step by which coarse costs of stages may be too high."""
@@ -517,7 +514,7 @@ class _Search:
         return replace(one, bounded_by=None)
 
     def _missing_in_smaller(self, one: _Waiting, known: Sizes) -> int:
-        """Bytes that the same lacks in the smaller microbatches of a graph that there is: it does not need less in its own."""
+        """Bytes that the same lacks in smaller microbatches, whose graph is known: it does not need less in its own."""
         times = one.sizes.microbatch_size // known.microbatch_size
         smaller = replace(
             one.choice, microbatch_size=known.microbatch_size, num_microbatches=times * one.choice.num_microbatches,
@@ -973,32 +970,24 @@ class _OwnSearch(_Search):
         if _saving_share(best) < _WORTH_REFINING:
             return
         self.report("looking for what is best recomputed")
-        below_s, left_free = best.predictions.step_seconds, self.memory.left_free.get(id(best), 0)
-        plans: list[Plan | None] = []
-        if _may_be_refined(best):
-            plans.append(self.memory.refined(at))
-        if self._promises_to_offload(at):
-            plans.append(self.memory.afresh(replace(at, offload=True), below_s, left_free))
-        plan = min(filter(None, plans), key=lambda plan: plan.predictions.step_seconds, default=best)
-        if plan.predictions.step_seconds < below_s:
+        plans = [best]
+        if self.memory.left_free.get(id(best)) and self._unused_share(best) > _SLACK:
+            plans += filter(None, [self.memory.afresh(at, best.predictions.step_seconds)])
+        left_free = self.memory.left_free.get(id(plans[-1]), 0)
+        if _may_be_refined(plans[-1]):
+            plans += filter(None, [self.memory.refined(at)])
+        if self.space.offload and not at.offload and self.cluster.kind != "cpu":
+            below_s = min(plan.predictions.step_seconds for plan in plans)
+            plans += filter(None, [self.memory.afresh(replace(at, offload=True), below_s, left_free)])
+        plan = min(plans, key=lambda plan: plan.predictions.step_seconds)
+        if plan is not best:
             self.plans.remove(best)
             self.add(plan, one)
 
-    def _promises_to_offload(self, at: Partitioned) -> bool:
-        """Whether ranges, which do not see what else goes over the link and the network, say that offloading pays."""
-        if not self.space.offload or at.offload or self.cluster.kind == "cpu":
-            return False
-        if at.body.size <= _SMALL:
-            return True
-        plain, moved = (
-            self._within_memory(at.choice, at.body, at.cluster, at.cuts, offload=offload)
-            for offload in (False, True)
-        )
-        return (
-            plain is not None
-            and moved is not None
-            and moved.seconds < (1 - _WORTH_OFFLOADING) * plain.seconds
-        )
+    def _unused_share(self, plan: Plan) -> float:
+        """Of memory, what its fullest rank does not reserve: too much was left free for what the allocator loses."""
+        fullest = max(rank.reserved_peak_bytes for rank in plan.predictions.ranks)
+        return 1 - fullest / self.usable_bytes
 
     def _search_jointly(self) -> None:
         """Adds plans of the joint search that are faster than the best of the families.

@@ -199,10 +199,14 @@ class Fitting:
         """The plan of a choice after a longer look at what is recomputed; if there is none, nothing is noted."""
         return Fitting(self.reference, self.job, self.host_optimizer, thorough=True).plan(one, True)
 
-    def afresh(self, one: Partitioned, below_s: float, left_free: int) -> Plan | None:
-        """The plan of a choice with so many bytes of a device left free, where that is faster; nothing is noted."""
+    def afresh(self, one: Partitioned, below_s: float, left_free: int | None = None) -> Plan | None:
+        """As `plan`, as if it were the first; None where it takes `below_s` or longer. Only what it leaves free is noted."""
         other = Fitting(self.reference, self.job, self.host_optimizer)
-        return other.plan(one, True, below_s, below_s, left_free=left_free)
+        found = other.plan(one, True, below_s, below_s, left_free=left_free)
+        if found is None or found.predictions.step_seconds >= below_s:
+            return None
+        self.left_free |= other.left_free
+        return found
 
     def last_resort(self, nearest: Partitioned | None = None) -> Plan | None:
         """Where nothing has fitted: the plan of the configuration that misses memory by least, after a longer look at what
