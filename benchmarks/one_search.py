@@ -3,8 +3,8 @@
 The answers of both were recorded before they were joined (`two_searches-2026-11-23.json` beside the results), each by the
 commands that `--record` runs on a checkout of that time. What predictions are made of has changed since, so the widths and
 microbatches of the better one are planned anew, and the one search is compared with these. One of them also answered with
-context or expert parallelism, which our own runtime predicts but does not run; the one search tries these only where they are
-given, so such answers are shown apart.
+context or expert parallelism, which our own runtime predicts but does not run; the one search tries these only where they
+are given, so such answers are shown apart.
 """
 
 from __future__ import annotations
