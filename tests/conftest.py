@@ -35,7 +35,6 @@ settings.load_profile("all" if TEST_ALL else "gate")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "multiprocess: starts several processes; left out by ./check --fast")
-    config.addinivalue_line("markers", "new_processes: the ranks of its runs are started anew, not forked")
     config.addinivalue_line(
         "markers", "matrix: of the whole matrix of the executor; make test-all, or -m matrix"
     )
@@ -60,8 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True)
 def _forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of tests fork their ranks from a server that has imported what these need."""
-    marks = request.node.get_closest_marker
-    if marks("multiprocess") and not marks("new_processes"):
+    if request.node.get_closest_marker("multiprocess"):
         from forked import ForkedProcess
         from stagewright.execution import processes
 

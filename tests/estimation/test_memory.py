@@ -271,12 +271,12 @@ def test_bytes_with_master_weights_are_exact() -> None:
 
 @cache
 def traced_in_pieces(num_pieces: int, dtype: str = "float32") -> tuple[Any, Any]:
-    """A small Llama whose logits are the largest tensors of its last stage; a smaller one in half precision, products of
+    """A small Llama whose logits are the largest tensors of its last stage; a narrower one in half precision, products of
     which take most processors long."""
-    length = 256 if dtype == "float32" else 64
-    built = build_model(resolve("tiny-llama", {"vocab_size": 8192}), 2, length, dtype, seed=0)
+    narrow = {} if dtype == "float32" else {"hidden_size": 64}
+    built = build_model(resolve("tiny-llama", {"vocab_size": 8192} | narrow), 2, 256, dtype, seed=0)
     if num_pieces > 1:
-        evaluate_in_pieces(built.module, num_pieces, 2 * length)
+        evaluate_in_pieces(built.module, num_pieces, 512)
     return built, trace_module(built.module, built.inputs, "tiny-llama")
 
 

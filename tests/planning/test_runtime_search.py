@@ -110,7 +110,7 @@ def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
 def test_widths_that_are_not_traced_take_no_less_than_narrower_ones_say(runtime: str, name: str) -> None:
     few = {"n_layer": 4, "n_head": 24, "n_embd": 1536} if name == "gpt2-xl" else SMALL | {"hidden_size": 2048}
     job = JOB.model_copy(update={"runtime": runtime, "sequence_length": 1024})
-    space = Space(largest_tp=8, largest_cp=4, pp=1, microbatch=2).of_runtime(job)
+    space = Space(largest_tp=8, largest_cp=4, pp=1).of_runtime(job)
     search = _Search(Request(resolve(name, few), CLUSTER, job, space), lambda stage: None, trace)
     search.gather()
     assert {one.sizes.tp for one in search.untraced} >= {4, 8}
