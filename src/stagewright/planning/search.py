@@ -520,8 +520,7 @@ class _Search:
             one.choice, microbatch_size=known.microbatch_size, num_microbatches=times * one.choice.num_microbatches,
             loss_pieces=known.loss_pieces,
         )  # fmt: skip
-        layers = self.coarse.split(smaller, known, one.cluster)
-        return self.coarse.missing_bytes(replace(smaller, layers_per_stage=layers), known, one.cluster)
+        return self._in_layers(smaller, known, one.cluster)[1]
 
     def _grow(self, split: _Waiting) -> None:
         """Queues a configuration that is split up in larger microbatches, whose samples take no less but for what every
@@ -550,14 +549,17 @@ class _Search:
 
     def split_up(self, one: _Waiting) -> tuple[float, _Waiting] | None:
         """With the layers of its stages, and a bound; None, with the reason noted, where memory is known not to suffice."""
-        layers = self.coarse.split(one.choice, one.sizes, one.cluster)
-        choice = replace(one.choice, layers_per_stage=layers)
-        missing = self.coarse.missing_bytes(choice, one.sizes, one.cluster)
+        choice, missing = self._in_layers(one.choice, one.sizes, one.cluster)
         if missing > 0:
             self._lacks(choice, missing)
             return None
         bound_s = self.coarse.bound_s(choice, one.sizes, one.cluster)
         return bound_s, replace(one, choice=choice, is_split=True, passes_s=bound_s)
+
+    def _in_layers(self, choice: Choice, sizes: Sizes, cluster: Cluster) -> tuple[Choice, int]:
+        """With the layers of its stages, and the bytes that it lacks at the least."""
+        choice = replace(choice, layers_per_stage=self.coarse.split(choice, sizes, cluster))
+        return choice, self.coarse.missing_bytes(choice, sizes, cluster)
 
     def _lacks(self, choice: Choice, missing: int) -> None:
         reason = f"lacks {format_bytes(missing)} of memory a device, or more"
