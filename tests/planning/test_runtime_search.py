@@ -131,6 +131,22 @@ def test_what_memory_is_said_to_lack_at_the_least_it_lacks() -> None:
         assert missing <= plan.predictions.reserved_peak_bytes - LACKING.memory_limit
 
 
+def test_what_lacks_memory_in_smaller_microbatches_lacks_it_in_larger_ones() -> None:
+    space = replace(FEW, largest_microbatch=4).of_runtime(JOB)
+    search = _Search(Request(model(), CLUSTER, JOB, space), lambda stage: None, trace)
+    search.gather()
+    larger: list[_Waiting] = []
+    for one in search.waiting:
+        larger.append(one)
+        while one.later:
+            larger.append(one := one.grown())
+    compared = [(one, known) for one in larger if (known := one.bounded_by)]
+    for one, known in compared:
+        missing = search._missing_in_smaller(one, known)
+        assert missing <= search._in_layers(one.choice, one.sizes, one.cluster)[1], one.choice
+    assert len(compared) > 30
+
+
 @pytest.mark.parametrize("how", ["none", "selective", "full"])
 def test_layers_that_a_graph_leaves_out_cost_what_they_do_in_the_whole_one(how: Recomputed) -> None:
     graph = trace(model(), 1, **JOB.traced("cuda"), expand=False)
