@@ -7,12 +7,13 @@ clocks of a GPU that does nothing else. Constants were fitted on 900 of the 2,71
 from __future__ import annotations
 
 import csv
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from fragment import Fragment
-from verdict import Row, arguments, show
+from verdict import Row, arguments, document, show
 
 from stagewright.cluster import load_cluster
 
@@ -53,13 +54,16 @@ def main() -> None:
     options = parser.parse_args()
     left_out: Counter[str] = Counter()
     rows = list(judged(options.data, left_out))
-    show(rows, BAR, "s", options.json, options.every_row)
-    if not options.json:
-        large = [row for row in rows if row.group.endswith("large")]
-        print(f"of {LARGE_FLOP / 1e9:.0f} GFLOP or more:")
-        show(large, LARGE_BAR, "s", as_json=False, every_row=False)
-        for system, count in left_out.items():
-            print(f"{count} rows left out: the catalog has no {system}")
+    large = [row for row in rows if row.group.endswith("large")]
+    if options.json:
+        found = {"all sizes": document(rows, BAR), "large": document(large, LARGE_BAR), "left_out": left_out}
+        print(json.dumps(found, indent=1))
+        return
+    show(rows, BAR, "s", as_json=False, every_row=options.every_row)
+    print(f"of {LARGE_FLOP / 1e9:.0f} GFLOP or more:")
+    show(large, LARGE_BAR, "s", as_json=False, every_row=False)
+    for system, count in left_out.items():
+        print(f"{count} rows left out: the catalog has no {system}")
 
 
 if __name__ == "__main__":

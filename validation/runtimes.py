@@ -649,6 +649,7 @@ def main() -> None:
             with path.open(newline="", encoding="utf-8") as file:
                 records = list(csv.DictReader(file))
             left_out: Counter[str] = Counter()
+            judgements: dict[str, dict[str, Any]] = {}
             found = list(rows(name, records, left_out, pool, given.every))
             if not found:
                 missed.append(f"{name}, of which nothing is judged")
@@ -660,7 +661,7 @@ def main() -> None:
                 if summary("all", only).mean > bar:
                     missed.append(f"{name}, {figure}")
                 if given.json:
-                    documents[f"{name}, {figure}"] = document(only, bar)
+                    judgements[figure] = document(only, bar)
                     continue
                 print(f"{name}: {figure}, {len({row.predicted for row in only})} distinct predictions")
                 show(only, bar, judged[0][0], False, every_row=len(only) < 100)
@@ -669,7 +670,7 @@ def main() -> None:
                 if wrong:
                     missed.append(f"{name}, {verdict}")
                 if given.json:
-                    documents[f"{name}, {verdict}"] = {"rows": count, "wrong": len(wrong)}
+                    judgements[verdict] = {"rows": count, "wrong": len(wrong)}
                     continue
                 print(f"{name}: {verdict}: {count} rows, {len(wrong)} against the prediction")
                 for row in wrong:
@@ -678,7 +679,7 @@ def main() -> None:
                     )
                 print()
             if given.json:
-                documents[f"{name}, left out"] = dict(left_out)
+                documents[name] = judgements | {"left_out": dict(left_out)}
             if not given.json:
                 for reason, count in left_out.most_common():
                     print(f"{name}: {count} rows left out: {reason}\n")

@@ -46,6 +46,18 @@ def planned(folder: Path, own_cache: None) -> dict:
     return document("plan", *MODEL, *CLUSTER, *JOB, "-o", folder / "plan.json", "--top", "2")
 
 
+def test_a_host_that_falls_behind_is_told_with_what_would_help() -> None:
+    words = ("estimate", *MODEL, *CLUSTER, *JOB, "--pp", "2")
+    found = document(*words)
+    told = f"Host-bound: for {found['host_bound_fraction']:.0%} of the step devices wait"
+    lines = call(*words).stdout
+    assert 0.02 < found["host_bound_fraction"] < 1 and told in lines and "--compiled" in lines
+    slow = call(
+        "estimate", "llama-3-8b", "--cluster", "8x-h100", "--sequence-length", "8192", "--global-batch", "8"
+    )
+    assert slow.exit_code == 0 and "Host-bound" not in slow.stdout
+
+
 def test_the_plan_document_is_sorted_and_its_files_are_plans(planned: dict, folder: Path) -> None:
     plans = planned["plans"]
     assert [plan["path"] for plan in plans] == [str(folder / "plan.json"), str(folder / "plan-2.json")]

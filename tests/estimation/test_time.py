@@ -32,6 +32,17 @@ def test_a_gpu_is_bound_by_its_kernels_or_by_the_host() -> None:
     assert Costing(graph, quick).seconds(forward) == pytest.approx(busy)
 
 
+def test_what_the_host_takes_longer_is_told_apart() -> None:
+    graph = trace("tiny-llama", 2, 32, "bfloat16")
+    forward = [node for node in graph.nodes if node.part is Part.FORWARD]
+    quick = Costing(graph, GPU.model_copy(update={"host_overhead_s": 0.0})).seconds(forward)
+    tiny = Costing(graph, GPU)
+    assert tiny.behind_seconds(forward) == pytest.approx(tiny.seconds(forward) - quick)
+    assert Costing(graph, CPU).behind_seconds(forward) == 0
+    slow = GPU.model_copy(update={"launch_overhead_s": 1.0})
+    assert Costing(graph, slow).behind_seconds(forward) == 0
+
+
 def test_a_cpu_issues_and_computes_in_turn() -> None:
     item = Work(Kernel.MEMORY, "float32", bytes_moved=1e6)
     assert cost(item, CPU).device_s == pytest.approx(CPU.host_overhead_s + kernel_seconds(item, CPU))

@@ -106,7 +106,8 @@ def estimate(
         breakdown = {"breakdown": [dataclasses.asdict(share) for share in shares]} if by else {}
         print_document(report.estimate_document(found) | breakdown)
         return
-    show(report.estimate_heading(found), *report.lengths_tables(found), report.stage_table(found))
+    behind = (line,) if (line := report.host_line(found)) else ()
+    show(report.estimate_heading(found), *behind, *report.lengths_tables(found), report.stage_table(found))
     show(*saving_tables(found), *loss_lines(found), report.memory_table(found))
     show(*((report.breakdown_table(shares, by),) if by else ()))
 

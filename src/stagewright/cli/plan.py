@@ -300,6 +300,7 @@ def _tell(
         *saving.saving_tables(shown[0]),
         *saving.loss_lines(shown[0]),
         configurations.stages_line(shown[0], cluster),
+        plans.host_line(shown[0]),
         None if is_own else configurations.left_out_table(found),
         plans.left_out(found),
         plans.break_even_line(even) if even else None,

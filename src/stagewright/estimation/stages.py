@@ -46,6 +46,8 @@ class StageSummary:
     offloaded_bytes: int
     waits_s: float
     """Of one F and one backward, for what goes to the host and comes back: part of their seconds."""
+    behind_s: float
+    """Of F, I, W and R, in which the device waits for the host to issue operators: part of their seconds."""
     sent_bytes: dict[int, int]
     """To each later stage, by one forward."""
     returned_bytes: dict[int, int]
@@ -71,6 +73,10 @@ def summarise(memory: StageMemory, costing: Costing) -> StageSummary:
         recomputed_bytes=stage.held_bytes(_recomputed(stage)),
         offloaded_bytes=stage.held_bytes(stage.offloaded),
         waits_s=waits[0] + waits[3] + waits[4],
+        behind_s=sum(
+            costing.behind_seconds(function.nodes, stage.value)
+            for function in (stage.forward, stage.input_grad, stage.weight_grad, stage.rebuild)
+        ),
         sent_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.sends},
         returned_bytes={t.stage: num_bytes([stage.value(v) for v in t.values]) for t in stage.grad_sends},
     )

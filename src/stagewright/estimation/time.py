@@ -135,6 +135,16 @@ def _issued(busy: float, issue: float, flop: float, model_flop: float, device: D
     return Cost(*times, flop, model_flop)
 
 
+class _Sums(NamedTuple):
+    """Of the operators of a function, as `together` takes them."""
+
+    device_s: float
+    host_s: float
+    overlapped_s: float
+    product_s: float
+    hidden_s: float
+
+
 class NodeCosts(NamedTuple):
     """The fields of `Cost`, each of all nodes of a graph."""
 
@@ -320,6 +330,14 @@ class Costing:
 
         Ignores: that a device waits where the host falls behind for a while only.
         """
+        return float(together(*self._sums(nodes, value)))
+
+    def behind_seconds(self, nodes: Iterable[Node], value: Lookup | None = None) -> float:
+        """Of `seconds`, those in which the device waits for the host to issue what it does next; ignores the same."""
+        sums = self._sums(nodes, value)
+        return float(together(*sums) - together(*sums._replace(host_s=0.0)))
+
+    def _sums(self, nodes: Iterable[Node], value: Lookup | None) -> _Sums:
         device_s = host_s = overlapped_s = product_s = hidden_s = 0.0
         for node in nodes:
             found = self.of(node, value or self._of_graph)
@@ -328,7 +346,7 @@ class Costing:
             overlapped_s += found.overlapped_s
             product_s += found.product_s
             hidden_s += found.hidden_s
-        return float(together(device_s, host_s, overlapped_s, product_s, hidden_s))
+        return _Sums(device_s, host_s, overlapped_s, product_s, hidden_s)
 
     def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
         """Of the device's time of a function, what grows with the samples of a microbatch, at the least: no launches,

@@ -319,6 +319,15 @@ class Plan(StrictModel):
         )
 
     @property
+    def host_bound(self) -> float:
+        """Part of the step in which the devices of a pipeline rank wait for the host to issue operators, of the rank that
+        waits longest."""
+        behind = [0.0] * self.pp
+        for rank, stage in zip(self.placement, self.predictions.stages, strict=True):
+            behind[rank] += stage.behind_seconds * self.num_microbatches
+        return max(behind) / self.predictions.step_seconds
+
+    @property
     def reduce_torch_name(self) -> str | None:
         """`reduce_dtype` as torch names it."""
         return None if self.reduce_dtype is None else REDUCE_TYPES[self.reduce_dtype]

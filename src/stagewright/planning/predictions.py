@@ -62,6 +62,8 @@ class StagePrediction(StrictModel):
     recompute_seconds: Seconds = 0.0
     waiting_seconds: Seconds = 0.0
     """Of F and the backward, part of their seconds: for what goes to the host and comes back, where the link is late."""
+    behind_seconds: Seconds = 0.0
+    """Of F, I, W and R, part of their seconds: the device waits for the host to issue operators."""
 
 
 class TransferCosts(StrictModel):

@@ -20,7 +20,7 @@ from stagewright.report.tables import byte_unit, figure, numbered, plural, table
 from stagewright.units import GIGA, format_seconds
 
 _LEAST_SHARE = 0.02
-"""Categories of memory that are never more of a rank's peak than this are shown as one."""
+"""Categories that are never more of a peak than this are shown as one; waits that are less of a step are not told."""
 
 
 def described_schedule(plan: Plan) -> str:
@@ -57,6 +57,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
     of_plan = ("dp", "tp", "cp", "ep", "pp", "num_stages", "schedule", "microbatch_size", "num_microbatches")
     return {
         **{name: getattr(plan.predictions, name) for name in of_step},
+        "host_bound_fraction": plan.host_bound,
         "mean_step_seconds": plan.mean_step_seconds,
         "mean_tokens_per_second": plan.mean_rate(_tokens),
         "runtime": plan.job.runtime,
@@ -204,6 +205,18 @@ def estimate_heading(plan: Plan) -> str:
         f"step{longest} {format_seconds(predictions.step_seconds)}, "
         f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
+    )
+
+
+def host_line(plan: Plan) -> str | None:
+    """Where the host cannot issue operators as fast as the devices run them: for how long, and what would help."""
+    if plan.host_bound < _LEAST_SHARE:
+        return None
+    ways = ["larger microbatches"] if plan.num_microbatches > 1 else []
+    ways += [] if plan.job.compiled else ["--compiled (fewer kernels)"]
+    remedy = f": {' or '.join(ways)} would help" if ways else ""
+    return (
+        f"Host-bound: for {plan.host_bound:.0%} of the step devices wait for operators to be issued{remedy}."
     )
 
 

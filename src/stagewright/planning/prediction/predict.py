@@ -101,6 +101,7 @@ def _stage_prediction(summary: StageSummary) -> StagePrediction:
         offloaded_bytes=summary.offloaded_bytes,
         recompute_seconds=summary.rebuild_s + summary.remade_s,
         waiting_seconds=summary.waits_s,
+        behind_seconds=summary.behind_s,
     )
 
 
