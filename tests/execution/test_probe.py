@@ -206,6 +206,7 @@ def synthetic(rate: float, overhead_s: float, latency_s: float, bandwidth: float
         attention_backward_flops=rate / 8,
         host_link_bandwidth=4e9,
         context_bytes=2**20,
+        reference_s=1e-3,
         message_seconds=[(4.0, latency_s), *((n, latency_s + n / bandwidth) for n in (1e5, 1e6, 1e7))],
         ring_bandwidth=bandwidth / 2,
     )
@@ -219,7 +220,7 @@ def test_description_recovers_what_was_put_in() -> None:
     assert device.matmul_half_flop == pytest.approx(1e11 * 1e-4, rel=1e-6)
     assert device.attention_efficiency == pytest.approx(0.25, rel=1e-6)
     assert (device.memory_bandwidth, device.memory_efficiency) == (1e10, pytest.approx(0.9))
-    assert link.latency_s == 5e-5
+    assert link.latency_s == 5e-5 and device.reference_s == 1e-3
     assert link.bandwidth == pytest.approx(2e9) and link.ring_bandwidth == pytest.approx(1e9)
 
 

@@ -35,11 +35,15 @@ RECORD = Record(
 )  # fmt: skip
 
 
-def shown(document: dict) -> str:
-    console = Console(width=120)
+def text(document: dict) -> str:
+    console = Console(width=140)
     with console.capture() as capture:
         console.print(run_summary(document))
-    return next(line for line in capture.get().splitlines() if "peak memory of rank 0" in line)
+    return capture.get()
+
+
+def shown(document: dict) -> str:
+    return next(line for line in text(document).splitlines() if "peak memory of rank 0" in line)
 
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
@@ -57,3 +61,19 @@ def test_where_nothing_was_predicted_the_measured_stands_alone() -> None:
     (rank,) = document["ranks"]
     assert rank["predicted_allocated_peak_bytes"] is None and rank["predicted_busy_seconds"] is None
     assert "2.0 KiB" in shown(document) and "%" not in shown(document)
+
+
+def test_what_the_machine_was_slower_by_is_told_apart() -> None:
+    (rank,) = RECORD.ranks
+    looked = ((0, 9.0), (1, 1.5), (2, 1.25), (3, 1.75))  # the first step does not count
+    slowed = rank.model_copy(update={"slowdowns": looked})
+    steady = rank.model_copy(update={"rank": 1, "slowdowns": ((1, 1.0), (2, 1.0), (3, 1.0))})
+    more = {"losses": (1.0,) * 4, "gradient_norms": (1.0,) * 4, "step_seconds": (9.0, 2.0, 2.0, 2.0)}
+    record = RECORD.model_copy(update={"ranks": (steady, slowed), **more})
+    document = run_document(plan(), record, "record.json")
+    assert document["machine_slowdown"] == 1.5  # ranks wait for the slowest
+    lines = text(document)
+    assert "at the machine's speed then" in lines and "-25.0%" in lines and "-50.0%" in lines
+    assert "took 1.50 times as long" in lines and "from 1.00 to 1.75 times" in lines
+    unprobed = run_document(plan(), RECORD, "record.json")
+    assert unprobed["machine_slowdown"] is None and "machine" not in text(unprobed)

@@ -35,7 +35,7 @@ def compare(
     from stagewright.execution.record import clock_error_seconds, load_record, timeline_of
     from stagewright.planning.plan import load_plan
     from stagewright.report.comparison import both_pictures, comparison_document, comparison_table, in_words
-    from stagewright.report.runs import as_timed, longest_not_run
+    from stagewright.report.runs import as_timed, longest_not_run, machine_lines
 
     ran = load_record(record)
     whole = load_plan(plan)
@@ -53,7 +53,9 @@ def compare(
 
     console = stdout()
     pictures = both_pictures(predicted, measured, console.width, console.is_terminal)
-    show(comparison_table(document), *pictures, "", in_words(document))
+    ratios = [ratio for rank in ran.ranks for ratio in ran.slowdowns(rank)]
+    told = machine_lines(ran.slowdown, ratios)
+    show(comparison_table(document), *pictures, "", in_words(document), *told)
 
 
 def _predicted(plan: Plan, cluster: str | None, with_model: bool, report: Progress) -> Timeline:

@@ -173,6 +173,8 @@ class Device(SourcedModel):
     """Elements per second that a CPU adds to the gradient of an embedding, row by row; None: as fast as memory."""
     message_overhead_s: Seconds | None = None
     """Of the processor that computes, to send a message or to post the buffer of one; None: another processor does it."""
+    reference_s: Annotated[Seconds, Field(gt=0)] | None = None
+    """Of the computation by which a run sees whether the machine is as fast as when it was probed; None: it cannot."""
     context_bytes: ByteCount
     """Memory outside the allocator: driver context, loaded kernels."""
     workspace_bytes: ByteCount

@@ -42,6 +42,7 @@ def describe(
         ),
         "launch_overhead_s": _median(found, "launch_overhead_s"),
         "host_overhead_s": _median(found, "host_overhead_s"),
+        "reference_s": _median(found, "reference_s"),
     }
     if operators := [one.operators for one in found if one.operators is not None]:
         figures |= _operators(operators, figures)

@@ -25,6 +25,7 @@ from stagewright.execution.probe_operators import (
     faster_half,
     fitted,
 )
+from stagewright.execution.reference import Reference
 from stagewright.units import MIB
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class Measurements:
     stream_bandwidths: dict[str, float] = field(default_factory=dict)
     host_overhead_s: float = 0.0
     launch_overhead_s: float = 0.0
+    reference_s: float = 0.0
     attention_flops: float = 0.0
     attention_backward_flops: float = 0.0
     operators: OperatorFigures | None = None
@@ -181,6 +183,11 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
         for _ in range(count):
             x.add_(1)
     found.launch_overhead_s = watch.seconds("replay", graph.replay) / count
+
+
+def measure_reference(watch: Stopwatch, found: Measurements) -> None:
+    """The computation that runs look at again."""
+    found.reference_s = watch.seconds("reference", Reference(watch.device))
 
 
 def measure_matmul(watch: Stopwatch, found: Measurements) -> None:
@@ -359,6 +366,7 @@ _PHASES: dict[str, Callable[[Stopwatch, Measurements], None]] = {
     "memory": measure_memory,
     "operator overhead": measure_host,
     "operators in their places": measure_operators,
+    "reference": measure_reference,
     "matrix products": measure_matmul,
     "memory bandwidth": measure_streams,
     "attention": measure_attention,

@@ -30,6 +30,7 @@ from stagewright.simulation.observed import observed
 
 Moment = Annotated[float, Field(ge=-MOST_PREDICTED, le=MOST_PREDICTED)]
 """Seconds from some beginning."""
+Slowdown = Annotated[float, Field(gt=0, le=MOST_PREDICTED)]
 Count = Annotated[int, Field(ge=0, le=MOST_STEPS)]
 
 
@@ -68,6 +69,10 @@ class RankRecord(StrictModel):
     """`began_seconds` is wrong by at most this."""
     optimizer_seconds: Seconds = 0.0
     """From the end of the batch to the end of the step: sums of gradients, norm and update."""
+
+    slowdowns: tuple[tuple[Position, Slowdown], ...] = ()
+    """Behind some steps of this run: how many times as long as when the machine was probed a fixed computation took. None
+    where the plan's cluster was not probed."""
 
     @property
     def timed_peak_bytes(self) -> int:
@@ -115,6 +120,19 @@ class Record(StrictModel):
         """Median over the timed steps that were not metered (over all of them, if each was)."""
         timed = [step for step in self.timed_steps if step not in self.metered_steps] or self.timed_steps
         return statistics.median(self.step_seconds[step] for step in timed)
+
+    def slowdowns(self, rank: RankRecord) -> list[float]:
+        """Of a rank, behind the steps whose times count, the first and metered ones left out."""
+        timed = set(self.timed_steps) - set(self.metered_steps)
+        return [ratio for step, ratio in rank.slowdowns if step in timed]
+
+    @property
+    def slowdown(self) -> float | None:
+        """How many times as long as when it was probed the machine took for the same work, in the middle of the timed
+        steps, on the rank where that is most: ranks wait for the slowest. None where that was not looked at."""
+        return max(
+            (statistics.median(found) for rank in self.ranks if (found := self.slowdowns(rank))), default=None
+        )
 
     @property
     def timed_length(self) -> int | None:

@@ -19,6 +19,7 @@ from stagewright.execution.watch import Limits
 from stagewright.version import __version__
 
 if TYPE_CHECKING:
+    from stagewright.cluster import Device
     from stagewright.planning.plan import Plan
 
 
@@ -62,6 +63,7 @@ def work(
         from stagewright.execution.collectives import exchange
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.record import Record, StepLog, finite
+        from stagewright.execution.reference import SpeedWatch
         from stagewright.execution.session import Session
 
         if (threads := num_threads(loaded, launched)) is not None:
@@ -75,10 +77,12 @@ def work(
         metered = metered_steps(loaded.job, num_steps, first)
         log = StepLog(Path(out), first, num_steps) if launched == 0 else None
         watch.num_steps = first
+        speed = SpeedWatch(target, _probed_reference(loaded, launched, target.type))
         for step in range(first, num_steps):
             result = session.train_step(step, metered=step in metered)
             results.append(result)
             watch.num_steps = step + 1
+            speed.after(step - first, result.seconds)
             if log is not None:
                 log(step, result)
             is_last = result.is_last_asked or step + 1 == num_steps
@@ -89,7 +93,8 @@ def work(
                 break
         watch.at("comparing clocks")
         offset = clock_offset(watch.rank, watch.num_ranks, timeout)
-        ranks = exchange(session.rank_record(offset).model_dump(mode="json"))
+        own = session.rank_record(offset).model_copy(update={"slowdowns": tuple(speed.slowdowns)})
+        ranks = exchange(own.model_dump(mode="json"))
         if launched == 0:
             watch.at("writing the record")
             stopped = watch.stopped_by() if first + len(results) < num_steps else None
@@ -116,9 +121,20 @@ def work(
 
 def num_threads(plan: Plan, device: int) -> int | None:
     """Threads that the process of a device of the plan's cluster computes with; None where nothing says so."""
-    described = plan.cluster.description
-    known = described is not None and device < described.num_devices
-    return described.device_of(device).num_threads if described is not None and known else None
+    described = _described(plan, device)
+    return None if described is None else described.num_threads
+
+
+def _described(plan: Plan, device: int) -> Device | None:
+    """A device of the plan's cluster; None where the plan does not describe it."""
+    cluster = plan.cluster.description
+    return cluster.device_of(device) if cluster is not None and device < cluster.num_devices else None
+
+
+def _probed_reference(plan: Plan, device: int, kind: str) -> float | None:
+    """What the reference took when the device was probed; None where that is not known, or was another `kind` of device."""
+    described = _described(plan, device)
+    return described.reference_s if described is not None and described.kind == kind else None
 
 
 if __name__ == "__main__":

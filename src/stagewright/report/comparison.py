@@ -73,6 +73,7 @@ def comparison_document(
         "model": plan.model.name,
         "schedule": plan.schedule,
         "step_seconds": _pair(plan.predictions.step_seconds, record.median_step_seconds),
+        "machine_slowdown": record.slowdown,
         "batch_seconds": _pair(predicted.makespan_s, measured.makespan_s),
         "bubble_fraction": _pair(predicted.bubble_fraction, measured.bubble_fraction),
         "clock_error_seconds": clock_error_s,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN_STEPS = 8
+_WANDERS = 0.1
+"""By more than this a machine's speed differs from step to step where that is told."""
 
 
 def as_timed(plan: Plan, record: Record) -> Plan:
@@ -67,6 +69,7 @@ def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
         "losses": list(record.losses),
         "step_seconds": record.median_step_seconds,
         "predicted_step_seconds": plan.predictions.step_seconds,
+        "machine_slowdown": record.slowdown,
         "tokens_per_second": tokens / record.median_step_seconds,
         "all_step_seconds": list(record.step_seconds),
         "ranks": [
@@ -77,6 +80,7 @@ def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
                 "predicted_allocated_peak_bytes": predicted and predicted.allocated_peak_bytes,
                 "busy_seconds": rank.busy_seconds,
                 "predicted_busy_seconds": predicted and predicted.busy_seconds,
+                "slowdowns": record.slowdowns(rank),
             }
             for rank in record.ranks
             for predicted in (plan.predictions.ranks[rank.pipeline_rank] if plan.predictions.ranks else None,)
@@ -86,7 +90,9 @@ def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
 
 def run_summary(document: dict[str, Any]) -> Group:
     """The document of a run for people."""
-    return Group(loss_table(document["losses"], document["first_step"]), comparison(document))
+    ratios = [ratio for rank in document["ranks"] for ratio in rank["slowdowns"]]
+    told = machine_lines(document["machine_slowdown"], ratios)
+    return Group(loss_table(document["losses"], document["first_step"]), comparison(document), *told)
 
 
 def loss_table(losses: Sequence[float | None], first: int = 0) -> Table:
@@ -103,10 +109,34 @@ def comparison(document: dict[str, Any]) -> Table:
     of_length = "" if length is None else f" of {length} tokens"
     seconds = document["predicted_step_seconds"], document["step_seconds"]
     rows = [_compared(f"step time{of_length}", *seconds, format_seconds)]
+    if (slowdown := document["machine_slowdown"]) is not None:
+        rows.append(
+            _compared("at the machine's speed then", slowdown * seconds[0], seconds[1], format_seconds)
+        )
     for rank in document["ranks"]:
         pair = rank["predicted_allocated_peak_bytes"], rank["allocated_peak_bytes"]
         rows.append(_compared(f"peak memory of rank {rank['rank']}", *pair, format_bytes))
     return table("", ("", "predicted", "measured", "difference"), rows)
+
+
+def machine_lines(slowdown: float | None, ratios: Collection[float]) -> list[str]:
+    """How fast the machine itself was beside what the probe found, and whether that changed from step to step.
+
+    >>> machine_lines(1.25, [1.25, 1.25])[0].partition(":")[0]
+    'The machine took 1.25 times as long for the same work as when it was probed'
+    >>> machine_lines(1.25, [1.0, 1.25, 1.5])[1]
+    'Its speed wandered meanwhile, from 1.00 to 1.50 times that.'
+    """
+    if slowdown is None:
+        return []
+    lines = [
+        f"The machine took {slowdown:.2f} times as long for the same work as when it was probed: that part of the "
+        "difference is not the prediction's."
+    ]
+    low, high = min(ratios), max(ratios)
+    if high > (1 + _WANDERS) * low:
+        lines.append(f"Its speed wandered meanwhile, from {low:.2f} to {high:.2f} times that.")
+    return lines
 
 
 def on_other_devices(record: Record, kind: str, name: str) -> list[str]:
