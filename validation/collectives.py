@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from verdict import Row, arguments, show
+from verdict import Row, arguments, document, show
 
 from stagewright.cluster import (
     all_gather_seconds,
@@ -60,13 +61,16 @@ def main() -> None:
     options = parser.parse_args()
     left_out: Counter[str] = Counter()
     rows = list(judged(options.data, left_out))
-    for group, bar in BARS.items():
-        part = [row for row in rows if row.group == group]
+    parts = {group: [row for row in rows if row.group == group] for group in BARS}
+    if options.json:
+        found = {group: document(part, BARS[group]) for group, part in parts.items() if part}
+        print(json.dumps(found | {"left_out": left_out}, indent=1))
+        return
+    for group, part in parts.items():
         if part:
-            show(part, bar, "s", options.json, options.every_row)
-    if not options.json:
-        for reason, count in left_out.items():
-            print(f"{count} rows left out: {reason}")
+            show(part, BARS[group], "s", False, options.every_row)
+    for reason, count in left_out.items():
+        print(f"{count} rows left out: {reason}")
 
 
 if __name__ == "__main__":
