@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import date
 from importlib import metadata
 from operator import attrgetter
@@ -38,6 +39,8 @@ SCRIPTS = {
 _FITTED = "fit"
 """What sources of fitted figures begin with."""
 
+RESULTS = Path(__file__).parent / "results"
+
 LEFT_OUT = "left_out"
 """Key of scripts' documents: rows that are not judged, by the reason."""
 
@@ -51,16 +54,23 @@ row where rows are few.
 """
 
 
-def documents(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Script and document of each; made where the folder has none."""
+def documents(folder: Path, leave: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Script and document of each; made where the folder has none, or empty for those to `leave`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in SCRIPTS:
         path = folder / f"{name}.json"
+        if not path.exists() and name in leave:
+            yield name, {}
+            continue
         if not path.exists():
             print(f"asking {name}.py", file=sys.stderr, flush=True)
             script = Path(__file__).with_name(f"{name}.py")
             # A script ends with 1 where a bar is missed, and prints its document all the same.
             made = subprocess.run([sys.executable, str(script), "--json"], stdout=subprocess.PIPE, text=True)
+            if not made.stdout:
+                sys.exit(
+                    f"{script.name} printed no document (it ended with {made.returncode}): run it alone to see why"
+                )
             write_whole(path, made.stdout)
         yield name, json.loads(path.read_text())
 
@@ -128,12 +138,24 @@ def constants() -> Iterator[tuple[str, list[str]]]:
         yield name, fitted(load_runtime(name))
 
 
-def page(folder: Path) -> Iterator[str]:
+def newest(name: str) -> str | None:
+    """The last dated file of a script's results."""
+    dated = re.compile(r"\d{4}-\d\d-\d\d")
+    found = [
+        path.name for path in RESULTS.glob("*.md") if name.replace("_", "-") in path.name.replace("_", "-")
+    ]
+    return max(found, key=lambda file: dated.findall(file), default=None)
+
+
+def page(folder: Path, leave: Collection[str] = ()) -> Iterator[str]:
     """The lines of the page."""
     versions = {"version": metadata.version("stagewright"), "torch": metadata.version("torch")}
     yield _HEAD.format(today=date.today().isoformat(), **versions)
-    for name, found in documents(folder):
+    for name, found in documents(folder, leave):
         yield f"\n## {SCRIPTS[name]}\n\n`python validation/{name}.py`\n"
+        if not found:
+            yield f"Not judged anew with this page: [{newest(name)}](../validation/results/{newest(name)})."
+            continue
         yield "| figure | half | rows | mean | median | bias | worst |\n| --- | --- | ---: | ---: | ---: | ---: | ---: |"
         for figure, document in judged(found):
             figure = figure or name
@@ -159,7 +181,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--documents", type=Path, required=True, help="where documents of scripts are kept")
-    for line in page(parser.parse_args().documents):
+    parser.add_argument(
+        "--leave", nargs="*", default=[], choices=SCRIPTS, help="not asked: their last results are named"
+    )
+    given = parser.parse_args()
+    for line in page(given.documents, given.leave):
         print(line)
 
 

@@ -37,6 +37,14 @@ def test_what_was_fitted_is_counted_where_sources_say_so() -> None:
     assert counted["mi300x"] == [] and counted["megatron-core+te"] == ["host.step_s"]
 
 
+def test_a_script_that_is_not_asked_names_its_last_results(tmp_path: Path) -> None:
+    for name in set(accuracy.SCRIPTS) - {"runtimes"}:
+        (tmp_path / f"{name}.json").write_text("{}")
+    page = "\n".join(accuracy.page(tmp_path, ["runtimes"]))
+    assert accuracy.newest("runtimes") is not None
+    assert f"({Path('../validation/results') / str(accuracy.newest('runtimes'))})" in page
+
+
 def test_every_script_is_there() -> None:
     folder = Path(accuracy.__file__).parent
     assert all((folder / f"{name}.py").exists() for name in accuracy.SCRIPTS)
