@@ -32,7 +32,6 @@ SCRIPTS = {
     "h100_eager": "Eager training steps on one H100",
     "footprints": "Memory of Megatron and of tuned stages",
     "runtimes": "Training steps under other runtimes",
-    "amp": "Pipelines on unequal devices (AMP)",
 }
 """Scripts of this folder that judge measurements of others, and what these are."""
 
@@ -118,7 +117,7 @@ def halves(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def fitted(model: SourcedModel) -> list[str]:
     """Dotted names of the figures of a device, link or runtime whose source is a fit, those of what it holds included."""
-    own = [name for name in model.figures() if (model.source_of(name) or "").startswith(_FITTED)]
+    own = [name for name in model.figures() if _source(model, name).startswith(_FITTED)]
     own = [name for name in own if not isinstance(attrgetter(name)(model), bool)]
     for name in type(model).model_fields:
         held = getattr(model, name)
@@ -126,6 +125,17 @@ def fitted(model: SourcedModel) -> list[str]:
             if isinstance(one, SourcedModel):
                 own += [f"{name}.{inner}" for inner in fitted(one)]
     return own
+
+
+def _source(model: SourcedModel, figure: str) -> str:
+    """Where a figure comes from; of one that is "as" another of the model, where that does."""
+    text = model.source_of(figure) or ""
+    other = text.removeprefix("as ").split(",")[0]
+    return (
+        _source(model, other)
+        if text.startswith("as ") and other in model.figures() and other != figure
+        else text
+    )
 
 
 def constants() -> Iterator[tuple[str, list[str]]]:
