@@ -18,6 +18,7 @@ from stagewright.cli import (
     plan,
     plan_costs,
     probe,
+    profile,
     run,
     schedule,
     simulate,
@@ -84,7 +85,7 @@ def stagewright(
 _VERBS = (
     plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
     verify.verify, trace.trace, schedule.schedule,
-    probe.probe, lists.models, lists.clusters, lists.schema, demo.demo,
+    probe.probe, profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 
 for _verb in _VERBS:

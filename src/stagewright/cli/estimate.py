@@ -34,6 +34,7 @@ def estimate(
     compiled: options.Compiled = False,
     memory_limit: options.MemoryLimit = None,
     runtime: options.RuntimeName = None,
+    profile: options.Profile = None,
     pp: options.PipelineWidth = None,
     dp: options.DataWidth = None,
     tp: options.TensorWidth = None,
@@ -75,8 +76,8 @@ def estimate(
     with without_collection(), Progress(f"estimating {subject}") as progress:
         if from_plan:
             plan = load_plan(subject)
-            on = options.cluster_of(plan, cluster)
-            needs_model = cluster is not None or by is not None
+            on = options.profiled(options.cluster_of(plan, cluster), profile)
+            needs_model = cluster is not None or by is not None or profile is not None
             is_promised = _is_promised(plan, with_model, needs_model)
             found = plan if is_promised else estimating.estimate(plan, on, report=progress)
         else:
@@ -84,7 +85,7 @@ def estimate(
                 job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
                 compiled=compiled or None, memory_limit=memory_limit, runtime=runtime,
             )  # fmt: skip
-            on = _cluster(cluster)
+            on = options.profiled(_cluster(cluster), profile)
             left = on.num_devices // (pp or on.num_devices) // (tp or 1) // (cp or 1)
             replicas = (max(left, 1) if dp is None else dp) * (cp or 1)
             refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=tp in (None, 1))
@@ -106,8 +107,8 @@ def estimate(
         breakdown = {"breakdown": [dataclasses.asdict(share) for share in shares]} if by else {}
         print_document(report.estimate_document(found) | breakdown)
         return
-    behind = (line,) if (line := report.host_line(found)) else ()
-    show(report.estimate_heading(found), *behind, *report.lengths_tables(found), report.stage_table(found))
+    said = [line for line in (report.host_line(found), report.profile_line(found)) if line is not None]
+    show(report.estimate_heading(found), *said, *report.lengths_tables(found), report.stage_table(found))
     show(*saving_tables(found), *loss_lines(found), report.memory_table(found))
     show(*((report.breakdown_table(shares, by),) if by else ()))
 
@@ -115,7 +116,7 @@ def estimate(
 def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
     """Whether the plan's own predictions are shown, since building its model runs code that was not allowed."""
     if needs_model or with_model or not plan.model.is_code:
-        allow_model(plan, with_model, "--cluster or --by")
+        allow_model(plan, with_model, "--cluster, --profile or --by")
         return False
     options.warn(
         [f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"]

@@ -49,6 +49,9 @@ RuntimeName = Annotated[
     str | None, typer.Option("--runtime", metavar="NAME",
         help="Whose execution is predicted: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "
         "deepspeed, deepspeed-tf32, zero-bubble, torch-fsdp, or a runtime.toml.")]
+Profile = Annotated[
+    Path | None, typer.Option("--profile", metavar="FILE",
+        help="Measured seconds of operators that `stagewright profile` wrote; they are taken where they fit.")]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")]
 PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
@@ -205,6 +208,14 @@ def cluster_of(plan: Plan, name: str | None) -> Cluster:
     from stagewright.cluster import load_cluster
 
     return plan.cluster.load() if name is None else load_cluster(name)
+
+
+def profiled(cluster: Cluster, path: Path | None) -> Cluster:
+    """`cluster` with what a profile, if one is given, says of its devices. Raises `InputError` for a file that is no
+    profile, or one of another kind of device."""
+    from stagewright.cluster import load_profile
+
+    return cluster if path is None else cluster.with_profile(load_profile(path))
 
 
 def is_plan(text: str) -> bool:

@@ -48,10 +48,12 @@ class JobOptions:
     compiled: options.Compiled = False
     memory_limit: options.MemoryLimit = None
     runtime: options.RuntimeName = None
+    profile: options.Profile = None
 
     def read(self) -> Job:
         """Raises `InputError` for a missing or wrong key."""
-        given = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "job"}
+        names = [one.name for one in dataclasses.fields(self) if one.name not in ("job", "profile")]
+        given = {name: getattr(self, name) for name in names}
         lengths = options.parse_lengths(self.sequence_lengths)
         given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
         return options.read_job(self.job, **given)
@@ -159,7 +161,7 @@ def plan(
     check_writable(output)
     _check_ranks(result.ranks)
     _check_objective(context, objective, scheduling.host_stages)
-    target = load_cluster(cluster)
+    target = options.profiled(load_cluster(cluster), asked.profile)
     wanted = asked.read()
     if wanted.runtime != STAGEWRIGHT:
         options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")
@@ -301,6 +303,7 @@ def _tell(
         *saving.loss_lines(shown[0]),
         configurations.stages_line(shown[0], cluster),
         plans.host_line(shown[0]),
+        plans.profile_line(shown[0]),
         None if is_own else configurations.left_out_table(found),
         plans.left_out(found),
         plans.break_even_line(even) if even else None,

@@ -16,6 +16,7 @@ from stagewright.cluster.host_device import with_hosts
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
+from stagewright.cluster.profile import OperatorProfile, load_profile
 
 __all__ = [
     "Cluster",
@@ -25,6 +26,7 @@ __all__ = [
     "MeasuredBandwidth",
     "MeasuredCollective",
     "NodeGroup",
+    "OperatorProfile",
     "PerPrecision",
     "PerPrecisionFraction",
     "all_gather_seconds",
@@ -34,6 +36,7 @@ __all__ = [
     "broadcast_seconds",
     "dispatch_seconds",
     "load_cluster",
+    "load_profile",
     "reduce_scatter_seconds",
     "save_cluster",
     "with_hosts",

@@ -14,6 +14,7 @@ from stagewright.cluster.device import Device
 from stagewright.cluster.host import Host
 from stagewright.cluster.link import Link
 from stagewright.cluster.measured import MeasuredCollective
+from stagewright.cluster.profile import OperatorProfile
 from stagewright.cluster.strict import SourcedModel
 from stagewright.errors import InputError
 from stagewright.limits import LEAST_RATE, MOST_DEVICES, MOST_RATE, MOST_SECONDS
@@ -180,6 +181,39 @@ class Cluster(SourcedModel):
                 "choose a part of the cluster with one kind of device"
             )
         return self.nodes[0].device
+
+    def with_profile(self, profile: OperatorProfile) -> Cluster:
+        """This cluster, whose devices of that kind take what a profile says of operators, at the speed that the machine had
+        when it was probed, where both know how fast it was.
+
+        Raises:
+            InputError: it has no such device, several different ones, or processes of another number of threads.
+        """
+        devices = list(
+            dict.fromkeys(group.device for group in self.nodes if group.device.kind == profile.kind)
+        )
+        found = f"the profile is of a {profile.kind} device ({profile.device})"
+        if len(devices) != 1:
+            names = ", ".join(device.name for device in devices) or f"none of kind {profile.kind}"
+            raise InputError(
+                f"{found}, but cluster '{self.name}' has {names}: profile the model on the cluster's device, or name a "
+                "cluster with one such device"
+            )
+        (device,) = devices
+        if (
+            None not in (device.num_threads, profile.num_threads)
+            and device.num_threads != profile.num_threads
+        ):
+            raise InputError(
+                f"{found} with {profile.num_threads} threads a process, but a process of cluster '{self.name}' has "
+                f"{device.num_threads}: profile with as many processes as the cluster was probed with"
+            )
+        profiled = device.model_copy(update={"profile": profile.at_speed(device.reference_s)})
+        groups = tuple(
+            group.model_copy(update={"device": profiled}) if group.device == device else group
+            for group in self.nodes
+        )
+        return self.model_copy(update={"nodes": groups})
 
     @property
     def is_uniform(self) -> bool:

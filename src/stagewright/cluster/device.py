@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from stagewright.cluster.products import Products, Shape, product_seconds
+from stagewright.cluster.profile import OperatorProfile
 from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount
 from stagewright.errors import InputError
 from stagewright.limits import (
@@ -127,7 +128,7 @@ class Device(SourcedModel):
     * `norm_efficiency`: the same for layer and group norms; None where it is not known to be less.
     """
 
-    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "vendor", "kind", "num_threads"})
+    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "vendor", "kind", "num_threads", "profile"})
 
     name: str = Field(min_length=1)
     vendor: str = ""
@@ -187,6 +188,9 @@ class Device(SourcedModel):
     """Threads that a process computes with on a CPU; None leaves that to the launcher."""
     price_per_hour: float | None = Field(default=None, ge=0, le=MOST_PRICE)
     """US dollars per device."""
+
+    profile: OperatorProfile | None = None
+    """Operators whose measured seconds are taken in place of what the figures say."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.peak_flops))

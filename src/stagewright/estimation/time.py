@@ -18,6 +18,7 @@ from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.runtime import runtime_of
+from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.graph import short_name
@@ -222,12 +223,32 @@ class Costing:
         if not found.has_rule:
             self.without_rule.add(short_name(node.op))
         made = self._in_products(found, node, value)
+        measured_s = self.measured_seconds(node, value)
+        if measured_s is not None:
+            made = replace(made, device_s=measured_s)
         made = self._under_runtime(made, found)
         if node.op in COLLECTIVES:
             made = self._sent(node, value, made)
         if node.signature >= 0:
             self._by_signature[kind] = made
         return made
+
+    def measured_seconds(self, node: Node, value: Lookup) -> float | None:
+        """What the device's profile says of a node; None where it says nothing, or of another type of product."""
+        profile = self.device.profile
+        if profile is None or node.id in self.fusions or self.products is not None:
+            return None
+        signature = signature_of(node, value)
+        return None if signature is None else profile.seconds.get(signature)
+
+    @property
+    def measured_share(self) -> float:
+        """The part of the operators' time on the device that is measured and not worked out."""
+        if self.device.profile is None:
+            return 0.0
+        seconds = self.arrays.device_s
+        is_measured = [self.measured_seconds(node, self._of_graph) is not None for node in self.graph.nodes]
+        return float(seconds[is_measured].sum() / seconds.sum())
 
     def _kind(self, node: Node) -> int:
         """A number that nodes of equal cost share: their signature, and in eight bits also what else decides."""
@@ -350,11 +371,14 @@ class Costing:
 
     def growing_seconds(self, nodes: Iterable[Node], value: Lookup) -> float:
         """Of the device's time of a function, what grows with the samples of a microbatch, at the least: no launches,
-        no latency, not the traffic of weights and of their gradients."""
+        no latency, not the traffic of weights and of their gradients. Where operators are measured, larger ones may be as
+        fast as any, and nothing is known to grow."""
         return sum(self.growing(node, value) for node in nodes)
 
     def growing(self, node: Node, value: Lookup) -> float:
         """Of one node."""
+        if self.device.profile is not None:
+            return 0.0
         kind = self._kind(node), node.part
         if node.signature < 0 or kind not in self._growing_by_kind:
             self._growing_by_kind[kind] = self._growing(node, value)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,19 @@ from stagewright.machine import num_cores
 Progress = Callable[[str, float], None]
 """Called with what is measured now and the fraction already done."""
 
+RequestT = TypeVar("RequestT", bound="Request")
+FoundT = TypeVar("FoundT")
+Measure = Callable[[int, RequestT, torch.device, Progress], FoundT]
+"""What a process of this rank measures on its device; in a module, so that another process finds it."""
+
 _START, _MESSAGES = 0.1, 0.9
 """Parts of a probe's time at which processes have started, and at which only messages are left to measure."""
 
 
 @dataclass(frozen=True)
-class _Request:
+class Request:
+    """Which processes measure, and for how long."""
+
     device_type: str
     processes: int
     threads: int
@@ -64,14 +72,15 @@ def probe(
     process fails, or if it takes longer than `time_limit_s` and comes no further for half of that; no process outlives the
     call. The cluster says if other programs were at work meanwhile.
     """
-    request = _checked(device, processes, time_limit_s, seconds_per_figure)
+    request = checked(device, processes, time_limit_s, seconds_per_figure)
     others = watch_others()
-    found = _run_workers(request, progress or (lambda what, fraction: None))
+    found = run_workers(request, progress or (lambda what, fraction: None), _measure)
     cluster = describe(found[: request.processes], request.device_type, request.threads)
     return cluster.model_copy(update={"cores_of_others": others()})
 
 
-def _checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> _Request:
+def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> Request:
+    """Raises `InputError` for what this machine does not have."""
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot probe device '{device}': choose 'cpu' or 'cuda'")
     cores = num_cores()
@@ -82,13 +91,14 @@ def _checked(device: str, processes: int, time_limit_s: float, seconds_per_figur
             f"cannot probe {processes} process(es): this machine has {available} {unit}; "
             f"choose 1 to {available}" + (", or probe the cpu" if device == "cuda" else "")
         )
-    return _Request(device, processes, max(1, cores // processes), time_limit_s, seconds_per_figure)
+    return Request(device, processes, max(1, cores // processes), time_limit_s, seconds_per_figure)
 
 
 # The parent: starts the workers, listens, and ends them whatever happens.
 
 
-def _run_workers(request: _Request, progress: Progress) -> list[Measurements]:
+def run_workers(request: RequestT, progress: Progress, measure: Measure[RequestT, FoundT]) -> list[FoundT]:
+    """What `measure` finds in each of the processes of `request`; no process outlives the call. Raises as `probe` does."""
     context = mp.get_context("spawn")
     workers, pipes = [], []
     deadline = time.monotonic() + request.time_limit_s
@@ -98,7 +108,9 @@ def _run_workers(request: _Request, progress: Progress) -> list[Measurements]:
                 for rank in range(request.world):
                     receiver, sender = context.Pipe(duplex=False)
                     worker = context.Process(
-                        target=_worker, args=(rank, request, str(Path(folder) / "store"), sender), daemon=True
+                        target=_worker,
+                        args=(rank, request, str(Path(folder) / "store"), sender, measure),
+                        daemon=True,
                     )
                     worker.start()
                     sender.close()  # so that the end of the worker is the end of the pipe
@@ -114,11 +126,9 @@ def _run_workers(request: _Request, progress: Progress) -> list[Measurements]:
                 worker.join()
 
 
-def _listen(
-    pipes: list[Connection], deadline: float, request: _Request, progress: Progress
-) -> list[Measurements]:
+def _listen(pipes: list[Connection], deadline: float, request: Request, progress: Progress) -> list[Any]:
     phase = dict.fromkeys(range(len(pipes)), "start")
-    found: dict[int, Measurements] = {}
+    found: dict[int, Any] = {}
     progress("start", 0.0)
     while len(found) < len(pipes):
         waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in found]
@@ -154,19 +164,12 @@ def _listen(
 # A worker: enters each phase together with its peers, so that every figure is taken under the load of all.
 
 
-def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> None:
+def _worker(
+    rank: int, request: RequestT, store_path: str, pipe: Connection, measure: Measure[RequestT, FoundT]
+) -> None:
     try:
         device = _prepare(rank, request, store_path)
-        meet = dist.barrier if request.processes == request.world else lambda: None
-        watch = Stopwatch(device, request.seconds_per_figure, meet)
-        found = Measurements()
-        if rank < request.processes:
-            measuring.measure_compute(watch, found, lambda what, done: pipe.send(("phase", (what, done))))
-        dist.barrier()
-        pipe.send(("phase", (measuring.MESSAGE_PHASE, 1.0)))
-        measuring.measure_messages(watch, found)
-        if request.processes == request.world:
-            measuring.measure_posting(watch, found)
+        found = measure(rank, request, device, lambda what, done: pipe.send(("phase", (what, done))))
         dist.barrier()
         pipe.send(("found", found))
         dist.destroy_process_group()
@@ -174,6 +177,20 @@ def _worker(rank: int, request: _Request, store_path: str, pipe: Connection) -> 
         pipe.send(("error", _described(error)))
     finally:
         pipe.close()
+
+
+def _measure(rank: int, request: Request, device: torch.device, report: Progress) -> Measurements:
+    meet = dist.barrier if request.processes == request.world else lambda: None
+    watch = Stopwatch(device, request.seconds_per_figure, meet)
+    found = Measurements()
+    if rank < request.processes:
+        measuring.measure_compute(watch, found, report)
+    dist.barrier()
+    report(measuring.MESSAGE_PHASE, 1.0)
+    measuring.measure_messages(watch, found)
+    if request.processes == request.world:
+        measuring.measure_posting(watch, found)
+    return found
 
 
 def _described(error: Exception) -> str:
@@ -184,7 +201,7 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no further word'}"
 
 
-def _prepare(rank: int, request: _Request, store_path: str) -> torch.device:
+def _prepare(rank: int, request: Request, store_path: str) -> torch.device:
     keep_freed_memory()  # as the processes of a run do
     torch.set_num_threads(request.threads)
     if sys.platform == "linux":

@@ -51,7 +51,7 @@ def describe(
     guess = "guess: room for fragmentation and communication buffers"
     device = Device(
         name="local",
-        vendor=_processor(device_type),
+        vendor=processor_name(device_type),
         kind="cpu" if device_type == "cpu" else "cuda",
         reserve_fraction=_RESERVE_FRACTION,
         sources={**dict.fromkeys(figures, source), "reserve_fraction": guess},
@@ -170,11 +170,12 @@ def source_text(device_type: str, processes: int, threads: int) -> str:
         load += f", {threads} thread{'s' if threads > 1 else ''} each"
     return (
         f"measured by stagewright probe on {date.today().isoformat()}, torch {torch.__version__}, "
-        f"{_processor(device_type)}, {load}"
+        f"{processor_name(device_type)}, {load}"
     )
 
 
-def _processor(device_type: str) -> str:
+def processor_name(device_type: str) -> str:
+    """What the processor, or the first GPU, calls itself."""
     if device_type == "cuda":
         return torch.cuda.get_device_name(0)
     try:

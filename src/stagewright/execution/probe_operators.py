@@ -76,7 +76,7 @@ class _Network(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-class _Marks:
+class Marks:
     """Moments in front of and after every operator."""
 
     def __init__(self) -> None:
@@ -88,6 +88,10 @@ class _Marks:
 
     def __call__(self) -> None:
         self.moments.append(time.perf_counter())
+
+    def clear(self) -> None:
+        """Forget moments so far."""
+        self.moments.clear()
 
     def taken(self) -> np.ndarray:
         """Seconds of each operator since the last call, in order."""
@@ -104,7 +108,7 @@ class ReferenceNetwork:
         network, self._tokens = _Network(width), torch.randint(_VOCABULARY, (1, length))
         graph = trace_module(network, {"tokens": self._tokens}, "reference")
         (self._stage,) = carve(graph, [])
-        self._marks = _Marks()
+        self._marks = Marks()
         self._runner = _runner(self._stage, network, self._marks)
         self._runner.begin_step(0)
         self._passes: list[np.ndarray] = []
@@ -127,7 +131,7 @@ class ReferenceNetwork:
 
     def step(self) -> np.ndarray:
         """Seconds of every operator of a forward and backward."""
-        self._marks.moments.clear()
+        self._marks.clear()
         self._runner.forward(0, {}, {"tokens": self._tokens})
         forward = self._marks.taken()
         self._runner.backward(0, {})
@@ -139,7 +143,7 @@ def faster_half(samples: Sequence[_T], seconds: Callable[[_T], float]) -> list[_
     return sorted(samples, key=seconds)[: (len(samples) + 1) // 2]
 
 
-def _runner(stage: Stage, network: nn.Module, mark: _Marks) -> StageRunner:
+def _runner(stage: Stage, network: nn.Module, mark: Marks) -> StageRunner:
     device = torch.device("cpu")
     tensors = dict(network.named_parameters()) | dict(network.named_buffers())
     return StageRunner(stage, Weights([stage], tensors, device), device, loss_scale=1.0, mark=mark)

@@ -126,6 +126,8 @@ class Predictions(StrictModel):
     mfu: Rate
     """FLOP of the model's matrix products (without recomputation) over what the devices' peaks allow."""
     bubble_fraction: float = Field(ge=-1, le=1)
+    measured_share: float = Field(default=0.0, ge=0, le=1)
+    """Part of the operators' time on the device that is told by a profile of them and not worked out."""
     ranks: tuple[RankPrediction, ...]
     stages: tuple[StagePrediction, ...]
     costs: StepCosts | None = None

@@ -58,6 +58,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
     return {
         **{name: getattr(plan.predictions, name) for name in of_step},
         "host_bound_fraction": plan.host_bound,
+        "measured_fraction": plan.predictions.measured_share,
         "mean_step_seconds": plan.mean_step_seconds,
         "mean_tokens_per_second": plan.mean_rate(_tokens),
         "runtime": plan.job.runtime,
@@ -218,6 +219,21 @@ def host_line(plan: Plan) -> str | None:
     return (
         f"Host-bound: for {plan.host_bound:.0%} of the step devices wait for operators to be issued{remedy}."
     )
+
+
+def profile_line(plan: Plan) -> str | None:
+    """How much of the operators' time is measured; None where no profile was given."""
+    if plan.cluster.description is None or not any(
+        group.device.profile for group in plan.cluster.description.nodes
+    ):
+        return None
+    share = plan.predictions.measured_share
+    rest = (
+        ""
+        if share > 1 - _LEAST_SHARE
+        else "; the rest is not in the profile and worked out from the device's figures"
+    )
+    return f"Measured: {share:.0%} of the operators' time{rest}."
 
 
 def memory_table(plan: Plan) -> Table:

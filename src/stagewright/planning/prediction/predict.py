@@ -58,6 +58,7 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         * num_microbatches
         / (step * line.num_holders * sum(line.job.peak_of(line.device_of(rank)) for rank in range(line.pp))),
         bubble_fraction=timeline.bubble_fraction,
+        measured_share=body.costing.measured_share,
         ranks=tuple(
             RankPrediction(
                 rank=memory.rank,

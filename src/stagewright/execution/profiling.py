@@ -1,0 +1,233 @@
+"""Operators of a model, timed where they run: in forwards and backwards of a few of its layers on the device at hand.
+
+An operator called over and over on the same tensors finds them in the nearest cache; between the others it does not. So all
+are timed in their places, a pass after the other, in as many processes as will work at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from stagewright.cluster.profile import OperatorProfile
+from stagewright.estimation.signatures import signature_of
+from stagewright.execution.clock import synchronize
+from stagewright.execution.data import SyntheticBatches
+from stagewright.execution.loading import starting_tensors
+from stagewright.execution.probe import Progress, Request, checked, run_workers
+from stagewright.execution.probe_description import processor_name
+from stagewright.execution.probe_operators import Marks, faster_half
+from stagewright.execution.reference import Reference
+from stagewright.execution.stage_runner import StageRunner
+from stagewright.execution.weights import Weights
+from stagewright.graph import OperatorGraph
+from stagewright.graph.carving import carve
+from stagewright.planning.job import Job
+from stagewright.tracing.cache import trace
+from stagewright.tracing.models.build import DeferredModel
+from stagewright.tracing.models.reference import ModelReference
+
+_LIMIT_S = 180.0
+"""For processes to start and to read their graphs."""
+
+_WARM_UP, _LEAST_ROUNDS = 2, 4
+_WATCHED = 0.1
+"""Time for the reference computation, in that of a round's passes."""
+
+_PREPARED = 0.1
+"""Part of the time after which passes are timed."""
+
+Seconds = dict[str, float]
+"""By the signature of an operator."""
+
+
+@dataclass(frozen=True)
+class _Asked(Request):
+    reference: ModelReference
+    job: Job
+    microbatches: tuple[int, ...]
+
+
+def profile(
+    reference: ModelReference,
+    job: Job,
+    microbatches: Sequence[int],
+    device: str = "cpu",
+    processes: int = 1,
+    seconds: float = 5.0,
+    time_limit_s: float | None = None,
+    report: Progress = lambda what, fraction: None,
+) -> OperatorProfile:
+    """What the operators of `reference` take, of microbatches of these sizes, while so many processes work at once.
+
+    Args:
+        seconds: for the passes of each size, about.
+        time_limit_s: after which processes that come no further are given up.
+
+    Raises:
+        InputError: this machine has no such device, or not as many.
+        RunError: a process fails, or comes no further; none outlives the call.
+        TraceError: the model cannot be traced.
+    """
+    limit_s = time_limit_s or _LIMIT_S + 4 * seconds * len(microbatches)
+    base = checked(device, processes, limit_s, seconds)
+    for size in microbatches:
+        report(f"tracing microbatches of {size}", 0.0)
+        _graph(reference, job, size, device)  # kept, so that the processes read it
+    asked = _Asked(**vars(base), reference=reference, job=job, microbatches=tuple(microbatches))
+    found = run_workers(asked, report, _measure)[:processes]
+    return OperatorProfile(
+        device=processor_name(device),
+        kind="cpu" if device == "cpu" else "cuda",
+        torch=torch.__version__,
+        processes=processes,
+        reference_s=statistics.median(one.reference_s for one in found),
+        num_threads=base.threads if device == "cpu" else None,
+        seconds={name: statistics.median(one.seconds[name] for one in found) for name in found[0].seconds},
+    )
+
+
+def _graph(reference: ModelReference, job: Job, size: int, device: str) -> OperatorGraph:
+    """Of a few of the layers: the others are like them."""
+    return trace(reference, size, device=device, expand=False, **job.traced(device))
+
+
+def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -> _Found:
+    """What this process takes, all at work on the same operators at the same time.
+
+    Sizes take turns, so that a machine whose speed wanders slows them alike.
+    """
+    passes = []
+    for place, size in enumerate(asked.microbatches):
+        report(f"preparing microbatches of {size}", _PREPARED * place / len(asked.microbatches))
+        passes.append(_Passes(asked.reference, asked.job, size, device))
+    reference = Reference(device)
+    for one in passes * _WARM_UP:
+        one.step()
+    dist.barrier()
+    begun, limit_s = time.perf_counter(), asked.seconds_per_figure * len(passes)
+    rounds: list[_Round] = []
+    while len(rounds) < _LEAST_ROUNDS or time.perf_counter() - begun < limit_s:
+        done = min((time.perf_counter() - begun) / limit_s, 1.0)
+        report(f"round {len(rounds) + 1}", _PREPARED + (1.0 - _PREPARED) * done)
+        sizes = tuple(one.step() for one in passes)
+        rounds.append(
+            _Round(_seconds_of(reference, _WATCHED * sum(float(one.sum()) for one in sizes)), sizes)
+        )
+    kept = faster_half(rounds, lambda one: sum(float(size.sum()) for size in one.sizes))
+    seconds: defaultdict[str, list[float]] = defaultdict(list)
+    for one, columns in zip(passes, zip(*(one.sizes for one in kept), strict=True), strict=True):
+        for name, taken in zip(one.signatures, np.mean(columns, axis=0), strict=True):
+            if name is not None:
+                seconds[name].append(float(taken))
+    means = {name: statistics.fmean(found) for name, found in seconds.items()}
+    return _Found(statistics.fmean(one.reference_s for one in kept), means)
+
+
+def _seconds_of(reference: Reference, during_s: float) -> float:
+    """Mean over calls for so long: of a machine that others use too, only many calls tell how much it is slowed."""
+    found, end = [reference.seconds()], time.perf_counter() + during_s
+    while time.perf_counter() < end:
+        found.append(reference.seconds())
+    return statistics.fmean(found)
+
+
+@dataclass(frozen=True)
+class _Found:
+    reference_s: float
+    seconds: Seconds
+
+
+@dataclass(frozen=True)
+class _Round:
+    """One pass of every size."""
+
+    reference_s: float
+    sizes: tuple[np.ndarray, ...]
+    """Seconds of the operators of each."""
+
+
+class _Passes:
+    """Forwards and backwards of one microbatch through a model's few layers."""
+
+    def __init__(self, reference: ModelReference, job: Job, size: int, device: torch.device) -> None:
+        graph = _graph(reference, job, size, device.type)
+        (self._stage,) = carve(graph, [])
+        model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
+        wide = torch.float32 if job.dtype in ("bf16", "fp16") else None
+        weights = Weights([self._stage], starting_tensors(model, [self._stage]), device, wide)
+        batch = SyntheticBatches(model.inputs, job.seed).microbatch(0, 0, graph)
+        self._inputs = {name: tensor.to(device) for name, tensor in batch.items()}
+        self._device, self._marks = device, Marks() if device.type == "cpu" else _Events()
+        self._runner = StageRunner(self._stage, weights, device, loss_scale=1.0, mark=self._marks)
+        self._runner.begin_step(0)
+
+    @property
+    def signatures(self) -> list[str | None]:
+        """Of the operators that a pass times, in order."""
+        nodes = (*self._stage.forward.nodes, *self._stage.backward.nodes)
+        return [signature_of(node, self._stage.value) for node in nodes]
+
+    def step(self) -> np.ndarray:
+        """Seconds of every operator of a forward and backward."""
+        self._marks.clear()
+        self._runner.forward(0, {}, self._inputs)
+        forward = self._marks.taken()
+        self._runner.backward(0, {})
+        backward = self._marks.taken()
+        synchronize(self._device)
+        return np.concatenate([forward, backward])
+
+
+class _Events:
+    """As `Marks` on a GPU: moments at which it gets between operators, told by events. It is kept busy until the host has
+    issued them all, so that it waits for none."""
+
+    _BUSY_WIDTH = 4096
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._ahead = torch.zeros(self._BUSY_WIDTH, self._BUSY_WIDTH, device="cuda")
+        self._host_s, self._began = 0.0, 0.0
+        self._call_s = _timed(self._work)
+
+    def _work(self) -> None:
+        torch.mm(self._ahead, self._ahead)
+
+    def clear(self) -> None:
+        self._events.clear()
+
+    def __call__(self) -> None:
+        if not self._events:
+            for _ in range(int(2 * self._host_s / self._call_s) + 1):
+                self._work()
+            self._began = time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def taken(self) -> np.ndarray:
+        """Seconds of each operator since the last call, in order."""
+        self._host_s = max(self._host_s, time.perf_counter() - self._began)
+        torch.cuda.synchronize()
+        pairs = zip(self._events[:-1], self._events[1:], strict=True)
+        seconds = [max(before.elapsed_time(after) * 1e-3, 1e-8) for before, after in pairs]
+        self._events.clear()
+        return np.array(seconds)
+
+
+def _timed(call: Callable[[], object]) -> float:
+    """Of one call on the GPU."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
