@@ -24,7 +24,7 @@ def test_a_machine_that_was_not_probed_is_not_looked_at() -> None:
 
 
 def test_looking_takes_a_hundredth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Reference, "seconds", lambda self: 2e-3)  # five of them are 10 ms
+    monkeypatch.setattr(Reference, "seconds", lambda self, during_s: 2e-3)  # five of them are 10 ms
     speed = SpeedWatch(CPU, 1e-3)
     for step in range(9):
         speed.after(step, 0.25)  # 10 ms are a hundredth of four steps

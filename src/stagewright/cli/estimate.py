@@ -35,6 +35,7 @@ def estimate(
     memory_limit: options.MemoryLimit = None,
     runtime: options.RuntimeName = None,
     profile: options.Profile = None,
+    record: options.RecordFile = None,
     pp: options.PipelineWidth = None,
     dp: options.DataWidth = None,
     tp: options.TensorWidth = None,
@@ -76,8 +77,8 @@ def estimate(
     with without_collection(), Progress(f"estimating {subject}") as progress:
         if from_plan:
             plan = load_plan(subject)
-            on = options.profiled(options.cluster_of(plan, cluster), profile)
-            needs_model = cluster is not None or by is not None or profile is not None
+            on = options.as_measured(options.cluster_of(plan, cluster), profile, record)
+            needs_model = any(one is not None for one in (cluster, by, profile, record))
             is_promised = _is_promised(plan, with_model, needs_model)
             found = plan if is_promised else estimating.estimate(plan, on, report=progress)
         else:
@@ -85,7 +86,7 @@ def estimate(
                 job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
                 compiled=compiled or None, memory_limit=memory_limit, runtime=runtime,
             )  # fmt: skip
-            on = options.profiled(_cluster(cluster), profile)
+            on = options.as_measured(_cluster(cluster), profile, record)
             left = on.num_devices // (pp or on.num_devices) // (tp or 1) // (cp or 1)
             replicas = (max(left, 1) if dp is None else dp) * (cp or 1)
             refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=tp in (None, 1))
@@ -116,7 +117,7 @@ def estimate(
 def _is_promised(plan: Plan, with_model: bool, needs_model: bool) -> bool:
     """Whether the plan's own predictions are shown, since building its model runs code that was not allowed."""
     if needs_model or with_model or not plan.model.is_code:
-        allow_model(plan, with_model, "--cluster, --profile or --by")
+        allow_model(plan, with_model, "--cluster, --profile, --record or --by")
         return False
     options.warn(
         [f"these are the plan's own predictions: new ones run {plan.model.text}, which --with-model allows"]
@@ -134,7 +135,7 @@ def _recomputes(way: str | None) -> Literal["none", "selective", "full", "model"
 def _refuse_unheard(context: typer.Context, from_plan: bool) -> None:
     if from_plan:
         refuse_all_but(
-            context, ["subject", "cluster", "by", "with_model", "as_json"],
+            context, ["subject", "cluster", "profile", "record", "by", "with_model", "as_json"],
             "a plan has its own job and configuration", "estimate the model",
         )  # fmt: skip
         return

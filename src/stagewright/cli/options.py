@@ -52,6 +52,9 @@ RuntimeName = Annotated[
 Profile = Annotated[
     Path | None, typer.Option("--profile", metavar="FILE",
         help="Measured seconds of operators that `stagewright profile` wrote; they are taken where they fit.")]
+RecordFile = Annotated[
+    Path | None, typer.Option("--record", metavar="FILE",
+        help="The record.json of a run on this cluster: its ranks compute as fast as they did there.")]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")]
 PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
@@ -210,12 +213,31 @@ def cluster_of(plan: Plan, name: str | None) -> Cluster:
     return plan.cluster.load() if name is None else load_cluster(name)
 
 
-def profiled(cluster: Cluster, path: Path | None) -> Cluster:
-    """`cluster` with what a profile, if one is given, says of its devices. Raises `InputError` for a file that is no
-    profile, or one of another kind of device."""
-    from stagewright.cluster import load_profile
+def as_measured(cluster: Cluster, profile: Path | None, record: Path | None) -> Cluster:
+    """`cluster` with what a profile says of its operators and a record of the pace of its devices, where these are given.
 
-    return cluster if path is None else cluster.with_profile(load_profile(path))
+    Raises:
+        InputError: a file is not what it should be, or of another kind of device or another number of them.
+    """
+    from stagewright.cluster import load_profile, paced
+
+    if profile is not None:
+        cluster = cluster.with_profile(load_profile(profile))
+    if record is None:
+        return cluster
+    from stagewright.execution.record import load_record
+
+    ran = load_record(record)
+    if not ran.paces:
+        raise InputError(
+            f"{record} says of no rank how fast it was: give the record of a run of 3 steps or more"
+        )
+    if max(ran.paces) >= cluster.num_devices:
+        raise InputError(
+            f"{record} is of a run on {max(ran.paces) + 1} devices or more, and cluster '{cluster.name}' has "
+            f"{cluster.num_devices}: name the cluster that it ran on"
+        )
+    return paced(cluster, ran.paces)
 
 
 def is_plan(text: str) -> bool:

@@ -49,10 +49,11 @@ class JobOptions:
     memory_limit: options.MemoryLimit = None
     runtime: options.RuntimeName = None
     profile: options.Profile = None
+    record: options.RecordFile = None
 
     def read(self) -> Job:
         """Raises `InputError` for a missing or wrong key."""
-        names = [one.name for one in dataclasses.fields(self) if one.name not in ("job", "profile")]
+        names = [one.name for one in dataclasses.fields(self) if one.name not in ("job", "profile", "record")]
         given = {name: getattr(self, name) for name in names}
         lengths = options.parse_lengths(self.sequence_lengths)
         given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
@@ -161,7 +162,7 @@ def plan(
     check_writable(output)
     _check_ranks(result.ranks)
     _check_objective(context, objective, scheduling.host_stages)
-    target = options.profiled(load_cluster(cluster), asked.profile)
+    target = options.as_measured(load_cluster(cluster), asked.profile, asked.record)
     wanted = asked.read()
     if wanted.runtime != STAGEWRIGHT:
         options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")

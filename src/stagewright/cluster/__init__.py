@@ -16,6 +16,7 @@ from stagewright.cluster.host_device import with_hosts
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
+from stagewright.cluster.paced import paced
 from stagewright.cluster.profile import OperatorProfile, load_profile
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "dispatch_seconds",
     "load_cluster",
     "load_profile",
+    "paced",
     "reduce_scatter_seconds",
     "save_cluster",
     "with_hosts",

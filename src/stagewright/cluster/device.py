@@ -128,7 +128,9 @@ class Device(SourcedModel):
     * `norm_efficiency`: the same for layer and group norms; None where it is not known to be less.
     """
 
-    not_figures: ClassVar[frozenset[str]] = frozenset({"name", "vendor", "kind", "num_threads", "profile"})
+    not_figures: ClassVar[frozenset[str]] = frozenset(
+        {"name", "vendor", "kind", "num_threads", "profile", "pace"}
+    )
 
     name: str = Field(min_length=1)
     vendor: str = ""
@@ -191,6 +193,8 @@ class Device(SourcedModel):
 
     profile: OperatorProfile | None = None
     """Operators whose measured seconds are taken in place of what the figures say."""
+    pace: float | None = Field(default=None, ge=1 / MOST_SPEED_RATIO, le=MOST_SPEED_RATIO)
+    """How many times as long as all this says computations take, as a run showed; None: as long."""
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.peak_flops))

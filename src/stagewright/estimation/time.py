@@ -136,6 +136,16 @@ def _issued(busy: float, issue: float, flop: float, model_flop: float, device: D
     return Cost(*times, flop, model_flop)
 
 
+def _paced(plain: Cost, device: Device) -> Cost:
+    """What an operator takes as a run showed, of which the device's figures say `plain`."""
+    pace = device.pace
+    if pace is None:
+        return plain
+    return replace(
+        plain, device_s=pace * plain.device_s, host_s=pace * plain.host_s, product_s=pace * plain.product_s
+    )
+
+
 class _Sums(NamedTuple):
     """Of the operators of a function, as `together` takes them."""
 
@@ -226,7 +236,7 @@ class Costing:
         measured_s = self.measured_seconds(node, value)
         if measured_s is not None:
             made = replace(made, device_s=measured_s)
-        made = self._under_runtime(made, found)
+        made = _paced(self._under_runtime(made, found), self.device)
         if node.op in COLLECTIVES:
             made = self._sent(node, value, made)
         if node.signature >= 0:
@@ -308,7 +318,7 @@ class Costing:
             kernel_s = self.runtime.host.kernel_s
             issue_s = self.device.host_overhead_s if kernel_s is None else kernel_s
             host = issue_s if fusion.is_launched else 0.0
-            known = _issued(busy, host, found.flop, found.flop, self.device)
+            known = _paced(_issued(busy, host, found.flop, found.flop, self.device), self.device)
             self._fused_costs[node.id] = known
         return known
 
@@ -403,7 +413,7 @@ class Costing:
             found, arithmetic=_GROWN * found.arithmetic, bytes_moved=0.0 if is_product else _GROWN * found.bytes_moved,
             shapes=(), in_blocks=None if found.in_blocks is None else _GROWN * found.in_blocks,
         )  # fmt: skip
-        return self._in_products(grown, node, value).device_s / _GROWN
+        return _paced(self._in_products(grown, node, value), self.device).device_s / _GROWN
 
     @cached_property
     def arrays(self) -> NodeCosts:
@@ -453,7 +463,7 @@ def host_optimizer_seconds(
     """
     moved = (gradient + parameter) / device.host_link_bandwidth if device.kind != "cpu" else 0.0
     on_host = host.memory_seconds(7.0 * gradient + (gradient + parameter if parameter != gradient else 0.0))
-    clipping = device.memory_seconds(3.0 * gradient) if clips else 0.0
+    clipping = (device.pace or 1.0) * device.memory_seconds(3.0 * gradient) if clips else 0.0
     return (moved + on_host + clipping) * num_parameters
 
 
@@ -468,7 +478,7 @@ def optimizer_seconds(
     """
     per_parameter = 28.0 + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
     per_tensor = 1 + (2 if clips else 0) + (1 if has_master else 0) if device.kind == "cpu" else 0
-    return (
+    return (device.pace or 1.0) * (
         device.memory_seconds(per_parameter * num_parameters)
         + per_tensor * num_tensors * device.host_overhead_s
     )

@@ -118,9 +118,8 @@ def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -
         done = min((time.perf_counter() - begun) / limit_s, 1.0)
         report(f"round {len(rounds) + 1}", _PREPARED + (1.0 - _PREPARED) * done)
         sizes = tuple(one.step() for one in passes)
-        rounds.append(
-            _Round(_seconds_of(reference, _WATCHED * sum(float(one.sum()) for one in sizes)), sizes)
-        )
+        watched_s = _WATCHED * sum(float(one.sum()) for one in sizes)
+        rounds.append(_Round(reference.seconds(watched_s), sizes))
     kept = faster_half(rounds, lambda one: sum(float(size.sum()) for size in one.sizes))
     seconds: defaultdict[str, list[float]] = defaultdict(list)
     for one, columns in zip(passes, zip(*(one.sizes for one in kept), strict=True), strict=True):
@@ -129,14 +128,6 @@ def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -
                 seconds[name].append(float(taken))
     means = {name: statistics.fmean(found) for name, found in seconds.items()}
     return _Found(statistics.fmean(one.reference_s for one in kept), means)
-
-
-def _seconds_of(reference: Reference, during_s: float) -> float:
-    """Mean over calls for so long: of a machine that others use too, only many calls tell how much it is slowed."""
-    found, end = [reference.seconds()], time.perf_counter() + during_s
-    while time.perf_counter() < end:
-        found.append(reference.seconds())
-    return statistics.fmean(found)
 
 
 @dataclass(frozen=True)

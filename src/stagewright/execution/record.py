@@ -70,6 +70,11 @@ class RankRecord(StrictModel):
     optimizer_seconds: Seconds = 0.0
     """From the end of the batch to the end of the step: sums of gradients, norm and update."""
 
+    device: Position | None = None
+    """Its number in the plan's cluster. Records of before have none, and no pace."""
+    pace: Slowdown | None = None
+    """How many times as long as its device's figures say computations took, in the middle of the steps that were neither the
+    first nor metered; None where there were none."""
     slowdowns: tuple[tuple[Position, Slowdown], ...] = ()
     """Behind some steps of this run: how many times as long as when the machine was probed a fixed computation took. None
     where the plan's cluster was not probed."""
@@ -130,9 +135,14 @@ class Record(StrictModel):
     def slowdown(self) -> float | None:
         """How many times as long as when it was probed the machine took for the same work, in the middle of the timed
         steps, on the rank where that is most: ranks wait for the slowest. None where that was not looked at."""
-        return max(
-            (statistics.median(found) for rank in self.ranks if (found := self.slowdowns(rank))), default=None
-        )
+        return max((_middle(found) for rank in self.ranks if (found := self.slowdowns(rank))), default=None)
+
+    @property
+    def paces(self) -> dict[int, float]:
+        """`RankRecord.pace` by the number of the device, as far as that is known."""
+        return {
+            rank.device: rank.pace for rank in self.ranks if rank.device is not None and rank.pace is not None
+        }
 
     @property
     def timed_length(self) -> int | None:
@@ -147,6 +157,16 @@ class Record(StrictModel):
 
     def save(self, path: str | Path) -> None:
         write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")
+
+
+def _middle(ratios: list[float]) -> float:
+    """The mean without the lowest and the highest quarter: of a machine that others use, single looks differ much.
+
+    >>> _middle([1.0, 2.0, 3.0, 9.0]), _middle([1.0, 2.0])
+    (2.5, 1.5)
+    """
+    quarter = len(ratios) // 4
+    return statistics.fmean(sorted(ratios)[quarter : len(ratios) - quarter])
 
 
 def load_record(path: str | Path) -> Record:

@@ -13,10 +13,13 @@ _WIDTHS = {"cpu": 256, "cuda": 2048}
 """Of the two square matrices in fp32 that are multiplied: less than a millisecond, and 48 MiB on a GPU."""
 
 _CALLS = 4
-"""Timed together between two steps, behind one that brings code and operands near."""
+"""Timed together at the least, behind one that brings code and operands near."""
 
 _MOST_SHARE = 0.01
 """Of a run's time that may go into looking."""
+
+_MOST_S = 0.05
+"""Of one look. It should be long beside the turns in which programs share a processor, a few milliseconds each."""
 
 
 class Reference:
@@ -31,15 +34,17 @@ class Reference:
     def __call__(self) -> None:
         torch.mm(self._left, self._right, out=self._result)
 
-    def seconds(self) -> float:
-        """Of one product, as the machine is now."""
+    def seconds(self, during_s: float = 0.0) -> float:
+        """Of one product, as the machine is now: the mean over products for about so long."""
         self()
         synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            self()
-        synchronize(self.device)
-        return (time.perf_counter() - start) / _CALLS
+        start, calls = time.perf_counter(), 0
+        while not calls or time.perf_counter() - start < during_s:
+            for _ in range(_CALLS):
+                self()
+            calls += _CALLS
+            synchronize(self.device)
+        return (time.perf_counter() - start) / calls
 
 
 class SpeedWatch:
@@ -61,7 +66,8 @@ class SpeedWatch:
         """Step number `step` of this run is done, by all ranks."""
         if self._reference is None or step < self._next:
             return
-        taken = self._reference.seconds()
+        wanted_s = min(_MOST_SHARE * step_seconds / 2, _MOST_S)
+        taken = self._reference.seconds(wanted_s)
         self.slowdowns.append((step, taken / self._probed_s))
-        every = (_CALLS + 1) * taken / (_MOST_SHARE * step_seconds)
+        every = max((_CALLS + 1) * taken, wanted_s) / (_MOST_SHARE * step_seconds)
         self._next = step + max(1, math.ceil(every))

@@ -24,6 +24,7 @@ from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
+from stagewright.execution.pace import pace_of
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
@@ -51,6 +52,8 @@ class StepResult:
     seconds: float
     is_last_asked: bool = False
     """Whether a rank was asked to stop behind this step; all ranks see the same."""
+    paces: tuple[float, ...] = ()
+    """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
 
 
 class Session:
@@ -204,7 +207,7 @@ class Session:
                 length, self.device, lambda: self._lasting(inputs), self.optimizer.adamw.host_state
             )
             with counting if metered else nullcontext():
-                return self._step(step, inputs)
+                return self._step(step, inputs, metered)
         except Exception as error:
             failed = cause_of(error)
             if failed is None:
@@ -228,7 +231,7 @@ class Session:
         batch = self.runner.run_batch(step, inputs)
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._agreed(batch)[0]
+        return self._agreed(batch, pace=0.0)[0]
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -238,7 +241,7 @@ class Session:
         named = {value: stage.value(value).name for stage in self.own for value in stage.parameters}
         return {named[value]: gradient for value, gradient in found.items()}
 
-    def _step(self, step: int, inputs: list[dict[str, torch.Tensor]]) -> StepResult:
+    def _step(self, step: int, inputs: list[dict[str, torch.Tensor]], metered: bool) -> StepResult:
         start = time.perf_counter()
         batch = self.runner.run_batch(step, inputs)
         synchronize(self.device)
@@ -252,8 +255,9 @@ class Session:
         end = time.perf_counter()
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
-        loss, stops = self._agreed(batch)
-        return StepResult(loss, norm, end - start, stops)
+        pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
+        loss, stops, paces = self._agreed(batch, pace)
+        return StepResult(loss, norm, end - start, stops, paces)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -266,15 +270,18 @@ class Session:
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
-    def _agreed(self, result: BatchResult) -> tuple[float, bool]:
-        """The mean loss over all microbatches of all replicas, and whether a rank is asked to stop; known to every rank."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+    def _agreed(self, result: BatchResult, pace: float) -> tuple[float, bool, tuple[float, ...]]:
+        """The mean loss over all microbatches of all replicas, whether a rank is asked to stop, and the pace of each;
+        known to every rank."""
+        total = torch.zeros(2 + dist.get_world_size(), dtype=torch.float64, device=self.device)
+        total[2 + self.mesh.rank] = pace
         for loss in result.losses.values():
             total[0] += loss.double().reshape(())
         total[1] = float(self._asked_to_stop())
         dist.all_reduce(total)
-        loss, votes = total.tolist()
-        return loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp), votes > 0
+        loss, votes, *paces = total.tolist()
+        mean = loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp)
+        return mean, votes > 0, tuple(paces)
 
     # -- record -----------------------------------------------------------------------------------------------------
 

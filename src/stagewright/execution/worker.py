@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import sys
 import warnings
 from collections.abc import Sequence
@@ -62,6 +63,7 @@ def work(
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.collectives import exchange
         from stagewright.execution.metering import metered_steps
+        from stagewright.execution.pace import PaceWatch
         from stagewright.execution.record import Record, StepLog, finite
         from stagewright.execution.reference import SpeedWatch
         from stagewright.execution.session import Session
@@ -78,6 +80,7 @@ def work(
         log = StepLog(Path(out), first, num_steps) if launched == 0 else None
         watch.num_steps = first
         speed = SpeedWatch(target, _probed_reference(loaded, launched, target.type))
+        paces = PaceWatch()
         for step in range(first, num_steps):
             result = session.train_step(step, metered=step in metered)
             results.append(result)
@@ -85,6 +88,8 @@ def work(
             speed.after(step - first, result.seconds)
             if log is not None:
                 log(step, result)
+                for message in paces.after(step, result.paces):
+                    warnings.warn(message, StagewrightWarning, stacklevel=1)
             is_last = result.is_last_asked or step + 1 == num_steps
             is_due = is_last or (checkpoint_every is not None and (step + 1) % checkpoint_every == 0)
             if checkpoint is not None and is_due:
@@ -93,7 +98,13 @@ def work(
                 break
         watch.at("comparing clocks")
         offset = clock_offset(watch.rank, watch.num_ranks, timeout)
-        own = session.rank_record(offset).model_copy(update={"slowdowns": tuple(speed.slowdowns)})
+        own = session.rank_record(offset).model_copy(
+            update={
+                "slowdowns": tuple(speed.slowdowns),
+                "device": launched,
+                "pace": _pace(loaded, launched, [result.paces[watch.rank] for result in results[1:]]),
+            }
+        )
         ranks = exchange(own.model_dump(mode="json"))
         if launched == 0:
             watch.at("writing the record")
@@ -129,6 +140,15 @@ def _described(plan: Plan, device: int) -> Device | None:
     """A device of the plan's cluster; None where the plan does not describe it."""
     cluster = plan.cluster.description
     return cluster.device_of(device) if cluster is not None and device < cluster.num_devices else None
+
+
+def _pace(plan: Plan, device: int, beside_plan: list[float]) -> float | None:
+    """`Device.pace` as some steps showed it, of computations that took so many times as long as planned, in the middle; None
+    where none was looked at."""
+    seen = [pace for pace in beside_plan if pace]
+    described = _described(plan, device)
+    planned = (described and described.pace) or 1.0
+    return planned * statistics.median(seen) if seen else None
 
 
 def _probed_reference(plan: Plan, device: int, kind: str) -> float | None:

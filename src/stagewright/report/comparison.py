@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from stagewright.execution.record import Record
 
 _NUM_NAMED = 3
+_UNEQUAL = 1.15
+"""Ranks whose paces differ by more are told apart."""
 _WORTH_NAMING = 0.05
 """Disagreements below this share of the step, or of a rank's peak, are not named."""
 
@@ -96,6 +98,7 @@ def comparison_document(
             for rank in range(plan.pp)
         ],
         "disagreements": [found.text for found in disagreements(predicted, measured, peaks, plan, record)],
+        "next": next_steps(predicted, measured, plan, record),
     }
 
 
@@ -151,6 +154,39 @@ def _of_memory(peaks: Sequence[tuple[int, int]]) -> Iterator[Disagreement]:
             yield Disagreement(text, abs(now - was) / was)
 
 
+# -- what to do about it ------------------------------------------------------------------------------------------
+
+
+def next_steps(predicted: Timeline, measured: Timeline, plan: Plan, record: Record) -> list[str]:
+    """What would bring prediction and run together, the most telling first; nothing where they agree."""
+    found = []
+    paces = {rank.rank: rank.pace for rank in record.ranks if rank.pace is not None}
+    step = plan.predictions.step_seconds
+    if paces and max(paces.values()) > _UNEQUAL * min(paces.values()):
+        slowest = max(paces, key=paces.__getitem__)
+        found.append(
+            f"rank {slowest} computes {paces[slowest] / min(paces.values()):.1f} times as long as the fastest, beside what "
+            "is planned for each: look at its device, or plan again with --record and this record, which gives it less"
+        )
+    elif abs(float(measured.busy_s.max() - predicted.busy_s.max())) > _WORTH_NAMING * step:
+        found.append(
+            "computations differ on all ranks alike: `stagewright profile` times this model's operators for `plan "
+            "--profile`, and `plan --record` with this record plans for the machine as it was in this run"
+        )
+    was, now = step - predicted.makespan_s, record.median_step_seconds - measured.makespan_s
+    if abs(now - was) > _WORTH_NAMING * step:
+        found.append(
+            "the end of the step differs, which links and memory bandwidth decide over: measure them again with "
+            "`stagewright probe`, while nothing else runs"
+        )
+    if not found and abs(record.median_step_seconds - step) > _WORTH_NAMING * step:
+        found.append(
+            "ranks wait for each other longer than computations explain: measure the links again with `stagewright "
+            "probe`, or `probe --cluster` on several hosts"
+        )
+    return found
+
+
 def _named(kind: str) -> str:
     return f"{NAMES[Kind(kind)]} ({kind})"
 
@@ -200,7 +236,10 @@ def in_words(document: dict[str, Any]) -> str:
     found = document["disagreements"]
     if not found:
         return f"Nothing differs by more than {_WORTH_NAMING:.0%} of the step or of a rank's peak."
-    return "\n".join(["The largest disagreements:", *(f"  {text}" for text in found)])
+    lines = ["The largest disagreements:", *(f"  {text}" for text in found)]
+    return "\n".join(
+        [*lines, *(["What to do:"] if document["next"] else []), *(f"  {text}" for text in document["next"])]
+    )
 
 
 def both_pictures(predicted: Timeline, measured: Timeline, width: int, colour: bool) -> list[Text]:
