@@ -196,7 +196,9 @@ class Device(SourcedModel):
     @model_validator(mode="after")
     def _attention_runs_on_multiprocessors(self) -> Device:
         if self.attention is not None and self.products is None:
-            raise ValueError("attention is dealt out to multiprocessors: add products, which has their number")
+            raise ValueError(
+                "attention is dealt out to multiprocessors: add products, which has their number"
+            )
         return self
 
     def __hash__(self) -> int:
