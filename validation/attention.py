@@ -1,8 +1,8 @@
 """Judge the time of fused attention by its shape, measured alone on one GPU, forward and backward.
 
-By shape: causal forwards in bf16 as vLLM and SGLang call them on A100, H100 and B200, replayed from a CUDA graph; each writes its
-keys and values to a paged cache first. Constants were fitted on the half of the shapes that a hash draws. Published: what
-authors of kernels printed of theirs, 4,096 to 16,384 tokens mostly.
+By shape: causal forwards in bf16 as vLLM and SGLang call them on A100, H100 and B200, replayed from a CUDA graph; each
+writes its keys and values to a paged cache first. Constants were fitted on the half of the shapes that a hash draws.
+Published: what authors of kernels printed of theirs, 4,096 to 16,384 tokens mostly.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ BY_SHAPE = {
     ("h100_sxm", "vllm_flash_attn_fa3"): Release(best=True),
     ("b200_sxm", "vllm_flashinfer_trtllmprefill"): Release(best=True, rate=0.796),
 }  # fmt: skip
-"""Of systems and kernels; rates are fitted on the same half: paged caches cost FlashAttention-2 some on A100, SGLang has other
-kernels there, and those of TensorRT-LLM are slower than FlashAttention-4."""
+"""Of systems and kernels; rates are fitted on the same half: paged caches cost FlashAttention-2 some on A100, SGLang has
+other kernels there, and those of TensorRT-LLM are slower than FlashAttention-4."""
 
 PUBLISHED = {"FA2": Release(), "FA3": Release(best=True), "FA4": Release(best=True)}
 SYSTEMS = {"a100_sxm": "a100-80", "h100_sxm": "h100", "b200_sxm": "b200"}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import ValidationError
 
 from stagewright.cluster import Device, load_cluster
 from stagewright.cluster.attention import BACKWARD_FLOP, FORWARD_FLOP, Attention, Scores, attention_seconds
-from stagewright.errors import InputError
 
 MEASURED = "a100-40", "a100-80", "b200", "b300", "gb200", "gb300", "gh200", "h100", "h100-hbm2e", "h200"
 LENGTHS = 1, 77, 128, 129, 512, 1000, 4096, 8192, 16384
@@ -99,7 +99,8 @@ def test_parts_of_a_context_take_together_as_long_as_the_whole() -> None:
     gpu = device("h100")
     whole = gpu.attention_seconds(causal(65536), "bf16")
     part = Scores(32, 65536 / 8, 65536, FORWARD_FLOP, (65536 + 1) / 2, 1)
-    assert 8 * gpu.attention_seconds(part, "bf16") == pytest.approx(whole, rel=0.02)
+    # Each part ends with a row of its own.
+    assert whole < 8 * gpu.attention_seconds(part, "bf16") < 1.07 * whole
 
 
 def test_kernels_bound_by_exponentials_take_as_long_with_any_width() -> None:
@@ -109,8 +110,6 @@ def test_kernels_bound_by_exponentials_take_as_long_with_any_width() -> None:
 
 
 def test_attention_needs_the_number_of_multiprocessors() -> None:
-    with pytest.raises(InputError, match="add products"):
-        load_cluster(
-            "8x-l4",
-            {"device.attention": {"exponential_rate": 1e12, "row_start_s": 1e-6}, "device.products": None},
-        )
+    described = device("h100").model_dump(exclude={"products", "sources"})
+    with pytest.raises(ValidationError, match="add products"):
+        Device.model_validate(described)

@@ -150,7 +150,7 @@ class Device(SourcedModel):
     arithmetic, as memory traffic is.
     """
     attention: Attention | None = None
-    """What decides over fused attention by its shape, on as many multiprocessors as `products` says; None: its FLOP alone do."""
+    """What decides over fused attention by its shape, on the multiprocessors of `products`; None: its FLOP alone do."""
     attention_efficiency: Fraction
     attention_backward_efficiency: Fraction
     best_attention_efficiency: Fraction | None = None
