@@ -38,8 +38,8 @@ class Attention(StrictModel):
     exponential_rate: Annotated[float, Field(gt=0, le=1e18)]
     """Exponentials per second, of all multiprocessors, as far as they are not beside products."""
     row_start_s: Annotated[float, Field(ge=0, le=1)]
-    """Of a row of blocks, before and after they keep the multiprocessor busy: queries come, a first block fills the pipeline,
-    results go. Once more in front of the first rows."""
+    """Of a row of blocks, before and after they keep the multiprocessor busy: queries come, a first block fills the
+    pipeline, results go. Once more in front of the first rows."""
     row_queries: Literal[64, 128, 256] = 128
     """Queries of a row: what a kernel holds for one multiprocessor, a fact of its source code."""
 
