@@ -27,6 +27,7 @@ from stagewright.files import write_whole
 
 SCRIPTS = {
     "products": "Matrix products by shape",
+    "attention": "Fused attention by shape",
     "operators": "Operators of Megatron's GPT on four GPUs",
     "collectives": "Collectives",
     "h100_eager": "Eager training steps on one H100",

@@ -66,6 +66,10 @@ class Fragment:
         costs = [cost(work(node, self.values.__getitem__), device) for node in self.nodes]
         return max(sum(item.device_s for item in costs), sum(item.host_s for item in costs))
 
+    def device_seconds(self, device: Device) -> float:
+        """Time of the calls one after the other on the device, however long the host takes to issue them."""
+        return sum(cost(work(node, self.values.__getitem__), device).device_s for node in self.nodes)
+
     def seconds_alone(self, device: Device) -> float:
         """Time of the products among the calls, replayed one after the other on a device that does nothing else."""
         found = [work(node, self.values.__getitem__) for node in self.nodes]

@@ -10,9 +10,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from stagewright.cluster import load_cluster
-from stagewright.estimation.operators import Kernel, short_name, work
+from stagewright.cluster.attention import Scores
+from stagewright.estimation.operators import Kernel, Work, short_name, work
 from stagewright.estimation.time import Costing, cost, kernel_seconds
-from stagewright.graph import Node, OperatorGraph, Part, Ref, TensorMeta
+from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, TensorMeta, Value
+from stagewright.graph.tensor import contiguous
 from stagewright.tracing.cache import trace
 from stagewright.tracing.trace import trace_module
 
@@ -107,6 +109,42 @@ def test_causal_attention_computes_half_the_scores_and_the_diagonal() -> None:
     found = [work(node, graph.values.__getitem__) for node in graph.nodes if "attention" in node.op]
     assert {item.kernel for item in found} == {Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD}
     assert all(item.arithmetic == item.flop * 33 / 64 for item in found)
+    assert {(item.scores.seen, item.scores.edges) for item in found if item.scores} == {(16.5, 1)}
+
+
+def test_attention_to_other_keys_than_the_queries_own() -> None:
+    metas = [contiguous(shape, "bfloat16") for shape in ((2, 3, 8, 64), (2, 1, 32, 64), (2, 1, 32, 128))]
+    values = [Value(number, meta, number, Origin.INPUT) for number, meta in enumerate(metas)]
+
+    def attended(causal: bool, keys: int) -> Work:
+        order = (0, 1, 2) if keys == 32 else (1, 0, 0)
+        args = (*map(Ref, order), 0.0, causal)
+        node = Node(
+            0,
+            "aten._scaled_dot_product_flash_attention.default",
+            args,
+            (),
+            order,
+            (),
+            Part.FORWARD,
+            -1,
+            "",
+            0,
+            -1,
+        )
+        return work(node, values.__getitem__)
+
+    assert attended(False, 32).scores == Scores(6, 8, 32, 2 * (64 + 128), 32)
+    # Query i sees keys 0 to i: none sees those beyond the last query, the last queries see all.
+    assert attended(True, 32).scores == Scores(6, 8, 8, 2 * (64 + 128), 4.5, 1)
+    assert attended(True, 8).scores == Scores(2, 32, 8, 4 * 64, (36 + 24 * 8) / 32, 1)
+    for causal, keys in ((False, 32), (True, 32), (True, 8)):
+        found = attended(causal, keys)
+        assert found.scores is not None
+        assert (
+            found.arithmetic
+            == found.scores.flop * found.scores.batch * found.scores.queries * found.scores.seen
+        )
 
 
 def test_views_cost_nothing_on_the_device_and_streams_their_bytes() -> None:

@@ -112,7 +112,7 @@ def test_the_best_attention_there_is_where_a_device_says_so(tmp_path: Path) -> N
     best = load_runtime(written(tmp_path, "best", 'based_on = "torch-fsdp"\nattention_kernels = "best"'))
     assert best.attention_kernels == "best"
     device = load_cluster("8x-h100").device.with_attention(1.0, best=True)
-    assert (device.attention_efficiency, device.attention_backward_efficiency) == (0.6, 0.5)
+    assert (device.attention_efficiency, device.attention_backward_efficiency) == (0.71, 0.55)
     other = load_cluster("8x-a100-80").device
     assert other.with_attention(1.0, best=True) is other
 

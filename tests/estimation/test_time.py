@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from stagewright.cluster import load_cluster
+from stagewright.cluster.attention import FORWARD_FLOP, Scores
 from stagewright.cluster.products import Shape
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.state import Precision
@@ -93,6 +94,17 @@ def test_norms_attain_less_than_streams_where_that_is_known() -> None:
 def test_attention_with_arithmetic_halved_takes_half_the_time() -> None:
     full, causal = (Work(Kernel.ATTENTION, "bfloat16", 1e15, share * 1e15, 1.0) for share in (1.0, 0.5))
     assert kernel_seconds(full, GPU) == pytest.approx(2 * kernel_seconds(causal, GPU))
+
+
+def test_attention_is_costed_by_its_shape_where_that_is_described() -> None:
+    scores = Scores(32, 4096, 4096, FORWARD_FLOP, 4096)
+    flop = FORWARD_FLOP * 32 * 4096.0**2
+    item = Work(Kernel.ATTENTION, "bfloat16", flop, flop, 1.0, scores=scores)
+    assert kernel_seconds(item, GPU) == pytest.approx(GPU.attention_seconds(scores, "bfloat16"))
+    plain = GPU.model_copy(update={"attention": None})
+    limit = flop / (GPU.attention_efficiency * (GPU.peak_flops.bf16 or 0.0))
+    assert kernel_seconds(item, plain) == pytest.approx(limit)
+    assert limit < kernel_seconds(item, GPU) < 1.2 * limit
 
 
 def test_model_flop_leave_out_the_scores_computed_again() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from stagewright.cluster.attention import BACKWARD_FLOP, FORWARD_FLOP, Attention, Scores, attention_seconds
 from stagewright.cluster.products import Products, Shape, product_seconds
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount
@@ -123,7 +124,9 @@ class Device(SourcedModel):
     * `matmul_half_flop`: without `products`, the size (FLOP) of a product in bf16 that runs at half of that rate; it stands
       for ramp-up and partly filled waves of tiles, not for the launch of the kernel.
     * `attention_efficiency`, `attention_backward_efficiency`: fraction of the peak that fused attention
-      reaches, counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again).
+      reaches, counting 4 b h s_q s_kv d FLOP forward and 2.5 times that backward (it computes the scores again); with
+      `attention`, of endless sequences with heads of 128.
+    * `attention`: what decides over attention of other shapes.
     * `memory_efficiency`: fraction of `memory_bandwidth` that a streaming kernel attains.
     * `norm_efficiency`: the same for layer and group norms; None where it is not known to be less.
     """
@@ -149,6 +152,8 @@ class Device(SourcedModel):
     """Bytes/s at which a CPU's matrix products copy their operands into blocks and results out of them; None: beside
     arithmetic, as memory traffic is.
     """
+    attention: Attention | None = None
+    """What decides over fused attention by its shape, on the multiprocessors of `products`; None: its FLOP alone do."""
     attention_efficiency: Fraction
     attention_backward_efficiency: Fraction
     best_attention_efficiency: Fraction | None = None
@@ -195,6 +200,14 @@ class Device(SourcedModel):
     """Operators whose measured seconds are taken in place of what the figures say."""
     pace: float | None = Field(default=None, ge=1 / MOST_SPEED_RATIO, le=MOST_SPEED_RATIO)
     """How many times as long as all this says computations take, as a run showed; None: as long."""
+
+    @model_validator(mode="after")
+    def _attention_runs_on_multiprocessors(self) -> Device:
+        if self.attention is not None and self.products is None:
+            raise ValueError(
+                "attention is dealt out to multiprocessors: add products, which has their number"
+            )
+        return self
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory_bytes, self.peak_flops))
@@ -250,6 +263,17 @@ class Device(SourcedModel):
             product_seconds(self.products, shape, flops, self.memory_bandwidth, share, item, alone=alone)
             for shape in shapes
         )
+
+    def attention_seconds(self, scores: Scores, dtype: str, *, backward: bool = False) -> float:
+        """Arithmetic time of fused attention of a known shape, forward or backward.
+
+        Source and ignores: `stagewright.cluster.attention`; launch, memory traffic.
+        """
+        assert self.attention is not None and self.products is not None, "asked of devices described by both"
+        share = self.attention_backward_efficiency if backward else self.attention_efficiency
+        flops = (self.peak_flops.get(dtype) or 0.0) * share
+        flop = BACKWARD_FLOP if backward else FORWARD_FLOP
+        return attention_seconds(self.attention, scores, flops, self.products.num_multiprocessors, flop)
 
     def with_attention(self, rate: float, best: bool = False) -> Device:
         """This device with other attention kernels: `rate` times as fast, or the `best` there are, where that is known."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
+from stagewright.cluster.attention import Scores
 from stagewright.cluster.products import Shape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
@@ -53,6 +54,8 @@ class Work:
     """Arithmetic of an attention kernel for CPUs, which leaves out whole blocks of masked scores only."""
     shapes: tuple[Shape, ...] = ()
     """Of the matrix products that it is; empty where these are not known."""
+    scores: Scores | None = None
+    """Of fused attention."""
 
 
 KERNELS: dict[str, str] = {
@@ -321,9 +324,14 @@ def _attention(query: int, causal: int) -> Callable[[_Call], Work]:
     """Fused attention, of (query, key, value) from argument `query` on; whether it is causal is argument `causal`."""
 
     def rule(call: _Call) -> Work:
-        kernel, flop = _attention_flop(call, query)
-        share, in_blocks = _unmasked(call, query, causal), _unskipped(call, query, causal)
-        return Work(kernel, call.dtype, flop, flop * share, call.moved, in_blocks=flop * in_blocks)
+        is_causal = call.argument(causal, "is_causal", False) is True
+        num_queries, num_keys = _lengths(call, query)
+        # Query i sees keys 0 to i, which leaves out keys beyond the last query.
+        most = min(num_queries, num_keys) if is_causal else num_keys
+        full = max(0, num_queries - num_keys)
+        seen = (most * (most + 1) / 2 + full * num_keys) / num_queries if is_causal else num_keys
+        attention = _attended(call, query, Scores(1, num_queries, most, 0, seen, int(is_causal)))
+        return replace(attention, in_blocks=attention.flop * _unskipped(call, query, is_causal))
 
     return rule
 
@@ -332,17 +340,16 @@ def _shared_attention(query: int) -> Callable[[_Call], Work]:
     """Attention to the keys and values of all parts of a sequence; under a causal mask ranks see equally many scores."""
 
     def rule(call: _Call) -> Work:
-        kernel, flop = _attention_flop(call, query)
-        num_keys = call.shape(query + 1)[-2]
+        num_queries, num_keys = _lengths(call, query)
         is_causal = next(argument for argument in call.node.args if isinstance(argument, bool))
-        share = (num_keys + 1) / (2 * num_keys) if is_causal else 1.0
-        return Work(kernel, call.dtype, flop, flop * share, call.moved)
+        seen = (num_keys + 1) / 2 if is_causal else num_keys
+        return _attended(call, query, Scores(1, num_queries, num_keys, 0, seen, int(is_causal)))
 
     return rule
 
 
-def _attention_flop(call: _Call, query: int) -> tuple[Kernel, float]:
-    """Kernel and FLOP of attention, or of its backward, which has a cotangent in front of the query.
+def _attended(call: _Call, query: int, of_head: Scores) -> Work:
+    """Attention, or its backward, which has a cotangent in front of the query; `of_head` are a head's scores.
 
     The forward has two products of scores: with the width of the keys, and with that of the values. The backward has three
     with that of the keys, one of them the scores again, and two with that of the values.
@@ -350,25 +357,23 @@ def _attention_flop(call: _Call, query: int) -> tuple[Kernel, float]:
     kernel, products = (Kernel.ATTENTION_BACKWARD, (3, 2)) if query else (Kernel.ATTENTION, (1, 1))
     *batch, num_queries, width = call.shape(query)
     num_keys, value_width = call.shape(query + 1)[-2], call.shape(query + 2)[-1]
-    scores = math.prod(batch) * num_queries * num_keys
-    return kernel, 2.0 * scores * (products[0] * width + products[1] * value_width)
+    scores = of_head._replace(
+        batch=math.prod(batch), flop=2.0 * (products[0] * width + products[1] * value_width)
+    )
+    flop = scores.flop * scores.batch * num_queries * num_keys
+    return Work(kernel, call.dtype, flop, flop * (scores.seen / num_keys), call.moved, scores=scores)
 
 
-def _unmasked(call: _Call, query: int, causal: int) -> float:
-    """The share of scores that a causal mask leaves: query i sees keys 0 to i."""
-    if call.argument(causal, "is_causal", False) is not True:
-        return 1.0
-    num_queries, num_keys = call.shape(query)[-2], call.shape(query + 1)[-2]
-    full = max(0, num_queries - num_keys)
-    seen = (num_queries - full) * (num_queries - full + 1) / 2 + full * num_keys
-    return seen / (num_queries * num_keys)
+def _lengths(call: _Call, query: int) -> tuple[int, int]:
+    """Queries and keys of a head."""
+    return call.shape(query)[-2], call.shape(query + 1)[-2]
 
 
-def _unskipped(call: _Call, query: int, causal: int) -> float:
+def _unskipped(call: _Call, query: int, is_causal: bool) -> float:
     """The share of scores in blocks of `CPU_BLOCK` keys of which a causal mask leaves some."""
-    if call.argument(causal, "is_causal", False) is not True:
+    if not is_causal:
         return 1.0
-    num_queries, num_keys = call.shape(query)[-2], call.shape(query + 1)[-2]
+    num_queries, num_keys = _lengths(call, query)
     starts = range(0, num_queries, CPU_BLOCK)
     seen = sum(min(start + CPU_BLOCK, num_keys) * min(CPU_BLOCK, num_queries - start) for start in starts)
     return seen / (num_queries * num_keys)

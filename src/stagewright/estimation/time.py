@@ -97,6 +97,9 @@ def kernel_seconds(found: Work, device: Device) -> float:
         return overlapped(arithmetic, memory)
     if found.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
         forward = found.kernel is Kernel.ATTENTION
+        if device.attention is not None and found.scores is not None:
+            seconds = device.attention_seconds(found.scores, _precision(found, device), backward=not forward)
+            return (device.attention_overhead_s or 0.0) + overlapped(seconds, memory)
         share = device.attention_efficiency if forward else device.attention_backward_efficiency
         peak = device.peak_flops.get(_precision(found, device)) or 0.0
         on_cpu = device.kind == "cpu" and found.in_blocks is not None
@@ -412,6 +415,7 @@ class Costing:
         grown = replace(
             found, arithmetic=_GROWN * found.arithmetic, bytes_moved=0.0 if is_product else _GROWN * found.bytes_moved,
             shapes=(), in_blocks=None if found.in_blocks is None else _GROWN * found.in_blocks,
+            scores=None if found.scores is None else found.scores._replace(batch=_GROWN * found.scores.batch),
         )  # fmt: skip
         return _paced(self._in_products(grown, node, value), self.device).device_s / _GROWN
 
