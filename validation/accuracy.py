@@ -29,6 +29,7 @@ SCRIPTS = {
     "products": "Matrix products by shape",
     "operators": "Operators of Megatron's GPT on four GPUs",
     "collectives": "Collectives",
+    "dispatch": "Tokens to experts and back",
     "h100_eager": "Eager training steps on one H100",
     "footprints": "Memory of Megatron and of tuned stages",
     "runtimes": "Training steps under other runtimes",

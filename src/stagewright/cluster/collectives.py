@@ -57,8 +57,8 @@ _REDUCED_TRAFFIC = 0.5
 
 
 @dataclass(frozen=True)
-class _Group:
-    """A communicator: `size` ranks, at most `per_node` on each of `num_nodes`, and its slowest edges."""
+class Communicator:
+    """`size` ranks, at most `per_node` on each of `num_nodes`, and its slowest edges."""
 
     size: int
     per_node: int
@@ -117,7 +117,8 @@ class _Group:
         return latency_s + self.crowd_s(chain + hops, num_bytes / self.per_node)
 
 
-def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+def communicator(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
+    """How `ranks` lie on the nodes of `cluster`, worked out once."""
     lying = _first_alike(cluster, ranks) if isinstance(ranks, range) else tuple(ranks)
     known = cluster.known_groups
     if lying not in known:
@@ -139,7 +140,7 @@ def _first_alike(cluster: Cluster, ranks: range) -> range:
     return range(first, first + len(ranks) * ranks.step, ranks.step)
 
 
-def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(cluster.node_of(rank), []).append(rank)
@@ -149,7 +150,7 @@ def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> _Group:
     for ring in rings[1:]:
         intra = ring.slower(intra) if intra else ring
     edges = [_edge(cluster, a, b) for a, b in _closed(members)]
-    return _Group(
+    return Communicator(
         size=len(ranks),
         per_node=max(len(ring) for ring in members),
         num_nodes=len(members),
@@ -189,11 +190,11 @@ def all_gather_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
 def _one_way(cluster: Cluster, num_bytes: float, ranks: Sequence[int], operation: Operation) -> float:
     if len(ranks) < 2:
         return 0.0
-    group = _group(cluster, ranks)
+    group = communicator(cluster, ranks)
     return _as_measured(cluster, operation, _ring_seconds, num_bytes, group)
 
 
-def _ring_seconds(group: _Group, num_bytes: float) -> float:
+def _ring_seconds(group: Communicator, num_bytes: float) -> float:
     if (inside := group.collectives) is not None:
         return inside.seconds("one way", group.size, num_bytes)
     volume_s = (group.size - 1) / group.size * num_bytes / group.ring_bandwidth()
@@ -203,9 +204,9 @@ def _ring_seconds(group: _Group, num_bytes: float) -> float:
 def _as_measured(
     cluster: Cluster,
     operation: Operation,
-    modelled: Callable[[_Group, float], float],
+    modelled: Callable[[Communicator, float], float],
     num_bytes: float,
-    group: _Group,
+    group: Communicator,
 ) -> float:
     """What `modelled` says, times how much longer than it said the operation took where it was measured."""
     seconds = modelled(group, num_bytes)
@@ -214,7 +215,9 @@ def _as_measured(
     span = "cluster" if group.num_nodes > 1 else "node"
     for curve in cluster.collectives:
         if curve.operation == operation and curve.spans == span:
-            whole = _group(cluster, range(cluster.num_devices) if span == "cluster" else cluster.ranks_of(0))
+            whole = communicator(
+                cluster, range(cluster.num_devices) if span == "cluster" else cluster.ranks_of(0)
+            )
             pairs = zip(curve.num_bytes, curve.seconds, strict=True)
             ratios = tuple(taken / modelled(whole, size) for size, taken in pairs)
             return seconds * between(curve.num_bytes, ratios, num_bytes)
@@ -237,10 +240,10 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     """
     if len(ranks) < 2:
         return 0.0
-    return _as_measured(cluster, "all-reduce", _all_reduce_seconds, num_bytes, _group(cluster, ranks))
+    return _as_measured(cluster, "all-reduce", _all_reduce_seconds, num_bytes, communicator(cluster, ranks))
 
 
-def _all_reduce_seconds(group: _Group, num_bytes: float) -> float:
+def _all_reduce_seconds(group: Communicator, num_bytes: float) -> float:
     if (inside := group.collectives) is not None:
         return inside.seconds("all-reduce", group.size, num_bytes)
     volume_s = (group.size - 1) / group.size * num_bytes / group.ring_bandwidth(reduces=True)
@@ -256,7 +259,7 @@ def broadcast_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) 
     """
     if len(ranks) < 2:
         return 0.0
-    group = _group(cluster, ranks)
+    group = communicator(cluster, ranks)
     return group.ring_latency_s(num_bytes) + num_bytes / group.ring_bandwidth()
 
 
@@ -269,7 +272,7 @@ def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     """
     if len(ranks) < 2:
         return 0.0
-    group = _group(cluster, ranks)
+    group = communicator(cluster, ranks)
     if group.collectives is not None:
         return group.collectives.seconds("all to all", group.size, num_bytes)
     part = num_bytes / group.size
@@ -279,24 +282,3 @@ def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     messages = (group.size - group.per_node) * part / (part + _MESSAGE_CHUNK) if group.node else 0.0
     latency_s = rounds * max(group.intra_latency_s, group.inter_latency_s) + _MESSAGE_S * messages
     return latency_s + max(inside, outside)
-
-
-def dispatch_seconds(
-    cluster: Cluster, num_bytes: float, ranks: Sequence[int], num_devices: float, num_nodes: float
-) -> float:
-    """Time until the `num_bytes` of every rank's tokens have reached the devices that hold their experts.
-
-    A token crosses to each of its nodes once and goes on inside it to each of its devices once, both in a stream; of all
-    `ranks` and their nodes a token has `num_devices` and `num_nodes` on average, all equally likely.
-    Source: DeepSeek-V3's report (arXiv 2412.19437), section 3.2.2. Ignores: the module's, the multiprocessors that the
-    kernels take from computations, and links between devices of other nodes than those that stand for all.
-    """
-    if len(ranks) < 2:
-        return 0.0
-    group = _group(cluster, ranks)
-    others = (group.per_node - 1) / group.per_node
-    inside = num_bytes * num_devices * others / group.intra.collective_bandwidth if group.intra else 0.0
-    crossing = num_bytes * num_nodes * (group.num_nodes - 1) / group.num_nodes
-    return max(group.intra_latency_s, group.inter_latency_s) + max(
-        inside, crossing * group.per_node / group.inter_bandwidth
-    )

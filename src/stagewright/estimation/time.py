@@ -251,9 +251,9 @@ class Costing:
         runtime = self.runtime
         copied_s = plain.device_s if runtime.copies_parts else 0.0
         once = runtime.dispatch == "once per node"
-        sent_s = (
-            collective_seconds(node, value, self.cluster, self._strides, once) + runtime.waits.collective_s
-        )
+        copying = runtime.dispatch_multiprocessors if once else None
+        sent_s = collective_seconds(node, value, self.cluster, self._strides, copying)
+        sent_s += runtime.waits.collective_s
         beside, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
         if hidden:
             copied_s += runtime.waits.beside_share * sent_s
