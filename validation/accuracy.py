@@ -27,6 +27,7 @@ from stagewright.files import write_whole
 
 SCRIPTS = {
     "products": "Matrix products by shape",
+    "experts": "Products of experts",
     "operators": "Operators of Megatron's GPT on four GPUs",
     "collectives": "Collectives",
     "dispatch": "Tokens to experts and back",

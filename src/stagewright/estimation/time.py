@@ -88,7 +88,8 @@ def kernel_seconds(found: Work, device: Device) -> float:
         peak = device.peak_flops.get("float32") or 0.0
         return overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
     if found.kernel is Kernel.MATMUL and found.shapes and device.products is not None:
-        return device.product_seconds(found.shapes, _precision(found, device), found.bytes_moved)
+        precision = _precision(found, device)
+        return device.product_seconds(found.shapes, precision, found.bytes_moved, grouped=found.grouped)
     if found.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
         arithmetic = device.matmul_seconds(found.arithmetic, _precision(found, device))
         if device.packing_bandwidth:
@@ -186,6 +187,8 @@ class Costing:
         self.device = device.with_attention(
             self.runtime.attention_rate, best=self.runtime.attention_kernels == "best"
         )
+        if self.runtime.experts == "grouped":  # by kernels of its own
+            self.device = self.device.with_grouped_share(1.0)
         found = parallelism(graph)
         self._strides = neighbour_strides(graph)
         if found is not None and cluster is None:
