@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -147,3 +148,12 @@ def test_compiled_kernels_cost_the_runtimes_host(tmp_path: Path) -> None:
         found.of(found.graph.nodes[index], found.graph.values.__getitem__).host_s for index in found.fusions
     }
     assert issued == {0.0, 1e-4}
+
+
+def test_runtimes_with_grouped_kernels_of_their_own_reach_the_dense_rate() -> None:
+    b200 = load_cluster("4x-b200")
+    for name, share in (("megatron-core+te", 1.0), ("torch-fsdp", 0.73)):
+        graph = replace(mixture(), facts={**mixture().facts, "runtime": name})
+        products = Costing(graph, b200.device, b200).device.products
+        assert products is not None
+        assert products.grouped_share == share
