@@ -28,8 +28,10 @@ from stagewright.files import write_whole
 SCRIPTS = {
     "products": "Matrix products by shape",
     "attention": "Fused attention by shape",
+    "experts": "Products of experts",
     "operators": "Operators of Megatron's GPT on four GPUs",
     "collectives": "Collectives",
+    "dispatch": "Tokens to experts and back",
     "h100_eager": "Eager training steps on one H100",
     "footprints": "Memory of Megatron and of tuned stages",
     "runtimes": "Training steps under other runtimes",

@@ -15,7 +15,6 @@ from stagewright.cluster import (
     all_to_all_seconds,
     arranged,
     broadcast_seconds,
-    dispatch_seconds,
     load_cluster,
     reduce_scatter_seconds,
 )
@@ -121,21 +120,30 @@ def test_published_all_reduce_between_h100_nodes(size: int, bus: float, toleranc
     assert seconds == pytest.approx(2 * 31 / 32 * size * MIB / (bus * 1e9), rel=tolerance)
 
 
-def test_a_dispatch_crosses_once_per_node_and_spreads_inside() -> None:
-    cluster, num_bytes = two_nodes(), 1e9
-    # Of two nodes half the tokens' crossings are to the own one; eight ranks share what leaves a node.
-    crossing = num_bytes * 2 * 0.5 * 8 / 8e10
-    assert dispatch_seconds(cluster, num_bytes, range(16), 4, 2) == pytest.approx(1e-5 + crossing)
-    # Tokens that stay in their node: to four devices, one in eight of them the own.
-    inside = num_bytes * 4 * 7 / 8 / 1e11
-    assert dispatch_seconds(cluster, num_bytes, range(8), 4, 1) == pytest.approx(2e-6 + inside)
-    assert dispatch_seconds(cluster, num_bytes, [3], 1, 1) == 0.0
+def test_rings_over_nodes_go_through_them_as_their_own_collectives_do() -> None:
+    # Worked by hand: three crossings and 28 steps inside, crowded by seven more ranks of the node, and 31 parts of 32
+    # at what each rank of a ring inside a node attains, 346 GB/s, which is less than eight adapters do.
+    cluster, num_bytes, part = load_cluster("32x-h100"), 3.2e8, 1e7
+    steps = 3 * 12e-6 + 28 * 0.86e-6 + 31 * 7 * 1e-6 * part / (part + 1e5)
+    expected = steps + 31 * part / 346e9
+    assert all_gather_seconds(cluster, num_bytes, range(32)) == pytest.approx(expected)
+    assert reduce_scatter_seconds(cluster, num_bytes, range(32)) == pytest.approx(expected)
+    # A switch that adds up halves what crosses the node's links, so that the adapters bound an all-reduce.
+    both = all_reduce_seconds(cluster, num_bytes, range(32))
+    assert both == pytest.approx(2 * (steps + 31 * part / (8 * 47.7e9)))
 
 
-def test_a_dispatch_is_no_slower_than_sending_every_copy() -> None:
-    cluster = load_cluster("8x8x-h100", PLAIN)
-    copies = all_to_all_seconds(cluster, 8e9, range(64))
-    assert dispatch_seconds(cluster, 1e9, range(64), 7.5, 4) < copies
+def test_one_rank_of_each_node_is_crowded_by_none() -> None:
+    cluster = load_cluster("4x1x-h100")
+    expected = 3 * 12e-6 + 3 / 4 * 1e9 / 47.7e9
+    assert all_gather_seconds(cluster, 1e9, range(4)) == pytest.approx(expected)
+
+
+def test_messages_of_an_all_to_all_to_other_nodes_are_issued_one_by_one() -> None:
+    cluster, num_bytes = load_cluster("16x-h100"), 16 * 2.0**17
+    # Of eight messages to another node, each as long as a chunk, half of the cost; four rounds of latency.
+    expected = 4 * 12e-6 + 8 * 5e-6 / 2 + 8 * 2.0**17 / 47.7e9
+    assert all_to_all_seconds(cluster, num_bytes, range(16)) == pytest.approx(expected)
 
 
 def test_what_is_known_of_ranks_is_that_of_their_own_cluster() -> None:

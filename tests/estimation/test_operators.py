@@ -99,6 +99,7 @@ def test_grouped_products_compute_every_row_once() -> None:
         expected = 2 * rows[0] * weights[1] * weights[2]
         assert work(node, graph.values.__getitem__).flop == expected
     backward = [node for node in graph.nodes if "grouped_mm_fallback_backward" in node.op]
+    assert all(work(node, graph.values.__getitem__).grouped for node in (*forward, *backward))
     assert sum(work(node, graph.values.__getitem__).flop for node in backward) == 2 * sum(
         work(node, graph.values.__getitem__).flop for node in forward
     )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from stagewright.cluster import load_cluster
-from stagewright.cluster.collectives import dispatch_seconds
+from stagewright.cluster.dispatch import dispatch_seconds
 from stagewright.errors import InputError
-from stagewright.estimation.collectives import collective_seconds, distinct
+from stagewright.estimation.collectives import collective_seconds, distinct, met
 from stagewright.estimation.runtime import load_runtime
 from stagewright.estimation.time import Costing
 from stagewright.graph import Node, OperatorGraph, Part
@@ -79,13 +80,21 @@ def test_tokens_travel_once_per_node() -> None:
     graph = mixture()
     sent = [node for node in graph.nodes if node.op == ALL_TO_ALL]
     rows = next(node for node in sent if len(graph.values[node.inputs[0]].meta.shape) == 2)
-    num_bytes, copies = graph.values[rows.inputs[0]].meta.payload_bytes, 2
+    shape, copies = graph.values[rows.inputs[0]].meta.shape, 2
     over_nodes = load_cluster("4x2x-h100")
     lookup, strides = graph.values.__getitem__, neighbour_strides(graph)
-    every, once = (collective_seconds(rows, lookup, over_nodes, strides, one) for one in (False, True))
-    expected = dispatch_seconds(over_nodes, num_bytes / copies, range(4), distinct(2, 4), distinct(2, 2))
-    assert once == pytest.approx(expected)
+    every, once = (collective_seconds(rows, lookup, over_nodes, strides, count) for count in (None, 24))
+    num_bytes = graph.values[rows.inputs[0]].meta.payload_bytes / shape[0]
+    tokens = met(over_nodes, range(4), shape[0] / copies, num_bytes, copies)
+    assert tokens[2:] == (distinct(2, 4), distinct(2, 2))
+    there, back = (
+        dispatch_seconds(over_nodes, tokens, range(4), sums=sums, num_multiprocessors=24)
+        for sums in (False, True)
+    )
+    assert once == pytest.approx((there + back) / 2)
     assert once != every
+    weights = next(node for node in sent if len(graph.values[node.inputs[0]].meta.shape) == 1)
+    assert collective_seconds(weights, lookup, over_nodes, strides, 24) == 0.0  # they go with the tokens
     assert distinct(2, 2) == 1.5
 
 
@@ -139,3 +148,12 @@ def test_compiled_kernels_cost_the_runtimes_host(tmp_path: Path) -> None:
         found.of(found.graph.nodes[index], found.graph.values.__getitem__).host_s for index in found.fusions
     }
     assert issued == {0.0, 1e-4}
+
+
+def test_runtimes_with_grouped_kernels_of_their_own_reach_the_dense_rate() -> None:
+    b200 = load_cluster("4x-b200")
+    for name, share in (("megatron-core+te", 1.0), ("torch-fsdp", 0.73)):
+        graph = replace(mixture(), facts={**mixture().facts, "runtime": name})
+        products = Costing(graph, b200.device, b200).device.products
+        assert products is not None
+        assert products.grouped_share == share

@@ -7,10 +7,10 @@ from stagewright.cluster.collectives import (
     all_reduce_seconds,
     all_to_all_seconds,
     broadcast_seconds,
-    dispatch_seconds,
     reduce_scatter_seconds,
 )
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
+from stagewright.cluster.dispatch import Tokens, dispatch_seconds
 from stagewright.cluster.host import Host
 from stagewright.cluster.host_device import with_hosts
 from stagewright.cluster.link import Link
@@ -30,6 +30,7 @@ __all__ = [
     "OperatorProfile",
     "PerPrecision",
     "PerPrecisionFraction",
+    "Tokens",
     "all_gather_seconds",
     "all_reduce_seconds",
     "all_to_all_seconds",

@@ -6,11 +6,14 @@ network adapters.
 
 Source: ring and tree algorithms and their cost in Thakur, Rabenseifner and Gropp, "Optimization of
 Collective Communication Operations in MPICH", IJHPCA 19 (2005); the ring and double-binary-tree choice of
-NCCL 2.4. Where a cluster has measured curves of all-reduce, all-gather or reduce-scatter, what the links
-predict is corrected by the ratio seen on the measured ranks at that size. Inside a node whose links say so
-(`NodeCollectives`), times are those of the library by size. Ignores: in-network reduction between nodes
-(SHARP), protocol switches of the library, contention with other communicators beyond the even split of
-the adapters, and skew of arrival.
+NCCL 2.4. Where the links of a node say what its collectives take (`NodeCollectives`), times inside it are
+those of the library by size, and rings over several nodes go through them in its steps and at its rate. A
+switch that adds up inside the node halves what an all-reduce sends over the node's links (Klenk et al., "An
+In-Network Architecture for Accelerating Shared-Memory Multiprocessor Collectives", ISCA 2020). Where a cluster
+has measured curves of all-reduce, all-gather or reduce-scatter, what the links predict is corrected by the
+ratio seen on the measured ranks at that size. Ignores: in-network reduction between nodes (SHARP), protocol
+switches of the library, contention with other communicators beyond the even split of the adapters, and skew
+of arrival.
 """
 
 from __future__ import annotations
@@ -32,10 +35,30 @@ The lower end of what NCCL's tuning tables assume by size (0.5 to 0.9); four mea
 still.
 """
 
+_CROWD_S = 1.0e-6
+"""What a step of a ring over several nodes takes longer for every further rank of a node: every adapter has a ring of its
+own, whose parts wait for each other in every device. Fit of NCCL's times by size on ten H100 nodes published in
+github.com/xxrjun/nccl-tests-cluster (455de4f), half of the rows.
+"""
+
+_CROWDED_PART = 1e5
+"""Bytes of a rank's part at which half of that is there. The same fit."""
+
+_MESSAGE_S = 5e-6
+"""To have one more message under way to a rank of another node, in an all-to-all. The same fit."""
+
+_MESSAGE_CHUNK = 2.0**17
+"""Bytes that a message to another node moves at once; of smaller ones more are under way. Source: NCCL, the default of
+NCCL_P2P_NET_CHUNKSIZE.
+"""
+
+_REDUCED_TRAFFIC = 0.5
+"""Of an all-reduce over a node's links whose switch adds up, over one around a ring. Source: the module."""
+
 
 @dataclass(frozen=True)
-class _Group:
-    """A communicator: `size` ranks, at most `per_node` on each of `num_nodes`, and its slowest edges."""
+class Communicator:
+    """`size` ranks, at most `per_node` on each of `num_nodes`, and its slowest edges."""
 
     size: int
     per_node: int
@@ -51,9 +74,19 @@ class _Group:
         return self.intra.collectives if self.intra is not None and self.num_nodes == 1 else None
 
     @property
-    def ring_bandwidth(self) -> float:
-        """Bytes/s of the slowest edge of a ring that enters and leaves every node once."""
-        inside = self.intra.collective_bandwidth if self.intra else math.inf
+    def node(self) -> NodeCollectives | None:
+        """What is known of collectives inside the nodes."""
+        return self.intra.collectives if self.intra is not None else None
+
+    def ring_bandwidth(self, reduces: bool = False) -> float:
+        """Bytes/s of the slowest edge of a ring that enters and leaves every node once; `reduces`: an all-reduce."""
+        if self.intra is None:
+            return self.inter_bandwidth
+        if self.node is None:
+            return min(self.intra.collective_bandwidth, self.inter_bandwidth)
+        inside = self.node.ring_bandwidth(self.per_node)
+        if reduces and self.node.adds_in_switch(self.per_node):
+            inside /= _REDUCED_TRAFFIC
         return min(inside, self.inter_bandwidth)
 
     @property
@@ -61,19 +94,31 @@ class _Group:
         return self.intra.latency_s if self.intra else 0.0
 
     @property
-    def ring_latency_s(self) -> float:
-        """One pass of a chunk around the ring."""
+    def step_s(self) -> float:
+        """From one rank of a node to the next one of a ring."""
+        return self.node.step_s if self.node else self.intra_latency_s
+
+    def ring_latency_s(self, num_bytes: float) -> float:
+        """One pass of a chunk around the ring, each rank's part a chunk."""
         crossings = self.num_nodes - 1
-        return (self.size - 1 - crossings) * self.intra_latency_s + crossings * self.inter_latency_s
+        latency_s = (self.size - 1 - crossings) * self.step_s + crossings * self.inter_latency_s
+        return latency_s + self.crowd_s(self.size - 1, num_bytes / self.size)
 
-    @property
-    def tree_latency_s(self) -> float:
-        """One pass of a chunk along a chain inside the node and up a binary tree of nodes."""
-        hops = math.ceil(math.log2(self.num_nodes))
-        return (self.per_node - 1) * self.intra_latency_s + hops * self.inter_latency_s
+    def crowd_s(self, num_steps: int, part: float) -> float:
+        """What so many steps with parts of so many bytes take longer where rings of several adapters share devices."""
+        if self.node is None or self.num_nodes < 2:
+            return 0.0
+        return num_steps * _CROWD_S * (self.per_node - 1) * part / (part + _CROWDED_PART)
+
+    def tree_latency_s(self, num_bytes: float) -> float:
+        """One pass of a chunk along a chain inside the node and up a binary tree of nodes; every adapter has a tree."""
+        hops, chain = math.ceil(math.log2(self.num_nodes)), self.per_node - 1
+        latency_s = chain * self.step_s + hops * self.inter_latency_s
+        return latency_s + self.crowd_s(chain + hops, num_bytes / self.per_node)
 
 
-def _group(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+def communicator(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
+    """How `ranks` lie on the nodes of `cluster`, worked out once."""
     lying = _first_alike(cluster, ranks) if isinstance(ranks, range) else tuple(ranks)
     known = cluster.known_groups
     if lying not in known:
@@ -95,7 +140,7 @@ def _first_alike(cluster: Cluster, ranks: range) -> range:
     return range(first, first + len(ranks) * ranks.step, ranks.step)
 
 
-def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> _Group:
+def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> Communicator:
     by_node: dict[int, list[int]] = {}
     for rank in ranks:
         by_node.setdefault(cluster.node_of(rank), []).append(rank)
@@ -105,7 +150,7 @@ def _worked_out(cluster: Cluster, ranks: Sequence[int]) -> _Group:
     for ring in rings[1:]:
         intra = ring.slower(intra) if intra else ring
     edges = [_edge(cluster, a, b) for a, b in _closed(members)]
-    return _Group(
+    return Communicator(
         size=len(ranks),
         per_node=max(len(ring) for ring in members),
         num_nodes=len(members),
@@ -145,22 +190,23 @@ def all_gather_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
 def _one_way(cluster: Cluster, num_bytes: float, ranks: Sequence[int], operation: Operation) -> float:
     if len(ranks) < 2:
         return 0.0
-    group = _group(cluster, ranks)
+    group = communicator(cluster, ranks)
     return _as_measured(cluster, operation, _ring_seconds, num_bytes, group)
 
 
-def _ring_seconds(group: _Group, num_bytes: float) -> float:
+def _ring_seconds(group: Communicator, num_bytes: float) -> float:
     if (inside := group.collectives) is not None:
         return inside.seconds("one way", group.size, num_bytes)
-    return group.ring_latency_s + (group.size - 1) / group.size * num_bytes / group.ring_bandwidth
+    volume_s = (group.size - 1) / group.size * num_bytes / group.ring_bandwidth()
+    return group.ring_latency_s(num_bytes) + volume_s
 
 
 def _as_measured(
     cluster: Cluster,
     operation: Operation,
-    modelled: Callable[[_Group, float], float],
+    modelled: Callable[[Communicator, float], float],
     num_bytes: float,
-    group: _Group,
+    group: Communicator,
 ) -> float:
     """What `modelled` says, times how much longer than it said the operation took where it was measured."""
     seconds = modelled(group, num_bytes)
@@ -169,7 +215,9 @@ def _as_measured(
     span = "cluster" if group.num_nodes > 1 else "node"
     for curve in cluster.collectives:
         if curve.operation == operation and curve.spans == span:
-            whole = _group(cluster, range(cluster.num_devices) if span == "cluster" else cluster.ranks_of(0))
+            whole = communicator(
+                cluster, range(cluster.num_devices) if span == "cluster" else cluster.ranks_of(0)
+            )
             pairs = zip(curve.num_bytes, curve.seconds, strict=True)
             ratios = tuple(taken / modelled(whole, size) for size, taken in pairs)
             return seconds * between(curve.num_bytes, ratios, num_bytes)
@@ -192,14 +240,15 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     """
     if len(ranks) < 2:
         return 0.0
-    return _as_measured(cluster, "all-reduce", _all_reduce_seconds, num_bytes, _group(cluster, ranks))
+    return _as_measured(cluster, "all-reduce", _all_reduce_seconds, num_bytes, communicator(cluster, ranks))
 
 
-def _all_reduce_seconds(group: _Group, num_bytes: float) -> float:
+def _all_reduce_seconds(group: Communicator, num_bytes: float) -> float:
     if (inside := group.collectives) is not None:
         return inside.seconds("all-reduce", group.size, num_bytes)
-    volume_s = (group.size - 1) / group.size * num_bytes / group.ring_bandwidth
-    ring, tree = group.ring_latency_s + volume_s, group.tree_latency_s + volume_s / TREE_BANDWIDTH
+    volume_s = (group.size - 1) / group.size * num_bytes / group.ring_bandwidth(reduces=True)
+    ring = group.ring_latency_s(num_bytes) + volume_s
+    tree = group.tree_latency_s(num_bytes) + volume_s / TREE_BANDWIDTH
     return 2 * min(ring, tree)
 
 
@@ -210,45 +259,26 @@ def broadcast_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) 
     """
     if len(ranks) < 2:
         return 0.0
-    group = _group(cluster, ranks)
-    return group.ring_latency_s + num_bytes / group.ring_bandwidth
+    group = communicator(cluster, ranks)
+    return group.ring_latency_s(num_bytes) + num_bytes / group.ring_bandwidth()
 
 
 def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
     """Time until each rank has sent an equal part of its `num_bytes` to every rank (its own part stays).
 
     Parts to the own node and parts to other nodes move at the same time. Source: the module (messages of
-    the logarithmic algorithm, volume of the pairwise one). Ignores: the module's, and the issue cost of
-    each message.
+    the logarithmic algorithm, volume of the pairwise one), and a cost of every message to another node where its links are
+    described by what collectives take. Ignores: the module's.
     """
     if len(ranks) < 2:
         return 0.0
-    group = _group(cluster, ranks)
+    group = communicator(cluster, ranks)
     if group.collectives is not None:
         return group.collectives.seconds("all to all", group.size, num_bytes)
     part = num_bytes / group.size
     inside = part * (group.per_node - 1) / group.intra.collective_bandwidth if group.intra else 0.0
     outside = part * (group.size - group.per_node) * group.per_node / group.inter_bandwidth
     rounds = math.ceil(math.log2(group.size))
-    return rounds * max(group.intra_latency_s, group.inter_latency_s) + max(inside, outside)
-
-
-def dispatch_seconds(
-    cluster: Cluster, num_bytes: float, ranks: Sequence[int], num_devices: float, num_nodes: float
-) -> float:
-    """Time until the `num_bytes` of every rank's tokens have reached the devices that hold their experts.
-
-    A token crosses to each of its nodes once and goes on inside it to each of its devices once, both in a stream; of all
-    `ranks` and their nodes a token has `num_devices` and `num_nodes` on average, all equally likely.
-    Source: DeepSeek-V3's report (arXiv 2412.19437), section 3.2.2. Ignores: the module's, the multiprocessors that the
-    kernels take from computations, and links between devices of other nodes than those that stand for all.
-    """
-    if len(ranks) < 2:
-        return 0.0
-    group = _group(cluster, ranks)
-    others = (group.per_node - 1) / group.per_node
-    inside = num_bytes * num_devices * others / group.intra.collective_bandwidth if group.intra else 0.0
-    crossing = num_bytes * num_nodes * (group.num_nodes - 1) / group.num_nodes
-    return max(group.intra_latency_s, group.inter_latency_s) + max(
-        inside, crossing * group.per_node / group.inter_bandwidth
-    )
+    messages = (group.size - group.per_node) * part / (part + _MESSAGE_CHUNK) if group.node else 0.0
+    latency_s = rounds * max(group.intra_latency_s, group.inter_latency_s) + _MESSAGE_S * messages
+    return latency_s + max(inside, outside)

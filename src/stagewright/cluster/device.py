@@ -248,11 +248,18 @@ class Device(SourcedModel):
         return flop / self.matmul_flops(dtype) + ramp
 
     def product_seconds(
-        self, shapes: Sequence[Shape], dtype: str, num_bytes: float, *, alone: bool = False
+        self,
+        shapes: Sequence[Shape],
+        dtype: str,
+        num_bytes: float,
+        *,
+        alone: bool = False,
+        grouped: bool = False,
     ) -> float:
         """Time of matrix products of known shapes, one after the other, that read and write so many bytes together.
 
-        A device that was idle (`alone`) has higher clocks than one in training.
+        A device that was idle (`alone`) has higher clocks than one in training. Products of many experts may be `grouped`,
+        those of each shape by one kernel.
 
         Source and ignores: `stagewright.cluster.products`; launch.
         """
@@ -260,7 +267,9 @@ class Device(SourcedModel):
         flops, share = self.matmul_flops(dtype), num_bytes / len(shapes)
         item = 4.0 if precision_name(dtype) in ("fp32", "tf32") else 2.0
         return sum(
-            product_seconds(self.products, shape, flops, self.memory_bandwidth, share, item, alone=alone)
+            product_seconds(
+                self.products, shape, flops, self.memory_bandwidth, share, item, alone=alone, grouped=grouped
+            )
             for shape in shapes
         )
 
@@ -274,6 +283,12 @@ class Device(SourcedModel):
         flops = (self.peak_flops.get(dtype) or 0.0) * share
         flop = BACKWARD_FLOP if backward else FORWARD_FLOP
         return attention_seconds(self.attention, scores, flops, self.products.num_multiprocessors, flop)
+
+    def with_grouped_share(self, share: float) -> Device:
+        """This device with other kernels for products of many experts."""
+        if self.products is None or self.products.grouped_share == share:
+            return self
+        return self.model_copy(update={"products": self.products.model_copy(update={"grouped_share": share})})
 
     def with_attention(self, rate: float, best: bool = False) -> Device:
         """This device with other attention kernels: `rate` times as fast, or the `best` there are, where that is known."""

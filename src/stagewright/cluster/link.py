@@ -50,11 +50,19 @@ class NodeCollectives(StrictModel):
         rounds = 2 if kind == "all-reduce" else 1
         steps = rounds * (num_ranks - 1)
         part = num_bytes / num_ranks
-        bandwidth = self.bandwidth * (1 - _PAIR_SHARE / num_ranks) / (1 - _PAIR_SHARE / _RANKS)
-        if kind == "all-reduce" and self.reduces_in_network and num_ranks > 2:
+        bandwidth = self.ring_bandwidth(num_ranks)
+        if kind == "all-reduce" and self.adds_in_switch(num_ranks):
             bandwidth *= _REDUCTION_GAIN
         fill = self.fill_s * part / (part + _FULL_PART) * steps**_FILL_POWER
         return self.start_s + self.step_s * steps + steps * part / bandwidth + fill
+
+    def ring_bandwidth(self, num_ranks: int) -> float:
+        """Bytes/s of each of so many ranks in a long ring."""
+        return self.bandwidth * (1 - _PAIR_SHARE / num_ranks) / (1 - _PAIR_SHARE / _RANKS)
+
+    def adds_in_switch(self, num_ranks: int) -> bool:
+        """Whether a switch adds up what so many ranks of a node reduce."""
+        return self.reduces_in_network and num_ranks > 2
 
 
 class Link(SourcedModel):

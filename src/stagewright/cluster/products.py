@@ -26,6 +26,10 @@ _STEP = 64
 _MEMORY_EFFICIENCY = 0.81
 """Part of the memory bandwidth at which operands stream in and results out."""
 
+_GROUPED_MEMORY_EFFICIENCY = 0.9
+"""The same of one kernel for products of many experts, whose weights it reads one after the other. Fit of TensorRT-LLM's
+layers of experts on H100 and B200 published with aiconfigurator, half of the rows."""
+
 _STORED = 0.4
 """Part of the writing of a wave's results during which its multiprocessors compute nothing."""
 
@@ -64,6 +68,8 @@ class Products(StrictModel):
     """The highest clock over that which the limit of power leaves a device in training, the clock of `matmul_efficiency`."""
     sag: Annotated[float, Field(ge=1, le=10)] = 1.0
     """How much longer products of more than some milliseconds take on a device that was idle before, as its clock falls."""
+    grouped_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Part of that rate at which PyTorch's kernel for products of many experts runs; that of others is 1."""
 
 
 def product_seconds(
@@ -75,6 +81,7 @@ def product_seconds(
     item_bytes: float = 2.0,
     *,
     alone: bool = False,
+    grouped: bool = False,
 ) -> float:
     """Time of a product, or of a batch of them, without its launch: that of the tile and split which are the fastest.
 
@@ -84,17 +91,23 @@ def product_seconds(
         num_bytes: what is read and written.
         item_bytes: of an element of the result.
         alone: on a device that was idle, in place of one in training.
+        grouped: by one kernel for products of many experts, each with a number of rows that only the device knows: it rounds
+            those of each up to whole tiles, as here, but splits no inner dimension.
 
     Source: wave quantization and tile efficiency as NVIDIA's guide "Matrix Multiplication Background" describes them; the
     roofline model for memory. Constants: fit of the products by shape on A100, H100 and B200 published with aiconfigurator.
     Ignores: layouts; caches; that libraries choose tiles by rules of thumb.
     """
     share, processors = products.operand_share, products.num_multiprocessors
-    rate = (products.boost if alone else 1.0) * flops / processors * (1 + share / 2)
-    memory = bandwidth * _MEMORY_EFFICIENCY
+    clock = (products.boost if alone else 1.0) * (products.grouped_share if grouped else 1.0)
+    rate = clock * flops / processors * (1 + share / 2)
+    memory = bandwidth * (_GROUPED_MEMORY_EFFICIENCY if grouped else _MEMORY_EFFICIENCY)
     traffic = (num_bytes / memory) ** _OVERLAP
     # Rounded up to whole steps; a split that leaves a part empty is no other one.
-    steps = {split: math.ceil(shape.inner / split / _STEP) * _STEP for split in _SPLITS}
+    steps = {
+        split: math.ceil(shape.inner / split / _STEP) * _STEP
+        for split in (_SPLITS[:1] if grouped else _SPLITS)
+    }
     inner = [(split, step) for split, step in steps.items() if step * (split - 1) < shape.inner]
     sums_s = 2 * shape.batch * shape.rows * shape.columns / memory
     best = math.inf

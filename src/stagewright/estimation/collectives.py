@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from stagewright.cluster import (
     Cluster,
+    Tokens,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -14,7 +15,7 @@ from stagewright.cluster import (
     reduce_scatter_seconds,
 )
 from stagewright.estimation.liveness import Lookup
-from stagewright.graph import Node
+from stagewright.graph import Node, TensorMeta
 from stagewright.graph.expert_parallel import ALL_TO_ALL
 from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, group_of
 
@@ -28,14 +29,19 @@ _PROBED_BYTES = 2.0**20
 
 
 def collective_seconds(
-    node: Node, value: Lookup, cluster: Cluster, strides: Mapping[str, int], once_per_node: bool = False
+    node: Node,
+    value: Lookup,
+    cluster: Cluster,
+    strides: Mapping[str, int],
+    multiprocessors: int | None = None,
 ) -> float:
     """What a collective of the graph takes to send; none for any other operator. `strides` say how far apart the
-    ranks of a group are, as `stagewright.graph.tensor_parallel.neighbour_strides`; with `once_per_node` tokens travel to
-    every node of their experts once, not once for each.
+    ranks of a group are, as `stagewright.graph.tensor_parallel.neighbour_strides`; with so many `multiprocessors` to copy
+    them, tokens travel to every node of their experts once, not once for each.
 
-    Source: `stagewright.cluster.collectives`, for the slowest of the groups of neighbouring ranks. Ignores: that
-    groups of one node, replicas and pipeline transfers share links; overlap with computations.
+    Source: `stagewright.cluster.collectives` and `stagewright.cluster.dispatch`, for the slowest of the groups of
+    neighbouring ranks. Ignores: that groups of one node, replicas and pipeline transfers share links; overlap with
+    computations.
     """
     found = _SECONDS.get(node.op)
     if found is None:
@@ -44,12 +50,31 @@ def collective_seconds(
     assert whole is not None, "a collective makes what it is for"
     name, size = group_of(node)
     ranks = slowest_group(cluster, size, strides[name])
-    num_bytes = float(value(whole).meta.payload_bytes)
-    if node.op == ALL_TO_ALL and once_per_node:
-        copies, num_nodes = node.args[3], len({cluster.node_of(rank) for rank in ranks})
-        met = distinct(copies, len(ranks)), distinct(copies, num_nodes)
-        return dispatch_seconds(cluster, num_bytes / copies, ranks, *met)
-    return found(cluster, num_bytes, ranks)
+    sent = value(whole).meta
+    if node.op == ALL_TO_ALL and multiprocessors is not None:
+        return _exchange_seconds(cluster, sent, ranks, node.args[3], multiprocessors)
+    return found(cluster, float(sent.payload_bytes), ranks)
+
+
+def _exchange_seconds(
+    cluster: Cluster, sent: TensorMeta, ranks: range, copies: int, multiprocessors: int
+) -> float:
+    """Of tokens to their experts or back: the mean of both, since a layer has one of either in each direction. The
+    weights and experts of tokens go with these."""
+    if len(sent.shape) < 2 or not sent.shape[0]:
+        return 0.0
+    tokens = met(cluster, ranks, sent.shape[0] / copies, sent.payload_bytes / sent.shape[0], copies)
+    ways = [
+        dispatch_seconds(cluster, tokens, ranks, sums=sums, num_multiprocessors=multiprocessors)
+        for sums in (False, True)
+    ]
+    return sum(ways) / 2
+
+
+def met(cluster: Cluster, ranks: range, num_tokens: float, num_bytes: float, copies: int) -> Tokens:
+    """So many tokens of every rank, which have experts on as many of the ranks and their nodes as `distinct` says."""
+    num_nodes = len({cluster.node_of(rank) for rank in ranks})
+    return Tokens(num_tokens, num_bytes, distinct(copies, len(ranks)), distinct(copies, num_nodes))
 
 
 def distinct(num_draws: int, num_parts: int) -> float:

@@ -56,6 +56,8 @@ class Work:
     """Of the matrix products that it is; empty where these are not known."""
     scores: Scores | None = None
     """Of fused attention."""
+    grouped: bool = False
+    """Whether one kernel makes all products of a shape, of experts whose numbers of rows only the device knows."""
 
 
 KERNELS: dict[str, str] = {
@@ -259,9 +261,9 @@ def _grouped(call: _Call) -> Work:
     experts = math.prod(call.shape(2))
     if len(b) == 3:
         shape = Shape(experts, a[0] / experts, b[-1], a[-1])
-        return call.adding(call.matmul(shape), experts * a[-2] * b[-1])
-    # Gradients of weights are (outer, rows) x (rows, inner).
-    return call.adding(call.matmul(Shape(experts, a[0], b[-1], a[-1] / experts)), experts * a[-2] * b[-1])
+    else:  # Gradients of weights are (outer, rows) x (rows, inner).
+        shape = Shape(experts, a[0], b[-1], a[-1] / experts)
+    return replace(call.adding(call.matmul(shape), experts * a[-2] * b[-1]), grouped=True)
 
 
 def _grouped_backward(call: _Call) -> Work:
@@ -275,7 +277,7 @@ def _grouped_backward(call: _Call) -> Work:
         else Shape(experts, num_rows / experts, inner, outer)
         for result in call.results()
     ]
-    return call.matmul(*found)
+    return replace(call.matmul(*found), grouped=True)
 
 
 def _convolution(call: _Call) -> Work:

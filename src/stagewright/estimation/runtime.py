@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from stagewright.cluster.device import Seconds
+from stagewright.cluster.dispatch import MULTIPROCESSORS
 from stagewright.cluster.strict import SourcedModel, StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError, nearest
@@ -178,6 +179,7 @@ class Runtime(SourcedModel):
     * `selective`: what is kept under selective recomputation; None: all but attention's scores.
     * `dispatch`: what travels to experts of other ranks: a copy of a token for each of them, or one to each node that has
       any, which hands it on inside.
+    * `dispatch_multiprocessors`: how many of a device's multiprocessors then copy tokens.
     * `hides_dispatch`: whether tokens travel beside another microbatch. Ignores: that one more is alive then, and
       that there may be no other.
     * `partition`: stages of as even numbers of layers as there can be (``layers``), or of operators (``balanced``).
@@ -197,6 +199,7 @@ class Runtime(SourcedModel):
     attention: Literal["traced", "fused", "explicit"] = "fused"
     experts: Literal["traced", "grouped"] = "traced"
     dispatch: Literal["every copy", "once per node"] = "every copy"
+    dispatch_multiprocessors: Annotated[int, Field(ge=2, le=1000)] = MULTIPROCESSORS
     hides_dispatch: bool = False
     partition: Literal["balanced", "layers"] = "balanced"
     recomputes_ahead: bool = True

@@ -89,7 +89,8 @@ def kernel_seconds(found: Work, device: Device) -> float:
         peak = device.peak_flops.get("float32") or 0.0
         return overlapped(found.arithmetic / (peak * DEPTHWISE_EFFICIENCY), memory)
     if found.kernel is Kernel.MATMUL and found.shapes and device.products is not None:
-        return device.product_seconds(found.shapes, _precision(found, device), found.bytes_moved)
+        precision = _precision(found, device)
+        return device.product_seconds(found.shapes, precision, found.bytes_moved, grouped=found.grouped)
     if found.kernel in (Kernel.MATMUL, Kernel.DEPTHWISE):
         arithmetic = device.matmul_seconds(found.arithmetic, _precision(found, device))
         if device.packing_bandwidth:
@@ -200,6 +201,8 @@ class Costing:
         self.device = device.with_attention(
             self.runtime.attention_rate, best=self.runtime.attention_kernels == "best"
         )
+        if self.runtime.experts == "grouped":  # by kernels of its own
+            self.device = self.device.with_grouped_share(1.0)
         found = parallelism(graph)
         self._strides = neighbour_strides(graph)
         if found is not None and cluster is None:
@@ -285,9 +288,9 @@ class Costing:
         runtime = self.runtime
         copied_s = plain.device_s if runtime.copies_parts else 0.0
         once = runtime.dispatch == "once per node"
-        sent_s = (
-            collective_seconds(node, value, self.cluster, self._strides, once) + runtime.waits.collective_s
-        )
+        copying = runtime.dispatch_multiprocessors if once else None
+        sent_s = collective_seconds(node, value, self.cluster, self._strides, copying)
+        sent_s += runtime.waits.collective_s
         beside, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
         if hidden:
             copied_s += runtime.waits.beside_share * sent_s
