@@ -1,11 +1,19 @@
 """Everything that can be measured on one device in ten minutes, predicted beside measured, in one dated file of results.
 
-    python benchmarks/gpu/campaign.py [--catalog h100] [--models gpt2 ...] [--output FILE] [--json]
+    python benchmarks/gpu/campaign.py [--catalog h100] [--minutes 10] [--only stages saving ...] [--models gpt2 ...]
+        [--output FILE] [--json]
 
-Products and attention by shape; F and B of stages of several models, their gradients against plain autograd, active and
-reserved peaks. Predictions are of the description that `stagewright probe` makes of the device, and of the catalog's where
---catalog names it. Without a GPU it runs small on the CPU, and says so. A part that fails leaves its error in the results;
-the others go on.
+* products, attention: by shape;
+* stages: F and B, gradients beside plain autograd's, active and reserved peaks, of six models;
+* passes: F, I and W apart, eager and compiled;
+* saving: peaks with recomputation and with offload;
+* overlap: how much longer passes take with offload;
+* processes: two on the one device beside one: losses, seconds, peaks;
+* checkpoint: saving, and going on from it.
+
+Predictions are of the description that `stagewright probe` makes of the device, and of the catalog's where --catalog names
+it. Every part has its share of the time; what there was none for is listed. A case that fails leaves its error in the results,
+and the others go on. Without a GPU all of it runs small on the CPU, and says so.
 """
 
 from __future__ import annotations
@@ -15,124 +23,191 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import date
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import kernels
+import saving
 import stages
 import torch
+import training
+from budget import Case, Part, Row, Section, measured
+from stages import Setting
 
 from stagewright.cluster import Cluster, load_cluster
+from stagewright.errors import StagewrightError
 from stagewright.execution.probe import probe
 from stagewright.files import write_whole
+from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.version import __version__
 
-MODELS = {
-    "cuda": ["gpt2-xl", "gemma-3-1b", "bert-large", "t5-large", "vit-huge", "tiny-mixtral"],
-    "cpu": ["tiny-llama"],
-}
-NUM_STAGES = 4
+Models = Sequence[tuple[str, dict[str, Any]]]
+"""Names, and what of their configurations is changed."""
+
+_FEW = {"num_hidden_layers": 8}
+MODELS: dict[str, dict[str, Models]] = {
+    "cuda": {
+        "stages": [(name, {}) for name in ("gpt2-xl", "tiny-mixtral", "gemma-3-1b", "bert-large", "t5-large", "vit-huge")],
+        "passes": [("gpt2-xl", _FEW), ("gemma-3-1b", _FEW)],
+        "saving": [("gpt2-xl", {}), ("gemma-3-1b", {}), ("bert-large", {})],
+        "overlap": [("gpt2-xl", {}), ("gemma-3-1b", {})],
+        "processes": [("gpt2-xl", _FEW), ("gemma-3-1b", _FEW)],
+        "checkpoint": [("gpt2", {}), ("gpt2-xl", _FEW)],
+    },
+    "cpu": dict.fromkeys(
+        ("stages", "passes", "saving", "overlap", "processes", "checkpoint"),
+        [("tiny-llama", {"num_hidden_layers": 2})],
+    ),
+}  # fmt: skip
+"""Of every part, the most telling first."""
+
+SHARES = {
+    "products": 1, "stages": 5, "passes": 4, "saving": 3, "overlap": 2, "processes": 3, "checkpoint": 2, "attention": 1,
+}  # fmt: skip
+NUM_STAGES = {"cuda": 4, "cpu": 2}
 LENGTHS = {"cuda": 1024, "cpu": 64}
+REPEATS = {"cuda": 10, "cpu": 2}
 TIME_BOX_S = {"cuda": 0.3, "cpu": 0.02}
 """Of one kernel."""
+_PROBED = 0.25
+"""Of the time, at the most."""
 
 
-@dataclass
-class Section:
-    """A part of the campaign: its rows, (what, predicted by each description, measured), or what it failed of."""
-
-    name: str
-    rows: list[tuple[str, list[float], float]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    error: str = ""
-    seconds: float = 0.0
+def setting_of(device: torch.device, described: Sequence[Cluster], dtype: str) -> Setting:
+    kind = device.type
+    return Setting(device, tuple(described), dtype, LENGTHS[kind], NUM_STAGES[kind], REPEATS[kind])
 
 
-def section(name: str, measure: Callable[[Section], None]) -> Section:
-    """Measured, or with the error that ended it."""
-    made, begun = Section(name), time.perf_counter()
-    try:
-        measure(made)
-    except Exception as error:
-        made.error = f"{type(error).__name__}: {error}"
-    made.seconds = time.perf_counter() - begun
-    return made
+def parts_of(setting: Setting, only: Sequence[str] = (), models: Models | None = None) -> list[Part]:
+    """In the order in which they are measured."""
+    named = MODELS[setting.device.type]
+    cases = {
+        name: _kernels(setting, name)
+        if name not in named
+        else [case for one in (models or named[name]) for case in _cases(setting, name, *one)]
+        for name in SHARES
+        if not only or name in only
+    }
+    if name_first := [name for name in ("passes", "saving", "overlap") if name in cases]:
+        for name in name_first:  # the first case of every model, then the second
+            cases[name].sort(key=lambda case: case.name.rpartition(": ")[2] not in ("eager", "1 of 4"))
+    return [Part(name, SHARES[name], found) for name, found in cases.items()]
 
 
-def campaign(
-    device: torch.device, described: list[Cluster], models: list[str], dtype: str
-) -> Iterator[Section]:
-    """Every part, one after the other."""
-    devices, box = [cluster.device for cluster in described], TIME_BOX_S[device.type]
-    for name, measure in (("products", kernels.products), ("attention", kernels.attention)):
-        yield section(name, lambda made, one=measure: made.rows.extend(one(device, devices, dtype, box)))
-    for model in models:
-        yield section(f"stages of {model}", partial(_stages, model, described, device, dtype))
+def _kernels(setting: Setting, name: str) -> list[Case]:
+    devices, box = [cluster.device for cluster in setting.described], TIME_BOX_S[setting.device.type]
+    measure = kernels.products if name == "products" else kernels.attention
+    return [Case("all shapes", partial(measure, setting.device, devices, setting.dtype, box))]
 
 
-def _stages(model: str, described: list[Cluster], device: torch.device, dtype: str, made: Section) -> None:
-    found = [
-        stages.measured(model, NUM_STAGES, LENGTHS[device.type], cluster, device, dtype)
-        for cluster in described
-    ]
-    rows, differences = zip(*found, strict=True)
-    for same in zip(*rows, strict=True):
-        what, _, measured = same[0]
-        made.rows.append((what, [predicted for _, predicted, _ in same], measured))
-    tolerance = stages.TOLERANCES[dtype]
-    verdict = "within" if max(differences) <= tolerance else "OUTSIDE"
-    made.notes.append(f"largest difference of a gradient {max(differences):.2e}: {verdict} {tolerance}")
+def _cases(setting: Setting, part: str, model: str, overrides: dict[str, Any]) -> Iterator[Case]:
+    """Of one model."""
+    measure: dict[str, list[tuple[str, Any, tuple[Any, ...]]]] = {
+        "stages": [("", stages.whole, ())],
+        "passes": [("eager", stages.apart, (False,)), ("compiled", stages.apart, (True,))],
+        "saving": [("", saving.peaks, (("keep", "recompute", "offload 1", "offload 4"),))],
+        "overlap": [("1 of 4", saving.overlap, (4,)), ("all", saving.overlap, (1,))],
+        "processes": [("", training.two_processes, ())],
+        "checkpoint": [("", training.checkpoint, ())],
+    }
+    for what, function, given in measure[part]:
+        name = f"{model}: {what}" if what else model
+        yield Case(name, partial(_of_model, function, setting, model, overrides, given))
 
 
-def report(sections: list[Section], names: list[str], heading: list[str]) -> Iterator[str]:
+def _of_model(
+    function: Any, setting: Setting, model: str, overrides: dict[str, Any], given: tuple[Any, ...]
+) -> Iterator[Row | str]:
+    reference: ModelReference = resolve(model, overrides)
+    return function(setting, reference, *given)
+
+
+def report(sections: Sequence[Section], names: Sequence[str], heading: Sequence[str]) -> Iterator[str]:
     """Lines of the file of results."""
     yield from heading
     for one in sections:
         yield f"\n## {one.name} ({one.seconds:.0f} s)\n"
-        if one.error:
-            yield f"FAILED: {one.error}"
+        yield from (f"FAILED: {error}\n" for error in one.errors)
+        yield from (f"Left out for want of time: {name}\n" for name in one.left_out)
         if one.rows:
             yield f"| what | measured | {' | '.join(names)} |\n| --- | ---: |{' ---: |' * len(names)}"
-        for what, predicted, measured in one.rows:
-            errors = " | ".join(f"{value:.4g} ({value / measured - 1:+.1%})" for value in predicted)
-            yield f"| {what} | {measured:.4g} | {errors} |"
+        for what, predicted, found in one.rows:
+            beside = [_beside(value, found) for value in predicted] or [""] * len(names)
+            yield f"| {what} | {found:.4g} | {' | '.join(beside)} |"
         yield from (f"\n{note}" for note in one.notes)
 
 
-def main() -> None:
+def _beside(predicted: float, found: float) -> str:
+    error = f" ({predicted / found - 1:+.1%})" if found > 0 else ""
+    return f"{predicted:.4g}{error}"
+
+
+def described(kind: str, catalog: str | None, seconds: float) -> tuple[dict[str, Cluster], Section]:
+    """What predicts, by name, and what came of the probe; the catalog's alone where that fails."""
+    section, begun = Section("probe"), time.monotonic()
+    found: dict[str, Cluster] = {}
+    try:
+        found["probed"] = probe(kind, processes=1, time_limit_s=seconds)
+        section.notes += found["probed"].cautions
+    except (StagewrightError, RuntimeError) as error:
+        section.errors.append(f"{type(error).__name__}: {error}")
+        catalog = catalog or "h100"
+    if catalog is not None:
+        found[catalog] = load_cluster(f"1x-{catalog}", {"device.kind": "cpu"} if kind == "cpu" else None)
+    section.seconds = time.monotonic() - begun
+    return found, section
+
+
+def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--catalog", metavar="NAME", help="what the catalog calls this device, e.g. h100")
-    parser.add_argument("--models", nargs="*", help="by default six on a GPU, one on a CPU")
+    parser.add_argument("--minutes", type=float, default=10.0, help="for all of it, the probe included")
+    parser.add_argument("--only", nargs="*", default=[], choices=list(SHARES), metavar="PART", help="these parts")
+    parser.add_argument("--models", nargs="*", help="in place of those of every part")
     parser.add_argument("--output", type=Path, help="the file of results; default in benchmarks/results")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
-    given = parser.parse_args()
+    return parser.parse_args()  # fmt: skip
+
+
+def main() -> None:
+    begun, given = time.monotonic(), _options()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    described = [probe(kind, processes=1)] + ([load_cluster(f"1x-{given.catalog}")] if given.catalog else [])
     dtype = "bf16" if kind == "cuda" else "fp32"
     name = torch.cuda.get_device_name() if kind == "cuda" else "CPU: there is no GPU here"
-    models = MODELS[kind] if given.models is None else given.models
-    found = []
-    for one in campaign(torch.device(kind), described, models, dtype):
-        found.append(one)
-        print(
-            f"{one.name}: {one.error or f'{len(one.rows)} rows'}, {one.seconds:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
     today = date.today().isoformat()
+    output = given.output or Path(__file__).parents[1] / "results" / f"gpu-{today}.md"
     command = " ".join(["python", "benchmarks/gpu/campaign.py", *sys.argv[1:]])
+    versions = {
+        "stagewright": __version__, "torch": torch.__version__, "CUDA": torch.version.cuda, "Python": platform.python_version(),
+    }  # fmt: skip
     heading = [
         f"# One device, {today}\n",
-        f"{name}; torch {torch.__version__}, Python {platform.python_version()}, {dtype}. `{command}`. Seconds and bytes.",
+        f"{name}; {', '.join(f'{what} {version}' for what, version in versions.items())}; {dtype}. `{command}`. Seconds and "
+        "bytes.",
     ]
-    output = given.output or Path(__file__).parents[1] / "results" / f"gpu-{today}.md"
-    write_whole(output, "\n".join(report(found, ["probed", given.catalog][: len(described)], heading)) + "\n")
+    clusters, probed = described(kind, given.catalog, _PROBED * 60 * given.minutes)
+
+    def tell(text: str) -> None:
+        print(f"{time.monotonic() - begun:4.0f} s  {text}", file=sys.stderr, flush=True)
+
+    def keep(sections: Sequence[Section]) -> None:
+        write_whole(output, "\n".join(report([probed, *sections], list(clusters), heading)) + "\n")
+
+    tell(f"probe: {probed.errors or 'done'}")
+    models = None if given.models is None else [(model, {}) for model in given.models]
+    parts = parts_of(setting_of(torch.device(kind), list(clusters.values()), dtype), given.only, models)
+    found = measured(parts, 60 * given.minutes - (time.monotonic() - begun), tell, keep)
     if given.json:
-        print(json.dumps({"device": name, "sections": [asdict(one) for one in found]}, indent=1))
+        sections = [asdict(one) for one in (probed, *found)]
+        print(
+            json.dumps({"device": name, "versions": versions, "command": command, "sections": sections}, indent=1)
+        )  # fmt: skip
     else:
         print(f"Wrote {output}.")
 

@@ -1,5 +1,5 @@
-"""Stages of a model on one device, run one after the other without pipelining: equal to plain autograd, and predicted
-against measured memory and time of each.
+"""Stages of a model on one device, run one after the other without pipelining: gradients, and time and memory beside what is
+predicted.
 
 Without a GPU the peak is that of the executor's meter, and there is no reserved memory to speak of.
 """
@@ -7,127 +7,216 @@ Without a GPU the peak is that of the executor's meter, and there is no reserved
 from __future__ import annotations
 
 import statistics
-from typing import Any
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+from budget import Row
 
 from stagewright.cluster import Cluster
+from stagewright.errors import StagewrightWarning
 from stagewright.estimation.stages import BodyCosts
+from stagewright.execution.clock import synchronize
 from stagewright.execution.metering import StorageMeter
 from stagewright.execution.rank_runner import RankRunner, stage_edges
 from stagewright.execution.verification import largest_difference
 from stagewright.execution.weights import Weights
 from stagewright.graph.carving import carve
-from stagewright.graph.stage import Stage
+from stagewright.graph.policy import KEEP, Policy
 from stagewright.planning.job import Job
-from stagewright.planning.prediction.pipeline import costing, pipeline, reserved_bytes
-from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.prediction.pipeline import Pipeline, costing, pipeline
+from stagewright.planning.prediction.predict import rank_memories, reserved_peaks
+from stagewright.schedule.action import Action, Kind
 from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.lower import insert_communication
+from stagewright.schedule.program import Program
+from stagewright.schedule.saving import insert_recomputation
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
-from stagewright.tracing.models.reference import resolve
+from stagewright.tracing.models.reference import ModelReference
 
 TOLERANCES = {"bf16": 0.05, "fp32": 1e-5}
 """Largest difference of a gradient from plain autograd on the same device, relative to its largest element."""
+COMPILED_TOLERANCES = {"bf16": 0.1, "fp32": 1e-3}
 
-REPEATS = 10
+_SECONDS = {
+    Kind.F: "forward_s", Kind.B: "backward_s", Kind.I: "input_grad_s", Kind.W: "weight_grad_s", Kind.R: "rebuild_s",
+}  # fmt: skip
 
-Row = tuple[str, float, float]
-"""What, predicted, measured: seconds and bytes."""
-
-
-def measured(
-    model: str, num_stages: int, length: int, cluster: Cluster, device: torch.device, dtype: str
-) -> tuple[list[Row], float]:
-    """Rows of F and B of one sample of `length` tokens on every stage and of the peaks; and the largest difference of loss
-    and gradients."""
-    job = Job(global_batch=1, sequence_length=length, dtype=dtype)  # type: ignore[arg-type]
-    reference = resolve(model)
-    graph = trace(reference, 1, device=device.type, **job.traced(device.type))
-    cuts = [len(graph.body) * index // num_stages for index in range(1, num_stages)]
-    program = build_schedule("breadth-first", 1, 1, num_stages)
-    stages = carve(graph, cuts)
-    built = build(reference, 1, length, job.torch_name, seed=0)
-    module = built.module.to(device)
-    inputs = {name: tensor.to(device) for name, tensor in built.inputs.items()}
-    runner = _runner(stages, program, module, device, job)
-    batch = runner.run_batch(0, [inputs])
-    (loss,) = batch.losses.values()
-    difference = max(_compare(runner, module, inputs), abs(float(loss) / _plain_loss(module, inputs) - 1))
-    body = BodyCosts(graph, costing(graph, cluster, job))
-    line = pipeline(body, cuts, program, cluster, job, 1)
-    rows = [*_memory(runner, line, cluster, inputs, device), *_seconds(runner, line, inputs)]
-    return rows, difference
+Seconds = dict[str, float]
+"""Of the actions of a batch, by their text."""
 
 
-def _runner(stages: list[Stage], program: Any, module: Any, device: torch.device, job: Job) -> RankRunner:
-    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    wide = torch.float32 if job.dtype == "bf16" else None
-    weights = Weights(stages, tensors, device, wide)
-    lowered = insert_communication(program, stage_edges(stages))
-    return RankRunner(stages, lowered, 0, [0], weights, device, 1.0)
+@dataclass(frozen=True)
+class Setting:
+    """What every part is measured on, and what predicts it."""
+
+    device: torch.device
+    described: tuple[Cluster, ...]
+    dtype: str
+    length: int
+    num_stages: int
+    repeats: int
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCES[self.dtype]
 
 
-def _plain_loss(module: Any, inputs: dict[str, torch.Tensor]) -> float:
-    with torch.no_grad():
-        return float(module(**inputs))
+class Staged:
+    """One sample through a model that is cut into stages of as many operators each."""
+
+    def __init__(self, setting: Setting, model: ModelReference, compiled: bool = False) -> None:
+        self.setting = setting
+        self.device = setting.device
+        self.job = Job(
+            global_batch=1, sequence_length=setting.length, dtype=setting.dtype, compiled=compiled  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.graph = trace(model, 1, device=self.device.type, **self.job.traced(self.device.type))
+        size, count = len(self.graph.body), setting.num_stages
+        self.cuts = [size * index // count for index in range(1, count)]
+        self.whole = build_schedule("breadth-first", 1, 1, count)
+        built = build(model, 1, setting.length, self.job.torch_name, seed=0)
+        self.module = built.module.to(self.device)
+        self.inputs = {name: tensor.to(self.device) for name, tensor in built.inputs.items()}
+
+    @property
+    def split(self) -> Program:
+        """With I and W in place of B."""
+        return self.whole.with_ranks(map(_split, self.whole.ranks))
+
+    def saving(self, policies: Sequence[Policy]) -> Program:
+        """With R where the policy of a stage asks for it."""
+        return insert_recomputation(self.whole, [n for n, one in enumerate(policies) if one is not KEEP])
+
+    def runner(self, program: Program, policies: Sequence[Policy] = ()) -> RankRunner:
+        stages = carve(self.graph, self.cuts, list(policies) or None)
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        wide = torch.float32 if self.job.dtype == "bf16" else None
+        weights = Weights(stages, tensors, self.device, wide)
+        lowered = insert_communication(program, stage_edges(stages))
+        return RankRunner(
+            stages, lowered, 0, [0], weights, self.device, 1.0, is_compiled=self.job.compiled
+        )  # fmt: skip
+
+    @cached_property
+    def _bodies(self) -> list[BodyCosts]:
+        """As every description has them."""
+        return [
+            BodyCosts(self.graph, costing(self.graph, one, self.job)) for one in self.setting.described
+        ]  # fmt: skip
+
+    def lines(self, program: Program, policies: Sequence[Policy] = ()) -> list[Pipeline]:
+        """As every description predicts them."""
+        pairs = zip(self._bodies, self.setting.described, strict=True)
+        return [pipeline(body, self.cuts, program, one, self.job, 1, policies) for body, one in pairs]
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def difference(self, runner: RankRunner) -> float:
+        """The largest difference of the loss, or of a gradient, from plain autograd."""
+        (loss,) = runner.run_batch(0, [self.inputs]).losses.values()
+        self.module.zero_grad(set_to_none=True)
+        plain = self.module(**self.inputs)
+        plain.backward()
+        wanted = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        names, found = runner.weights.names, runner.weights.gradients
+        worst = max(largest_difference(found[v], wanted[names[v]].to(found[v].dtype)) for v in found)
+        self.module.zero_grad(set_to_none=True)
+        return max(worst, abs(float(loss) / float(plain) - 1))
+
+    def gradients(self, runner: RankRunner) -> dict[int, torch.Tensor]:
+        runner.run_batch(0, [self.inputs])
+        return {value: gradient.clone() for value, gradient in runner.weights.gradients.items()}
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def peaks(self, runner: RankRunner, lines: Sequence[Pipeline], what: str = "") -> Iterator[Row]:
+        """Peak bytes of a batch beyond what the optimizer keeps, which does not exist here."""
+        predicted = [_predicted_peaks(line) for line in lines]
+        active, reserved = ([one[index] for one in predicted] for index in (0, 1))
+        runner.run_batch(0, [self.inputs])
+        if self.device.type == "cpu":
+            resident = [t for one in runner.runners.values() for t in one.resident.values()]
+            weights = (*runner.weights.tensors.values(), *runner.weights.gradients.values())
+            with StorageMeter([*resident, *weights, *self.inputs.values()]) as meter:
+                runner.run_batch(1, [self.inputs])
+            yield f"{what}peak bytes", active, meter.peak_bytes
+            return
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        runner.run_batch(1, [self.inputs])
+        torch.cuda.synchronize()
+        yield f"{what}active peak bytes", active, torch.cuda.max_memory_allocated()
+        yield f"{what}reserved peak bytes", reserved, torch.cuda.max_memory_reserved()
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def seconds(self, runner: RankRunner) -> Seconds:
+        """Medians of every action."""
+        taken: dict[str, list[float]] = {}
+        for step in range(1 + self.setting.repeats):
+            batch = runner.run_batch(step, [self.inputs])
+            synchronize(self.device)
+            for moment in batch.moments() if step else ():
+                taken.setdefault(str(moment.action), []).append(moment.end - moment.start)
+        return {text: statistics.median(found) for text, found in taken.items()}
 
 
-def _compare(runner: RankRunner, module: Any, inputs: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a gradient from plain autograd."""
-    module.zero_grad(set_to_none=True)
-    module(**inputs).backward()
-    wanted = {name: parameter.grad for name, parameter in module.named_parameters()}
-    names, found = runner.weights.names, runner.weights.gradients
-    worst = max(largest_difference(found[v], wanted[names[v]].to(found[v].dtype)) for v in found)
-    module.zero_grad(set_to_none=True)
-    return worst
+def _split(actions: Sequence[Action]) -> Iterator[Action]:
+    for action in actions:
+        if action.kind is Kind.B:
+            yield from (Action(kind, action.stage, action.microbatch) for kind in (Kind.I, Kind.W))
+        else:
+            yield action
 
 
-def _memory(
-    runner: RankRunner, line: Any, cluster: Cluster, inputs: dict[str, torch.Tensor], device: torch.device
-) -> list[Row]:
-    """Peak bytes of a batch beyond what the optimizer keeps, which does not exist here."""
-    (memory,) = rank_memories(line)
+def _predicted_peaks(line: Pipeline) -> tuple[float, float]:
+    """Active and reserved, without the optimizer."""
+    (memory,) = memories = rank_memories(line)
     absent = sum(memory.categories[name] for name in ("optimizer", "master"))
-    predicted = memory.peak_bytes - absent
-    resident = [t for one in runner.runners.values() for t in one.resident.values()]
-    if device.type == "cpu":
-        lasting = [
-            *resident,
-            *runner.weights.tensors.values(),
-            *runner.weights.gradients.values(),
-            *inputs.values(),
-        ]
-        with StorageMeter(lasting) as meter:
-            runner.run_batch(1, [inputs])
-        return [("peak bytes", predicted, meter.peak_bytes)]
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    runner.run_batch(1, [inputs])
-    torch.cuda.synchronize()
-    return [
-        ("active peak bytes", predicted, torch.cuda.max_memory_allocated()),
-        (
-            "reserved peak bytes",
-            reserved_bytes(memory, cluster.device) - absent,
-            torch.cuda.max_memory_reserved(),
-        ),
-    ]
+    return memory.peak_bytes - absent, reserved_peaks(line, memories)[0] - absent
 
 
-def _seconds(runner: RankRunner, line: Any, inputs: dict[str, torch.Tensor]) -> list[Row]:
-    """Medians of the forward and the backward of every stage."""
-    taken: dict[str, list[float]] = {}
-    for step in range(REPEATS):
-        batch = runner.run_batch(step, [inputs])
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        for moment in batch.moments():
-            taken.setdefault(str(moment.action), []).append(moment.end - moment.start)
-    rows = []
-    for index, summary in enumerate(line.summaries):
-        rows.append((f"stage {index} forward s", summary.forward_s, statistics.median(taken[f"{index}F0"])))
-        rows.append((f"stage {index} backward s", summary.backward_s, statistics.median(taken[f"{index}B0"])))
-    return rows
+def predicted_seconds(line: Pipeline, action: str) -> float:
+    done = Action.parse(action)
+    return getattr(line.summaries[done.stage], _SECONDS[done.kind])
+
+
+def verdict(what: str, difference: float, tolerance: float) -> str:
+    judged = "within" if difference <= tolerance else "OUTSIDE"
+    return f"{what}: largest difference {difference:.2e}: {judged} {tolerance}"
+
+
+def whole(setting: Setting, model: ModelReference) -> Iterator[Row | str]:
+    """F and B of every stage, peaks, and gradients beside plain autograd's."""
+    staged = Staged(setting, model)
+    runner, lines = staged.runner(staged.whole), staged.lines(staged.whole)
+    yield verdict(f"{model.name}, loss and gradients", staged.difference(runner), setting.tolerance)
+    yield from staged.peaks(runner, lines, f"{model.name}: ")
+    for action, taken in staged.seconds(runner).items():
+        yield f"{model.name}: {action} s", [predicted_seconds(line, action) for line in lines], taken
+
+
+def apart(setting: Setting, model: ModelReference, compiled: bool) -> Iterator[Row | str]:
+    """F, I and W of every stage, and gradients beside those of B as it is."""
+    name = f"{model.name}, {'compiled' if compiled else 'eager'}"
+    plain = Staged(setting, model)
+    wanted = plain.gradients(plain.runner(plain.whole))
+    staged = Staged(setting, model, True) if compiled else plain
+    del plain
+    runner = staged.runner(staged.split)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", StagewrightWarning)
+        found = staged.gradients(runner)
+    yield from (f"{name}: {one.message}" for one in told if issubclass(one.category, StagewrightWarning))
+    worst = max(largest_difference(found[value], wanted[value]) for value in wanted)
+    tolerance = COMPILED_TOLERANCES[setting.dtype] if compiled else setting.tolerance
+    yield verdict(f"{name}, gradients of I and W beside B's", worst, tolerance)
+    del wanted, found
+    lines = staged.lines(staged.split)
+    for action, taken in staged.seconds(runner).items():
+        yield f"{name}: {action} s", [predicted_seconds(line, action) for line in lines], taken
