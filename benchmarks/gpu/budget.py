@@ -45,6 +45,8 @@ class Section:
     left_out: list[str] = field(default_factory=list)
     """Cases for which there was no time, and those that it ended."""
     seconds: float = 0.0
+    longest_s: float = 0.0
+    """Of a case."""
 
 
 class TimeUp(BaseException):
@@ -95,11 +97,11 @@ def measured(
 
 def _measure(section: Section, cases: Sequence[Case], end: float, tell: Callable[[str], None]) -> None:
     """Case after case until `end`; none is begun that has less than half of the time that the longest took."""
-    begun, longest = time.monotonic(), 0.0
+    begun = time.monotonic()
     for case in cases:
         start = time.monotonic()
         left = end - start
-        if left <= longest / 2:
+        if left <= section.longest_s / 2:
             section.left_out.append(case.name)
             continue
         size = len(section.rows)
@@ -114,9 +116,9 @@ def _measure(section: Section, cases: Sequence[Case], end: float, tell: Callable
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             section.errors.append(f"{case.name}: {told}")
-        gc.collect()
         if torch.cuda.is_available():
+            gc.collect()
             torch.cuda.empty_cache()
-        longest = max(longest, time.monotonic() - start)
+        section.longest_s = max(section.longest_s, time.monotonic() - start)
         tell(f"{section.name}: {case.name}: {told}, {time.monotonic() - start:.0f} s")
     section.seconds += time.monotonic() - begun

@@ -12,8 +12,8 @@
 * checkpoint: saving, and going on from it.
 
 Predictions are of the description that `stagewright probe` makes of the device, and of the catalog's where --catalog names
-it. Every part has its share of the time; what there was none for is listed. A case that fails leaves its error in the results,
-and the others go on. Without a GPU all of it runs small on the CPU, and says so.
+it. Every part has its share of the time; what there was none for is listed. A case that fails leaves its error in the
+results, and the others go on. Without a GPU all of it runs small on the CPU, and says so.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import date
 from functools import partial
@@ -35,20 +35,32 @@ import saving
 import stages
 import torch
 import training
-from budget import Case, Part, Row, Section, measured
+from budget import Case, Part, Row, Section, TimeUp, measured, time_limit
 from stages import Setting
 
 from stagewright.cluster import Cluster, load_cluster
-from stagewright.errors import StagewrightError
 from stagewright.execution.probe import probe
 from stagewright.files import write_whole
-from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__
 
-Models = Sequence[tuple[str, dict[str, Any]]]
+Changes = dict[str, Any]
+Models = Sequence[tuple[str, Changes]]
 """Names, and what of their configurations is changed."""
+Measure = Callable[..., Iterator[Row | str]]
 
-_FEW = {"num_hidden_layers": 8}
+MEASURES: dict[str, list[tuple[str, Measure, tuple[Any, ...]]]] = {
+    "stages": [("", stages.whole, ())],
+    "passes": [("eager", stages.apart, (False,)), ("compiled", stages.apart, (True,))],
+    "saving": [("", saving.peaks, (("keep", "recompute", "offload 1", "offload 4"),))],
+    "overlap": [("1 of 4", saving.overlap, (4,)), ("all", saving.overlap, (1,))],
+    "processes": [("", training.two_processes, ())],
+    "checkpoint": [("", training.checkpoint, ())],
+}
+"""Of every part: which of its measurements, and what it is called with besides a setting and a model."""
+
+_FEW: Changes = {"num_hidden_layers": 8}
+_TINY: Models = [("tiny-llama", {"num_hidden_layers": 2})]
 MODELS: dict[str, dict[str, Models]] = {
     "cuda": {
         "stages": [(name, {}) for name in ("gpt2-xl", "tiny-mixtral", "gemma-3-1b", "bert-large", "t5-large", "vit-huge")],
@@ -58,10 +70,7 @@ MODELS: dict[str, dict[str, Models]] = {
         "processes": [("gpt2-xl", _FEW), ("gemma-3-1b", _FEW)],
         "checkpoint": [("gpt2", {}), ("gpt2-xl", _FEW)],
     },
-    "cpu": dict.fromkeys(
-        ("stages", "passes", "saving", "overlap", "processes", "checkpoint"),
-        [("tiny-llama", {"num_hidden_layers": 2})],
-    ),
+    "cpu": dict.fromkeys(MEASURES, _TINY),
 }  # fmt: skip
 """Of every part, the most telling first."""
 
@@ -73,8 +82,8 @@ LENGTHS = {"cuda": 1024, "cpu": 64}
 REPEATS = {"cuda": 10, "cpu": 2}
 TIME_BOX_S = {"cuda": 0.3, "cpu": 0.02}
 """Of one kernel."""
-_PROBED = 0.25
-"""Of the time, at the most."""
+_PROBED, _SPARE = 0.25, 0.05
+"""Of the time: at the most for the probe; left for what is in front of the measurements, and behind."""
 
 
 def setting_of(device: torch.device, described: Sequence[Cluster], dtype: str) -> Setting:
@@ -85,45 +94,29 @@ def setting_of(device: torch.device, described: Sequence[Cluster], dtype: str) -
 def parts_of(setting: Setting, only: Sequence[str] = (), models: Models | None = None) -> list[Part]:
     """In the order in which they are measured."""
     named = MODELS[setting.device.type]
-    cases = {
-        name: _kernels(setting, name)
-        if name not in named
-        else [case for one in (models or named[name]) for case in _cases(setting, name, *one)]
-        for name in SHARES
+    return [
+        Part(name, share, _of_models(setting, name, models or named[name]) if name in named else _of_shapes(setting, name))
+        for name, share in SHARES.items()
         if not only or name in only
-    }
-    if name_first := [name for name in ("passes", "saving", "overlap") if name in cases]:
-        for name in name_first:  # the first case of every model, then the second
-            cases[name].sort(key=lambda case: case.name.rpartition(": ")[2] not in ("eager", "1 of 4"))
-    return [Part(name, SHARES[name], found) for name, found in cases.items()]
+    ]  # fmt: skip
 
 
-def _kernels(setting: Setting, name: str) -> list[Case]:
+def _of_shapes(setting: Setting, name: str) -> list[Case]:
+    measure = {"products": kernels.products, "attention": kernels.attention}[name]
     devices, box = [cluster.device for cluster in setting.described], TIME_BOX_S[setting.device.type]
-    measure = kernels.products if name == "products" else kernels.attention
     return [Case("all shapes", partial(measure, setting.device, devices, setting.dtype, box))]
 
 
-def _cases(setting: Setting, part: str, model: str, overrides: dict[str, Any]) -> Iterator[Case]:
-    """Of one model."""
-    measure: dict[str, list[tuple[str, Any, tuple[Any, ...]]]] = {
-        "stages": [("", stages.whole, ())],
-        "passes": [("eager", stages.apart, (False,)), ("compiled", stages.apart, (True,))],
-        "saving": [("", saving.peaks, (("keep", "recompute", "offload 1", "offload 4"),))],
-        "overlap": [("1 of 4", saving.overlap, (4,)), ("all", saving.overlap, (1,))],
-        "processes": [("", training.two_processes, ())],
-        "checkpoint": [("", training.checkpoint, ())],
-    }
-    for what, function, given in measure[part]:
-        name = f"{model}: {what}" if what else model
-        yield Case(name, partial(_of_model, function, setting, model, overrides, given))
+def _of_models(setting: Setting, part: str, models: Models) -> list[Case]:
+    """The first measurement of every model, then the next."""
 
+    def case(what: str, measure: Measure, given: tuple[Any, ...], model: str, overrides: Changes) -> Case:
+        return Case(
+            f"{model}: {what}" if what else model,
+            lambda: measure(setting, resolve(model, overrides), *given),
+        )
 
-def _of_model(
-    function: Any, setting: Setting, model: str, overrides: dict[str, Any], given: tuple[Any, ...]
-) -> Iterator[Row | str]:
-    reference: ModelReference = resolve(model, overrides)
-    return function(setting, reference, *given)
+    return [case(*one, *model) for one in MEASURES[part] for model in models]
 
 
 def report(sections: Sequence[Section], names: Sequence[str], heading: Sequence[str]) -> Iterator[str]:
@@ -151,9 +144,10 @@ def described(kind: str, catalog: str | None, seconds: float) -> tuple[dict[str,
     section, begun = Section("probe"), time.monotonic()
     found: dict[str, Cluster] = {}
     try:
-        found["probed"] = probe(kind, processes=1, time_limit_s=seconds)
+        with time_limit(seconds):
+            found["probed"] = probe(kind, processes=1, time_limit_s=seconds)
         section.notes += found["probed"].cautions
-    except (StagewrightError, RuntimeError) as error:
+    except (Exception, TimeUp) as error:
         section.errors.append(f"{type(error).__name__}: {error}")
         catalog = catalog or "h100"
     if catalog is not None:
@@ -168,7 +162,9 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--catalog", metavar="NAME", help="what the catalog calls this device, e.g. h100")
     parser.add_argument("--minutes", type=float, default=10.0, help="for all of it, the probe included")
-    parser.add_argument("--only", nargs="*", default=[], choices=list(SHARES), metavar="PART", help="these parts")
+    parser.add_argument(
+        "--only", nargs="*", default=[], choices=list(SHARES), metavar="PART", help="these parts"
+    )
     parser.add_argument("--models", nargs="*", help="in place of those of every part")
     parser.add_argument("--output", type=Path, help="the file of results; default in benchmarks/results")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
@@ -184,8 +180,11 @@ def main() -> None:
     output = given.output or Path(__file__).parents[1] / "results" / f"gpu-{today}.md"
     command = " ".join(["python", "benchmarks/gpu/campaign.py", *sys.argv[1:]])
     versions = {
-        "stagewright": __version__, "torch": torch.__version__, "CUDA": torch.version.cuda, "Python": platform.python_version(),
-    }  # fmt: skip
+        "stagewright": __version__,
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "Python": platform.python_version(),
+    }
     heading = [
         f"# One device, {today}\n",
         f"{name}; {', '.join(f'{what} {version}' for what, version in versions.items())}; {dtype}. `{command}`. Seconds and "
@@ -202,7 +201,8 @@ def main() -> None:
     tell(f"probe: {probed.errors or 'done'}")
     models = None if given.models is None else [(model, {}) for model in given.models]
     parts = parts_of(setting_of(torch.device(kind), list(clusters.values()), dtype), given.only, models)
-    found = measured(parts, 60 * given.minutes - (time.monotonic() - begun), tell, keep)
+    left_s = 60 * given.minutes * (1 - _SPARE) - (time.monotonic() - begun)
+    found = measured(parts, left_s, tell, keep)
     if given.json:
         sections = [asdict(one) for one in (probed, *found)]
         print(

@@ -62,9 +62,9 @@ def overlap(setting: Setting, model: ModelReference, every: int) -> Iterator[Row
         name = f"{model.name}, 1 of {every} offloaded: stage {stage}"
         yield f"{name}: passes s", predicted, taken
         waits = [line.summaries[stage].waits_s for line in lines]
-        yield f"{name}: waits s", waits, taken - kept[stage]
-        size = staged.lines(program, policies)[0].summaries[stage].offloaded_bytes if lines else 0
-        yield f"{name}: {size:.3g} bytes to the host and back"
+        yield f"{name}: longer by s, predicted as waiting", waits, taken - kept[stage]
+        size = lines[0].summaries[stage].offloaded_bytes
+        yield f"{name}: {size:.4g} bytes to the host and back"
 
 
 def _by_stage(seconds: Seconds) -> dict[int, float]:

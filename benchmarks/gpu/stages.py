@@ -6,6 +6,7 @@ Without a GPU the peak is that of the executor's meter, and there is no reserved
 
 from __future__ import annotations
 
+import gc
 import statistics
 import warnings
 from collections.abc import Iterator, Sequence
@@ -125,7 +126,7 @@ class Staged:
         names, found = runner.weights.names, runner.weights.gradients
         worst = max(largest_difference(found[v], wanted[names[v]].to(found[v].dtype)) for v in found)
         self.module.zero_grad(set_to_none=True)
-        return max(worst, abs(float(loss) / float(plain) - 1))
+        return max(worst, abs(float(loss) / float(plain.detach()) - 1))
 
     def gradients(self, runner: RankRunner) -> dict[int, torch.Tensor]:
         runner.run_batch(0, [self.inputs])
@@ -146,6 +147,7 @@ class Staged:
             yield f"{what}peak bytes", active, meter.peak_bytes
             return
         torch.cuda.synchronize()
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         runner.run_batch(1, [self.inputs])
