@@ -53,20 +53,26 @@ MEASURES: dict[str, list[tuple[str, Measure, tuple[Any, ...]]]] = {
     "stages": [("", stages.whole, ())],
     "passes": [("eager", stages.apart, (False,)), ("compiled", stages.apart, (True,))],
     "saving": [("", saving.peaks, (("keep", "recompute", "offload 1", "offload 4"),))],
-    "overlap": [("1 of 4", saving.overlap, (4,)), ("all", saving.overlap, (1,))],
+    "overlap": [
+        (name, saving.overlap, (every,)) for name, every in (("1 of 16", 16), ("all", 1), ("1 of 4", 4))
+    ],
     "processes": [("", training.two_processes, ())],
     "checkpoint": [("", training.checkpoint, ())],
 }
 """Of every part: which of its measurements, and what it is called with besides a setting and a model."""
 
 _FEW: Changes = {"num_hidden_layers": 8}
+_SOME: Changes = {"num_hidden_layers": 16}
+_LONG: Changes = {"max_position_embeddings": 1024}
 _TINY: Models = [("tiny-llama", {"num_hidden_layers": 2})]
 MODELS: dict[str, dict[str, Models]] = {
     "cuda": {
-        "stages": [(name, {}) for name in ("gpt2-xl", "tiny-mixtral", "gemma-3-1b", "bert-large", "t5-large", "vit-huge")],
+        "stages": [
+            ("gpt2-xl", {}), ("tiny-mixtral", {}), ("gemma-3-1b", {}), ("bert-large", _LONG), ("t5-large", {}), ("vit-huge", {}),
+        ],
         "passes": [("gpt2-xl", _FEW), ("gemma-3-1b", _FEW)],
-        "saving": [("gpt2-xl", {}), ("gemma-3-1b", {}), ("bert-large", {})],
-        "overlap": [("gpt2-xl", {}), ("gemma-3-1b", {})],
+        "saving": [("gpt2-xl", _SOME), ("gemma-3-1b", _SOME), ("bert-large", _LONG)],
+        "overlap": [("gpt2-xl", _SOME), ("gemma-3-1b", _SOME)],
         "processes": [("gpt2-xl", _FEW), ("gemma-3-1b", _FEW)],
         "checkpoint": [("gpt2", {}), ("gpt2-xl", _FEW)],
     },

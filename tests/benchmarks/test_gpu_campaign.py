@@ -44,14 +44,14 @@ def rows_of(section: Section) -> dict[str, tuple[list[float], float]]:
 
 def test_every_part_has_rows_of_every_description(found: dict[str, Section]) -> None:
     sizes = {name: len(rows_of(one)) for name, one in found.items()}
-    # F and B of both stages and the peak; F, I and W; four policies; two figures for both stages, twice
+    # F and B of both stages and the peak; F, I and W; four policies; two figures for both stages, three times
     assert sizes == {
         "products": 2,
         "attention": 2,
         "stages": 5,
         "passes": 6,
         "saving": 4,
-        "overlap": 8,
+        "overlap": 12,
         "checkpoint": 3,
     }
     for name, section in found.items():
@@ -81,11 +81,11 @@ def test_what_is_moved_to_the_host_makes_passes_longer_than_is_predicted_of_less
 ) -> None:
     rows = rows_of(found["overlap"])
     for stage in (0, 1):
-        few, every = (
+        least, few, every = (
             rows[f"{MODEL}, 1 of {count} offloaded: stage {stage}: longer by s, predicted as waiting"][0]
-            for count in (4, 1)
+            for count in (16, 4, 1)
         )
-        assert 0 < few[0] < every[0]
+        assert 0 < least[0] < few[0] < every[0]
 
 
 def test_a_resumed_run_goes_on_with_the_same_losses(found: dict[str, Section]) -> None:
