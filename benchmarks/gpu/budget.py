@@ -61,7 +61,7 @@ def time_limit(seconds: float) -> Iterator[None]:
         return
 
     def ring(number: int, frame: object) -> None:
-        raise TimeUp
+        raise TimeUp(f"not done after {seconds:.0f} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)

@@ -68,7 +68,8 @@ _TINY: Models = [("tiny-llama", {"num_hidden_layers": 2})]
 MODELS: dict[str, dict[str, Models]] = {
     "cuda": {
         "stages": [
-            ("gpt2-xl", {}), ("tiny-mixtral", {}), ("gemma-3-1b", {}), ("bert-large", _LONG), ("t5-large", {}), ("vit-huge", {}),
+            ("gpt2-xl", {}), ("tiny-mixtral", {}), ("gemma-3-1b", {}), ("bert-large", _LONG), ("t5-large", {}),
+            ("vit-huge", {}),
         ],
         "passes": [("gpt2-xl", _FEW), ("gemma-3-1b", _FEW)],
         "saving": [("gpt2-xl", _SOME), ("gemma-3-1b", _SOME), ("bert-large", _LONG)],

@@ -21,8 +21,9 @@ from stagewright.errors import StagewrightWarning
 from stagewright.estimation.stages import BodyCosts
 from stagewright.execution.clock import synchronize
 from stagewright.execution.metering import StorageMeter
+from stagewright.execution.random import keyed
 from stagewright.execution.rank_runner import RankRunner, stage_edges
-from stagewright.execution.verification import largest_difference
+from stagewright.execution.verification import largest_difference, without_dropout
 from stagewright.execution.weights import Weights
 from stagewright.graph.carving import carve
 from stagewright.graph.policy import KEEP, Policy
@@ -120,7 +121,8 @@ class Staged:
         """The largest difference of the loss, or of a gradient, from plain autograd."""
         (loss,) = runner.run_batch(0, [self.inputs]).losses.values()
         self.module.zero_grad(set_to_none=True)
-        plain = self.module(**self.inputs)
+        with keyed(0, 0, 0):  # drops out what the runner does
+            plain = self.module(**self.inputs)
         plain.backward()
         wanted = {name: parameter.grad for name, parameter in self.module.named_parameters()}
         names, found = runner.weights.names, runner.weights.gradients
@@ -206,6 +208,7 @@ def whole(setting: Setting, model: ModelReference) -> Iterator[Row | str]:
 def apart(setting: Setting, model: ModelReference, compiled: bool) -> Iterator[Row | str]:
     """F, I and W of every stage, and gradients beside those of B as it is."""
     name = f"{model.name}, {'compiled' if compiled else 'eager'}"
+    model = without_dropout(model)  # what draws random numbers is not compiled
     plain = Staged(setting, model)
     wanted = plain.gradients(plain.runner(plain.whole))
     staged = Staged(setting, model, True) if compiled else plain

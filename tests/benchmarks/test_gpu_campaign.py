@@ -97,6 +97,11 @@ def test_a_resumed_run_goes_on_with_the_same_losses(found: dict[str, Section]) -
     assert size > state  # and the model's files beside the state
 
 
+def test_what_a_model_drops_out_is_the_same_beside_autograd() -> None:
+    staged = stages.Staged(SETTING, resolve("tiny-gpt2", {"num_hidden_layers": 2}))
+    assert staged.difference(staged.runner(staged.whole)) <= SETTING.tolerance
+
+
 @pytest.mark.multiprocess
 def test_two_processes_on_the_device_train_as_one() -> None:
     setting = campaign.setting_of(SETTING.device, [DESCRIBED], SETTING.dtype)
