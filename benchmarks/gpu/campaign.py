@@ -133,6 +133,8 @@ def report(sections: Sequence[Section], names: Sequence[str], heading: Sequence[
         yield f"\n## {one.name} ({one.seconds:.0f} s)\n"
         yield from (f"FAILED: {error}\n" for error in one.errors)
         yield from (f"Left out for want of time: {name}\n" for name in one.left_out)
+        if not (one.rows or one.notes or one.errors or one.left_out):
+            yield "Nothing was measured." if one.seconds == 0 else "Done."
         if one.rows:
             yield f"| what | measured | {' | '.join(names)} |\n| --- | ---: |{' ---: |' * len(names)}"
         for what, predicted, found in one.rows:

@@ -94,7 +94,7 @@ class Staged:
         return insert_recomputation(self.whole, [n for n, one in enumerate(policies) if one is not KEEP])
 
     def runner(self, program: Program, policies: Sequence[Policy] = ()) -> RankRunner:
-        stages = carve(self.graph, self.cuts, list(policies) or None)
+        stages = carve(self.graph, self.cuts, policies)
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         wide = torch.float32 if self.job.dtype == "bf16" else None
         weights = Weights(stages, tensors, self.device, wide)
@@ -124,7 +124,8 @@ class Staged:
         with keyed(0, 0, 0):  # drops out what the runner does
             plain = self.module(**self.inputs)
         plain.backward()
-        wanted = {name: parameter.grad for name, parameter in self.module.named_parameters()}
+        named = self.module.named_parameters()
+        wanted = {name: one.grad for name, one in named if one.grad is not None}
         names, found = runner.weights.names, runner.weights.gradients
         worst = max(largest_difference(found[v], wanted[names[v]].to(found[v].dtype)) for v in found)
         self.module.zero_grad(set_to_none=True)
