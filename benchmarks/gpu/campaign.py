@@ -208,6 +208,9 @@ def main() -> None:
         write_whole(output, "\n".join(report([probed, *sections], list(clusters), heading)) + "\n")
 
     tell(f"probe: {probed.errors or 'done'}")
+    threads = next(iter(clusters.values())).device.num_threads
+    if threads is not None:  # of a CPU, as it was probed
+        torch.set_num_threads(threads)
     models = None if given.models is None else [(model, {}) for model in given.models]
     parts = parts_of(setting_of(torch.device(kind), list(clusters.values()), dtype), given.only, models)
     left_s = 60 * given.minutes * (1 - _SPARE) - (time.monotonic() - begun)
