@@ -43,8 +43,8 @@ class Attention(StrictModel):
     row_queries: Literal[64, 128, 256] = 128
     """Queries of a row: what a kernel holds for one multiprocessor, a fact of its source code."""
     shares_narrow: bool = True
-    """Whether rows of heads narrower than 128 share a multiprocessor forward, so that some compute while others start: those of
-    FlashAttention-2 do; kernels for Hopper and Blackwell have it for themselves."""
+    """Whether rows of heads narrower than 128 share a multiprocessor forward, so that some compute while others start:
+    those of FlashAttention-2 do; kernels for Hopper and Blackwell have it for themselves."""
 
 
 def attention_seconds(
