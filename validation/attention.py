@@ -160,7 +160,7 @@ def main() -> None:
         return
     show(rows, BAR, "s", as_json=False, every_row=options.every_row)
     print("all taken for the kernels that devices are described with:")
-    show(plain, BAR, "s", as_json=False)
+    show(plain, BAR, "s", as_json=False, every_row=options.every_row)
     print("published by authors of kernels:")
     show(printed, PUBLISHED_BAR, "s", as_json=False, every_row=options.every_row)
     for reason, count in left_out.items():
