@@ -5,8 +5,8 @@
 Whatever else a shared machine does halves the speed of a core for seconds, now and then. A profile is of the machine
 without that: its figures are of the faster half of what was timed, and so is the step measured here; the mean of all
 steps is printed as each run ends. Each run lies between two probes, whose predictions are averaged, and the verdict is
-the median over models of the ratio of prediction and measurement. With `--profile` every model's operators are timed in front
-of its runs, as `stagewright profile` does, and predictions made with that.
+the median over models of the ratio of prediction and measurement. With `--profile` every model's operators are timed in
+front of its runs, as `stagewright profile` does, and predictions made with that.
 """
 
 from __future__ import annotations
