@@ -38,6 +38,15 @@ SCRIPTS = {
 }
 """Scripts of this folder that judge measurements of others, and what these are."""
 
+NOTES = {
+    "attention": "Each kernel has a rate beside those that devices are described with, as a runtime's `attention_rate`; "
+    "without these rates errors are those of the second set. Three passes over keys and values stand for the cache that "
+    "serving systems write.",
+    "experts": "Layers of TensorRT-LLM have three constants of the script for what surrounds their products.",
+    "dispatch": "Constants were fitted on another draw of halves; a short fit on this one finds nearly the same.",
+}
+"""What a script assumes beyond what a user's command gives."""
+
 _FITTED = "fit"
 """What sources of fitted figures begin with."""
 
@@ -49,10 +58,10 @@ LEFT_OUT = "left_out"
 _HEAD = """# How far predictions can be trusted
 
 Every set of measurements by others that predictions are held against, as shipped: each prediction is what a user's command
-gives, and nothing is overridden. Errors are relative to the measurement: their mean and median size, the bias with its sign,
-and the worst. Rows of the half *fit* were seen by some constant, those of the half *other* by none. Written by `python
-validation/accuracy.py` on {today}, Stagewright {version}, torch {torch}; `python validation/NAME.py` prints one set, row by
-row where rows are few.
+gives, and nothing is overridden but where a section says so. Errors are relative to the measurement: their mean and median
+size, the bias with its sign, and the worst. Rows of the half *fit* were seen by some constant, those of the half *other* by
+none. Written by `python validation/accuracy.py` on {today}, Stagewright {version}, torch {torch}; `python
+validation/NAME.py` prints one set, row by row where rows are few.
 """
 
 
@@ -166,6 +175,8 @@ def page(folder: Path, leave: Collection[str] = ()) -> Iterator[str]:
     yield _HEAD.format(today=date.today().isoformat(), **versions)
     for name, found in documents(folder, leave):
         yield f"\n## {SCRIPTS[name]}\n\n`python validation/{name}.py`\n"
+        if name in NOTES:
+            yield f"{NOTES[name]}\n"
         if not found:
             yield f"Not judged anew with this page: [{newest(name)}](../validation/results/{newest(name)})."
             continue

@@ -1,11 +1,12 @@
 """Judge predicted step times on this machine's CPU: probe it, predict, train, and compare.
 
-    python validation/cpu_time.py [--models NAME ...] [--processes 1 2] [--seconds 4] [--rounds 2] [--json]
+    python validation/cpu_time.py [--models NAME ...] [--processes 1 2] [--seconds 4] [--rounds 2] [--profile] [--json]
 
 Whatever else a shared machine does halves the speed of a core for seconds, now and then. A profile is of the machine
 without that: its figures are of the faster half of what was timed, and so is the step measured here; the mean of all
 steps is printed as each run ends. Each run lies between two probes, whose predictions are averaged, and the verdict is
-the median over models of the ratio of prediction and measurement.
+the median over models of the ratio of prediction and measurement. With `--profile` every model's operators are timed in
+front of its runs, as `stagewright profile` does, and predictions made with that.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ _FEWEST, _WARM_UP = 8, 2
 """Steps in front of the timed ones: the first allocates, the second counts memory."""
 
 
-def rows(models: Sequence[str], processes: int, seconds: float, num_rounds: int) -> Iterator[Row]:
+def rows(
+    models: Sequence[str], processes: int, seconds: float, num_rounds: int, profiled: bool
+) -> Iterator[Row]:
     """One row per model: the median over rounds of each side."""
     from stagewright.execution.probe import probe
     from stagewright.execution.probe_operators import faster_half
+    from stagewright.execution.profiling import profile
+    from stagewright.tracing.models.reference import resolve
 
     cores = len(os.sched_getaffinity(0))
     os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
@@ -45,8 +50,12 @@ def rows(models: Sequence[str], processes: int, seconds: float, num_rounds: int)
             steps = step_seconds(planned(model, before, processes), seconds)
             measured = statistics.fmean(faster_half(steps, float))
             after = probe("cpu", processes, seconds_per_figure=0.1)
+            described = [before, after]
+            if profiled:
+                operators = profile(resolve(model), JOB, [1], "cpu", processes, seconds)
+                described = [cluster.with_profile(operators) for cluster in described]
             predicted = statistics.fmean(
-                planned(model, cluster, processes).predictions.step_seconds for cluster in (before, after)
+                planned(model, cluster, processes).predictions.step_seconds for cluster in described
             )
             pairs[model].append((predicted, measured))
             line = f"{predicted:.4f} s, measured {measured:.4f} s, mean of all steps {statistics.fmean(steps):.4f} s"
@@ -82,11 +91,12 @@ def main() -> None:
     parser.add_argument("--processes", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--seconds", type=float, default=4.0, help="of each run, about")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="time each model's operators")
     options = parser.parse_args()
     found = [
         row
         for processes in options.processes
-        for row in rows(options.models, processes, options.seconds, options.rounds)
+        for row in rows(options.models, processes, options.seconds, options.rounds, options.profile)
     ]
     show(found, BAR, "s", options.json)
 

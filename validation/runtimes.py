@@ -177,6 +177,10 @@ _B200_MODELS: dict[str, tuple[str, dict[str, int]]] = {
 }  # fmt: skip
 
 
+FLASH = DATA / "footprints" / "megatron-core-flash.toml"
+"""Megatron-Core with FlashAttention-2 in place of what Transformer Engine takes by itself."""
+
+
 def megatron_core(record: Record) -> tuple[Asked, list[Judged]] | str:
     """A run of SimuMax's authors on 8 B200; models have fewer layers than their originals."""
     if record["model"] not in _B200_MODELS:
@@ -187,7 +191,7 @@ def megatron_core(record: Record) -> tuple[Asked, list[Judged]] | str:
         model, {**sizes, "num_hidden_layers": int(record["layers"])}, "8x-b200",
         {
             "global_batch": dp * int(record["microbatches"]), "sequence_length": int(record["seq_len"]),
-            "runtime": "megatron-core+te",
+            "runtime": str(FLASH),
         },
         {"tp": tp, "pp": int(record["pp"]), "dp": dp, "ep": ep, "zero": 1, "sequence_parallel": tp > 1},
     )  # fmt: skip

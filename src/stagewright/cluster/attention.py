@@ -42,6 +42,9 @@ class Attention(StrictModel):
     pipeline, results go. Once more in front of the first rows."""
     row_queries: Literal[64, 128, 256] = 128
     """Queries of a row: what a kernel holds for one multiprocessor, a fact of its source code."""
+    shares_narrow: bool = True
+    """Whether rows of heads narrower than 128 share a multiprocessor forward, so that some compute while others start:
+    those of FlashAttention-2 do; kernels for Hopper and Blackwell have it for themselves."""
 
 
 def attention_seconds(
@@ -64,6 +67,8 @@ def attention_seconds(
     exponential_s = min(1 / attention.exponential_rate, flop_of_128 / flops)
     product_s = scores.flop * (1 / flops - exponential_s / flop_of_128)
     start_s, height = attention.row_start_s, attention.row_queries
+    if attention.shares_narrow and flop_of_128 == FORWARD_FLOP:
+        start_s *= min(scores.flop / flop_of_128, 1.0)
     block_s = num_multiprocessors * height * _BLOCK_KEYS * (product_s + exponential_s)
     waves = scores.batch * math.ceil(scores.queries / height) / num_multiprocessors
     blocks = math.ceil((scores.keys + (height if scores.edges > 1 else 0)) / _BLOCK_KEYS)

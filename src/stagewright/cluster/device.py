@@ -300,8 +300,15 @@ class Device(SourcedModel):
         )
         if (forward, backward) == own:
             return self
+        shape = self.attention
+        if best and known[0] is not None and shape is not None:
+            shape = shape.model_copy(update={"shares_narrow": False})
         return self.model_copy(
-            update={"attention_efficiency": forward, "attention_backward_efficiency": backward}
+            update={
+                "attention_efficiency": forward,
+                "attention_backward_efficiency": backward,
+                "attention": shape,
+            }
         )
 
     def memory_seconds(self, num_bytes: float) -> float:
