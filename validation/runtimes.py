@@ -548,6 +548,37 @@ def torchtitan(record: Record) -> tuple[Asked, list[Judged]] | str:
     return asked, figures
 
 
+KEMPNERFORGE = DATA / "throughput" / "kempnerforge.toml"
+"""FSDP2, tensor parallelism and PyTorch's pipelines with all that training keeps in bf16."""
+
+
+def kempnerforge(record: Record) -> tuple[Asked, list[Judged]] | str:
+    """A run of KempnerForge's on H200, four to a node; ranks of a pipeline keep what they have gathered, and hold whole
+    activations between layers that they share."""
+    pp, tp, dp, num = (int(record[key]) for key in ("pp", "tp", "fsdp_shard", "n_gpus"))
+    sizes = {
+        "num_hidden_layers": "layers", "hidden_size": "hidden", "num_attention_heads": "heads",
+        "num_key_value_heads": "kv_heads", "intermediate_size": "ffn", "vocab_size": "vocab",
+    }  # fmt: skip
+    asked = Asked(
+        "llama-3-8b", {name: int(record[column]) for name, column in sizes.items()},
+        f"{num // 4}x4x-h200" if num > 4 else f"{num}x-h200",
+        {
+            "global_batch": int(record["global_batch_seqs"]), "sequence_length": int(record["seq_len"]),
+            "runtime": str(KEMPNERFORGE), "compiled": record["compile"] == "yes",
+        },
+        {
+            "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch_per_rank"]),
+            "zero": 3 if pp == 1 else 1, "sequence_parallel": tp > 1 and pp == 1, "schedule": "1f1b",
+            "recompute": record["act_ckpt"], **({"reduce_dtype": "fp32"} if dp > 1 else {}),
+        },
+    )  # fmt: skip
+    return asked, [
+        Judged("time", "s", float(record["step_time_s"]), _step),
+        Judged("allocated", "GiB", float(record["mem_max_allocated_gib_rank0"]), _allocated),
+    ]
+
+
 @dataclass(frozen=True)
 class Source:
     """A table of runs: where it is, how a row is asked, every so many of which constants were fitted on (0:
@@ -575,6 +606,7 @@ SOURCES = {
     "megatron_moe_zoo.csv": Source("throughput", mixture, 1, {"time": 0.13}),
     "sailor_measured.csv": Source("sailor", sailor, 0, {"time": 0.07, "memory": 0.05}),
     "torchtitan_benchmarks.csv": Source("throughput", torchtitan, 0, {"time": 0.13, "reserved": 0.05}),
+    "kempnerforge_h200.csv": Source("throughput", kempnerforge, 0, {"time": 0.10, "allocated": 0.06}),
     "zero_bubble_measured.csv": Source("footprints", zero_bubble, 3, {"time": 0.03, "memory": 0.05}),
 }
 
