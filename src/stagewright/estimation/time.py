@@ -75,6 +75,10 @@ class Cost:
     """Of a collective that runs beside another microbatch's computations, in place of `device_s`."""
 
 
+_TILED_ATTENTION = ("bf16", "fp16")
+"""Types that the kernels take which attention by shape is of: FlashAttention's and cuDNN's."""
+
+
 def kernel_seconds(found: Work, device: Device) -> float:
     """Time of one kernel without its launch: arithmetic and memory traffic, which overlap in part.
 
@@ -98,7 +102,8 @@ def kernel_seconds(found: Work, device: Device) -> float:
         return overlapped(arithmetic, memory)
     if found.kernel in (Kernel.ATTENTION, Kernel.ATTENTION_BACKWARD):
         forward = found.kernel is Kernel.ATTENTION
-        if device.attention is not None and found.scores is not None:
+        in_tiles = precision_name(found.dtype) in _TILED_ATTENTION
+        if in_tiles and device.attention is not None and found.scores is not None:
             seconds = device.attention_seconds(found.scores, _precision(found, device), backward=not forward)
             return (device.attention_overhead_s or 0.0) + overlapped(seconds, memory)
         share = device.attention_efficiency if forward else device.attention_backward_efficiency
