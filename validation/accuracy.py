@@ -130,13 +130,19 @@ def halves(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def fitted(model: SourcedModel) -> list[str]:
     """Dotted names of the figures of a device, link or runtime whose source is a fit, those of what it holds included."""
     own = [name for name in model.figures() if _source(model, name).startswith(_FITTED)]
-    own = [name for name in own if not isinstance(attrgetter(name)(model), bool)]
+    own = [name for name in own if not isinstance(attrgetter(name)(model), bool) and _is_stated(model, name)]
     for name in type(model).model_fields:
         held = getattr(model, name)
         for one in held if isinstance(held, tuple) else (held,):
             if isinstance(one, SourcedModel):
                 own += [f"{name}.{inner}" for inner in fitted(one)]
     return own
+
+
+def _is_stated(model: SourcedModel, figure: str) -> bool:
+    """Whether a figure is the model's own, and not what is taken where a file has none."""
+    holder, _, name = figure.rpartition(".")
+    return name in (attrgetter(holder)(model) if holder else model).model_fields_set
 
 
 def _source(model: SourcedModel, figure: str) -> str:
