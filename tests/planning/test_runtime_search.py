@@ -105,8 +105,9 @@ def test_bounds_hold_where_stages_are_uneven(runtime: str) -> None:
         assert bound_s <= plan.predictions.step_seconds * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("runtime", ["stagewright", "megatron-core+te"])
-@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2-xl"])
+@pytest.mark.parametrize(
+    ("runtime", "name"), [("megatron-core+te", "llama-3-8b"), ("stagewright", "gpt2-xl")]
+)
 def test_widths_that_are_not_traced_take_no_less_than_narrower_ones_say(runtime: str, name: str) -> None:
     few = {"n_layer": 4, "n_head": 24, "n_embd": 1536} if name == "gpt2-xl" else SMALL | {"hidden_size": 2048}
     job = JOB.model_copy(update={"runtime": runtime, "sequence_length": 1024})
