@@ -170,6 +170,15 @@ def parse_layers(text: str | None) -> tuple[int, ...] | None:
     return _counts(text, "--layers-per-stage", "numbers of layers with commas between, as 3,4,4,3", least=0)
 
 
+def parse_microbatches(text: str) -> tuple[int, ...]:
+    """
+    >>> parse_microbatches("1,2,2,4")
+    (1, 2, 4)
+    """
+    sizes = _counts(text, "--microbatches", "numbers of samples with commas between, as 1,2,4", least=1)
+    return tuple(dict.fromkeys(sizes or ()))
+
+
 def _counts(text: str | None, option: str, what: str, least: int) -> tuple[int, ...] | None:
     if text is None:
         return None

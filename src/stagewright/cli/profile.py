@@ -10,8 +10,6 @@ from stagewright.cli import options
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.probe import Processes
 from stagewright.cli.progress import Progress
-from stagewright.errors import InputError
-from stagewright.units import parse_count
 
 
 def profile(
@@ -41,7 +39,7 @@ def profile(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
-    sizes = _sizes(microbatches)
+    sizes = options.parse_microbatches(microbatches)
     wanted = options.read_job(
         job, global_batch=max(sizes), sequence_length=sequence_length, dtype=dtype,
     )  # fmt: skip
@@ -63,10 +61,3 @@ def profile(
     show(profile_heading(found), profile_table(found))
     if output is not None:
         show(f"\nWrote {output}; plan with it: `--profile {output}`.")
-
-
-def _sizes(text: str) -> tuple[int, ...]:
-    counts = [parse_count(part) for part in text.split(",")]
-    if not all(counts):
-        raise InputError(f"--microbatches {text}: give numbers of samples with commas between, as 1,2,4")
-    return tuple(dict.fromkeys(count for count in counts if count))
