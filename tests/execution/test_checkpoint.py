@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from multiprocess import run_ranks, watch_ranks
 from stagewright.cli.app import app
-from stagewright.errors import InputError
+from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.checkpoint_folder import Checkpointing, check_start, digest, identity, newest
 from stagewright.execution.data_identity import identity_of
 from stagewright.execution.manifest import FileRecord, Manifest, write_manifest
@@ -236,9 +236,22 @@ def test_what_is_refused_before_processes_start(tmp_path: Path) -> None:
         check_start(Checkpointing(used), plan, 4)
     with pytest.raises(InputError, match="give --steps more than 2"):
         check_start(resumed, plan, 2)
-    other = small(tmp_path / "other.json", dtype="bf16", dp=2, sharding=1)
-    with pytest.raises(InputError, match=r'dp was 1, is 2; job.dtype was "fp32", is "bf16"'):
+    check_start(resumed, small(tmp_path / "other.json", dp=2, num_microbatches=1, sharding=1), 4)
+    with pytest.raises(InputError, match=r'another model or type \(job.dtype was "fp32", is "bf16"'):
+        check_start(resumed, small(tmp_path / "other.json", dtype="bf16"), 4)
+    other = small(tmp_path / "other.json", num_microbatches=3)
+    with pytest.raises(
+        InputError, match=r"other samples in each step \(job.global_batch was 2, is 3\).*--other-data"
+    ):
         check_start(resumed, other, 4)
+    with pytest.warns(
+        StagewrightWarning, match="another job: job.global_batch was 2, is 3; job.clip_norm was 1.0, is null"
+    ):
+        check_start(
+            Checkpointing(used, is_resumed=True, is_other_data=True),
+            small(tmp_path / "other.json", num_microbatches=3, clip_norm=None),
+            4,
+        )
     other = small_gpt2(tmp_path / "other.json")
     with pytest.raises(InputError, match=r'model.name was "tiny-llama", is "tiny-gpt2"'):
         check_start(resumed, other, 4)

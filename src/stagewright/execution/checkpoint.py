@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,22 +25,44 @@ from safetensors import SafetensorError, safe_open
 from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution import checkpoint_folder as folders
 from stagewright.execution.collectives import exchange
-from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
+from stagewright.execution.manifest import (
+    Checkpoint,
+    FileRecord,
+    Manifest,
+    check_contents,
+    damaged,
+    write_manifest,
+)
 from stagewright.execution.model_files import write_index
+from stagewright.execution.regions import Region, in_whole, stretches
 from stagewright.execution.session import Session
+from stagewright.graph.flat import Flat
+from stagewright.graph.tensor_parallel import parallelism
 from stagewright.version import __version__
 
 _RANK = "rank-"
+_OF_REPLICA = "#"
+_Sources = list[tuple[str, Region]]  # names of files, and the regions that they have
 
 
 @dataclass(frozen=True)
 class _Held:
-    """Something that training changes: its name, the rank that writes it (this one or another with the same), and where
-    this rank has it."""
+    """A region of something that training changes: its name in the whole model, the rank that writes it (this one or another
+    with the same), and where this rank has it."""
 
     name: str
+    region: Region
     writer: int
     tensor: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in a file.
+
+        >>> _Held("weight:exp_avg", Region((4, 0), (2, 8)), 0, torch.zeros(2, 8)).key
+        'weight:exp_avg@4,0'
+        """
+        return f"{self.name}@{','.join(map(str, self.region.start))}"
 
 
 def save(session: Session, folder: Path, step: int) -> Path:
@@ -88,17 +110,10 @@ def restore(session: Session, folder: Path) -> int:
     found = _agreed(folder)
     session.watch(f"reading checkpoint {found.path.name}")
     held = list(_held(session))
-    _verify(session, found, {_rank_file(one.writer) for one in held})
-    readers: dict[int, safe_open] = {}
-    try:
-        for one in held:
-            if one.writer not in readers:
-                readers[one.writer] = safe_open(str(found.path / _rank_file(one.writer)), framework="pt")
-            one.tensor.copy_(_of_shape(readers[one.writer].get_tensor(one.name), one))
-    except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"checkpoint '{found.path}' cannot be read: {error}; {folders.instead_of(found.path)}"
-        ) from None
+    stored, sources = _agreed_sources(found, held)
+    _verify(session, found, {file for files in sources for file, _ in files})
+    for one, files in zip(held, sources, strict=True):
+        stored.read(one, files)
     session.optimizer.adamw.round()
     session.shards.spread()
     if session.loss_scale is not None and found.manifest.loss_scale is not None:
@@ -113,32 +128,169 @@ def restore(session: Session, folder: Path) -> int:
 def _held(session: Session) -> Iterator[_Held]:
     """All that training changes and that this rank has."""
     mesh, weights, names = session.mesh, session.weights, session.weights.names
+    shared = parallelism(session.graph)
+    shards = shared.shards if shared else {}
+    holders: dict[int, int] = {}
+    for stage in session.stages:
+        for value in stage.parameters:
+            here = session.plan.placement[stage.index]
+            holders[value] = min(here, holders.get(value, here))
 
-    def rank_of(replica: int) -> int:
-        return mesh.global_rank(mesh.pipeline_rank, replica, mesh.tensor_rank)
+    def writer(value: int, replica: int) -> int:
+        """Of those that hold the same, the first."""
+        tensor_rank = mesh.tensor_rank if names[value] in shards else 0
+        return mesh.global_rank(holders[value], replica, tensor_rank)
 
-    trained = set(weights.trained)
-    first, sharer = rank_of(0), rank_of(mesh.replica % mesh.num_shards)
-    for value, state in session.optimizer.adamw.states():
-        writer = sharer if value in session.optimizer.sharded else first
-        for part, tensor in state.items():
-            yield _Held(f"{names[value]}:{part}", writer, tensor)
-    for value, tensor in weights.parameters.items():
-        if value not in trained:
-            yield _Held(names[value], first, tensor)
-    for value, tensor in session.shards.parts(are_trained=False).items():
-        yield _Held(names[value], sharer, tensor)
-    for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
-        yield _Held(names[value], mesh.rank, weights.tensors[value])
-
-
-def _of_shape(read: torch.Tensor, held: _Held) -> torch.Tensor:
-    if read.shape != held.tensor.shape or read.dtype != held.tensor.dtype:
-        raise RunError(
-            f"the checkpoint has '{held.name}' as {read.dtype}{list(read.shape)}, this run as "
-            f"{held.tensor.dtype}{list(held.tensor.shape)}: resume with the version of stagewright that wrote it"
+    def placed(value: int, part: str, region: Region, replica: int, tensor: torch.Tensor) -> Iterator[_Held]:
+        """A region of what this rank has of a parameter, as those of the whole one."""
+        name = names[value]
+        pieces = (
+            in_whole(region, shards[name], mesh.tp, mesh.tensor_rank)
+            if name in shards and region.shape
+            else ((region, region),)
         )
-    return read
+        for whole, own in pieces:
+            yield _Held(
+                f"{name}:{part}",
+                whole,
+                writer(value, replica),
+                tensor[own.within(region)] if own.shape else tensor,
+            )
+
+    sharer = mesh.replica % mesh.num_shards
+    for value, state in session.optimizer.adamw.states():
+        flat = session.shards.flat_of(value) if value in session.optimizer.sharded else None
+        for part, tensor in state.items():
+            if flat is None:
+                yield from placed(value, part, Region.whole(tensor.shape), 0, tensor)
+            else:
+                for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
+                    yield from placed(own, part, region, sharer, piece)
+    for value, tensor in weights.parameters.items():
+        if value not in weights.trained:
+            yield from placed(value, "weight", Region.whole(tensor.shape), 0, tensor)
+    for value, tensor in session.shards.parts(are_trained=False).items():
+        flat = session.shards.flat_of(value)
+        for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
+            yield from placed(own, "weight", region, sharer, piece)
+    first = mesh.global_rank(mesh.pipeline_rank, mesh.replica, 0)
+    for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
+        tensor = weights.tensors[value]
+        own = f"{names[value]}{_OF_REPLICA}{mesh.replica}.{mesh.pipeline_rank}"
+        yield _Held(own, Region.whole(tensor.shape), first, tensor)
+
+
+def _of_flat(flat: Flat, part: slice, shard: torch.Tensor) -> Iterator[tuple[int, Region, torch.Tensor]]:
+    """What `shard`, or a number that belongs to it, is of each parameter of a flat buffer: regions and where they are."""
+    for entry in flat.entries:
+        if not shard.dim():
+            yield entry.value, Region.whole(()), shard
+            continue
+        first = max(entry.offset, part.start)
+        stop = min(entry.offset + entry.meta.num_elements, part.stop)
+        for stretch in stretches(entry.meta, first - entry.offset, stop - entry.offset):
+            begin = first - part.start + stretch.offset
+            rows = shard[begin : begin + stretch.region.num_elements]
+            turned = rows.view([stretch.region.shape[dim] for dim in stretch.order])
+            inverse = sorted(range(len(stretch.order)), key=stretch.order.__getitem__)
+            yield entry.value, stretch.region, turned.permute(inverse)
+
+
+class _Stored:
+    """What the files of all ranks of a checkpoint hold: regions by the names of tensors.
+
+    Raises:
+        InputError: a file is none of ours.
+    """
+
+    def __init__(self, found: Checkpoint) -> None:
+        self.path = found.path
+        self._where: dict[str, dict[Region, str]] = {}
+        self._readers: dict[str, safe_open] = {}
+        for file in sorted(name for name in found.manifest.files if name.startswith(_RANK)):
+            for key, shape in _header(found.path, file).items():
+                name, _, start = key.rpartition("@")
+                region = Region(tuple(map(int, start.split(","))) if start else (), shape)
+                self._where.setdefault(name, {}).setdefault(region, file)
+
+    def sources(self, name: str, wanted: Region) -> _Sources:
+        """Which files have which regions of what is `wanted` of a tensor.
+
+        Raises:
+            InputError: some of it is in none.
+        """
+        stored = self._where.get(self._known_as(name), {})
+        if wanted in stored:
+            return [(stored[wanted], wanted)]
+        found = [(file, region) for region, file in stored.items() if wanted.overlap(region) is not None]
+        if sum(_overlap(wanted, region).num_elements for _, region in found) != wanted.num_elements:
+            raise InputError(
+                f"checkpoint '{self.path}' does not have all of '{name}': it is of another model, or was written by "
+                "another version of stagewright"
+            )
+        return found
+
+    def read(self, held: _Held, sources: _Sources) -> None:
+        """Fill what a rank holds."""
+        name = self._known_as(held.name)
+        try:
+            for file, region in sources:
+                if file not in self._readers:
+                    self._readers[file] = safe_open(str(self.path / file), framework="pt")
+                both, key = _overlap(held.region, region), _Held(name, region, 0, held.tensor).key
+                if not region.shape or both == region:
+                    read = self._readers[file].get_tensor(key)
+                else:
+                    read = self._readers[file].get_slice(key)[both.within(region)]
+                if read.dtype != held.tensor.dtype:
+                    raise RunError(
+                        f"the checkpoint has '{name}' as {read.dtype}, this run as {held.tensor.dtype}: resume with the "
+                        "version of stagewright that wrote it"
+                    )
+                own = held.tensor[both.within(held.region)] if both.shape else held.tensor
+                own.copy_(read)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"checkpoint '{self.path}' cannot be read: {error}; {folders.instead_of(self.path)}"
+            ) from None
+
+    def _known_as(self, name: str) -> str:
+        """Under which name it is stored: of statistics that each replica has of its own, where there were fewer of them, the
+        first replica's."""
+        if name in self._where or _OF_REPLICA not in name:
+            return name
+        prefix = name.rpartition(_OF_REPLICA)[0] + _OF_REPLICA
+        return min((one for one in self._where if one.startswith(prefix)), default=name)
+
+
+def _overlap(one: Region, other: Region) -> Region:
+    found = one.overlap(other)
+    assert found is not None, "regions that were chosen because they overlap"
+    return found
+
+
+def _header(folder: Path, file: str) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in a file. Raises `InputError` where that cannot be read."""
+    try:
+        with safe_open(str(folder / file), framework="pt") as reader:
+            return {key: tuple(reader.get_slice(key).get_shape()) for key in reader.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise damaged(folder, f"file '{file}' cannot be read ({error})") from None
+
+
+def _agreed_sources(found: Checkpoint, held: Sequence[_Held]) -> tuple[_Stored, list[_Sources]]:
+    """What a checkpoint holds, and where in it everything is that this rank has; every rank must call this, and all raise
+    `InputError` where one does not find something."""
+    stored, sources, fault = None, [], None
+    try:
+        stored = _Stored(found)
+        sources = [stored.sources(one.name, one.region) for one in held]
+    except InputError as error:
+        fault = str(error)
+    if faults := [told for told in exchange(fault) if told is not None]:
+        raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
+    assert stored is not None
+    return stored, sources
 
 
 def _agreed(folder: Path) -> Checkpoint:
@@ -181,7 +333,7 @@ def _verify(session: Session, found: Checkpoint, read: set[str]) -> None:
 
 def _write_own(session: Session, scratch: Path) -> tuple[dict[str, FileRecord], str | None]:
     """This rank's files, and what kept it from writing them; every rank must call this."""
-    own = {held.name: held.tensor for held in _held(session) if held.writer == session.mesh.rank}
+    own = {held.key: held.tensor for held in _held(session) if held.writer == session.mesh.rank}
     # Together with other ranks, also if this one cannot write.
     of_model = session.model_files.tensors(session)
     files = {_rank_file(session.mesh.rank): own, session.model_files.name: of_model}

@@ -7,12 +7,13 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagewright.errors import InputError
+from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.data_identity import identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.files import make_writable
@@ -23,7 +24,12 @@ UNFINISHED = ".writing"
 _STEP = re.compile(r"step-(\d{6,})")
 _SHOWN_LENGTH = 60
 
-# Neither what a run computes nor where its state lies depends on these.
+_OF_STATE = ("dtype", "optimizer")
+"""What of a job says what the state is; with another there is nothing to go on from."""
+_OF_SAMPLES = ("global_batch", "sequence_length", "sequence_lengths", "seed")
+"""What of a job says which samples come in which step."""
+
+# What a run computes does not depend on these.
 _FREE = {"stagewright": True, "cluster": True, "devices": True, "predictions": True, "shorter_lengths": True}
 _FREE_OF_MODEL = {"text": True}
 _FREE_OF_JOB = {"num_steps": True, "memory_limit": True}
@@ -39,7 +45,7 @@ def folder_name(step: int) -> str:
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """What of a plan must be the same for a run to go on as if it had never stopped."""
+    """What of a plan must be the same for a run to go on, to the last bit, as if it had never stopped."""
     left_out = {**_FREE, "model": _FREE_OF_MODEL, "job": _FREE_OF_JOB}
     found = json.loads(plan.model_dump_json(exclude=left_out))
     return {**found, "program": digest(found["program"])[:12]}  # thousands of actions
@@ -136,7 +142,7 @@ class Checkpointing:
 
 def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Path | None = None) -> None:
     """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
-    from, or it is damaged, of another plan or data, or of as many steps as are asked for; or a run that starts afresh
+    from, or it is damaged, of another model or data, or of as many steps as are asked for; or a run that starts afresh
     would mix its checkpoints with those of another."""
     asked.check()
     if asked.folder is None:
@@ -156,7 +162,7 @@ def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Pa
         raise InputError(
             f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
         )
-    _check_plan(found, plan, num_steps)
+    _check_plan(found, plan, num_steps, asked.is_other_data)
     was = found.manifest.data
     if not asked.is_other_data and not was.is_same(now := identity_of(data)):
         raise InputError(
@@ -165,18 +171,35 @@ def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Pa
         )
 
 
-def _check_plan(found: Checkpoint, plan: Plan, num_steps: int) -> None:
-    found_differences = list(differences(found.manifest.plan, identity(plan)))
-    if found_differences:
+def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bool) -> None:
+    was, now = found.manifest.plan, identity(plan)
+    was_job, now_job = was.get("job", {}), now["job"]
+    if changed := [
+        *differences({"model": was.get("model")}, {"model": now["model"]}),
+        *differences(_of(was_job, _OF_STATE), _of(now_job, _OF_STATE), "job."),
+    ]:
         raise InputError(
-            f"checkpoint '{found.path}' is of another plan ({'; '.join(found_differences)}): resume with the plan it was "
-            "written under, or start from its model files with another folder"
+            f"checkpoint '{found.path}' is of another model or type ({'; '.join(changed)}): resume with a plan for what it "
+            "was written of, or start from its model files with another folder"
+        )
+    moved = list(differences(_of(was_job, _OF_SAMPLES), _of(now_job, _OF_SAMPLES), "job."))
+    if moved and not is_other_data:
+        raise InputError(
+            f"checkpoint '{found.path}' is of a run that takes other samples in each step ({'; '.join(moved)}): plan for "
+            "the same, or go on with these with --other-data"
         )
     if found.manifest.step >= num_steps:
         raise InputError(
             f"checkpoint '{found.path}' is of {found.manifest.step} steps, and {num_steps} are asked for: steps are counted "
             f"from the start of the first run; give --steps more than {found.manifest.step}"
         )
+    rest = set(was_job) - {*_OF_STATE, *_OF_SAMPLES}
+    if changed := [*moved, *differences(_of(was_job, rest), _of(now_job, rest), "job.")]:
+        warnings.warn(f"going on with another job: {'; '.join(changed)}", StagewrightWarning, stacklevel=3)
+
+
+def _of(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: document[key] for key in keys if key in document}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
