@@ -218,7 +218,7 @@ def test_other_versions_are_told_from_damage(run_folder: Path) -> None:
         read_checkpoint(checkpoint)
     seal(checkpoint, version=2)
     with pytest.raises(
-        InputError, match="version 2, .* with the stagewright that wrote it, or start from its model files"
+        InputError, match=r"version 2, .* with the stagewright that wrote it, or start from its model files"
     ):
         read_checkpoint(checkpoint)
     seal(checkpoint, version=1)

@@ -59,7 +59,11 @@ def digest(content: object) -> str:
 def steps_of(folder: Path) -> list[Path]:
     """The folders of checkpoints in `folder`, whole or not, that after the most steps first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -120,19 +124,47 @@ def verified(folder: Path, report: Callable[[str], None] = lambda text: None) ->
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Which checkpoints stay: the `last` so many, and besides those after every so many steps."""
+
+    last: int
+    every: int | None = None
+
+    def stay(self, steps: Iterable[int]) -> set[int]:
+        """Those among checkpoints after so many steps.
+
+        >>> sorted(Kept(last=2, every=100).stay([50, 100, 150, 200, 250, 300]))
+        [100, 200, 250, 300]
+        """
+        found = sorted(steps)
+        return {step for step in found if self.every and step % self.every == 0} | set(found[-self.last :])
+
+    def prune(self, folder: Path) -> None:
+        """Remove the others from `folder`."""
+        paths = {_step_of(path): path for path in steps_of(folder)}
+        for step in paths.keys() - self.stay(paths):
+            # Under another name first: what is removed in part is no checkpoint.
+            leaving = folder / f".{paths[step].name}{UNFINISHED}"
+            paths[step].rename(leaving)
+            shutil.rmtree(leaving, ignore_errors=True)
+
+
+@dataclass(frozen=True)
 class Checkpointing:
     """What was asked for: the `folder` for checkpoints, None if none are written; one more `every` so many steps; whether to
-    go on from the newest there, and if so with whatever data."""
+    go on from the newest there, and if so with whatever data; which are kept, None all."""
 
     folder: Path | None = None
     every: int | None = None
     is_resumed: bool = False
     is_other_data: bool = False
+    kept: Kept | None = None
 
     def check(self) -> None:
         """Raises `InputError` where the options do not go together."""
-        if self.folder is None and (self.every is not None or self.is_resumed):
-            option = "--resume" if self.is_resumed else "--checkpoint-every"
+        given = {"--resume": self.is_resumed, "--checkpoint-every": self.every, "--keep-last": self.kept}
+        if self.folder is None and any(given.values()):
+            option = next(option for option, value in given.items() if value)
             raise InputError(f"{option} needs --checkpoint FOLDER, where the checkpoints are")
         if self.is_other_data and not self.is_resumed:
             raise InputError("--other-data needs --resume: a run that starts afresh takes any data")

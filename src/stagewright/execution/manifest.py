@@ -45,7 +45,6 @@ class Manifest(StrictModel):
     stagewright: str
     step: int = Field(ge=0)
     """Steps that were done."""
-    plan_digest: str
     plan: dict[str, Any]
     """What results depend on to the last bit."""
     data: DataIdentity

@@ -52,6 +52,8 @@ class StepResult:
     seconds: float
     is_last_asked: bool = False
     """Whether a rank was asked to stop behind this step; all ranks see the same."""
+    all_written: bool = True
+    """Whether no rank is still writing a checkpoint; all ranks see the same."""
     paces: tuple[float, ...] = ()
     """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
 
@@ -77,6 +79,7 @@ class Session:
     ) -> None:
         self.plan = plan
         self._asked_to_stop = asked_to_stop
+        self.is_written: Callable[[], bool] = lambda: True  # asked after every step
         self.device = device
         self._report_position = watch
         self.position = "starting"
@@ -256,8 +259,8 @@ class Session:
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
         pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
-        loss, stops, paces = self._agreed(batch, pace)
-        return StepResult(loss, norm, end - start, stops, paces)
+        loss, stops, all_written, paces = self._agreed(batch, pace)
+        return StepResult(loss, norm, end - start, stops, all_written, paces)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -270,18 +273,19 @@ class Session:
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
-    def _agreed(self, result: BatchResult, pace: float) -> tuple[float, bool, tuple[float, ...]]:
-        """The mean loss over all microbatches of all replicas, whether a rank is asked to stop, and the pace of each;
-        known to every rank."""
-        total = torch.zeros(2 + dist.get_world_size(), dtype=torch.float64, device=self.device)
-        total[2 + self.mesh.rank] = pace
+    def _agreed(self, result: BatchResult, pace: float) -> tuple[float, bool, bool, tuple[float, ...]]:
+        """The mean loss over all microbatches of all replicas, whether a rank is asked to stop, whether none is still
+        writing a checkpoint, and the pace of each; known to every rank."""
+        total = torch.zeros(3 + dist.get_world_size(), dtype=torch.float64, device=self.device)
+        total[3 + self.mesh.rank] = pace
         for loss in result.losses.values():
             total[0] += loss.double().reshape(())
         total[1] = float(self._asked_to_stop())
+        total[2] = float(not self.is_written())
         dist.all_reduce(total)
-        loss, votes, *paces = total.tolist()
+        loss, votes, num_writing, *paces = total.tolist()
         mean = loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp)
-        return mean, votes > 0, tuple(paces)
+        return mean, votes > 0, num_writing == 0, tuple(paces)
 
     # -- record -----------------------------------------------------------------------------------------------------
 

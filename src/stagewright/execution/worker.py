@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +42,7 @@ def work(
     checkpoint: str | None = None,
     checkpoint_every: int | None = None,
     resume: bool = False,
+    kept: Mapping[str, int] | None = None,
 ) -> None:
     """Train the plan on this rank; rank 0 writes the record.
 
@@ -59,7 +60,8 @@ def work(
     with member(device, Limits(timeout, start_timeout), loaded.rank_on(launched)) as (watch, target):
         import torch
 
-        from stagewright.execution.checkpoint import restore, save
+        from stagewright.execution.checkpoint import Saver, restore
+        from stagewright.execution.checkpoint_folder import Kept
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.collectives import exchange
         from stagewright.execution.metering import metered_steps
@@ -76,6 +78,10 @@ def work(
         results = []
         num_steps = steps or loaded.job.num_steps
         first = restore(session, Path(checkpoint)) if checkpoint is not None and resume else 0
+        saver = None
+        if checkpoint is not None:
+            saver = Saver(session, Path(checkpoint), None if kept is None else Kept(**kept))
+            session.is_written = lambda: saver.is_written
         metered = metered_steps(loaded.job, num_steps, first)
         log = StepLog(Path(out), first, num_steps) if launched == 0 else None
         watch.num_steps = first
@@ -92,10 +98,14 @@ def work(
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             is_last = result.is_last_asked or step + 1 == num_steps
             is_due = is_last or (checkpoint_every is not None and (step + 1) % checkpoint_every == 0)
-            if checkpoint is not None and is_due:
-                save(session, Path(checkpoint), step + 1)
+            if saver is not None and saver.is_open and result.all_written:
+                saver.finish()
+            if saver is not None and is_due:
+                saver.start(step + 1)
             if result.is_last_asked:
                 break
+        if saver is not None:
+            saver.finish()
         watch.at("comparing clocks")
         offset = clock_offset(watch.rank, watch.num_ranks, timeout)
         own = session.rank_record(offset).model_copy(
