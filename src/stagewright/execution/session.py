@@ -40,6 +40,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
+from stagewright.schedule.program import Program
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
@@ -128,7 +129,7 @@ class Session:
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE))
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
-        longest = AtLength(self.graph, self._runner_of(self.stages))
+        longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
@@ -154,10 +155,11 @@ class Session:
         how = found.shards.get(name) if found else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
 
-    def _runner_of(self, stages: Sequence[Stage]) -> RankRunner:
-        """Runs the plan's program on stages of this model, of whatever length."""
+    def runner_of(self, stages: Sequence[Stage], program: Program | None = None) -> RankRunner:
+        """Runs a lowered `program`, by default the plan's, on stages of this model, of whatever length."""
         plan = self.plan
-        program = insert_communication(self.program, stage_edges(stages))
+        if program is None:
+            program = insert_communication(self.program, stage_edges(stages))
         return RankRunner(
             stages, program, self.mesh.pipeline_rank, self.groups.pipeline, self.weights, self.device, self.cotangent,
             plan.job.seed, (self.groups.forward, self.groups.backward), self.watch, self.shards,
@@ -172,7 +174,7 @@ class Session:
         graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **asked.traced())
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
-        return AtLength(graph, self._runner_of(stages))
+        return AtLength(graph, self.runner_of(stages))
 
     def _counted_elsewhere(self) -> set[int]:
         """Parameters that the first of the tensor parallel ranks counts in the norm of the gradient."""
