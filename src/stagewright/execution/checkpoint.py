@@ -28,7 +28,7 @@ from stagewright.execution.collectives import exchange
 from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
 from stagewright.execution.model_files import write_index
 from stagewright.execution.session import Session
-from stagewright.execution.state import Held, held
+from stagewright.execution.state import Held, held, resumed
 from stagewright.execution.tensor_files import Sources, Stored, rank_file, write_tensors
 from stagewright.version import __version__
 
@@ -179,14 +179,10 @@ def restore(session: Session, folder: Path) -> int:
     _verify(session, found, {file for files in sources for file, _ in files})
     for one, files in zip(own, sources, strict=True):
         stored.read(one, files)
-    session.optimizer.adamw.round()
-    session.shards.spread()
     if session.loss_scale is not None and found.manifest.loss_scale is not None:
         session.loss_scale.value = found.manifest.loss_scale
         session.loss_scale.num_good = found.manifest.num_good
-        session.lengths.scale_loss(session.cotangent)
-    session.runner.release()  # what was computed from parameters that have changed
-    session.runner.restore()
+    resumed(session)
     return found.manifest.step
 
 

@@ -82,8 +82,7 @@ def run(
     check_weights(loaded, random_weights, resume)
     if keep_every is not None and kept is None:
         raise InputError("--keep-every needs --keep-last N: without it all checkpoints are kept")
-    default = Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = default if out is None else Path(out)
+    folder = default_folder(loaded) if out is None else Path(out)
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     # Of all ranks of the plan, or those that a launcher says it starts here.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched else loaded.num_ranks
@@ -94,7 +93,7 @@ def run(
         "plan": str(Path(plan).resolve()), "out": str(folder), "data": None if data is None else str(data),
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
-        "checkpoint_every": checkpoint_every, "resume": resume, "kept": None if kept is None else vars(kept),
+        "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
@@ -109,6 +108,11 @@ def run(
             if sys.stderr.isatty():
                 print(starting(loaded, kind, num_steps), file=sys.stderr, flush=True)
             return _start(loaded, options, folder, start_timeout)
+
+
+def default_folder(plan: Plan) -> Path:
+    """Where a run of `plan` leaves its files if nobody says where."""
+    return Path("runs") / f"{plan.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _is_restarted(checkpoints: Path | None) -> bool:

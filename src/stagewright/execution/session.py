@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
 from stagewright.execution.mesh import STAGE, Groups, Mesh
-from stagewright.execution.metering import Metering, TimedStep
+from stagewright.execution.metering import Metering, TimedStep, taken_bytes
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
@@ -51,12 +52,12 @@ class StepResult:
     loss: float
     gradient_norm: float
     seconds: float
-    is_last_asked: bool = False
-    """Whether a rank was asked to stop behind this step; all ranks see the same."""
-    all_written: bool = True
-    """Whether no rank is still writing a checkpoint; all ranks see the same."""
+    votes: frozenset[str] = frozenset()
+    """Which of the questions of `Session.votes` a rank said yes to; all ranks see the same."""
     paces: tuple[float, ...] = ()
     """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
+    memory_bytes: int = 0
+    """Of the rank that has taken most from its device so far; on a CPU the most that its process has had."""
 
 
 class Session:
@@ -76,11 +77,10 @@ class Session:
         random_weights: bool = False,
         watch: Callable[[str], None] = lambda position: None,
         report: Callable[[str], None] = lambda stage: None,
-        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
-        self._asked_to_stop = asked_to_stop
-        self.is_written: Callable[[], bool] = lambda: True  # asked after every step
+        self.votes: dict[str, Callable[[], bool]] = {}
+        """Questions that every rank answers for itself after each step, all with the same ones in the same order."""
         self.device = device
         self._report_position = watch
         self.position = "starting"
@@ -202,10 +202,40 @@ class Session:
         )
         return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
 
-    def train_step(self, step: int, metered: bool = False) -> StepResult:
-        """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
+    def own_part(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """This replica's microbatches of a whole batch, by the name of the model's input. Raises `InputError` where it does
+        not have all inputs, or another number of samples."""
+        plan, graph = self.plan, self.graph
+        if missing := [name for name in graph.inputs if name not in batch]:
+            raise InputError(
+                f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"
+            )
+        size, first = plan.microbatch_size, self.mesh.replica * plan.num_microbatches * plan.microbatch_size
+        for name, value in graph.inputs.items():
+            wanted = (plan.job.global_batch, *graph.values[value].meta.shape[1:])
+            if tuple(batch[name].shape) != wanted:
+                raise InputError(
+                    f"input '{name}' of the batch has shape {list(batch[name].shape)}, and the plan is for {list(wanted)}: "
+                    "give whole batches, of which each rank takes its own samples"
+                )
+        return [
+            {
+                name: batch[name][first + index * size : first + (index + 1) * size].to(
+                    self.device, DTYPES[graph.values[value].meta.dtype]
+                )
+                for name, value in graph.inputs.items()
+            }
+            for index in range(plan.num_microbatches)
+        ]
+
+    def train_step(
+        self, step: int, metered: bool = False, inputs: list[dict[str, torch.Tensor]] | None = None
+    ) -> StepResult:
+        """One optimizer step, on microbatches `inputs` in place of the data's where they are given; with `metered`, the
+        bytes alive at the worst moment are counted (and the step is slow)."""
         length = self.plan.job.length_of(step)
-        inputs = self.microbatches(step, self.lengths.turn_to(length).graph)
+        graph = self.lengths.turn_to(length).graph
+        inputs = self.microbatches(step, graph) if inputs is None else inputs
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(
@@ -236,7 +266,7 @@ class Session:
         batch = self.runner.run_batch(step, inputs)
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._agreed(batch, pace=0.0)[0]
+        return self._agreed(batch, math.nan, 0.0, 0.0).loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -261,8 +291,7 @@ class Session:
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
         pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
-        loss, stops, all_written, paces = self._agreed(batch, pace)
-        return StepResult(loss, norm, end - start, stops, all_written, paces)
+        return self._agreed(batch, norm, end - start, pace)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -275,19 +304,21 @@ class Session:
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
-    def _agreed(self, result: BatchResult, pace: float) -> tuple[float, bool, bool, tuple[float, ...]]:
-        """The mean loss over all microbatches of all replicas, whether a rank is asked to stop, whether none is still
-        writing a checkpoint, and the pace of each; known to every rank."""
-        total = torch.zeros(3 + dist.get_world_size(), dtype=torch.float64, device=self.device)
-        total[3 + self.mesh.rank] = pace
-        for loss in result.losses.values():
-            total[0] += loss.double().reshape(())
-        total[1] = float(self._asked_to_stop())
-        total[2] = float(not self.is_written())
-        dist.all_reduce(total)
-        loss, votes, num_writing, *paces = total.tolist()
+    def _agreed(self, result: BatchResult, norm: float, seconds: float, pace: float) -> StepResult:
+        """What every rank knows of a step: the mean loss over all microbatches of all replicas, and what each rank tells."""
+        num_ranks, votes = dist.get_world_size(), list(self.votes.items())
+        told = torch.zeros(1 + len(votes) + 2 * num_ranks, dtype=torch.float64)
+        told[0] = sum(float(loss) for loss in result.losses.values())
+        told[1 : 1 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
+        of_ranks = told[1 + len(votes) :].view(2, num_ranks)
+        of_ranks[:, self.mesh.rank] = torch.tensor([pace, taken_bytes(self.device)], dtype=torch.float64)
+        told = told.to(self.device)
+        dist.all_reduce(told)
+        loss, *others = told.tolist()
+        yes = frozenset(name for (name, _), count in zip(votes, others, strict=False) if count)
+        paces, taken = others[len(votes) : -num_ranks], others[-num_ranks:]
         mean = loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp)
-        return mean, votes > 0, num_writing == 0, tuple(paces)
+        return StepResult(mean, norm, seconds, yes, tuple(paces), int(max(taken)))
 
     # -- record -----------------------------------------------------------------------------------------------------
 

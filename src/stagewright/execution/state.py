@@ -112,6 +112,16 @@ def held(session: Session) -> Iterator[Held]:
         yield Held(own, Region.whole(tensor.shape), first, tensor)
 
 
+def resumed(session: Session) -> None:
+    """Everything that follows from what `held` gives is as it is now; every rank must call this."""
+    session.optimizer.adamw.round()
+    session.shards.spread()
+    if session.loss_scale is not None:
+        session.lengths.scale_loss(session.cotangent)
+    session.runner.release()  # what was computed from parameters that have changed
+    session.runner.restore()
+
+
 def _of_flat(flat: Flat, part: slice, shard: torch.Tensor) -> Iterator[tuple[int, Region, torch.Tensor]]:
     """What `shard`, or a number that belongs to it, is of each parameter of a flat buffer: regions and where they are."""
     for entry in flat.entries:
