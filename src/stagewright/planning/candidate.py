@@ -501,7 +501,8 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
         return line
     levels = (choice.level,) * len(line.stages)
     held = around_layers(line) if choice.level >= PARAMETERS and line.job.profile.keeps_root else ()
-    program = sharded_program(line.program, line.stages, levels, held)
+    once = line.job.profile.reduces == "last microbatch"
+    program = sharded_program(line.program, line.stages, levels, held, reduces_once=once)
     return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
 
 
