@@ -549,7 +549,9 @@ def torchtitan(record: Record) -> tuple[Asked, list[Judged]] | str:
 
 
 KEMPNERFORGE = DATA / "throughput" / "kempnerforge.toml"
-"""FSDP2, tensor parallelism and PyTorch's pipelines with all that training keeps in bf16."""
+"""FSDP2 and tensor parallelism with all that training keeps in bf16."""
+IN_STAGES = DATA / "throughput" / "kempnerforge-pipeline.toml"
+"""The same in PyTorch's pipelines."""
 
 
 def kempnerforge(record: Record) -> tuple[Asked, list[Judged]] | str:
@@ -565,11 +567,11 @@ def kempnerforge(record: Record) -> tuple[Asked, list[Judged]] | str:
         f"{num // 4}x4x-h200" if num > 4 else f"{num}x-h200",
         {
             "global_batch": int(record["global_batch_seqs"]), "sequence_length": int(record["seq_len"]),
-            "runtime": str(KEMPNERFORGE), "compiled": record["compile"] == "yes",
+            "runtime": str(KEMPNERFORGE if pp == 1 else IN_STAGES), "compiled": record["compile"] == "yes",
         },
         {
             "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch_per_rank"]),
-            "zero": 3 if pp == 1 else 1, "sequence_parallel": tp > 1 and pp == 1, "schedule": "1f1b",
+            "zero": 3 if pp == 1 else 2, "sequence_parallel": tp > 1 and pp == 1, "schedule": "1f1b",
             "recompute": record["act_ckpt"], **({"reduce_dtype": "fp32"} if dp > 1 else {}),
         },
     )  # fmt: skip

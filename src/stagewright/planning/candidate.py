@@ -447,10 +447,11 @@ def network_seconds(
     elif choice.num_chunks is not None and not in_units:
         times = max(1.0, times / choice.pp)
     wire = REDUCE_TYPES[choice.reduce_dtype] if choice.reduce_dtype else job.precision.gradient
-    seconds = reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[wire], holders)
+    reductions = 1.0 if job.profile.reduces == "last microbatch" else times
+    seconds = reductions * reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[wire], holders)
     if choice.level >= PARAMETERS:
-        seconds += 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
-    return times * seconds
+        seconds += times * 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
+    return seconds
 
 
 def _waits_for_network(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> bool:
