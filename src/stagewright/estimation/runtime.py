@@ -24,7 +24,15 @@ from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED
 from stagewright.estimation.precision import Precision
 from stagewright.graph import OperatorGraph
-from stagewright.graph.fusion import INPUTS, JOINED, FusionRule, adding_in_products, fuse, holding_logits, summing_once
+from stagewright.graph.fusion import (
+    INPUTS,
+    JOINED,
+    FusionRule,
+    adding_in_products,
+    fuse,
+    holding_logits,
+    summing_once,
+)
 
 STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
@@ -120,6 +128,8 @@ class Optimizer(StrictModel):
       is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
     * `gathers_masters`: whether shared-out parameters are cast and gathered from their master copies, so that nothing else
       of them stays; state is then kept parameter by parameter.
+    * `keeps_shards`: whether replicas that share out state but not parameters keep their part of these beside the whole;
+      where there are master copies, these are such parts.
     * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
     """
 
@@ -128,6 +138,7 @@ class Optimizer(StrictModel):
     keeps_gradients: bool = False
     moves_parameters: bool = False
     gathers_masters: bool = False
+    keeps_shards: bool = False
     step_bytes: _Count | None = None
 
 
@@ -157,14 +168,14 @@ class Runtime(SourcedModel):
       that traces (``traced``).
     * `experts`: as the model's own code computes them, or ``grouped``, with weights between their products.
     * `embedding`: whether tensor-parallel ranks each have some rows of the embedding (``split``) or all (``whole``).
-    * `head`: whether they each compute the logits of some tokens, and the loss from these (``split``), get the logits of all
-      tokens before the loss (``gathered``), or compute all of them (``whole``). Of a parameter that is embedding and head, all
-      ranks have all where either is whole.
+    * `head`: whether they each compute the logits of some tokens, and the loss from these (``split``), get the logits of
+      all tokens before the loss (``gathered``), or compute all of them (``whole``). Of a parameter that is embedding and
+      head, all ranks have all where either is whole.
     * `loss`: in ``float32``, or in the type of the logits (``as logits``).
     * `holds_logits`: whether the loop has logits in a variable while the loss is differentiated, so that they stay.
-    * `shares_gathers`: whether products that take the same tensor take one gathered copy of it, and the sum of its gradients
-      goes to other ranks; without, each gathers its own and sends its own gradient. Copies that a compiler sees are made once.
-      Ignores: memory of more copies than one.
+    * `shares_gathers`: whether products that take the same tensor take one gathered copy of it, and the sum of its
+      gradients goes to other ranks; without, each gathers its own and sends its own gradient. Copies that a compiler sees
+      are made once. Ignores: memory of more copies than one.
     * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
       replaced it, is 1.
     * `attention_kernels`: whether its fused attention is that which the device's file describes, or the ``best`` there is.

@@ -126,7 +126,9 @@ def holding_logits(graph: OperatorGraph) -> OperatorGraph:
 
     Logits are what the last product of the forward makes, or what is gathered of it.
     """
-    product = next((node for node in map(graph.nodes.__getitem__, reversed(graph.body)) if _multiplies(node)), None)
+    product = next(
+        (node for node in map(graph.nodes.__getitem__, reversed(graph.body)) if _multiplies(node)), None
+    )
     if product is None or product.outputs[0] is None:
         return graph
     logits, maker = product.outputs[0], product

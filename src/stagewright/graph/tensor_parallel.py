@@ -100,8 +100,8 @@ def group_of(node: Node) -> tuple[str, int]:
 
 
 def entry_of(graph: OperatorGraph, node: Node) -> Node | None:
-    """The forward operator at which local work of tensor-parallel ranks begins, if a collective is of it: it gathers for that
-    work, or sums up its gradients."""
+    """The forward operator at which local work of tensor-parallel ranks begins, if a collective gathers for that work or
+    sums up its gradients."""
     if node.op not in COLLECTIVES or group_of(node)[0] != GROUP or node.forward < 0:
         return None
     entry = graph.nodes[node.forward]

@@ -167,7 +167,14 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
         "target": given["target"] or given["device"],
         "splits_sequence": given["splits_sequence"] and given["tp"] > 1,
     }
-    plain = {"loss_pieces": 1, "cp": 1, "ep": 1, "attention": "traced", "experts": "traced", "loss": "float32"}
+    plain = {
+        "loss_pieces": 1,
+        "cp": 1,
+        "ep": 1,
+        "attention": "traced",
+        "experts": "traced",
+        "loss": "float32",
+    }
     if given["tp"] > 1:
         plain |= {"embedding": "split", "head": "split"}
     return facts | {name: given[name] for name, value in plain.items() if given[name] != value}
