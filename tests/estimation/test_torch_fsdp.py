@@ -274,6 +274,29 @@ def test_products_that_share_no_gathers_have_collectives_of_their_own(
     assert max(ratios.values()) == (3 if splits else 1)
 
 
+def test_what_is_gathered_for_products_in_eight_bits_is_cast_before(tmp_path: Path) -> None:
+    graph = trace(
+        "tiny-llama", 8, 2048, "bfloat16", target="cuda", attention="fused", tp=2, splits_sequence=True
+    )
+
+    def sent(runtime: str, dtype: str) -> dict[str, float]:
+        job = Job(global_batch=8, sequence_length=2048, dtype=dtype, runtime=runtime)  # type: ignore[arg-type]
+        costing = body_costs(graph, CLUSTER, job).costing
+        found: dict[str, float] = {}
+        for node, seconds in zip(costing.graph.nodes, costing.arrays.device_s.tolist(), strict=True):
+            if node.op in COLLECTIVES and ".layers.0." in node.module and node.part < Part.WEIGHT_GRAD:
+                found[f"{short_name(node.op)} {node.module} {node.part}"] = seconds
+        return found
+
+    whole = changed(tmp_path, "casts_gathers = false")
+    assert sent("torch-fsdp", "bf16") == sent(whole, "bf16") == sent(whole, "fp8")
+    cast, plain = sent("torch-fsdp", "fp8"), sent(whole, "fp8")
+    assert {name for name in plain if cast[name] < plain[name]} == {
+        name for name in plain if "all_gather" in name
+    }
+    assert all(cast[name] == plain[name] for name in plain if "all_gather" not in name)
+
+
 def folders(parent: Path, count: int) -> list[Path]:
     made = [parent / str(index) for index in range(count)]
     for one in made:

@@ -176,6 +176,7 @@ class Runtime(SourcedModel):
     * `shares_gathers`: whether products that take the same tensor take one gathered copy of it, and the sum of its
       gradients goes to other ranks; without, each gathers its own and sends its own gradient. Copies that a compiler sees
       are made once. Ignores: memory of more copies than one.
+    * `casts_gathers`: whether with products in fp8 what tensor-parallel ranks gather inside of layers is cast before.
     * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
       replaced it, is 1.
     * `attention_kernels`: whether its fused attention is that which the device's file describes, or the ``best`` there is.
@@ -233,6 +234,7 @@ class Runtime(SourcedModel):
     loss: Literal["float32", "as logits"] = "float32"
     holds_logits: bool = False
     shares_gathers: bool = True
+    casts_gathers: bool = False
     reduces: Literal["every microbatch", "last microbatch"] = "every microbatch"
     attention_rate: Annotated[float, Field(gt=0, le=10)] = 1.0
     keeps_root: bool = False

@@ -311,10 +311,11 @@ class Costing:
         """A collective: `plain` is the copy that some runtimes make of its parts; others send in place."""
         assert self.cluster is not None
         runtime = self.runtime
-        copied_s = plain.device_s if runtime.copies_parts else 0.0
+        share = self._sent_share(node, value)
+        copied_s = share * plain.device_s if runtime.copies_parts else 0.0
         once = runtime.dispatch == "once per node"
         copying = runtime.dispatch_multiprocessors if once else None
-        sent_s = collective_seconds(node, value, self.cluster, self._strides, copying)
+        sent_s = collective_seconds(node, value, self.cluster, self._strides, copying, share)
         sent_s += runtime.waits.collective_s
         beside, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
         if hidden:
@@ -328,6 +329,17 @@ class Costing:
             overlapped_s=num * sent_s if beside else 0.0,
             hidden_s=num * sent_s if hidden else 0.0,
             host_s=num * (plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s),
+        )
+
+    def _sent_share(self, node: Node, value: Lookup) -> float:
+        """Of the bytes that a collective would send, those that it does where they are cast to eight bits before."""
+        if not (self.runtime.casts_gathers and self.products == "fp8" and node.op == ALL_GATHER):
+            return 1.0
+        meta = value(node.inputs[0]).meta
+        return (
+            1 / meta.item_bytes
+            if precision_name(meta.dtype) in ("bf16", "fp16") and self._takes_fp8(node)
+            else 1.0
         )
 
     def _is_overlapped(self, node: Node) -> bool:

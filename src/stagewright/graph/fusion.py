@@ -133,9 +133,10 @@ def holding_logits(graph: OperatorGraph) -> OperatorGraph:
         return graph
     logits, maker = product.outputs[0], product
     while (user := _sole_forward_user(graph, logits)) and (user.op == ALL_GATHER or _is_view(graph, user)):
-        if user.outputs[0] is None:
+        (made,) = user.outputs
+        if made is None:
             break
-        logits, maker = user.outputs[0], user
+        logits, maker = made, user
     behind = graph.position[maker.id]
     of_loss = [
         node
