@@ -297,6 +297,23 @@ def test_what_is_gathered_for_products_in_eight_bits_is_cast_before(tmp_path: Pa
     assert all(cast[name] == plain[name] for name in plain if "all_gather" not in name)
 
 
+def test_a_model_compiled_as_a_whole_hands_over_all_gradients_at_once(tmp_path: Path) -> None:
+    whole = changed(tmp_path, 'compiles = "model"\n[optimizer]\ngradients = "parameter"')
+    cluster, parameters = load_cluster("1x-h100"), trace("tiny-llama", 1, 64, "bfloat16").num_parameters
+
+    def peak(compiled: bool, num_microbatches: int) -> int:
+        job = Job(
+            global_batch=num_microbatches, sequence_length=64, dtype="bf16", runtime=whole, compiled=compiled
+        )
+        return estimate("tiny-llama", cluster, job, pp=1).predictions.ranks[0].allocated_peak_bytes
+
+    assert peak(True, 1) == peak(False, 1)  # nothing to add to
+    more = peak(True, 2) - peak(False, 2)
+    assert (
+        0.9 * parameters < more <= 2 * parameters
+    )  # in bf16, less what the peak in front of them was higher
+
+
 def folders(parent: Path, count: int) -> list[Path]:
     made = [parent / str(index) for index in range(count)]
     for one in made:

@@ -177,6 +177,8 @@ class Runtime(SourcedModel):
       gradients goes to other ranks; without, each gathers its own and sends its own gradient. Copies that a compiler sees
       are made once. Ignores: memory of more copies than one.
     * `casts_gathers`: whether with products in fp8 what tensor-parallel ranks gather inside of layers is cast before.
+    * `compiles`: whether what is compiled are the ``layers``, or the ``model`` as far as replicas do not share it out piece
+      by piece: its backward hands all gradients over at its end, beside those of earlier microbatches that they are added to.
     * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
       replaced it, is 1.
     * `attention_kernels`: whether its fused attention is that which the device's file describes, or the ``best`` there is.
@@ -235,6 +237,7 @@ class Runtime(SourcedModel):
     holds_logits: bool = False
     shares_gathers: bool = True
     casts_gathers: bool = False
+    compiles: Literal["layers", "model"] = "layers"
     reduces: Literal["every microbatch", "last microbatch"] = "every microbatch"
     attention_rate: Annotated[float, Field(gt=0, le=10)] = 1.0
     keeps_root: bool = False
