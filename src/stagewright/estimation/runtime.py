@@ -178,7 +178,8 @@ class Runtime(SourcedModel):
       are made once. Ignores: memory of more copies than one.
     * `casts_gathers`: whether with products in fp8 what tensor-parallel ranks gather inside of layers is cast before.
     * `compiles`: whether what is compiled are the ``layers``, or the ``model`` as far as replicas do not share it out piece
-      by piece: its backward hands all gradients over at its end, beside those of earlier microbatches that they are added to.
+      by piece: its backward hands all gradients over at its end, beside those of earlier microbatches that they are added
+      to.
     * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
       replaced it, is 1.
     * `attention_kernels`: whether its fused attention is that which the device's file describes, or the ``best`` there is.
