@@ -52,6 +52,9 @@ def trace(
     cp: int = 1,
     ep: int = 1,
     expand: bool = True,
+    embedding: Literal["split", "whole"] = "split",
+    head: Literal["split", "gathered", "whole"] = "split",
+    loss: Literal["float32", "as logits"] = "float32",
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -77,6 +80,9 @@ def trace(
             as many tokens come as leave it. It is costed, not run.
         expand: whether the graph has all layers; without, it may leave out some of many equal ones, as
             `stagewright.graph.depth` says.
+        embedding, head: whether the ranks that share every layer each have some tokens of it (``split``) or all; of a
+            ``gathered`` head each computes the logits of some tokens, and gets those of all before the loss.
+        loss: in float32, whatever the type of the logits, or in theirs.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
 
     Raises:
@@ -161,7 +167,16 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
         "target": given["target"] or given["device"],
         "splits_sequence": given["splits_sequence"] and given["tp"] > 1,
     }
-    plain = {"loss_pieces": 1, "cp": 1, "ep": 1, "attention": "traced", "experts": "traced"}
+    plain = {
+        "loss_pieces": 1,
+        "cp": 1,
+        "ep": 1,
+        "attention": "traced",
+        "experts": "traced",
+        "loss": "float32",
+    }
+    if given["tp"] > 1:
+        plain |= {"embedding": "split", "head": "split"}
     return facts | {name: given[name] for name, value in plain.items() if given[name] != value}
 
 
