@@ -102,7 +102,7 @@ def _without_model(plan: Plan) -> str | None:
     if plan.model.is_code:
         return f"as building it runs {plan.model.text}; --with-model allows it"
     try:
-        resolve(plan.model.text, plan.model.overrides)
+        plan.model.reference()
     except InputError as error:
         return f"as it is not here: {error}"
     return None

@@ -29,7 +29,7 @@ def nearest_cheaper(known: Plan, pipeline_rank: int, length: int) -> Plan | None
     Tried are, at the same widths: the same microbatches with what is saved recomputed or offloaded as far as it must be,
     then replicas that share out more, then smaller microbatches.
     """
-    reference = resolve(known.model.text, known.model.overrides)
+    reference = known.model.reference()
     promised = known.at_length(length).predictions.ranks[pipeline_rank]
     limit = int(LESS * promised.reserved_peak_bytes)
     job = known.job.model_copy(update={"memory_limit": limit})
