@@ -97,7 +97,6 @@ def _checks(
 
 def _without_model(plan: Plan) -> str | None:
     """Why the model of a plan is not built unless that is asked for: it is code, or it is not here. None: it is built."""
-    from stagewright.tracing.models.reference import resolve
 
     if plan.model.is_code:
         return f"as building it runs {plan.model.text}; --with-model allows it"

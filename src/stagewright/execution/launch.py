@@ -101,7 +101,7 @@ def run(
         options["devices"] = devices
     num_steps = steps or loaded.job.num_steps
     with in_use(checkpoint, "--checkpoint"):
-        check_start(asked, loaded, num_steps, data)
+        check_start(asked, loaded, num_steps, data, random_weights)
         with in_use(folder, "--out"):
             if is_launched:
                 return _join(options, folder)

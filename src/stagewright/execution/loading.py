@@ -18,6 +18,7 @@ from stagewright.execution.weight_files import WeightFiles, open_weights, readin
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.tracing.arguments import from_contents
+from stagewright.tracing.models.adapter_names import base_name, is_adapter
 from stagewright.tracing.models.build import DeferredModel
 
 
@@ -27,7 +28,7 @@ def starting_tensors(
     stored: StoredWeights | None = None,
     part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of `stages` by name: as they are `stored`, or from the seed where nothing is.
+    """Parameters and buffers of `stages` by name: as they are `stored`, or from the seed where nothing is; adapters always.
 
     Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter. Raises `InputError`
     where a parameter is in none of the files, or cannot be read."""
@@ -35,7 +36,9 @@ def starting_tensors(
     buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
     # One by one, because a whole one may be many times a part.
     found = {
-        name: part(name, model.tensors((name,))[name] if stored is None else stored.read(name))
+        name: part(
+            name, model.tensors((name,))[name] if stored is None or is_adapter(name) else stored.read(name)
+        )
         for name in parameters
     }
     kept = {} if stored is None else stored.lasting(buffers)
@@ -151,7 +154,7 @@ class StoredWeights:
 
 
 def _key(name: str) -> str:
-    return name.removeprefix("net.")
+    return base_name(name).removeprefix("net.")
 
 
 def _kind(tensor: torch.Tensor) -> str:

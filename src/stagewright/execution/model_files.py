@@ -4,6 +4,9 @@ Each pipeline rank's first replica writes ``model-00001-of-00002.safetensors`` w
 stages, gathered where replicas or tensor parallel ranks hold parts of them; ``model.safetensors.index.json`` says which
 file has which tensor. A tied parameter is written once, by its first name.
 
+Of a model with adapters only these are written, all of them by the first rank, as peft does; the model itself is frozen, and
+lies where the run found it.
+
 Source: the layout of sharded checkpoints in the documentation of transformers, "Sharded checkpoints".
 """
 
@@ -21,12 +24,15 @@ from safetensors import safe_open
 
 from stagewright.execution.collectives import exchange
 from stagewright.execution.loading import StoredWeights, unused_tensors
-from stagewright.execution.weight_files import CONFIG, INDEX
+from stagewright.execution.weight_files import CONFIG, INDEX, lasting_text
 from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
 from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.models.adapter_names import ADAPTER, ADAPTER_CONFIG, is_adapter, peft_name
+from stagewright.tracing.models.adapters import adapter_config
 from stagewright.tracing.models.build import DeferredModel
+from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.tensor_parallel.operators import group_of
 
 if TYPE_CHECKING:
@@ -41,17 +47,25 @@ class ModelFiles:
     """What a rank writes of the model.
 
     `name` is that of its pipeline rank's file, `names` are the tensors in it as the graph calls them, `unused` those among
-    them that no stage uses, so that the model has all its tensors.
+    them that no stage uses, so that the model has all its tensors. `documents` are what describes the files, by name: the
+    model's config, where it has one, or what peft reads of adapters.
     """
 
     name: str
     names: frozenset[str]
     unused: Mapping[str, torch.Tensor]
+    documents: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether these are adapters alone."""
+        return self.name == ADAPTER
 
     @classmethod
     def of(
         cls,
         model: DeferredModel,
+        reference: ModelReference,
         stages: Sequence[Stage],
         placement: Sequence[int],
         rank: int,
@@ -68,6 +82,10 @@ class ModelFiles:
             for value in (*stage.parameters, *stage.buffers):
                 name = stage.value(value).name
                 owners[name] = min(here, owners.get(name, here))
+        if reference.lora is not None:
+            documents = {ADAPTER_CONFIG: adapter_config(module, lasting_text(reference))}
+            own = (name for name, owner in owners.items() if owner == rank and is_adapter(name))
+            return cls(ADAPTER, frozenset(own), {}, documents)
         unused = lasting - owners.keys()
         owners = {name: owner for name, owner in owners.items() if name in lasting} | dict.fromkeys(unused, 0)
         writers = sorted(set(owners.values()))
@@ -76,7 +94,12 @@ class ModelFiles:
             f"model-{number:05d}-of-{len(writers):05d}.safetensors",
             frozenset(name for name, owner in owners.items() if owner == rank),
             unused_tensors(model, unused, stored) if rank == 0 else {},
+            {} if reference.config is None else {CONFIG: described_config(reference.config)},
         )
+
+    def written(self, session: Session) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of every file that this rank writes, on the CPU. Every rank must call this."""
+        return {self.name: on_first_rank(session) if self.is_adapter else self.tensors(session)}
 
     def tensors(self, session: Session) -> dict[str, torch.Tensor]:
         """What this rank's file holds, on the CPU: nothing but on the first replica and tensor parallel rank.
@@ -93,7 +116,10 @@ class ModelFiles:
             whole = held if how is None else _merged(held, how, mesh.tp)
             if is_writer:
                 found[name] = whole.detach().to("cpu")
-        return {name.removeprefix("net."): tensor for name, tensor in found.items()} if is_writer else {}
+        if not is_writer:
+            return {}
+        called = peft_name if self.is_adapter else _own_name
+        return {called(name): tensor for name, tensor in found.items()}
 
 
 def on_first_rank(session: Session) -> dict[str, torch.Tensor]:
@@ -116,8 +142,21 @@ def on_first_rank(session: Session) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:
-    """The index of the model files in `folder`, and the model's config where it has one; returns what was written."""
+def described_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model whose weights are in such files."""
+    return {key: value for key, value in config.items() if key not in _OF_STORAGE}
+
+
+def write_documents(folder: Path, documents: Mapping[str, Mapping[str, Any]]) -> list[Path]:
+    """`documents` in `folder`, and an index of the model files there if there are any; returns what was written."""
+    index = _index(folder)
+    every = {**documents, **({INDEX: index} if index["weight_map"] else {})}
+    for name, document in every.items():
+        write_whole(folder / name, json.dumps(document, indent=2, sort_keys=True) + "\n")
+    return [folder / name for name in every]
+
+
+def _index(folder: Path) -> dict[str, Any]:
     where: dict[str, str] = {}
     total = 0
     for file in sorted(folder.glob("model-*.safetensors")):
@@ -126,12 +165,11 @@ def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:
         with file.open("rb") as opened:
             header = int.from_bytes(opened.read(8), "little")
         total += file.stat().st_size - 8 - header  # all but the header, whose bytes the first eight count
-    documents: dict[str, Any] = {INDEX: {"metadata": {"total_size": total}, "weight_map": where}}
-    if config is not None:
-        documents[CONFIG] = {key: value for key, value in config.items() if key not in _OF_STORAGE}
-    for name, document in documents.items():
-        write_whole(folder / name, json.dumps(document, indent=2, sort_keys=True) + "\n")
-    return [folder / name for name in documents]
+    return {"metadata": {"total_size": total}, "weight_map": where}
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("net.")
 
 
 def _tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:

@@ -129,7 +129,7 @@ class Trainer:
             alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update({**alone, "MASTER_PORT": str(_free_port())})
         self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
-        check_start(self._asked, self.plan, self.num_steps, data)
+        check_start(self._asked, self.plan, self.num_steps, data, random_weights)
         self._stack.enter_context(in_use(self.out, "out"))
 
     def _set_up(self, data: str | Path | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
@@ -249,7 +249,7 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters and lasting buffers by its own names, whole and on the CPU, on the first rank; nothing on
-        the others."""
+        the others. Of a model with adapters these alone, by peft's names."""
         from stagewright.execution.model_files import on_first_rank
 
         with self._at_work():

@@ -7,7 +7,6 @@ from itertools import groupby
 
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
-from stagewright.tracing.models.reference import resolve
 
 RUNTIME = "megatron-core+te"
 """The runtime that is today's Megatron-LM."""

@@ -13,7 +13,6 @@ from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
-from stagewright.tracing.models.reference import resolve
 
 
 def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:

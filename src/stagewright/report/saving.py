@@ -13,7 +13,6 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import RankPrediction, StagePrediction
 from stagewright.report.tables import byte_unit, figure, numbered, plural, table
-from stagewright.tracing.models.reference import resolve
 from stagewright.units import format_bytes, format_seconds
 
 _NAMED = 3

@@ -50,9 +50,13 @@ def converting_in_place() -> Iterator[None]:
     PyTorch would swap their contents, which it refuses where something refers weakly to them.
     """
     convert = torch.nn.Module._apply
-    known: dict[tuple[int, int], tuple[Any, ...]] = {}  # with what the numbers identify, so that it stays alive
+    known: dict[
+        tuple[int, int], tuple[Any, ...]
+    ] = {}  # with what the numbers identify, so that it stays alive
 
-    def converted(fn: Callable[[torch.Tensor], torch.Tensor], whole: torch.nn.Parameter) -> torch.nn.Parameter:
+    def converted(
+        fn: Callable[[torch.Tensor], torch.Tensor], whole: torch.nn.Parameter
+    ) -> torch.nn.Parameter:
         if (id(fn), id(whole)) not in known:  # what is tied stays so
             with torch.no_grad():
                 made = fn(whole)
@@ -64,7 +68,7 @@ def converting_in_place() -> Iterator[None]:
         self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
     ) -> torch.nn.Module:
         held = {name: one for name, one in self._parameters.items() if isinstance(one, FakeTensor)}
-        for name, whole in held.items():
+        for name in held:
             self._parameters[name] = None
         convert(self, fn, recurse)
         for name, whole in held.items():

@@ -15,7 +15,6 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.planning.space import SCHEDULES
 from stagewright.schedule import FAMILIES
-from stagewright.tracing.models.reference import resolve
 from stagewright.units import format_bytes
 
 LESS = 0.9

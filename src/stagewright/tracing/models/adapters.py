@@ -1,48 +1,63 @@
-"""Puts low-rank adapters into a model by `peft`, which is imported only here; and what its tensors are called."""
+"""Puts low-rank adapters into a model by `peft`, which is imported only here."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import tempfile
 import warnings
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from stagewright.errors import InputError
+from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG, NAME
 from stagewright.tracing.models.lora import Lora
 
-_BASE = ".base_layer."
-"""In names of what an adapted layer was before."""
-_OWN = (".lora_A.default.", ".lora_B.default.")
-_OF_PEFT = "base_model.model."
-"""In front of names in peft's files."""
+_TASKS = {"CausalLanguageModel": "CAUSAL_LM", "SequenceToSequence": "SEQ_2_SEQ_LM"}
 
 
 def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
     """Change `net`, the transformers model of `name`: some layers get adapters, and nothing else is trained any more.
 
     A is drawn and B is zero, so that the model computes what it did. Raises `InputError` where peft is missing, or `net` has
-    no layers with such names.
+    no layers that are so called, or they can have no adapters.
     """
-    config = _peft().LoraConfig(**arguments(lora, net, name))
+    peft = _peft()
+    config = peft.LoraConfig(**_arguments(lora, net, name))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of layers kept the other way round, and of models without a config
-            _peft().inject_adapter_in_model(config, net)
+            warnings.simplefilter("ignore")  # what is tied is refused below
+            peft.inject_adapter_in_model(config, net, NAME)
     except Exception as error:  # peft raises many types over the names and layers given
         raise InputError(
             f"peft cannot add adapters to '{name}' ({' '.join(str(error).split())}): name linear layers of this model with "
             "--lora-targets, or all of them as all-linear"
         ) from error
+    _check(net, peft.tuners.tuners_utils.BaseTunerLayer)
 
 
-def arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
-    """Keywords of `peft.LoraConfig` for the transformers model `net`. Raises `InputError` where nothing says which layers
-    of such a model get adapters."""
+def adapter_config(module: nn.Module, base: str) -> dict[str, Any]:
+    """Content of the ``adapter_config.json`` of `module`, a loss around a ``net`` with adapters, for the model called `base`."""
+    config = dataclasses.replace(
+        module.net.peft_config[NAME],  # type: ignore[union-attr,index]
+        inference_mode=True,
+        base_model_name_or_path=base,
+        task_type=_TASKS.get(type(module).__name__),
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        config.save_pretrained(scratch)
+        return json.loads((Path(scratch) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+
+
+def _arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
+    """Keywords of `peft.LoraConfig` for the transformers model `net`."""
     kind = net.config.model_type  # type: ignore[union-attr]
     targets = lora.targets or _peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
     if targets is None:
         raise InputError(
-            f"peft has no layers of its own choice for a model of type '{kind}' as '{name}' is: name them with "
+            f"peft has no layers of its own choice for models of type '{kind}', as '{name}' is: name them with "
             "--lora-targets, or all linear ones as all-linear"
         )
     return {
@@ -50,35 +65,34 @@ def arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "target_modules": targets if isinstance(targets, str) else list(targets),
         "lora_dropout": lora.dropout,
-        "fan_in_fan_out": any(type(module).__name__ == "Conv1D" for module in net.modules()),
+        "fan_in_fan_out": any(map(is_transposed, net.modules())),
     }
 
 
-def base_name(name: str) -> str:
-    """How the model without adapters calls a tensor.
-
-    >>> base_name("net.model.layers.0.self_attn.q_proj.base_layer.weight")
-    'net.model.layers.0.self_attn.q_proj.weight'
-    """
-    return name.replace(_BASE, ".")
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether a linear layer keeps (inputs, features), as GPT-2's do."""
+    return type(layer).__name__ == "Conv1D"
 
 
-def is_adapter(name: str) -> bool:
-    """Whether a tensor belongs to an adapter.
-
-    >>> is_adapter("net.model.layers.0.self_attn.q_proj.lora_A.default.weight")
-    True
-    """
-    return any(part in name for part in _OWN)
-
-
-def peft_name(name: str) -> str:
-    """How peft's files call a tensor of an adapter.
-
-    >>> peft_name("net.model.layers.0.self_attn.q_proj.lora_A.default.weight")
-    'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
-    """
-    return _OF_PEFT + name.removeprefix("net.").replace(".default.", ".")
+def _check(net: nn.Module, kind: type[Any]) -> None:
+    """Raises `InputError` where a layer is none that an adapter's product can be added to."""
+    uses: dict[int, int] = {}
+    for module in net.modules():
+        for parameter in module._parameters.values():
+            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
+    for path, module in net.named_modules():
+        if not isinstance(module, kind):
+            continue
+        layer: Any = module.base_layer
+        if not isinstance(layer, nn.Linear) and not is_transposed(layer):
+            raise InputError(
+                f"'{path}' is a {type(layer).__name__}, and adapters are beside linear layers: name others with --lora-targets"
+            )
+        if uses[id(layer.weight)] > 1:
+            raise InputError(
+                f"'{path}' has a weight that another layer uses too, which an adapter of one of them would part: leave it out "
+                "of --lora-targets"
+            )
 
 
 def _peft() -> Any:

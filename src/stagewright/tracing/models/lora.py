@@ -37,7 +37,9 @@ class Lora(StrictModel):
         return targets
 
     @classmethod
-    def of(cls, rank: int, alpha: float | None = None, targets: str | None = None, dropout: float = 0.0) -> Lora:
+    def of(
+        cls, rank: int, alpha: float | None = None, targets: str | None = None, dropout: float = 0.0
+    ) -> Lora:
         """As the command line says it: `alpha` is twice the rank where it is not given, `targets` has commas between.
 
         Raises:

@@ -1,0 +1,40 @@
+"""What the tensors of a model with adapters are called: in it, in the model without, and in peft's files."""
+
+from __future__ import annotations
+
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Peft's files."""
+NAME = "default"
+"""Of the adapter in the model."""
+_BASE = ".base_layer."
+"""In names of what an adapted layer was before."""
+_OWN = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
+_OF_PEFT = "base_model.model."
+"""In front of names in peft's files."""
+
+
+def base_name(name: str) -> str:
+    """How the model without adapters calls a tensor.
+
+    >>> base_name("net.model.layers.0.self_attn.q_proj.base_layer.weight")
+    'net.model.layers.0.self_attn.q_proj.weight'
+    """
+    return name.replace(_BASE, ".")
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a tensor belongs to an adapter.
+
+    >>> is_adapter("net.model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    True
+    """
+    return any(part in name for part in _OWN)
+
+
+def peft_name(name: str) -> str:
+    """How peft's files call a tensor of an adapter.
+
+    >>> peft_name("net.model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    return _OF_PEFT + name.removeprefix("net.").replace(f".{NAME}.", ".")
