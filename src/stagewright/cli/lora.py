@@ -26,7 +26,7 @@ class LoraOptions:
             help="What adapters add is multiplied by A / RANK; default twice the rank.")] = None
     lora_targets: Annotated[
         str | None, typer.Option("--lora-targets", metavar="NAME,NAME|all-linear",
-            help="Linear layers that get adapters, as q_proj,v_proj; default those that peft has for the kind of model.")] = None
+            help="Linear layers that get adapters, as q_proj,v_proj; default peft's for the kind of model.")] = None
     lora_dropout: Annotated[
         float, typer.Option("--lora-dropout", metavar="P", help="Dropout of what enters adapters.")] = 0.0
 # fmt: on

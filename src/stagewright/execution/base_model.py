@@ -1,4 +1,7 @@
-"""What the model is that adapters were trained for: its files, or the seed that it was drawn from. Nothing here imports torch."""
+"""What the model is that adapters were trained for: its files, or the seed that it was drawn from.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ _NUM_BLOCKS = 64
 
 
 class BaseFile(StrictModel):
-    """A file of weights. `sha256` is of its size and all of it up to 64 MiB; of a larger one of 64 blocks of 1 MiB, the first
-    (names and shapes), the last and those evenly between."""
+    """A file of weights. `sha256` is of its size and all of it up to 64 MiB; of a larger one of its size and 64 blocks of
+    1 MiB: the first, with names and shapes, the last and those evenly between."""
 
     bytes: int = Field(ge=0)
     sha256: str

@@ -203,7 +203,7 @@ def check_start(
             f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
         )
     _check_plan(found, plan, num_steps, asked.is_other_data)
-    _check_base(found, base_model_of(plan, random_weights))
+    _check_base(found, base_model_of(plan.model.resolved(), plan.job.seed, random_weights))
     was = found.manifest.data
     if not asked.is_other_data and not was.is_same(now := identity_of(data)):
         raise InputError(

@@ -72,10 +72,7 @@ class ModelFiles:
         stored: StoredWeights | None,
     ) -> ModelFiles:
         """For pipeline rank `rank`; `stored` is what the run starts from, None where it starts from the seed."""
-        # Parameters, tied ones by their first name, and the buffers that belong to the module's state.
-        state, module = model.module.state_dict(keep_vars=True), model.module
-        lasting = {name for name, _ in module.named_parameters()}
-        lasting |= {name for name, _ in module.named_buffers(remove_duplicate=False)} & state.keys()
+        module, lasting = model.module, lasting_names(model.module)
         owners: dict[str, int] = {}
         for stage in stages:
             here = placement[stage.index]
@@ -140,6 +137,14 @@ def on_first_rank(session: Session) -> dict[str, torch.Tensor]:
             dist.recv(arrived, rank)
             found[name] = arrived.cpu()
     return found
+
+
+def lasting_names(module: torch.nn.Module) -> set[str]:
+    """Of parameters, tied ones by their first name, and of the buffers that belong to the module's state."""
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name for name, _ in module.named_parameters()} | (
+        buffers & module.state_dict(keep_vars=True).keys()
+    )
 
 
 def described_config(config: Mapping[str, Any]) -> dict[str, Any]:

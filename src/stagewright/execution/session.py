@@ -144,7 +144,7 @@ class Session:
     @cached_property
     def base_model(self) -> BaseModelIdentity | None:
         """Of adapters, the model that they are for, whose files are read for it."""
-        return base_model_of(self.plan, not self.is_from_files)
+        return base_model_of(self.reference, self.plan.job.seed, not self.is_from_files)
 
     def watch(self, position: str) -> None:
         """This rank is now at `position`."""

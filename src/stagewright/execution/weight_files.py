@@ -122,14 +122,13 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
     refuse_quantised(WeightFiles.of(reference.weights).types(), method, folder)
 
 
-def base_model_of(plan: Plan, random_weights: bool) -> BaseModelIdentity | None:
-    """Of the frozen model under the adapters of `plan`; None where all of the model is trained. Raises `InputError` where a
-    file cannot be read."""
-    reference = plan.model.resolved()
+def base_model_of(reference: ModelReference, seed: int, random_weights: bool) -> BaseModelIdentity | None:
+    """Of the frozen model under adapters; None where all of the model is trained. `seed` is what it is drawn from where it
+    has no files, or `random_weights` are asked for. Raises `InputError` where a file cannot be read."""
     if reference.lora is None:
         return None
     if reference.weights is None or random_weights:
-        return BaseModelIdentity(text=lasting_text(reference), seed=plan.job.seed)
+        return BaseModelIdentity(text=lasting_text(reference), seed=seed)
     files = WeightFiles.of(reference.weights)
     try:
         found = {name: BaseFile.of(files.path(name)) for name in files.names}

@@ -22,6 +22,16 @@ def base_name(name: str) -> str:
     return name.replace(_BASE, ".")
 
 
+def adapter_names_of(name: str) -> tuple[str, str] | None:
+    """The layers of the adapter beside a weight, that into the low rank first; None where the tensor can have none.
+
+    >>> adapter_names_of("net.model.layers.0.self_attn.q_proj.base_layer.weight")[1]
+    'net.model.layers.0.self_attn.q_proj.lora_B.default'
+    """
+    layer, found, rest = name.partition(_BASE)
+    return (f"{layer}.lora_A.{NAME}", f"{layer}.lora_B.{NAME}") if found and rest == "weight" else None
+
+
 def is_adapter(name: str) -> bool:
     """Whether a tensor belongs to an adapter.
 

@@ -39,7 +39,7 @@ def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
 
 
 def adapter_config(module: nn.Module, base: str) -> dict[str, Any]:
-    """Content of the ``adapter_config.json`` of `module`, a loss around a ``net`` with adapters, for the model called `base`."""
+    """Content of the ``adapter_config.json`` of `module`, a loss around a ``net`` with adapters, for the model `base`."""
     config = dataclasses.replace(
         module.net.peft_config[NAME],  # type: ignore[union-attr,index]
         inference_mode=True,
@@ -86,12 +86,13 @@ def _check(net: nn.Module, kind: type[Any]) -> None:
         layer: Any = module.base_layer
         if not isinstance(layer, nn.Linear) and not is_transposed(layer):
             raise InputError(
-                f"'{path}' is a {type(layer).__name__}, and adapters are beside linear layers: name others with --lora-targets"
+                f"'{path}' is a {type(layer).__name__}, and adapters are beside linear layers: name others with "
+                "--lora-targets"
             )
         if uses[id(layer.weight)] > 1:
             raise InputError(
-                f"'{path}' has a weight that another layer uses too, which an adapter of one of them would part: leave it out "
-                "of --lora-targets"
+                f"'{path}' has a weight that another layer uses too, which an adapter of one of them would part: leave it "
+                "out of --lora-targets"
             )
 
 
