@@ -5,17 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from stagewright.cluster.strict import validated
 from stagewright.errors import InputError, RunError
-from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.checkpoint_folder import UNFINISHED, newest
+from stagewright.execution.conversions import as_published
 from stagewright.execution.loading import StoredWeights
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.execution.model_files import described_config, lasting_names, write_documents
@@ -33,8 +34,7 @@ from stagewright.tracing.models.adapter_names import (
 )
 from stagewright.tracing.models.adapters import is_transposed
 from stagewright.tracing.models.build import DeferredModel
-from stagewright.tracing.models.lora import Lora
-from stagewright.tracing.models.reference import ModelReference
+from stagewright.tracing.models.reference import ModelReference, resolve
 
 BESIDE = "adapter"
 """The folder of adapters beside a whole model."""
@@ -51,13 +51,11 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: files by their names in the folder `path`, and the step that the checkpoint is of."""
+    """What was written: sizes of files by their names in the folder `path`, and the step that the checkpoint is of."""
 
     path: Path
     step: int
     files: dict[str, int]
-    is_adapter: bool
-    is_merged: bool
 
 
 def export(
@@ -69,7 +67,7 @@ def export(
     base: str | None = None,
     report: Report = lambda text: None,
 ) -> Exported:
-    """Write the model of a checkpoint to the new folder `out`.
+    """Write the model of a checkpoint to the new folder `out`, whole or not at all.
 
     Args:
         folder: of the checkpoint, or of a run's, whose newest is taken.
@@ -79,33 +77,22 @@ def export(
 
     Raises:
         InputError: there is no checkpoint, or it is damaged; it has no adapters; their model has changed; `out` is there.
+        RunError: `out` cannot be written.
     """
     found = _checkpoint(folder)
-    has_adapter = ADAPTER in found.manifest.files
-    if merges and adapter_only:
-        raise InputError(
-            "--merge and --adapter: adapters that are merged are no longer alone; give one of the two"
-        )
-    if not has_adapter and (merges or adapter_only or base is not None):
-        option = "--merge" if merges else "--adapter" if adapter_only else "--base"
-        raise InputError(
-            f"{option}: checkpoint '{found.path}' has no adapters, since all of its model was trained: leave it out"
-        )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"'{out}' is there already: name a new folder")
+    _check(found, out, merges, adapter_only, base)
     scratch = out.parent / f".{out.name}{UNFINISHED}"
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
         if adapter_only:
             _copy(found, scratch, (ADAPTER, ADAPTER_CONFIG))
-        elif has_adapter:
+        elif ADAPTER in found.manifest.files:
             _write_adapted(found, scratch, out, merges, base, report)
-        else:
-            names = [
-                name for name in found.manifest.files if name in (INDEX, CONFIG) or name.startswith("model-")
-            ]
-            report("copying the model's files")
+        elif CONFIG in found.manifest.files:
+            _write(_whole(found, resolve(str(found.path)), False), scratch, report)
+        else:  # of a factory, whose names are its own
+            names = [name for name in found.manifest.files if name == INDEX or name.startswith("model-")]
             _copy(found, scratch, names)
         if out.exists():
             out.rmdir()
@@ -114,10 +101,10 @@ def export(
         raise RunError(f"'{out}' cannot be written ({error.strerror or error}): make room there") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    files = {
-        str(path.relative_to(out)): path.stat().st_size for path in sorted(out.rglob("*")) if path.is_file()
-    }
-    return Exported(out, found.manifest.step, files, has_adapter, merges)
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    return Exported(
+        out, found.manifest.step, {str(path.relative_to(out)): path.stat().st_size for path in files}
+    )
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
@@ -131,36 +118,55 @@ def _checkpoint(folder: Path) -> Checkpoint:
     return found
 
 
-def _copy(found: Checkpoint, scratch: Path, names: list[str] | tuple[str, ...]) -> None:
+def _check(found: Checkpoint, out: Path, merges: bool, adapter_only: bool, base: str | None) -> None:
+    if merges and adapter_only:
+        raise InputError(
+            "--merge and --adapter: adapters that are merged are no longer alone; leave one of the two out"
+        )
+    given = {"--merge": merges, "--adapter": adapter_only, "--base": base is not None}
+    if ADAPTER not in found.manifest.files and any(given.values()):
+        option = next(option for option, value in given.items() if value)
+        raise InputError(
+            f"{option}: checkpoint '{found.path}' has no adapters, since all of its model was trained; leave it out"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"'{out}' is there already: name a new folder")
+
+
+def _copy(found: Checkpoint, scratch: Path, names: Sequence[str]) -> None:
     check_contents(found.path, found.manifest, names)
     for name in names:
         shutil.copyfile(found.path / name, scratch / name)
 
 
-# -- a model with adapters --------------------------------------------------------------------------------------------
+def _write(whole: _Whole, scratch: Path, report: Report) -> None:
+    """A model's files, its config and, where they lie beside its weights, those of its tokenizer."""
+    files = list(whole.files())
+    for number, names in enumerate(files, 1):
+        report(f"writing file {number} of {len(files)}")
+        held = {name: tensor for own in names for name, tensor in whole.published(own).items()}
+        write_tensors(scratch / f"model-{number:05d}-of-{len(files):05d}.safetensors", held)
+    write_documents(scratch, {CONFIG: whole.config()})
+    for name in _OF_TOKENIZER:
+        if whole.folder is not None and (whole.folder / name).is_file():
+            shutil.copyfile(whole.folder / name, scratch / name)
+
+
+def _whole(
+    found: Checkpoint, reference: ModelReference, is_drawn: bool, adapters: Path | None = None
+) -> _Whole:
+    job = validated(Job, found.manifest.plan["job"], f"'{found.path / MANIFEST}'")
+    model = DeferredModel(reference, 1, job.sequence_length, job.torch_name, seed=job.seed)
+    return _Whole(reference, model, None if is_drawn else reference.weights, adapters)
 
 
 def _write_adapted(
     found: Checkpoint, scratch: Path, out: Path, merges: bool, base: str | None, report: Report
 ) -> None:
     check_contents(found.path, found.manifest, (ADAPTER, ADAPTER_CONFIG))
-    job = validated(Job, found.manifest.plan["job"], f"'{found.path / MANIFEST}'")
     report("building the model without weights")
-    reference, is_drawn = _base(found, job, base)
-    model = DeferredModel(reference, 1, job.sequence_length, job.torch_name, seed=job.seed)
-    stored = None
-    if reference.weights is not None and not is_drawn:
-        stored = StoredWeights(reference.weights, model.module, reference.config or {})
-        for name in _OF_TOKENIZER:
-            if (reference.weights / name).is_file():
-                shutil.copyfile(reference.weights / name, scratch / name)
-    tensors = _Whole(model, stored, found.path if merges else None, reference.lora)
-    files = list(tensors.files())
-    for number, names in enumerate(files, 1):
-        report(f"writing file {number} of {len(files)}")
-        held = {base_name(name).removeprefix("net."): tensors.read(name) for name in names}
-        write_tensors(scratch / f"model-{number:05d}-of-{len(files):05d}.safetensors", held)
-    write_documents(scratch, {CONFIG: described_config(reference.config or {})})
+    reference, is_drawn = _base(found, base)
+    _write(_whole(found, reference, is_drawn, found.path if merges else None), scratch, report)
     if not merges:
         (scratch / BESIDE).mkdir()
         shutil.copyfile(found.path / ADAPTER, scratch / BESIDE / ADAPTER)
@@ -169,25 +175,21 @@ def _write_adapted(
         write_documents(scratch / BESIDE, {ADAPTER_CONFIG: described})
 
 
-def _base(found: Checkpoint, job: Job, given: str | None) -> tuple[ModelReference, bool]:
+def _base(found: Checkpoint, given: str | None) -> tuple[ModelReference, bool]:
     """The model that the adapters of a checkpoint are for, and whether it is drawn from a seed. Raises `InputError` where it
     is no longer what it was."""
-    was = found.manifest.base
-    assert was is not None, "adapters are of a model"
-    section = validated(
-        ModelSection,
-        {**found.manifest.plan["model"], "text": given or was.text},
-        f"'{found.path / MANIFEST}'",
-    )
+    was, place = found.manifest.base, f"'{found.path / MANIFEST}'"
+    if was is None:
+        raise InputError(f"{place} does not say which model its adapters are for: export them with --adapter")
+    section = validated(ModelSection, {**found.manifest.plan["model"], "text": given or was.text}, place)
     hint = "" if given else "; name where it lies now with --base"
     try:
         reference = section.reference()
     except InputError as error:
         raise InputError(f"the model that the adapters are for is not there: {error}{hint}") from None
     is_drawn = was.seed is not None
-    now: BaseModelIdentity | None = None
-    if reference.digest == section.digest:
-        now = base_model_of(reference, job.seed, is_drawn)
+    is_alike = reference.digest == section.digest
+    now = base_model_of(reference, was.seed or 0, is_drawn) if is_alike else None
     if now is None or not was.is_same(now):
         raise InputError(
             f"the adapters of '{found.path}' were trained for {was}, and '{section.text}' is another model or has other "
@@ -197,50 +199,53 @@ def _base(found: Checkpoint, job: Job, given: str | None) -> tuple[ModelReferenc
 
 
 class _Whole:
-    """The tensors of a model without adapters, which are added to its weights if they are given.
+    """The tensors of a model without adapters, or with what they add to its weights.
 
     Args:
-        model: with adapters, as it was built for training.
-        stored: its weights; None where it was drawn from a seed.
-        adapters: the folder of those that are added.
+        model: with adapters, if it has some, as it was built for training.
+        folder: of its weights; None where it was drawn from a seed.
+        adapters: the folder of those that are added; None if none are.
     """
 
     def __init__(
-        self, model: DeferredModel, stored: StoredWeights | None, adapters: Path | None, lora: Lora | None
+        self, reference: ModelReference, model: DeferredModel, folder: Path | None, adapters: Path | None
     ) -> None:
-        assert lora is not None
-        self._model, self._stored = model, stored
-        self._scale = lora.alpha / lora.rank
+        self.folder = folder
+        self._reference, self._model = reference, model
+        self._net: Any = model.module.net
+        self._stored = None if folder is None else StoredWeights(folder, model.module, reference.config or {})
         self._adapters = None if adapters is None else safe_open(str(adapters / ADAPTER), framework="pt")
-        self.names = [name for name in sorted(lasting_names(model.module)) if not is_adapter(name)]
-        self._layers: Mapping[str, torch.nn.Module] = dict(model.module.named_modules())
         state = model.module.state_dict(keep_vars=True)
-        self._bytes = {name: state[name].numel() * state[name].element_size() for name in self.names}
+        names = sorted(name for name in lasting_names(model.module) if not is_adapter(name))
+        self._bytes = {name: state[name].numel() * state[name].element_size() for name in names}
+
+    def config(self) -> dict[str, Any]:
+        """Content of the model's config.json."""
+        return {"architectures": [type(self._net).__name__], **described_config(self._reference.config or {})}
 
     def files(self) -> Iterator[list[str]]:
         """The names of all tensors, in files of a few GiB."""
         held: list[str] = []
-        size = 0
-        for name in self.names:
-            if held and size + self._bytes[name] > _FILE_BYTES:
+        for name, size in self._bytes.items():
+            if held and sum(map(self._bytes.__getitem__, held)) + size > _FILE_BYTES:
                 yield held
-                held, size = [], 0
+                held = []
             held.append(name)
-            size += self._bytes[name]
         if held:
             yield held
 
-    def read(self, name: str) -> torch.Tensor:
-        """A tensor as the model has it without adapters, or with what they add."""
-        if self._stored is not None and self._stored.has(name):
-            whole = self._stored.read(name)
-        else:
-            whole = self._model.tensors((name,))[name]
-        names = adapter_names_of(name)
-        if self._adapters is None or names is None or names[0] not in self._layers:
+    def published(self, name: str) -> dict[str, torch.Tensor]:
+        """A tensor of the model, by the names that published files have."""
+        return as_published(self._net, base_name(name).removeprefix("net."), self._read(name))
+
+    def _read(self, name: str) -> torch.Tensor:
+        is_stored = self._stored is not None and self._stored.has(name)
+        whole = self._stored.read(name) if self._stored and is_stored else self._model.tensors((name,))[name]
+        lora, names = self._reference.lora, adapter_names_of(name)
+        if self._adapters is None or lora is None or names is None:
             return whole
         wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
         into, out_of = (self._adapters.get_tensor(peft_name(f"{one}.weight")).to(wide) for one in names)
-        added = self._scale * (out_of @ into)
-        layer = self._layers[name.rpartition(".")[0]]
+        added = lora.alpha / lora.rank * (out_of @ into)
+        layer = self._model.module.get_submodule(name.rpartition(".")[0])
         return (whole.to(wide) + (added.t() if is_transposed(layer) else added)).to(whole.dtype)

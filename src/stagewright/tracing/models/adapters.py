@@ -17,6 +17,9 @@ from stagewright.tracing.models.lora import Lora
 
 _TASKS = {"CausalLanguageModel": "CAUSAL_LM", "SequenceToSequence": "SEQ_2_SEQ_LM"}
 
+_USUAL = ("q_proj", "v_proj")
+"""What peft takes of most decoders, for those that it has no choice for."""
+
 
 def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
     """Change `net`, the transformers model of `name`: some layers get adapters, and nothing else is trained any more.
@@ -55,6 +58,8 @@ def _arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
     """Keywords of `peft.LoraConfig` for the transformers model `net`."""
     kind = net.config.model_type  # type: ignore[union-attr]
     targets = lora.targets or _peft().utils.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
+    if targets is None and {path.rpartition(".")[2] for path, _ in net.named_modules()} >= {*_USUAL}:
+        targets = _USUAL
     if targets is None:
         raise InputError(
             f"peft has no layers of its own choice for models of type '{kind}', as '{name}' is: name them with "
