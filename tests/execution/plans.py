@@ -24,6 +24,7 @@ from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.schedule.subdivide import subdivided
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__
 
@@ -60,6 +61,7 @@ def make_plan(
     compiled: bool = False,
     host_optimizer: Sequence[int] = (),
     num_units: int = 1,
+    lora: Lora | None = None,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -80,7 +82,7 @@ def make_plan(
         compiled=compiled,
         loss_scale_window=2,
     )
-    reference = resolve(model, overrides)
+    reference = resolve(model, overrides).adapted(lora)
     traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
     graph = trace(reference, microbatch_size, **traced)
     whole = build_schedule(schedule, pp, num_microbatches, num_chunks)

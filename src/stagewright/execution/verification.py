@@ -153,6 +153,8 @@ def _train_plainly(
     """The reduced plan, its graph, the loss of the plain run and how many parameters it trained: in float64, or in float32
     where an operator lacks float64."""
     reference = reduced_model(original, plan.num_stages, num_layers)
+    if reference.lora is not None:
+        reference = with_drawn_adapters(reference)
     if plan.tp > 1:
         reference = without_dropout(reference)
     dtypes: tuple[Dtype, ...] = ("fp64", "fp32")
@@ -232,6 +234,12 @@ def without_dropout(reference: ModelReference) -> ModelReference:
         return reference
     lora = reference.lora and reference.lora.model_copy(update={"dropout": 0.0})
     return resolve(reference.text, {**reference.overrides, DROPOUT: 0.0}).adapted(lora)
+
+
+def with_drawn_adapters(reference: ModelReference) -> ModelReference:
+    """The model with adapters of which no part is zero, nor its gradient."""
+    lora = reference.lora and reference.lora.model_copy(update={"is_drawn": True})
+    return resolve(reference.text, reference.overrides).adapted(lora)
 
 
 def layers_of(reference: ModelReference) -> int | None:

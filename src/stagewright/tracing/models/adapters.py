@@ -70,6 +70,7 @@ def _arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "target_modules": targets if isinstance(targets, str) else list(targets),
         "lora_dropout": lora.dropout,
+        "init_lora_weights": not lora.is_drawn,
         "fan_in_fan_out": any(map(is_transposed, net.modules())),
     }
 

@@ -26,6 +26,8 @@ class Lora(StrictModel):
     """Names of the layers that get one, or ends of their paths; None are those that peft has for the kind of model."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Of what enters an adapter."""
+    is_drawn: bool = False
+    """Whether B is drawn too, in place of zeros, so that no gradient is zero: for verification."""
 
     @field_validator("targets")
     @classmethod
@@ -46,7 +48,7 @@ class Lora(StrictModel):
             InputError: a number is out of range, or a target has no name.
 
         >>> Lora.of(8, targets="v_proj,q_proj")
-        Lora(rank=8, alpha=16.0, targets=('q_proj', 'v_proj'), dropout=0.0)
+        Lora(rank=8, alpha=16.0, targets=('q_proj', 'v_proj'), dropout=0.0, is_drawn=False)
         """
         names = ALL_LINEAR if targets == ALL_LINEAR else None if targets is None else targets.split(",")
         given = {
