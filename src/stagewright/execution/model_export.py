@@ -87,11 +87,11 @@ def export(
         scratch.mkdir(parents=True)
         if adapter_only:
             _copy(found, scratch, (ADAPTER, ADAPTER_CONFIG))
-        elif ADAPTER in found.manifest.files:
+        elif found.manifest.base is not None:
             _write_adapted(found, scratch, out, merges, base, report)
         elif CONFIG in found.manifest.files:
             _write(_whole(found, resolve(str(found.path)), False), scratch, report)
-        else:  # of a factory, whose names are its own
+        else:  # of a factory, whose names and adapters are its own
             names = [name for name in found.manifest.files if name == INDEX or name.startswith("model-")]
             _copy(found, scratch, names)
         if out.exists():
@@ -123,11 +123,16 @@ def _check(found: Checkpoint, out: Path, merges: bool, adapter_only: bool, base:
         raise InputError(
             "--merge and --adapter: adapters that are merged are no longer alone; leave one of the two out"
         )
-    given = {"--merge": merges, "--adapter": adapter_only, "--base": base is not None}
+    given = {"--adapter": adapter_only, "--merge": merges, "--base": base is not None}
     if ADAPTER not in found.manifest.files and any(given.values()):
         option = next(option for option, value in given.items() if value)
         raise InputError(
             f"{option}: checkpoint '{found.path}' has no adapters, since all of its model was trained; leave it out"
+        )
+    if found.manifest.base is None and (merges or base is not None):
+        raise InputError(
+            f"checkpoint '{found.path}' is of a factory, which adds adapters to its model by itself: leave out "
+            "--merge and --base, and merge them by peft's merge_and_unload"
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"'{out}' is there already: name a new folder")
@@ -179,8 +184,7 @@ def _base(found: Checkpoint, given: str | None) -> tuple[ModelReference, bool]:
     """The model that the adapters of a checkpoint are for, and whether it is drawn from a seed. Raises `InputError` where it
     is no longer what it was."""
     was, place = found.manifest.base, f"'{found.path / MANIFEST}'"
-    if was is None:
-        raise InputError(f"{place} does not say which model its adapters are for: export them with --adapter")
+    assert was is not None, "only such checkpoints are exported so"
     section = validated(ModelSection, {**found.manifest.plan["model"], "text": given or was.text}, place)
     hint = "" if given else "; name where it lies now with --base"
     try:

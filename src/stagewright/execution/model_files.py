@@ -29,8 +29,8 @@ from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
 from stagewright.tracing.arguments import DTYPES
-from stagewright.tracing.models.adapter_names import ADAPTER, ADAPTER_CONFIG, is_adapter, peft_name
-from stagewright.tracing.models.adapters import adapter_config
+from stagewright.tracing.models.adapter_names import ADAPTER, ADAPTER_CONFIG
+from stagewright.tracing.models.adapters import adapter_config, peft_names
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.tensor_parallel.operators import group_of
@@ -47,19 +47,17 @@ class ModelFiles:
     """What a rank writes of the model.
 
     `name` is that of its pipeline rank's file, `names` are the tensors in it as the graph calls them, `unused` those among
-    them that no stage uses, so that the model has all its tensors. `documents` are what describes the files, by name: the
-    model's config, where it has one, or what peft reads of adapters.
+    them that no stage uses, so that the model has all its tensors. Of adapters, `adapters` has the names in peft's file;
+    where `is_adapter`, the model itself is not written. `documents` are what describes the files, by name: the model's
+    config, where it has one, and what peft reads of adapters.
     """
 
     name: str
     names: frozenset[str]
     unused: Mapping[str, torch.Tensor]
+    adapters: Mapping[str, str]
+    is_adapter: bool
     documents: Mapping[str, Mapping[str, Any]]
-
-    @property
-    def is_adapter(self) -> bool:
-        """Whether these are adapters alone."""
-        return self.name == ADAPTER
 
     @classmethod
     def of(
@@ -72,17 +70,20 @@ class ModelFiles:
         stored: StoredWeights | None,
     ) -> ModelFiles:
         """For pipeline rank `rank`; `stored` is what the run starts from, None where it starts from the seed."""
-        module, lasting = model.module, lasting_names(model.module)
+        is_adapter = reference.lora is not None
+        adapters = peft_names(model.module)
+        lasting = set(adapters) if is_adapter else lasting_names(model.module)
+        documents: dict[str, Mapping[str, Any]] = {}
+        if adapters:
+            documents[ADAPTER_CONFIG] = adapter_config(model.module, lasting_text(reference))
+        if reference.config is not None and not is_adapter:
+            documents[CONFIG] = described_config(reference.config)
         owners: dict[str, int] = {}
         for stage in stages:
             here = placement[stage.index]
             for value in (*stage.parameters, *stage.buffers):
                 name = stage.value(value).name
                 owners[name] = min(here, owners.get(name, here))
-        if reference.lora is not None:
-            documents = {ADAPTER_CONFIG: adapter_config(module, lasting_text(reference))}
-            own = (name for name, owner in owners.items() if owner == rank and is_adapter(name))
-            return cls(ADAPTER, frozenset(own), {}, documents)
         unused = lasting - owners.keys()
         owners = {name: owner for name, owner in owners.items() if name in lasting} | dict.fromkeys(unused, 0)
         writers = sorted(set(owners.values()))
@@ -91,18 +92,29 @@ class ModelFiles:
             f"model-{number:05d}-of-{len(writers):05d}.safetensors",
             frozenset(name for name, owner in owners.items() if owner == rank),
             unused_tensors(model, unused, stored) if rank == 0 else {},
-            {} if reference.config is None else {CONFIG: described_config(reference.config)},
+            adapters,
+            is_adapter,
+            documents,
         )
 
     def written(self, session: Session) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of every file that this rank writes, on the CPU. Every rank must call this."""
-        return {self.name: on_first_rank(session) if self.is_adapter else self.tensors(session)}
+        own = self._tensors(session)
+        files = {} if self.is_adapter else {self.name: {_own_name(name): one for name, one in own.items()}}
+        if self.adapters:
+            adapters = {self.adapters[name]: one for name, one in own.items() if name in self.adapters}
+            files[ADAPTER] = _on_first_rank(session, adapters)
+        return files
 
-    def tensors(self, session: Session) -> dict[str, torch.Tensor]:
-        """What this rank's file holds, on the CPU: nothing but on the first replica and tensor parallel rank.
+    def whole(self, session: Session) -> dict[str, torch.Tensor]:
+        """All that is written of the model, or where it is not its adapters, on the CPU of the first rank; nothing on the
+        others. Every rank must call this."""
+        own = self._tensors(session)
+        called = self.adapters.__getitem__ if self.is_adapter else _own_name
+        return _on_first_rank(session, {called(name): tensor for name, tensor in own.items()})
 
-        Every rank must call this.
-        """
+    def _tensors(self, session: Session) -> dict[str, torch.Tensor]:
+        """What this rank has of what it writes, on the CPU: nothing but on the first replica and tensor parallel rank."""
         mesh, found = session.mesh, dict(self.unused)
         is_writer = mesh.replica == 0 and mesh.tensor_rank == 0
         shared = parallelism(session.graph)
@@ -113,16 +125,12 @@ class ModelFiles:
             whole = held if how is None else _merged(held, how, mesh.tp)
             if is_writer:
                 found[name] = whole.detach().to("cpu")
-        if not is_writer:
-            return {}
-        called = peft_name if self.is_adapter else _own_name
-        return {called(name): tensor for name, tensor in found.items()}
+        return found if is_writer else {}
 
 
-def on_first_rank(session: Session) -> dict[str, torch.Tensor]:
-    """All that the model files would hold, on the CPU of the first rank; nothing on the others. Every rank must call
-    this."""
-    own, device = session.model_files.tensors(session), session.device
+def _on_first_rank(session: Session, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What all ranks have of their `own`, on the CPU of the first; every rank must call this."""
+    device = session.device
     told = exchange(
         [[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in own.items()]
     )

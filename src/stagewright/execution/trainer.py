@@ -250,10 +250,8 @@ class Trainer:
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters and lasting buffers by its own names, whole and on the CPU, on the first rank; nothing on
         the others. Of a model with adapters these alone, by peft's names."""
-        from stagewright.execution.model_files import on_first_rank
-
         with self._at_work():
-            return on_first_rank(self.session)
+            return self.session.model_files.whole(self.session)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on under the same plan: tensors of its own state, copied, and the number of steps."""

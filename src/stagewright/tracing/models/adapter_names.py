@@ -9,7 +9,7 @@ NAME = "default"
 _BASE = ".base_layer."
 """In names of what an adapted layer was before."""
 _OWN = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
-_OF_PEFT = "base_model.model."
+OF_PEFT = "base_model.model."
 """In front of names in peft's files."""
 
 
@@ -47,4 +47,4 @@ def peft_name(name: str) -> str:
     >>> peft_name("net.model.layers.0.self_attn.q_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
     """
-    return _OF_PEFT + name.removeprefix("net.").replace(f".{NAME}.", ".")
+    return OF_PEFT + name.removeprefix("net.").replace(f".{NAME}.", ".")

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from stagewright.errors import InputError
-from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG, NAME
+from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG, NAME, OF_PEFT
 from stagewright.tracing.models.lora import Lora
 
 _TASKS = {"CausalLanguageModel": "CAUSAL_LM", "SequenceToSequence": "SEQ_2_SEQ_LM"}
@@ -41,13 +41,32 @@ def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
     _check(net, peft.tuners.tuners_utils.BaseTunerLayer)
 
 
+def peft_names(module: nn.Module) -> dict[str, str]:
+    """The tensors of the adapters in `module`, a loss around a ``net``, by their names in it, and what peft's files call
+    them; none where it has none, or several, of which none is the model's own."""
+    net: Any = module.net
+    if list(getattr(net, "peft_config", ())) != [NAME]:
+        return {}
+    state = net.state_dict(keep_vars=True)
+    own = {id(tensor): name for name, tensor in state.items()}
+    is_wrapped = isinstance(net, _peft().PeftModel)
+    saved = _peft().get_peft_model_state_dict(
+        net, state_dict=state, adapter_name=NAME, save_embedding_layers=False
+    )
+    return {
+        f"net.{own[id(tensor)]}": name if is_wrapped else OF_PEFT + name for name, tensor in saved.items()
+    }
+
+
 def adapter_config(module: nn.Module, base: str) -> dict[str, Any]:
-    """Content of the ``adapter_config.json`` of `module`, a loss around a ``net`` with adapters, for the model `base`."""
+    """Content of the ``adapter_config.json`` of `module`, a loss around a ``net`` with adapters, for the model `base`,
+    unless the config of the adapters names one."""
+    own: Any = module.net.peft_config[NAME]  # type: ignore[union-attr,index]
     config = dataclasses.replace(
-        module.net.peft_config[NAME],  # type: ignore[union-attr,index]
+        own,
         inference_mode=True,
-        base_model_name_or_path=base,
-        task_type=_TASKS.get(type(module).__name__),
+        base_model_name_or_path=own.base_model_name_or_path or base,
+        task_type=own.task_type or _TASKS.get(type(module).__name__),
     )
     with tempfile.TemporaryDirectory() as scratch:
         config.save_pretrained(scratch)
