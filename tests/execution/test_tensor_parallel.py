@@ -11,6 +11,7 @@ from cells import SMALL_LLAMA
 from plans import make_plan
 
 from multiprocess import run_ranks
+from stagewright.tracing.models.lora import Lora
 
 pytestmark = pytest.mark.multiprocess
 
@@ -29,6 +30,7 @@ class Case:
     overrides: tuple[tuple[str, object], ...] = ()
     sequence_parallel: bool = False
     zero: int | None = None
+    lora: Lora | None = None
 
     def __str__(self) -> str:
         return f"{self.model} tp {self.tp} pp {self.pp} dp {self.dp}{self.extras} {self.dtype}"
@@ -36,7 +38,8 @@ class Case:
     @property
     def extras(self) -> str:
         zero = "" if self.zero is None else f" zero {self.zero}"
-        return (" sp" if self.sequence_parallel else "") + zero
+        lora = "" if self.lora is None else f" lora {self.lora.targets}"
+        return (" sp" if self.sequence_parallel else "") + zero + lora
 
     @property
     def num_ranks(self) -> int:
@@ -47,7 +50,7 @@ class Case:
         make_plan(
             path, self.model, "1f1b", self.pp, self.dp, 2, self.dtype, overrides=dict(self.overrides),
             microbatch_size=2, sequence_length=16, tp=self.tp,
-            sequence_parallel=self.sequence_parallel, sharding=self.zero,
+            sequence_parallel=self.sequence_parallel, sharding=self.zero, lora=self.lora,
         )  # fmt: skip
         return path
 
@@ -65,11 +68,21 @@ MIXTRAL = (
 )  # fmt: skip
 GPT2 = (("num_hidden_layers", 2), ("hidden_size", 32), ("vocab_size", 101), ("dropout", 0))
 BERT = (("num_hidden_layers", 2), ("hidden_size", 32), ("intermediate_size", 64), ("dropout", 0))
+DRAWN = Lora(rank=4, alpha=8, targets="all-linear", is_drawn=True)
+SOME = Lora(rank=4, alpha=8, targets=("q_proj", "o_proj", "up_proj"), is_drawn=True)
 
 TWO = [
     Case("tiny-gpt2", 2, overrides=GPT2, sequence_parallel=True),
     Case("tiny-bert", 2, overrides=BERT),
     Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL, sequence_parallel=True),
+    Case("tiny-gpt2", 2, overrides=GPT2, lora=DRAWN),
+    Case("tiny-llama", 2, overrides=LLAMA, lora=SOME, sequence_parallel=True),
+]
+ADAPTED = [
+    Case("tiny-llama", 2, overrides=LLAMA, lora=DRAWN),
+    Case("tiny-gpt2", 2, overrides=GPT2, lora=DRAWN, sequence_parallel=True),
+    Case("tiny-bert", 2, overrides=BERT, lora=DRAWN),
+    Case("tiny-mixtral", 2, dtype="fp32", overrides=MIXTRAL, lora=DRAWN, sequence_parallel=True),
 ]
 MORE = [
     Case("tiny-llama", 2, overrides=LLAMA),
@@ -95,6 +108,11 @@ def test_shared_layers_equal_whole_ones(cases: list[Case], tmp_path: Path) -> No
 @pytest.mark.slow
 def test_more_shared_layers_equal_whole_ones(tmp_path: Path) -> None:
     check(MORE, tmp_path)
+
+
+@pytest.mark.slow
+def test_more_adapters_of_shared_layers_equal_whole_ones(tmp_path: Path) -> None:
+    check(ADAPTED, tmp_path)
 
 
 @pytest.mark.slow

@@ -6,9 +6,8 @@ ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Peft's files."""
 NAME = "default"
 """Of the adapter in the model."""
-_BASE = ".base_layer."
-"""In names of what an adapted layer was before."""
-_OWN = (f".lora_A.{NAME}.", f".lora_B.{NAME}.")
+BASE, INTO, OUT_OF = "base_layer", f"lora_A.{NAME}", f"lora_B.{NAME}"
+"""Of an adapted layer: what it was before, and the layers into the low rank and out of it."""
 OF_PEFT = "base_model.model."
 """In front of names in peft's files."""
 
@@ -19,7 +18,7 @@ def base_name(name: str) -> str:
     >>> base_name("net.model.layers.0.self_attn.q_proj.base_layer.weight")
     'net.model.layers.0.self_attn.q_proj.weight'
     """
-    return name.replace(_BASE, ".")
+    return name.replace(f".{BASE}.", ".")
 
 
 def adapter_names_of(name: str) -> tuple[str, str] | None:
@@ -28,8 +27,8 @@ def adapter_names_of(name: str) -> tuple[str, str] | None:
     >>> adapter_names_of("net.model.layers.0.self_attn.q_proj.base_layer.weight")[1]
     'net.model.layers.0.self_attn.q_proj.lora_B.default'
     """
-    layer, found, rest = name.partition(_BASE)
-    return (f"{layer}.lora_A.{NAME}", f"{layer}.lora_B.{NAME}") if found and rest == "weight" else None
+    layer, found, rest = name.partition(f".{BASE}.")
+    return (f"{layer}.{INTO}", f"{layer}.{OUT_OF}") if found and rest == "weight" else None
 
 
 def is_adapter(name: str) -> bool:
@@ -38,7 +37,7 @@ def is_adapter(name: str) -> bool:
     >>> is_adapter("net.model.layers.0.self_attn.q_proj.lora_A.default.weight")
     True
     """
-    return any(part in name for part in _OWN)
+    return f".{INTO}." in name or f".{OUT_OF}." in name
 
 
 def peft_name(name: str) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from stagewright.errors import InputError
 from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG, NAME, OF_PEFT
-from stagewright.tracing.models.lora import Lora
+from stagewright.tracing.models.lora import ALL_LINEAR, Lora
 
 _TASKS = {"CausalLanguageModel": "CAUSAL_LM", "SequenceToSequence": "SEQ_2_SEQ_LM"}
 
@@ -38,7 +38,7 @@ def add_adapters(net: nn.Module, lora: Lora, name: str) -> None:
             f"peft cannot add adapters to '{name}' ({' '.join(str(error).split())}): name linear layers of this model with "
             "--lora-targets, or all of them as all-linear"
         ) from error
-    _check(net, peft.tuners.tuners_utils.BaseTunerLayer)
+    _check(net)
 
 
 def peft_names(module: nn.Module) -> dict[str, str]:
@@ -61,13 +61,16 @@ def peft_names(module: nn.Module) -> dict[str, str]:
 def adapter_config(module: nn.Module, base: str) -> dict[str, Any]:
     """Content of the ``adapter_config.json`` of `module`, a loss around a ``net`` with adapters, for the model `base`,
     unless the config of the adapters names one."""
-    own: Any = module.net.peft_config[NAME]  # type: ignore[union-attr,index]
+    net: Any = module.net
+    own: Any = net.peft_config[NAME]
     config = dataclasses.replace(
         own,
         inference_mode=True,
         base_model_name_or_path=own.base_model_name_or_path or base,
         task_type=own.task_type or _TASKS.get(type(module).__name__),
     )
+    if _has_experts(net):
+        config.target_modules = [path for path, layer in net.named_modules() if _is_adapted(layer)]
     with tempfile.TemporaryDirectory() as scratch:
         config.save_pretrained(scratch)
         return json.loads((Path(scratch) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
@@ -87,11 +90,27 @@ def _arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
     return {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "target_modules": _linear_layers(net) if targets == ALL_LINEAR else list(targets),
         "lora_dropout": lora.dropout,
         "init_lora_weights": not lora.is_drawn,
         "fan_in_fan_out": any(map(is_transposed, net.modules())),
     }
+
+
+def _linear_layers(net: Any) -> list[str]:
+    """Paths of all linear layers but the head: whole ones, since short ones of models with experts, such as ``gate``, mean
+    other things to peft."""
+    head = net.get_output_embeddings()
+    return [
+        path
+        for path, layer in net.named_modules()
+        if layer is not head and (isinstance(layer, nn.Linear) or is_transposed(layer))
+    ]
+
+
+def _has_experts(net: nn.Module) -> bool:
+    """Whether weights of several experts are in one tensor."""
+    return any(parameter.dim() == 3 for parameter in net.parameters())
 
 
 def is_transposed(layer: nn.Module) -> bool:
@@ -99,14 +118,18 @@ def is_transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D"
 
 
-def _check(net: nn.Module, kind: type[Any]) -> None:
+def _is_adapted(layer: nn.Module) -> bool:
+    return isinstance(layer, _peft().tuners.tuners_utils.BaseTunerLayer)
+
+
+def _check(net: nn.Module) -> None:
     """Raises `InputError` where a layer is none that an adapter's product can be added to."""
     uses: dict[int, int] = {}
     for module in net.modules():
         for parameter in module._parameters.values():
             uses[id(parameter)] = uses.get(id(parameter), 0) + 1
     for path, module in net.named_modules():
-        if not isinstance(module, kind):
+        if not _is_adapted(module):
             continue
         layer: Any = module.base_layer
         if not isinstance(layer, nn.Linear) and not is_transposed(layer):

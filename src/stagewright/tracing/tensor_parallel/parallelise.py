@@ -1,7 +1,8 @@
 """Makes of a whole model on fake tensors the model of one tensor-parallel rank.
 
 Which layers are split, and how, is said by plans: transformers' published ones, and ours where it publishes none. A plan
-maps module or parameter paths, in which ``*`` stands for a layer's number, to the name of a style.
+maps module or parameter paths, in which ``*`` stands for a layer's number, to the name of a style. Of a low-rank adapter the
+half towards the features that are split is split as they are, and the other is whole on every rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from stagewright.errors import InputError, nearest
 from stagewright.graph.tensor_parallel import GROUP, TensorParallel, TensorShard, even
 from stagewright.tracing.experts import are_shared_out, around
+from stagewright.tracing.models.adapter_names import BASE, INTO, OUT_OF
 from stagewright.tracing.models.losses import (
     IGNORED,
     CausalLanguageModel,
@@ -208,6 +210,11 @@ class _Surgeon:
             self._split(owner, name, -2 if owner._parameters[name].dim() > 1 else 0, num_blocks)  # type: ignore[union-attr]
             return
         linear = self.net.get_submodule(path)
+        if _is_adapted(linear):
+            self._beside(f"{path}.{INTO}")
+            for part in (BASE, OUT_OF):
+                self._column(f"{path}.{part}", num_blocks, gathers, padding)
+            return
         is_transposed = _is_transposed(linear, path)
         self._split(linear, "weight", 1 if is_transposed else 0, num_blocks, padding)
         self._split(linear, "bias", 0, num_blocks, padding)
@@ -221,11 +228,20 @@ class _Surgeon:
             self._split(owner, name, -1)
             return
         linear = self.net.get_submodule(path)
+        if _is_adapted(linear):
+            self._beside(f"{path}.{OUT_OF}")
+            for part in (BASE, INTO):
+                self._row(f"{path}.{part}", splits)
+            return
         is_transposed = _is_transposed(linear, path)
         self._split(linear, "weight", 0 if is_transposed else 1)
         weight, bias = linear._parameters["weight"], linear._parameters.get("bias")
         assert weight is not None
         self._put(path, RowLinear(weight, bias, self.size, splits=splits, is_transposed=is_transposed))
+
+    def _beside(self, path: str) -> None:
+        """The half of an adapter on the side of the low rank, which every rank has whole beside a layer that is split."""
+        self.net.get_submodule(path).is_beside_split = True  # type: ignore[assignment]
 
     def _embedding(self, path: str) -> None:
         module = self.net.get_submodule(path)
@@ -272,6 +288,11 @@ class _Surgeon:
         casts = self.model.cross_entropy is not cross_entropy_as_logits
         self.model.cross_entropy = VocabularyCrossEntropy(head.out_features, self.size, IGNORED, casts)
         return done
+
+
+def _is_adapted(layer: nn.Module) -> bool:
+    """Whether a layer has a low-rank adapter beside it."""
+    return isinstance(getattr(layer, BASE, None), nn.Module) and hasattr(layer, "lora_A")
 
 
 def _is_transposed(linear: nn.Module, path: str) -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from stagewright.errors import InputError
 from stagewright.graph.tensor_parallel import GROUP
 from stagewright.tracing.experts import are_shared_out, around
+from stagewright.tracing.models.adapter_names import BASE
 from stagewright.tracing.tensor_parallel.layers import SEQUENCE, ColumnLinear, RowLinear
 from stagewright.tracing.tensor_parallel.operators import all_gather, enter, shard
 
@@ -68,6 +69,11 @@ def _visit(module: nn.Module, size: int) -> None:
         for child in module.children():  # a product's output with its dropout and normalisation, as in BERT
             _visit(child, size)
         _enter_parameters(module, size)
+    elif any(_takes_parts(child) for child in module.children()) and not _has_columns(module):
+        raise InputError(
+            f"a {type(module).__name__} has an adapter beside a layer behind which the sequence is split: leave out "
+            "--sequence-parallel, or give other --lora-targets"
+        )
     elif all(_is_split(child) or _leaves_input(child) for child in module.children()):
         for child in module.children():
             _visit(child, size)
@@ -83,7 +89,9 @@ def _is_split(module: nn.Module) -> bool:
     """Whether a module holds split products, and no parameters but theirs and those used between them."""
     owners = [part for part in module.modules() if any(True for _ in part.parameters(recurse=False))]
     return _has_columns(module) and all(
-        isinstance(part, ColumnLinear | RowLinear) or (hasattr(part, "width") and _works_on_tokens(part))
+        isinstance(part, ColumnLinear | RowLinear)
+        or (hasattr(part, "width") and _works_on_tokens(part))
+        or _is_beside_split(part)
         for part in owners
     )
 
@@ -112,7 +120,19 @@ def _open(module: nn.Module, size: int) -> None:
             part.source = "entered"
         elif isinstance(part, RowLinear):
             part.scatters = True
+        elif _is_beside_split(part):
+            _enter_parameters(part, size)
     _put_around(module, _Opened, size)
+
+
+def _takes_parts(module: nn.Module) -> bool:
+    """Whether a module is an adapted layer that takes some of the features on each rank."""
+    return isinstance(getattr(module, BASE, None), RowLinear)
+
+
+def _is_beside_split(module: nn.Module) -> bool:
+    """Whether a module is the whole half of an adapter, whose other half is split."""
+    return getattr(module, "is_beside_split", False)
 
 
 def _enter_parameters(module: nn.Module, size: int) -> None:
