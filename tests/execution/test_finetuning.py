@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ from cells import SMALL_GPT2, SMALL_LLAMA, Cell
 from plans import make_plan
 from test_matrix import check
 
+from stagewright.errors import InputError
 from stagewright.execution.model_export import export
 from stagewright.execution.trainer import Trainer
 from stagewright.execution.weight_files import WeightFiles
 from stagewright.planning.plan import Plan
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.lora import Lora
+from stagewright.tracing.models.reference import resolve
 
+small = partial(make_plan, pp=1, num_microbatches=2, num_steps=2, overrides={}, sequence_length=16)
 DRAWN = Lora(rank=4, alpha=8, is_drawn=True)
 """B is not zero, so that the gradients of A are none either."""
 
@@ -62,7 +66,7 @@ KINDS: dict[str, dict[str, object]] = {
     "qwen3_moe": {**SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "qwen3": {**SIZES, "head_dim": 8},
 }  # fmt: skip
-TARGETS = {"gpt2": "all-linear", "llama": "all-linear"}
+TARGETS = {"gpt2": "all-linear", "llama": "all-linear", "qwen3_moe": "all-linear"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,10 +79,7 @@ def test_transformers_and_peft_load_what_was_trained(kind: str, tmp_path: Path) 
 
     published = saved(kind, tmp_path / "published")
     lora = Lora.of(4, targets=TARGETS.get(kind))
-    plan = make_plan(
-        tmp_path / "plan.json", str(tmp_path / "published"), pp=1, num_microbatches=2, num_steps=2, overrides={},
-        sequence_length=16, lora=lora,
-    )  # fmt: skip
+    plan = small(tmp_path / "plan.json", str(tmp_path / "published"), lora=lora)
     trained, checkpoint = run_alone(plan, tmp_path)
     assert {name for name in checkpoint.iterdir() if name.name.startswith("model")} == set()
     export(checkpoint, tmp_path / "whole")
@@ -99,12 +100,12 @@ def test_transformers_and_peft_load_what_was_trained(kind: str, tmp_path: Path) 
         published = with_adapters.unload()  # type: ignore[operator]
 
 
-def saved(kind: str, folder: Path) -> Any:
+def saved(kind: str, folder: Path, seed: int = 1) -> Any:
     """A model as transformers saves it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(1)
+    torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **KINDS[kind]))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -121,7 +122,7 @@ def run_alone(plan: Plan, folder: Path) -> tuple[Any, Path]:
         checkpoint = trainer.save(folder / "checkpoints")
         weights = trainer.session.weights
         tensors = {weights.names[value]: tensor for value, tensor in weights.tensors.items()}
-        module = build(plan.model.reference(), 1, plan.job.sequence_length).module
+        module = build(plan.model.reference(), 1, plan.job.sequence_length, plan.job.torch_name).module
         _, unexpected = module.load_state_dict(tensors, strict=False)
         assert not {name for name in unexpected if name in dict(module.named_parameters())}
     net: Any = module.net
@@ -131,3 +132,104 @@ def run_alone(plan: Plan, folder: Path) -> tuple[Any, Path]:
 def file_names(folder: Path) -> set[str]:
     """Of the tensors in a folder's files."""
     return set(WeightFiles.of(folder).where)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_comes_back_as_it_was_read(kind: str, tmp_path: Path) -> None:
+    """Without a step: a checkpoint and what is exported of it have the logits of the folder that the run started from."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    published = saved(kind, tmp_path / "published")
+    (tmp_path / "published" / "tokenizer.json").write_text("{}")
+    plan = small(tmp_path / "plan.json", str(tmp_path / "published"))
+    with Trainer(plan, out=tmp_path / "run", device="cpu") as trainer:
+        checkpoint = trainer.save(tmp_path / "checkpoints")
+    export(tmp_path / "checkpoints", tmp_path / "whole")
+    tokens = torch.arange(32).view(2, 16) % 61
+    for folder in (checkpoint, tmp_path / "whole"):
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert torch.equal(loaded(input_ids=tokens).logits, published(input_ids=tokens).logits)
+    assert file_names(tmp_path / "whole") == file_names(tmp_path / "published")
+    with pytest.raises(InputError, match="has no adapters, since all of its model was trained; leave it out"):
+        export(checkpoint, tmp_path / "adapter", adapter_only=True)
+
+
+def test_adapters_go_on_with_the_model_that_they_are_for(tmp_path: Path) -> None:
+    """Resumed as if never stopped, beside the same weights wherever they lie; not beside others."""
+    saved("llama", tmp_path / "published")
+    plan = small(tmp_path / "plan.json", str(tmp_path / "published"), lora=Lora.of(4, dropout=0.2))
+    options: dict[str, Any] = {
+        "out": tmp_path / "run",
+        "device": "cpu",
+        "checkpoint": tmp_path / "checkpoints",
+    }
+    whole = Trainer(plan, steps=3, out=tmp_path / "whole", device="cpu").fit()
+    Trainer(plan, steps=1, **options).fit()
+    assert {path.name for path in (tmp_path / "checkpoints" / "step-000001").iterdir()} == {
+        "adapter_model.safetensors", "adapter_config.json", "rank-00000.safetensors", "checkpoint.json",
+        "checkpoint.json.sha256",
+    }  # fmt: skip
+    resumed = Trainer(plan, steps=3, resume=True, **options).fit()
+    assert whole is not None and resumed is not None and resumed.losses == whole.losses[1:]
+
+    (tmp_path / "published").rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="name where it lies now with --base"):
+        export(tmp_path / "checkpoints", tmp_path / "merged", merges=True)
+    export(tmp_path / "checkpoints", tmp_path / "merged", merges=True, base=str(tmp_path / "moved"))
+    with pytest.raises(InputError, match="is there already: name a new folder"):
+        export(tmp_path / "checkpoints", tmp_path / "merged", merges=True)
+    saved("llama", tmp_path / "published", seed=2)
+    with pytest.raises(InputError, match=r"has adapters for .* other weights"):
+        Trainer(plan, steps=4, resume=True, **options)
+    with pytest.raises(InputError, match="is another model or has other weights"):
+        export(tmp_path / "checkpoints", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+FACTORY = """
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+def make(microbatch_size, sequence_length):
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
+    net = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_key_value_heads=2, **sizes))
+    tokens = torch.randint(0, 64, (microbatch_size, sequence_length))
+    net = get_peft_model(net, LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
+    return net, {"input_ids": tokens, "labels": tokens}, lambda output: output.loss
+"""
+
+
+def test_a_factory_may_return_a_model_of_peft(tmp_path: Path) -> None:
+    """In half precision peft keeps adapters in float32; they alone are trained, and written as peft loads them."""
+    import torch
+    from peft import PeftModel
+
+    (tmp_path / "net.py").write_text(FACTORY)
+    plan = small(tmp_path / "plan.json", f"{tmp_path / 'net.py'}:make", dtype="bf16")
+    trained, checkpoint = run_alone(plan, tmp_path)
+    assert {parameter.dtype for parameter in trained.parameters()} == {torch.bfloat16, torch.float32}
+    export(checkpoint, tmp_path / "adapter", adapter_only=True)
+    tokens = torch.arange(32).view(2, 16) % 61
+    wanted = trained(input_ids=tokens).logits
+    again = PeftModel.from_pretrained(trained.unload(), str(tmp_path / "adapter")).eval()
+    assert torch.equal(again(input_ids=tokens).logits, wanted)
+    with pytest.raises(InputError, match="is of a factory"):
+        export(checkpoint, tmp_path / "merged", merges=True)
+
+
+def test_what_cannot_have_adapters_is_named() -> None:
+    wrong = {
+        "tiny-mixtral": ("gate_up_proj", "name linear layers of this model with --lora-targets"),
+        "tiny-gemma": ("embed_tokens", "is a .*Embedding, and adapters are beside linear layers"),
+        "tiny-gpt2": ("lm_head", "has a weight that another layer uses too"),
+        "tiny-deepseek-v3": (None, "peft has no layers of its own choice for models of type 'deepseek_v3'"),
+    }
+    for model, (targets, message) in wrong.items():
+        with pytest.raises(InputError, match=message):
+            build(resolve(model).adapted(Lora.of(4, targets=targets)), 1, 8, fake=True)
+    with pytest.raises(InputError, match="is a factory, whose model is trained as it returns it"):
+        resolve(f"{__file__}:make").adapted(Lora.of(4))
+    with pytest.raises(InputError, match="rank = 0"):
+        Lora.of(0)

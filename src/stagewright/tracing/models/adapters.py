@@ -17,6 +17,8 @@ from stagewright.tracing.models.lora import ALL_LINEAR, Lora
 
 _TASKS = {"CausalLanguageModel": "CAUSAL_LM", "SequenceToSequence": "SEQ_2_SEQ_LM"}
 
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names that mean experts to peft in models that have some, shared or dense layers of these names too."""
 _USUAL = ("q_proj", "v_proj")
 """What peft takes of most decoders, for those that it has no choice for."""
 
@@ -98,13 +100,14 @@ def _arguments(lora: Lora, net: nn.Module, name: str) -> dict[str, Any]:
 
 
 def _linear_layers(net: Any) -> list[str]:
-    """Paths of all linear layers but the head: whole ones, since short ones of models with experts, such as ``gate``, mean
-    other things to peft."""
-    head = net.get_output_embeddings()
+    """Paths of all linear layers but the head, and in models with experts those that peft takes for parts of experts."""
+    head, left_out = net.get_output_embeddings(), _OF_EXPERTS if _has_experts(net) else ()
     return [
         path
         for path, layer in net.named_modules()
-        if layer is not head and (isinstance(layer, nn.Linear) or is_transposed(layer))
+        if layer is not head
+        and (isinstance(layer, nn.Linear) or is_transposed(layer))
+        and path.rpartition(".")[2] not in left_out
     ]
 
 
