@@ -69,6 +69,9 @@ def graph_document(graph: OperatorGraph, seconds: float) -> dict[str, Any]:
         "model": graph.name,
         **{name: graph.facts.get(name) for name in ("microbatch_size", "sequence_length", "dtype", "num_tokens")},
         "num_parameters": graph.num_parameters,
+        "num_trained": sum(
+            graph.values[value].meta.num_elements for value in graph.parameter_values if value in graph.gradients
+        ),
         "parameter_bytes": sum(graph.storage_bytes[graph.values[v].storage] for v in graph.parameter_values),
         "num_nodes": len(graph.nodes),
         "nodes_by_part": {part.name.lower(): counts[part] for part in Part if counts[part]},
@@ -102,6 +105,7 @@ def graph_summary(document: dict[str, Any]) -> Group:
     lines = {
         "model": found["model"],
         "parameters": f"{format_count(found['num_parameters'])} ({format_bytes(found['parameter_bytes'])})",
+        "trained": f"{format_count(found['num_trained'])} of them; the others are frozen",
         "microbatch": ", ".join(f"{name} {meta}" for name, meta in found["inputs"].items()),
         "operators": f"{found['num_nodes']}: {parts}",
         "layers": "; ".join(map(_layers_text, found["layers"])) or "none found",
@@ -111,6 +115,8 @@ def graph_summary(document: dict[str, Any]) -> Group:
         "cuts": f"{found['num_cuts']} legal; the narrowest, {len(cuts)}, carry {width}",
         "seconds": format_seconds(found["seconds"]),
     }
+    if found["num_trained"] == found["num_parameters"]:
+        del lines["trained"]
     if not found["num_regions"]:
         del lines["checkpointed"]
     shown = cuts if len(cuts) <= _SHOWN_CUTS else [*cuts[: _SHOWN_CUTS - 1], None, cuts[-1]]
