@@ -36,6 +36,9 @@ _STOP, _WRITING, _RECORD = "stop", "writing", "record"
 
 _RECORD_EVERY_S = 60.0
 
+PLAN = "STAGEWRIGHT_PLAN"
+"""Environment variable: the path of the plan that `stagewright launch` was given."""
+
 
 class Trainer:
     """Trains a plan, in the process of each rank: all of it with `fit`, or a step at a time in a loop of your own.
@@ -47,7 +50,7 @@ class Trainer:
     >>> record = trainer.fit()  # doctest: +SKIP
 
     Args:
-        plan: a plan, or the path of a ``plan.json``.
+        plan: a plan, or the path of a ``plan.json``; None takes the one that ``stagewright launch`` was given.
         data: what `stagewright.run` takes; None makes synthetic samples.
         steps: number of optimizer steps `fit` goes up to, counted from the first of all; None takes the job's.
         out: folder for ``record.json`` and ``steps.jsonl``; None makes ``runs/<model>-<time>``.
@@ -70,7 +73,7 @@ class Trainer:
 
     def __init__(
         self,
-        plan: Plan | str | Path,
+        plan: Plan | str | Path | None = None,
         data: str | Path | None = None,
         *,
         steps: int | None = None,
@@ -89,7 +92,7 @@ class Trainer:
         devices: Sequence[int] | None = None,
         _is_checked: bool = False,
     ) -> None:
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        loaded = plan if isinstance(plan, Plan) else load_plan(_path_of(plan))
         if devices is not None:
             loaded = loaded.model_copy(update={"devices": tuple(devices)})
         self.plan = loaded
@@ -151,6 +154,8 @@ class Trainer:
             self.first_step = restore(self.session, self._asked.folder)
         self.step_number = watch.num_steps = self.first_step
         """Steps that are done."""
+        self.is_stopping = False
+        """Whether somebody has asked the run to end behind the last step, by Ctrl-C or SIGTERM; all ranks see the same."""
         self._saver = (
             None if self._asked.folder is None else Saver(self.session, self._asked.folder, self._asked.kept)
         )
@@ -179,7 +184,7 @@ class Trainer:
         every = self._asked.every
         while self.step_number < self.num_steps:
             result = self.step()
-            is_last = _STOP in result.votes or self.step_number == self.num_steps
+            is_last = self.is_stopping or self.step_number == self.num_steps
             with self._at_work():
                 if self._saver is not None and self._saver.is_open and _WRITING not in result.votes:
                     self._saver.finish()
@@ -208,6 +213,7 @@ class Trainer:
             inputs = None if batch is None else self.session.own_part(batch)
             result = self.session.train_step(number, number in self._metered, inputs)
             self._results.append(result)
+            self.is_stopping = _STOP in result.votes
             self.step_number = self._watch.num_steps = number + 1
             self._speed.after(number - first, result.seconds)
             if self.is_first:
@@ -369,6 +375,15 @@ class Trainer:
         )
         record.save(self.out / "record.json")
         return record
+
+
+def _path_of(plan: str | Path | None) -> str | Path:
+    found = plan or os.environ.get(PLAN)
+    if found is None:
+        raise InputError(
+            "a Trainer needs a plan: give the path of a plan.json, or start the script with stagewright launch"
+        )
+    return found
 
 
 _RECENT_STEPS = 20
