@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start
+from stagewright.execution.checkpoint_folder import Checkpointing, Kept, changed_state, check_start
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch import default_folder, refuse_what_is_not_run
 from stagewright.execution.logs import Callback, Step, StepLog
@@ -148,7 +148,8 @@ class Trainer:
         if (threads := num_threads(self.plan, self._launched)) is not None:
             torch.set_num_threads(threads)
         watch = self._watch
-        self.session = Session(self.plan, self.device, data, random_weights, watch.at, watch.at)
+        self._new_session = lambda plan: Session(plan, self.device, data, random_weights, watch.at, watch.at)
+        self.session = self._new_session(self.plan)
         self.first_step = 0
         if self._asked.folder is not None and self._asked.is_resumed:
             self.first_step = restore(self.session, self._asked.folder)
@@ -160,11 +161,7 @@ class Trainer:
             None if self._asked.folder is None else Saver(self.session, self._asked.folder, self._asked.kept)
         )
         self._recorded = time.monotonic()
-        self.session.votes = {
-            _STOP: lambda: watch.stop_asked is not None,
-            _WRITING: lambda: self._saver is not None and not self._saver.is_written,
-            _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
-        }
+        self._ask_ranks()
         self._metered = metered_steps(self.plan.job, self.num_steps, self.first_step)
         self._speed = SpeedWatch(self.device, _probed_reference(self.plan, self._launched, self.device.type))
         self._paces = PaceWatch()
@@ -173,6 +170,14 @@ class Trainer:
         self._callbacks: list[Callback] = []
         if self.is_first:
             self._callbacks = [StepLog(self.out, self.first_step), *callbacks]
+
+    def _ask_ranks(self) -> None:
+        """What every rank says after each step."""
+        self.session.votes = {
+            _STOP: lambda: self._watch.stop_asked is not None,
+            _WRITING: lambda: self._saver is not None and not self._saver.is_written,
+            _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
+        }
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -238,6 +243,35 @@ class Trainer:
             if self._evaluator is None:
                 self._evaluator = Evaluator(self.session)
             return self._evaluator.run(map(self.session.own_part, batches), wants_tokens=wants_tokens)
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on under another plan of the same model for as many ranks: state moves between ranks directly. What is to come
+        is what would have come, but for the order of sums.
+
+        Raises:
+            InputError: the plan is of another model, another number of ranks, or other samples in each step.
+        """
+        from stagewright.execution.checkpoint import Saver
+        from stagewright.execution.handover import give, take
+
+        if differing := list(changed_state(self.plan, plan)):
+            raise InputError(f"a run cannot go on under this plan: {'; '.join(differing)}")
+        with self._at_work():
+            if self._saver is not None:
+                self._saver.finish()
+            self._watch.at("handing over to another plan")
+            before, taken = self.session, take(self.session)
+            before.close()
+            del self.session, before  # so that there is room for the other
+            self._evaluator = None
+            self.plan = plan
+            self.session = self._new_session(plan)
+            give(self.session, taken)
+            self._ask_ranks()
+            if self._saver is not None:
+                assert self._asked.folder is not None
+                self._saver = Saver(self.session, self._asked.folder, self._asked.kept)
+            self._metered = frozenset((*self._metered, self.step_number))
 
     # -- state ------------------------------------------------------------------------------------------------------
 
