@@ -46,6 +46,8 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")] = False,
     other_data: Annotated[
         bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
+    adapt: Annotated[
+        bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Train a plan, one process per rank.
@@ -69,6 +71,7 @@ def run(
         plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
         resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
+        adapt=adapt,
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return

@@ -230,6 +230,12 @@ def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bo
         warnings.warn(f"going on with another job: {'; '.join(changed)}", StagewrightWarning, stacklevel=3)
 
 
+def has_same_stages(before: Plan, after: Plan) -> bool:
+    """Whether two plans differ in nothing but the order of passes and what is predicted."""
+    was, now = identity(before), identity(after)
+    return {**was, "program": None, "schedule": None} == {**now, "program": None, "schedule": None}
+
+
 def changed_state(before: Plan, after: Plan) -> Iterator[str]:
     """What keeps a run under one plan from going on under another, in words."""
     was, now = identity(before), identity(after)

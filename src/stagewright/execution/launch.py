@@ -38,6 +38,7 @@ def run(
     other_data: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    adapt: bool = False,
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -61,6 +62,7 @@ def run(
         other_data: do so also if the data is not what that one was trained on.
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: keep those after a multiple of so many steps besides.
+        adapt: go on under another plan where ranks stay slower or faster than planned and that is worth it.
 
     Returns:
         What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
@@ -94,6 +96,7 @@ def run(
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
+        "adapt": adapt,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)

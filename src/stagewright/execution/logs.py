@@ -50,7 +50,7 @@ class Step:
     def __str__(self) -> str:
         parts = [
             f"step {self.number}/{self.num_steps}", f"loss {self.loss:.4f}", f"gradient norm {self.gradient_norm:.3f}",
-            f"{self.seconds:.3f} s", f"{self.tokens_per_second:,.0f} tokens/s", f"MFU {self.mfu:.0%}",
+            f"{self.seconds:.3f} s", f"{self.tokens_per_second:,.0f} tokens/s", f"MFU {self.mfu:.1%}",
             format_bytes(self.memory_bytes),
         ]  # fmt: skip
         if self.number < self.num_steps:

@@ -87,9 +87,9 @@ class RankRunner:
         self.device = device
         self.weights = weights
         self.watch = watch
-        self.actions = program.actions(rank)
+        self.rank = rank
         self.shards = shards or Shards()
-        *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
+        self.follow(program)
         self.transport = Transport(device)
         self.timer = ActionTimer(device)
         self._started: Any = None  # mark of when the present action had what it needs
@@ -104,6 +104,11 @@ class RankRunner:
         }  # fmt: skip
         self._forward, self._backward = _channels(stages, placed, rank, ranks, groups)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
+
+    def follow(self, program: Program) -> None:
+        """Run batches in the order of another lowered program from now on, of the same stages and microbatches."""
+        self.actions = program.actions(self.rank)
+        *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
 
     def scale_loss(self, cotangent: float) -> None:
         """Start backwards from another cotangent of each microbatch's loss."""

@@ -143,6 +143,13 @@ class Session:
         self.position = position
         self._report_position(position)
 
+    def follow(self, plan: Plan) -> None:
+        """Go on in the order of passes of a plan that differs from the present one in nothing else that counts."""
+        self.plan, self.program = plan, stage_program(plan)
+        program = insert_communication(self.program, stage_edges(self.stages))
+        for runner in self.lengths.runners:
+            runner.follow(program)
+
     def close(self) -> None:
         """Nothing is trained here any more: the process groups are gone, on all ranks at once."""
         self.groups.destroy()

@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.checkpoint_folder import Checkpointing, Kept, changed_state, check_start
+from stagewright.execution.checkpoint_folder import (
+    Checkpointing,
+    Kept,
+    changed_state,
+    check_start,
+    has_same_stages,
+)
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch import default_folder, refuse_what_is_not_run
 from stagewright.execution.logs import Callback, Step, StepLog
@@ -28,11 +34,13 @@ if TYPE_CHECKING:
     import torch
 
     from stagewright.cluster import Device
+    from stagewright.execution.adapting import Adaptation
     from stagewright.execution.evaluation import Evaluation, Evaluator
     from stagewright.execution.session import StepResult
 
-_STOP, _WRITING, _RECORD = "stop", "writing", "record"
-"""Questions of `Session.votes`: is somebody ending the run, is a checkpoint on its way, is a record due?"""
+_STOP, _WRITING, _RECORD, _ADAPT = "stop", "writing", "record", "adapt"
+"""Questions of `Session.votes`: is somebody ending the run, is a checkpoint on its way, is a record due, is another plan
+worth changing to?"""
 
 _RECORD_EVERY_S = 60.0
 
@@ -64,6 +72,8 @@ class Trainer:
         other_data: do so also if the data, or which of it comes when, is not what that one was trained on.
         timeout: seconds a rank may stay at one action.
         start_timeout: seconds until every rank must have joined the others.
+        adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be and that
+            is worth more than it costs: another order of passes, or other cuts.
         callbacks: called on the first rank with every `Step` that is done.
 
     Raises:
@@ -88,6 +98,7 @@ class Trainer:
         other_data: bool = False,
         timeout: float = 1800.0,
         start_timeout: float = 300.0,
+        adapt: bool = False,
         callbacks: Iterable[Callback] = (),
         devices: Sequence[int] | None = None,
         _is_checked: bool = False,
@@ -103,6 +114,8 @@ class Trainer:
             None if checkpoint is None else Path(checkpoint), checkpoint_every, resume, other_data, kept
         )
         self._asked = asked
+        self._began = time.monotonic()
+        self._adapts = adapt
         self._stack = ExitStack()
         self._is_open = True
         if not _is_checked:
@@ -138,6 +151,7 @@ class Trainer:
     def _set_up(self, data: str | Path | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
         import torch
 
+        from stagewright.execution.adapting import Adaptation
         from stagewright.execution.checkpoint import Saver, restore
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.pace import PaceWatch
@@ -161,6 +175,11 @@ class Trainer:
             None if self._asked.folder is None else Saver(self.session, self._asked.folder, self._asked.kept)
         )
         self._recorded = time.monotonic()
+        self._adaptation: Adaptation | None = None
+        if self._adapts and self.is_first:
+            set_up_s = time.monotonic() - self._began
+            self._adaptation = Adaptation(self.plan, self.out / "adapting", set_up_s)
+            self._stack.callback(self._adaptation.close)
         self._ask_ranks()
         self._metered = metered_steps(self.plan.job, self.num_steps, self.first_step)
         self._speed = SpeedWatch(self.device, _probed_reference(self.plan, self._launched, self.device.type))
@@ -176,6 +195,7 @@ class Trainer:
         self.session.votes = {
             _STOP: lambda: self._watch.stop_asked is not None,
             _WRITING: lambda: self._saver is not None and not self._saver.is_written,
+            _ADAPT: lambda: self._adaptation is not None and self._adaptation.has_proposal,
             _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
         }
 
@@ -195,6 +215,8 @@ class Trainer:
                     self._saver.finish()
                 if self._saver is not None and (is_last or (every and self.step_number % every == 0)):
                     self._saver.start(self.step_number)
+                if _ADAPT in result.votes and not is_last:
+                    self._change()
                 if _RECORD in result.votes and not is_last:
                     self._record(is_going_on=True)
             if is_last:
@@ -225,7 +247,11 @@ class Trainer:
                 described = self._described(number, result)
                 for callback in self._callbacks:
                     callback(described)
-                for message in self._paces.after(number, result.paces):
+                said = self._paces.after(number, result.paces)
+                if self._adaptation is not None:
+                    left = self.num_steps - self.step_number
+                    said = self._adaptation.after(number, result.paces, result.seconds, left)
+                for message in said:
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             return result
 
@@ -260,6 +286,10 @@ class Trainer:
             if self._saver is not None:
                 self._saver.finish()
             self._watch.at("handing over to another plan")
+            if has_same_stages(self.plan, plan):
+                self.plan = plan
+                self.session.follow(plan)
+                return
             before, taken = self.session, take(self.session)
             before.close()
             del self.session, before  # so that there is room for the other
@@ -272,6 +302,23 @@ class Trainer:
                 assert self._asked.folder is not None
                 self._saver = Saver(self.session, self._asked.folder, self._asked.kept)
             self._metered = frozenset((*self._metered, self.step_number))
+
+    def _change(self) -> None:
+        """Go on under the plan that the first rank proposes."""
+        from stagewright.execution.collectives import from_first
+
+        ours, began = self._adaptation, time.monotonic()
+        plan = Plan.model_validate_json(
+            from_first(None if ours is None else ours.proposal.plan.model_dump_json())
+        )
+        self.adopt(plan)
+        if ours is not None:
+            seconds = time.monotonic() - began
+            warnings.warn(
+                f"{ours.proposal.reason} (changed in {seconds:.1f} s)", StagewrightWarning, stacklevel=1
+            )
+            plan.save(self.out / f"plan-{self.step_number:06d}.json")
+            ours.changed(self.step_number, plan, seconds)
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ def work(
     resume: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    adapt: bool = False,
 ) -> None:
     """Train the plan on this rank; rank 0 writes the record.
 
@@ -44,7 +45,8 @@ def work(
     Trainer(
         plan, data, steps=steps, out=out, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, devices=devices, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-        keep_last=keep_last, keep_every=keep_every, resume=resume, _is_checked=True,
+        keep_last=keep_last, keep_every=keep_every, adapt=adapt,
+        resume=resume, _is_checked=True,
     ).fit()  # fmt: skip
 
 
