@@ -38,11 +38,6 @@ from stagewright.tracing.models.reference import resolve
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two checkpoints of a run of two ranks, and its plan beside them."""

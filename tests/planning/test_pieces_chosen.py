@@ -19,8 +19,6 @@ from stagewright.report.saving import loss_lines
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 
-pytestmark = pytest.mark.usefixtures("short_annealing")
-
 CLUSTER = load_cluster("4x-h100")
 MODEL = resolve("tiny-llama", {"vocab_size": 32768})
 """Its logits of 4,096 tokens take 512 MiB in float32, everything else of a stage less."""
