@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
+import pickle
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_timeout
@@ -69,6 +72,27 @@ def _forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         from stagewright.execution import processes
 
         monkeypatch.setattr(processes, "started", ForkedProcess)
+
+
+Once = Callable[[str, Callable[[], Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
+    """``once(name, make)`` is what `make` makes, for all processes of this run of the tests: one calls it, the others wait
+    and read its pickled result. For fixtures that take a while where tests of one file are spread over processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base if worker_id == "master" else base.parent
+
+    def shared(name: str, make: Callable[[], Any]) -> Any:
+        path = folder / f"{name}.pickle"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_bytes(pickle.dumps(make()))
+            return pickle.loads(path.read_bytes())
+
+    return shared
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -55,12 +57,15 @@ def reference() -> ModelReference:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("profile") / "operators.json"
-    done = call("profile", *MODEL, *SHAPE, "--microbatches", "1,2", "--seconds", "0.1", "-o", path)
-    assert done.exit_code == 0, done.output
-    assert "mm.default" in done.stdout and f"--profile {path}" in done.stdout
-    return path
+def measured(tmp_path_factory: pytest.TempPathFactory, once: Callable[..., Any]) -> Path:
+    def file() -> Path:
+        path = tmp_path_factory.mktemp("profile") / "operators.json"
+        done = call("profile", *MODEL, *SHAPE, "--microbatches", "1,2", "--seconds", "0.1", "-o", path)
+        assert done.exit_code == 0, done.output
+        assert "mm.default" in done.stdout and f"--profile {path}" in done.stdout
+        return path
+
+    return once("profile", file)
 
 
 @pytest.fixture(scope="module")
