@@ -383,7 +383,9 @@ def test_other_data_is_refused_and_taken_when_asked_for(run_folder: Path) -> Non
     check_start(asked, plan, 4, None)
 
 
-def test_the_command_goes_on_with_other_data_when_told_to(run_folder: Path) -> None:
+def test_the_command_goes_on_with_other_data_when_told_to(
+    run_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     command = ["run", str(run_folder / "plan.json"), "--device", "cpu", "--steps", "3",
                "--out", str(run_folder / "out"), "--checkpoint", str(run_folder / "checkpoints")]  # fmt: skip
     for options, code, said in (
@@ -392,7 +394,8 @@ def test_the_command_goes_on_with_other_data_when_told_to(run_folder: Path) -> N
         (["--resume", "--other-data"], 0, "step 3/3"),
     ):
         done = CliRunner().invoke(app, [*command, *options])
-        assert done.exit_code == code and said in done.stderr, done.stderr
+        told = done.stderr + capfd.readouterr().err  # the latter by the ranks
+        assert done.exit_code == code and said in told, told
     found = newest(run_folder / "checkpoints")
     assert found is not None and found.manifest.step == 3 and found.manifest.data.kind == "synthetic"
 
