@@ -45,11 +45,6 @@ small = partial(make_plan, overrides=dict(SMALL_LLAMA), num_microbatches=2, sequ
 small_gpt2 = partial(small, model="tiny-gpt2", overrides=dict(SMALL_GPT2))
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 # -- a run that goes on -------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,11 +35,6 @@ from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import resolve
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
 
 
 @pytest.fixture(scope="module")
@@ -394,17 +388,19 @@ def test_other_data_is_refused_and_taken_when_asked_for(run_folder: Path) -> Non
     check_start(asked, plan, 4, None)
 
 
-def test_the_command_goes_on_with_other_data_when_told_to(run_folder: Path) -> None:
-    command = [sys.executable, "-m", "stagewright.cli", "run", str(run_folder / "plan.json"), "--device",
-               "cpu", "--steps", "3", "--out", str(run_folder / "out"),
-               "--checkpoint", str(run_folder / "checkpoints")]  # fmt: skip
+def test_the_command_goes_on_with_other_data_when_told_to(
+    run_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(run_folder / "plan.json"), "--device", "cpu", "--steps", "3",
+               "--out", str(run_folder / "out"), "--checkpoint", str(run_folder / "checkpoints")]  # fmt: skip
     for options, code, said in (
         (["--resume"], 2, "give the same data, or go on with this with --other-data"),
         (["--other-data"], 2, "--other-data needs --resume"),
         (["--resume", "--other-data"], 0, "step 3/3"),
     ):
-        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-        assert done.returncode == code and said in done.stderr, done.stderr
+        done = CliRunner().invoke(app, [*command, *options])
+        told = done.stderr + capfd.readouterr().err  # the latter by the ranks
+        assert done.exit_code == code and said in told, told
     found = newest(run_folder / "checkpoints")
     assert found is not None and found.manifest.step == 3 and found.manifest.data.kind == "synthetic"
 

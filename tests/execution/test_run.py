@@ -30,11 +30,6 @@ pytestmark = pytest.mark.multiprocess
 TEXT = Path(str(files("stagewright") / "data" / "moby_dick.txt"))
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.mark.parametrize(("pp", "dp", "dtype"), [(2, 1, "fp64"), (1, 2, "fp64"), (2, 1, "bf16")])
 def test_training_equals_plain_training(pp: int, dp: int, dtype: str, tmp_path: Path) -> None:
     """Losses over several optimizer steps are those of the same model trained in one process."""
