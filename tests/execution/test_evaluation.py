@@ -33,11 +33,6 @@ llama = partial(make_plan, overrides=dict(SMALL_LLAMA), sequence_length=16, dtyp
 gpt2 = partial(llama, model="tiny-gpt2", overrides=dict(SMALL_GPT2))
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.mark.multiprocess
 def test_losses_are_those_of_the_model_in_eval_mode(tmp_path: Path) -> None:
     """With dropout and batch statistics, replicas, gathered parameters, layers that ranks share, and a loss in pieces."""

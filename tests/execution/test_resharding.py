@@ -29,11 +29,6 @@ llama = partial(make_plan, overrides=dict(SMALL_LLAMA), sequence_length=16, dtyp
 gpt2 = partial(llama, model="tiny-gpt2", overrides={**dict(SMALL_GPT2), "attn_pdrop": 0.0})
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 # -- regions ------------------------------------------------------------------------------------------------------------
 
 
