@@ -94,15 +94,15 @@ class _Replay:
         for step in range(num_steps):
             self._batch()
             if step == 0:
-                for size in gradients:
-                    for num_bytes in (_STEP_BYTES, size, size):
+                for size, num_counters in gradients:
+                    for num_bytes in (*[_STEP_BYTES] * num_counters, size, size):
                         self.allocator.allocate(num_bytes)
             self.buffers.step()
         return Reserved(self.rank, self.allocator.peak_active_bytes, self.allocator.peak_reserved_bytes)
 
-    def _load(self) -> list[int]:
+    def _load(self) -> list[tuple[int, int]]:
         """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of those gradients for
-        which AdamW will make moments."""
+        which AdamW will make moments, and how many counters of steps."""
         runtime = runtime_of(self.stages[0].graph)
         trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
         flat = {value for buffer in self.flats for value in buffer.values}
@@ -117,13 +117,14 @@ class _Replay:
         if self.host_optimizer:
             self._allocate(fixed, gradients, self.state_bytes)
             return []
-        sizes = [(meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()]
+        sizes = [(meta.num_elements, runtime.precision(meta.dtype), 1) for meta in own.values()]
         for one in shared:
             if one.is_trained:
-                sizes += [(count, runtime.precision(one.dtype)) for count in _cut(one, runtime)]
-        states = [count * ITEM_BYTES[kind.state] for count, kind in sizes]
-        masters = [size for size, (_, kind) in zip(states, sizes, strict=True) if kind.has_master]
-        moments = 2 * sum(states) + _STEP_BYTES * len(states)
+                kind, counters = runtime.precision(one.dtype), len(one.groups)
+                sizes += [(count, kind, counters) for count in _cut(one, runtime)]
+        states = [(count * ITEM_BYTES[kind.state], counters) for count, kind, counters in sizes]
+        masters = [size for (size, _), (_, kind, _) in zip(states, sizes, strict=True) if kind.has_master]
+        moments = sum(2 * size + _STEP_BYTES * counters for size, counters in states)
         made: list[Block] = []
         if runtime.optimizer.moves_parameters and all(one.level >= OPTIMIZER for one in trained_flats):
             made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]

@@ -70,7 +70,7 @@ def resident_bytes(
     runtime = runtime_of(stages[0].graph)
     flats = of_stages(flats, (stage.index for stage in stages))
     sizes: dict[str, dict[object, int]] = {
-        name: {} for name in ("parameters", "gradients", "optimizer", "master")
+        name: {} for name in ("parameters", "gradients", "optimizer", "master", "host")
     }
     moved = {value for flat in flats if flat.level >= OPTIMIZER for value in flat.values}
     summed = {value for flat in flats if flat.is_trained for value in flat.values}
@@ -94,9 +94,9 @@ def resident_bytes(
             for value, meta in trained.items()
             if runtime.precision(meta.dtype).gradient != meta.dtype
         }
-    on_host = 0
+    on_host, there = 0, sizes.pop("host")
     if host_optimizer:
-        on_host = sum(2 * size - _STEP_COUNTER_BYTES for size in sizes["optimizer"].values())
+        on_host = sum(there.values())
         sizes |= {"optimizer": {}, "master": {}}
     made = {memory.stage.index: (memory.static, memory.derived) for memory in memories}
     gathered = {index: derived for index, (_, derived) in made.items() if is_gathered(flats, index)}
@@ -134,15 +134,20 @@ def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat, runtime: Runtime)
     if flat.is_trained and flat.level < GRADIENTS:
         sizes["gradients"][flat] = gradient * flat.num_elements
     if flat.is_trained and flat.level >= OPTIMIZER:
-        _add_optimizer(sizes, flat, flat.shard_elements, precision)
+        _add_optimizer(sizes, flat, flat.shard_elements, precision, len(flat.groups))
 
 
 def _add_optimizer(
-    sizes: dict[str, dict[object, int]], key: object, num_elements: int, precision: Precision
+    sizes: dict[str, dict[object, int]],
+    key: object,
+    num_elements: int,
+    precision: Precision,
+    num_counters: int = 1,
 ) -> int:
-    """Adds AdamW's state of a tensor; the bytes of its gradient."""
+    """Adds AdamW's state of a tensor, and what it would be on the host; the bytes of its gradient."""
     state = num_elements * ITEM_BYTES[precision.state]
-    sizes["optimizer"][key] = 2 * state + _STEP_COUNTER_BYTES
+    sizes["optimizer"][key] = 2 * state + num_counters * _STEP_COUNTER_BYTES
+    sizes["host"][key] = sizes["optimizer"][key] + 2 * state
     if precision.has_master:
         sizes["master"][key] = state
     return num_elements * ITEM_BYTES[precision.gradient]

@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stagewright.errors import InputError, RunError
+from stagewright.errors import InputError, RunError, nearest
 from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start, steps_of
 from stagewright.execution.folder_lock import in_use
+from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
@@ -38,6 +40,8 @@ def run(
     other_data: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    rates: Mapping[str, Any] | None = None,
+    on_nan: OnNan = "warn",
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -61,6 +65,9 @@ def run(
         other_data: do so also if the data is not what that one was trained on.
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: keep those after a multiple of so many steps besides.
+        rates: keys of the job that say the learning rate, in place of those of the plan's.
+        on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
+            (``skip``), or end the run (``stop``).
 
     Returns:
         What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
@@ -72,7 +79,10 @@ def run(
     """
     from stagewright.execution.device import kind_of
 
+    if on_nan not in ON_NAN:
+        raise InputError(f"--on-nan {on_nan}{nearest(on_nan, ON_NAN)}: give one of {', '.join(ON_NAN)}")
     loaded = load_plan(plan)
+    loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
     refuse_what_is_not_run(loaded, str(plan))
     checkpoints = None if checkpoint is None else Path(checkpoint)
     resume = resume or _is_restarted(checkpoints)
@@ -95,6 +105,7 @@ def run(
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "kept": None if kept is None else vars(kept),
+        "rates": dict(rates or {}), "on_nan": on_nan,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)

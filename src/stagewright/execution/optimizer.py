@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,27 @@ class LossScale:
 Tensors = Mapping[int, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Span:
+    """Elements of a tensor, all of them where `part` is None, whose weights all decay, or none of them."""
+
+    is_decayed: bool
+    part: slice | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What torch's optimizer takes for a parameter: a span of the tensor that belongs to `value`."""
+
+    value: int
+    span: Span
+    parameter: torch.nn.Parameter
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements of another tensor that belongs to its value."""
+        return tensor if self.span.part is None else tensor[self.span.part]
+
+
 class AdamW:
     """Updates `parameters`, by value id, where they are.
 
@@ -60,56 +82,85 @@ class AdamW:
 
     Args:
         wide: type in which gradients are added up; None is that of each parameter.
+        spans: of parameters of which one part decays and another does not, both; others decay by their dimensions.
     """
 
-    def __init__(self, parameters: Tensors, job: Job, wide: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        parameters: Tensors,
+        job: Job,
+        wide: torch.dtype | None,
+        spans: Mapping[int, Sequence[Span]] | None = None,
+    ) -> None:
         self.parameters = parameters
         self.masters: dict[int, torch.Tensor] = {}
         for value, parameter in parameters.items():
             if (master := self._master(parameter, wide or parameter.dtype)) is not None:
                 self.masters[value] = master
-        self.targets = {
-            value: torch.nn.Parameter(self.masters.get(value, parameter), requires_grad=True)
-            for value, parameter in parameters.items()
-        }
+        self.targets: list[Target] = []
+        for value, parameter in parameters.items():
+            whole = self.masters.get(value, parameter)
+            alone = Span(whole.dim() >= job.least_decayed_dims)
+            for span in (spans or {}).get(value, (alone,)):
+                own = whole if span.part is None else whole[span.part]
+                self.targets.append(Target(value, span, torch.nn.Parameter(own, requires_grad=True)))
+        groups = [
+            {
+                "params": [
+                    target.parameter for target in self.targets if target.span.is_decayed == is_decayed
+                ],
+                "weight_decay": job.weight_decay if is_decayed else 0.0,
+            }
+            for is_decayed in (True, False)
+        ]
         self.adamw = torch.optim.AdamW(
-            list(self.targets.values()),
+            [group for group in groups if group["params"]],
             lr=job.learning_rate,
             betas=job.betas,
             eps=job.eps,
-            weight_decay=job.weight_decay,
             fused=True,
         ) if self.targets else None  # fmt: skip
 
-    def update(self, gradients: Tensors) -> None:
+    def update(self, gradients: Tensors, learning_rate: float) -> None:
         """One step; parameters without a gradient stay as they are. The gradients are held until `release`."""
-        for value, target in self.targets.items():
-            target.grad = gradients.get(value)
+        self.begin()
+        for target in self.targets:
+            gradient = gradients.get(target.value)
+            target.parameter.grad = None if gradient is None else target.within(gradient)
         if self.adamw is not None:
+            for group in self.adamw.param_groups:
+                group["lr"] = learning_rate
             self.adamw.step()
         self.round()
 
     def begin(self) -> None:
-        """Make the state that the first step would make."""
-        for target in self.targets.values():
-            if self.adamw is not None and not self.adamw.state.get(target):
-                self.adamw.state[target] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=target.device),
-                    "exp_avg": torch.zeros_like(target),
-                    "exp_avg_sq": torch.zeros_like(target),
+        """Make the state that the first step would make; spans of a tensor have theirs in one tensor too."""
+        if self.adamw is None or self.adamw.state:
+            return
+        for value, parts in groupby(self.targets, key=lambda target: target.value):
+            targets = list(parts)
+            like = self.masters.get(value, self.parameters[value])
+            steps = [torch.zeros((), dtype=torch.float32, device=like.device) for _ in targets]
+            first, second = torch.zeros_like(like), torch.zeros_like(like)
+            for target, step in zip(targets, steps, strict=True):
+                self.adamw.state[target.parameter] = {
+                    "step": step,
+                    "exp_avg": target.within(first),
+                    "exp_avg_sq": target.within(second),
                 }
 
-    def states(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """For each parameter, by name, all that a step changes, but for what is rounded from it."""
+    def states(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
+        """For each target, by name, all that a step changes, but for what is rounded from it."""
         self.begin()
-        for value, target in self.targets.items():
-            kept = self.adamw.state[target] if self.adamw is not None else {}
-            yield value, {"weight": target.detach(), **kept}
+        for target in self.targets:
+            kept = self.adamw.state[target.parameter] if self.adamw is not None else {}
+            yield target, {"weight": target.parameter.detach(), **kept}
 
-    def release(self, values: Iterable[int]) -> None:
+    def release(self, values: Container[int]) -> None:
         """Hold the gradients of `values` no longer."""
-        for value in values:
-            self.targets[value].grad = None
+        for target in self.targets:
+            if target.value in values:
+                target.parameter.grad = None
 
     def state(self) -> Iterable[torch.Tensor]:
         """Everything kept between steps, of what is on the device."""
@@ -137,18 +188,24 @@ class HostAdamW(AdamW):
     host's processors itself, it is the same memory under another name: not counted as the rank's.
     """
 
-    def __init__(self, parameters: Tensors, job: Job, wide: torch.dtype | None) -> None:
-        super().__init__(parameters, job, wide)
-        self.received = {value: _host_like(target, target.dtype) for value, target in self.targets.items()}
+    def __init__(
+        self,
+        parameters: Tensors,
+        job: Job,
+        wide: torch.dtype | None,
+        spans: Mapping[int, Sequence[Span]] | None = None,
+    ) -> None:
+        super().__init__(parameters, job, wide, spans)
+        self.received = {value: _host_like(master, master.dtype) for value, master in self.masters.items()}
         self.begin()
 
-    def update(self, gradients: Tensors) -> None:
+    def update(self, gradients: Tensors, learning_rate: float) -> None:
         here = {value: self.received[value] for value in gradients}
         for value, gradient in gradients.items():
             here[value].copy_(gradient, non_blocking=True)
         if any(parameter.device.type == "cuda" for parameter in self.parameters.values()):
             torch.cuda.current_stream().synchronize()
-        super().update(here)
+        super().update(here, learning_rate)
 
     def state(self) -> Iterable[torch.Tensor]:
         return ()
@@ -184,6 +241,7 @@ class Optimizer:
         shards: what is sharded over replicas, their gradients summed already.
         loss_scale: the factor on all gradients; None is 1.
         on_host: whether AdamW's state is in the memory of the host.
+        skips: whether a step is left out also without a scaled loss, if a gradient is not finite.
     """
 
     def __init__(
@@ -195,8 +253,10 @@ class Optimizer:
         shards: Shards | None = None,
         loss_scale: LossScale | None = None,
         on_host: bool = False,
+        skips: bool = False,
     ) -> None:
         self.loss_scale = loss_scale
+        self.skips = skips or loss_scale is not None
         self.device = weights.device
         self.clip_norm = job.clip_norm
         self.tied = tied
@@ -210,7 +270,11 @@ class Optimizer:
         parts = self.shards.parts()
         self.sharded = frozenset(parts)
         parameters = {value: weights.parameters[value] for value in self.whole} | parts
-        self.adamw = (HostAdamW if on_host else AdamW)(parameters, job, weights.accumulate_dtype)
+        spans = {
+            value: [Span(is_decayed, part) for is_decayed, part in self.shards.spans(value)]
+            for value in parts
+        }
+        self.adamw = (HostAdamW if on_host else AdamW)(parameters, job, weights.accumulate_dtype, spans)
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
@@ -221,32 +285,33 @@ class Optimizer:
         """Sum gradients over the copies of tied parameters; replicas' sums are in place when a batch ends."""
         self.tied.reduce(self.gradients)
 
-    def step(self) -> float:
-        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping.
+    def step(self, learning_rate: float) -> tuple[float, bool]:
+        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping, and whether the update
+        was left out.
 
-        A norm that is not finite means that a gradient overflowed: with a scaled loss the step is left out, and the scale
-        is smaller from the next on.
+        It is where the norm is not finite, which every rank sees alike, and updates are to be left out then. With a scaled
+        loss a gradient has overflowed, and the scale is smaller from the next step on.
         """
         self.reduce()
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         norm = self._norm(self.gradients) * factor
+        is_skipped = self.skips and not math.isfinite(norm)
         if self.loss_scale is not None:
-            overflowed = not math.isfinite(norm)
-            self.loss_scale.update(overflowed)
-            if overflowed:
-                self.shards.drop_gradients()
-                return norm
+            self.loss_scale.update(is_skipped)
+        if is_skipped:
+            self.shards.drop_gradients()
+            return norm, True
         if self.clip_norm is not None:
             factor *= min(1.0, self.clip_norm / (norm + 1e-6))
         gradients = self.gradients
         if factor != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
-        self.adamw.update(gradients)
+        self.adamw.update(gradients, learning_rate)
         self.adamw.release(self.sharded)
         gradients.clear()
         self.shards.drop_gradients()
         self.shards.spread()
-        return norm
+        return norm, False
 
     def _norm(self, gradients: Mapping[int, torch.Tensor]) -> float:
         whole = {value: gradient for value, gradient in gradients.items() if value not in self.sharded}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -22,6 +23,7 @@ from stagewright.execution.loading import StoredWeights, part_of, starting_tenso
 from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
+from stagewright.execution.no_number import OnNan
 from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.pace import pace_of
@@ -49,6 +51,9 @@ from stagewright.tracing.models.build import DeferredModel
 class StepResult:
     loss: float
     gradient_norm: float
+    learning_rate: float
+    is_skipped: bool
+    """Whether it changed no parameter, because a gradient was no finite number."""
     seconds: float
     is_last_asked: bool = False
     """Whether a rank was asked to stop behind this step; all ranks see the same."""
@@ -56,6 +61,12 @@ class StepResult:
     """Whether no rank is still writing a checkpoint; all ranks see the same."""
     paces: tuple[float, ...] = ()
     """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
+    has_scale: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite; with a scaled loss its overflows do not count."""
+        return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.has_scale)
 
 
 class Session:
@@ -76,6 +87,7 @@ class Session:
         watch: Callable[[str], None] = lambda position: None,
         report: Callable[[str], None] = lambda stage: None,
         asked_to_stop: Callable[[], bool] = lambda: False,
+        on_nan: OnNan = "warn",
     ) -> None:
         self.plan = plan
         self._asked_to_stop = asked_to_stop
@@ -112,7 +124,8 @@ class Session:
         rank = self.mesh.pipeline_rank
         self.own = own = [stage for stage in self.stages if plan.placement[stage.index] == rank]
         shards = self.mesh.num_shards
-        every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
+        copies, dims = plan.dp // shards, job.least_decayed_dims
+        every = flats(self.stages, plan.sharding, shards, copies, dims) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
         stored = None
         if reference.weights is not None and not random_weights:
@@ -132,7 +145,14 @@ class Session:
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
-            self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host
+            self.weights,
+            job,
+            tied,
+            self.groups.model,
+            self.shards,
+            self.loss_scale,
+            on_host,
+            on_nan != "warn",
         )
         self.metering = Metering()
 
@@ -251,7 +271,8 @@ class Session:
         computed = time.perf_counter()
         self.watch("optimizer step")
         cotangent = self.cotangent
-        norm = self.optimizer.step()
+        rate = self.plan.job.rate_of(step)
+        norm, is_skipped = self.optimizer.step(rate)
         if self.cotangent != cotangent:
             self.lengths.scale_loss(self.cotangent)
         synchronize(self.device)
@@ -260,7 +281,8 @@ class Session:
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
         pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
         loss, stops, all_written, paces = self._agreed(batch, pace)
-        return StepResult(loss, norm, end - start, stops, all_written, paces)
+        has_scale = self.loss_scale is not None
+        return StepResult(loss, norm, rate, is_skipped, end - start, stops, all_written, paces, has_scale)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]

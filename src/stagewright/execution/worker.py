@@ -12,10 +12,11 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import StagewrightWarning
 from stagewright.execution.member import end_process, exit_code, member, start_process
+from stagewright.execution.no_number import OnNan
 from stagewright.execution.watch import Limits
 from stagewright.version import __version__
 
@@ -43,6 +44,8 @@ def work(
     checkpoint_every: int | None = None,
     resume: bool = False,
     kept: Mapping[str, int] | None = None,
+    rates: Mapping[str, Any] | None = None,
+    on_nan: OnNan = "warn",
 ) -> None:
     """Train the plan on this rank; rank 0 writes the record.
 
@@ -54,6 +57,7 @@ def work(
 
     warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
     loaded = load_plan(plan)
+    loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
     if devices is not None:
         loaded = loaded.model_copy(update={"devices": tuple(devices)})
     launched = int(os.environ["RANK"])
@@ -65,6 +69,7 @@ def work(
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.collectives import exchange
         from stagewright.execution.metering import metered_steps
+        from stagewright.execution.no_number import no_number
         from stagewright.execution.pace import PaceWatch
         from stagewright.execution.record import Record, StepLog, finite
         from stagewright.execution.reference import SpeedWatch
@@ -73,10 +78,17 @@ def work(
         if (threads := num_threads(loaded, launched)) is not None:
             torch.set_num_threads(threads)
         session = Session(
-            loaded, target, data, random_weights, watch.at, watch.at, lambda: watch.stop_asked is not None
+            loaded,
+            target,
+            data,
+            random_weights,
+            watch.at,
+            watch.at,
+            lambda: watch.stop_asked is not None,
+            on_nan,
         )
         results = []
-        num_steps = steps or loaded.job.num_steps
+        num_steps = loaded.job.num_steps
         first = restore(session, Path(checkpoint)) if checkpoint is not None and resume else 0
         saver = None
         if checkpoint is not None:
@@ -96,6 +108,8 @@ def work(
                 log(step, result)
                 for message in paces.after(step, result.paces):
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
+            if on_nan == "stop" and not result.is_finite:
+                raise no_number(step, result.loss, result.gradient_norm, saver)
             is_last = result.is_last_asked or step + 1 == num_steps
             is_due = is_last or (checkpoint_every is not None and (step + 1) % checkpoint_every == 0)
             if saver is not None and saver.is_open and result.all_written:
@@ -130,6 +144,8 @@ def work(
                 versions={"torch": torch.__version__, "python": sys.version.split()[0]},
                 losses=tuple(finite(result.loss) for result in results),
                 gradient_norms=tuple(finite(result.gradient_norm) for result in results),
+                learning_rates=tuple(result.learning_rate for result in results),
+                skipped_steps=tuple(step for step, result in enumerate(results) if result.is_skipped),
                 step_seconds=tuple(result.seconds for result in results),
                 sequence_lengths=lengths,
                 stopped_by=stopped,

@@ -16,6 +16,7 @@ from stagewright.errors import InputError
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
 from stagewright.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
+from stagewright.planning.learning_rate import LearningRateSchedule, rate_fraction
 from stagewright.units import format_bytes
 
 _TORCH_NAMES = {
@@ -61,9 +62,19 @@ class Job(StrictModel):
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
     optimizer: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0, le=1e30)  # one that is too large shows in the loss
+    lr_schedule: LearningRateSchedule = "constant"
+    """How it falls from there behind the warm-up, as `stagewright.planning.learning_rate` says."""
+    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """Steps in which it rises to that."""
+    decay_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    """Of ``wsd``: the last so many steps, in which it falls; None: a tenth of `num_steps`."""
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """What is left of it behind the last step."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, le=_MOST_FACTOR)
     weight_decay: float = Field(default=0.1, ge=0, le=_MOST_FACTOR)
+    decays: Literal["matrices", "all"] = "matrices"
+    """Which parameters decay: those of two dimensions and more, so no norms and biases, or all."""
     clip_norm: float | None = Field(default=1.0, gt=0, le=_MOST_SCALE)
     """Largest norm of the gradient over all stages; None leaves gradients as they are."""
     loss_scale: float = Field(default=65536.0, gt=0, le=_MOST_SCALE)
@@ -97,6 +108,14 @@ class Job(StrictModel):
         return {**document, "sequence_length": max(lengths)}
 
     @model_validator(mode="after")
+    def _schedules_have_what_they_use(self) -> Job:
+        if self.decay_steps is not None and self.lr_schedule != "wsd":
+            raise ValueError(
+                f"decay_steps {self.decay_steps} is of lr_schedule wsd, and this is {self.lr_schedule}: leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _longest_first_judged(self) -> Job:
         if self.sequence_lengths and max(self.sequence_lengths) != self.sequence_length:
             raise ValueError(
@@ -115,9 +134,26 @@ class Job(StrictModel):
         return load_runtime(self.runtime)
 
     @property
+    def least_decayed_dims(self) -> int:
+        """Parameters of fewer dimensions are in a group of their own, without weight decay."""
+        has_groups = self.decays == "matrices" and self.weight_decay > 0 and self.runtime == STAGEWRIGHT
+        return 2 if has_groups else 0
+
+    @property
     def precision(self) -> Precision:
         """Types of what the runtime keeps of the parameters."""
         return self.profile.precision(self.torch_name)
+
+    def rate_of(self, step: int) -> float:
+        """The learning rate of a step, counted from 0.
+
+        >>> job = Job(global_batch=8, sequence_length=8, learning_rate=2.0, lr_schedule="linear", num_steps=4)
+        >>> [job.rate_of(step) for step in range(4)]
+        [2.0, 1.5, 1.0, 0.5]
+        """
+        return self.learning_rate * rate_fraction(
+            step, self.num_steps, self.lr_schedule, self.warmup_steps, self.decay_steps, self.final_fraction
+        )
 
     def length_of(self, step: int) -> int:
         """Tokens per sample of a step.
@@ -139,6 +175,16 @@ class Job(StrictModel):
         """
         named = self.sequence_lengths or (self.sequence_length,)
         return {length: count / len(named) for length, count in sorted(Counter(named).items())}
+
+    def with_rates(self, num_steps: int | None = None, **rates: Any) -> Job:
+        """This job for so many steps, with the keys of `rates` in place, which say the learning rate: what is predicted
+        depends on neither. Those that are None stay as they are. Raises `InputError` for a value that cannot be."""
+        changes = {name: value for name, value in rates.items() if value is not None}
+        if changes.get("lr_schedule", "wsd") != "wsd":
+            changes.setdefault("decay_steps", None)
+        return validated(
+            Job, {**self.model_dump(), **changes, "num_steps": num_steps or self.num_steps}, "the job"
+        )
 
     def at_length(self, length: int) -> Job:
         """This job with all batches of one length."""

@@ -65,7 +65,9 @@ class Pipeline:
         """The flat buffers of all stages; none where there is one replica."""
         levels = self.sharding or (0,) * len(self.memories)
         copies = self.num_holders // self.num_shards
-        return flats(self.stages, levels, self.num_shards, copies) if self.num_holders > 1 else ()
+        if self.num_holders == 1:
+            return ()
+        return flats(self.stages, levels, self.num_shards, copies, self.job.least_decayed_dims)
 
     @property
     def num_shards(self) -> int:
