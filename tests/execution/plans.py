@@ -81,7 +81,7 @@ def make_plan(
         "compiled": compiled,
         "loss_scale_window": 2,
     }
-    job = load_job(None, keys | dict(options or {}))
+    job = load_job(None, keys | dict(options or {})).with_state()
     reference = resolve(model, overrides)
     traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
     graph = trace(reference, microbatch_size, **traced)

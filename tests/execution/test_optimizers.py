@@ -92,7 +92,13 @@ def plain(plan: Plan, optimizer: Any) -> list[float]:
     return losses
 
 
-def check(folder: Path, cases: dict[str, dict[str, Any]], ways: list[str], optimizer: Any) -> None:
+def check(
+    folder: Path,
+    cases: dict[str, dict[str, Any]],
+    ways: list[str],
+    optimizer: Any,
+    tolerance: float = TOLERANCE,
+) -> None:
     """Every case learns under all `ways` what it learns in one process."""
     plans = {
         (case, way): plan_of(
@@ -109,11 +115,111 @@ def check(folder: Path, cases: dict[str, dict[str, Any]], ways: list[str], optim
     for ranks in run_ranks(train, 2, paths, timeout=60 + 10 * len(paths)):
         for (case, way), steps in zip(plans, ranks, strict=True):
             losses = [loss for loss, _ in steps]
-            assert losses == pytest.approx(wanted[case], rel=TOLERANCE), f"{case}, {way}"
+            assert losses == pytest.approx(wanted[case], rel=tolerance), f"{case}, {way}"
 
 
 def test_schedules_and_groups_of_decay_equal_plain_training(tmp_path: Path) -> None:
     check(tmp_path, ADAMW, list(WAYS), lambda job: partial(torch.optim.AdamW, betas=job.betas, eps=job.eps))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "sgd": {
+        "optimizer": "sgd",
+        "optimizer_options": {"momentum": 0.9, "nesterov": True},
+        "weight_decay": 0.1,
+    },
+    "radam": {"optimizer": "radam", "optimizer_options": {"betas": [0.8, 0.9]}},
+    "lion": {"optimizer": f"{__file__}:lion", "optimizer_options": {"momentum": 0.8}, "weight_decay": 0.2},
+}
+WHOLE: dict[str, dict[str, Any]] = {
+    "adafactor": {"optimizer": "adafactor", "weight_decay": 0.1},
+    "muon": {"optimizer": "muon", "optimizer_options": {"momentum": 0.9}},
+    "by names": {"optimizer": f"{__file__}:by_names"},
+}
+
+
+class Lion(torch.optim.Optimizer):
+    """Sign momentum, with a counter that is no tensor. Source: Chen et al. 2023 (arXiv 2302.06675)."""
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for one in group["params"]:
+                state = self.state[one]
+                average = state.setdefault("average", torch.zeros_like(one))
+                state["count"] = state.get("count", 0) + 1
+                one.mul_(1 - group["lr"] * group["weight_decay"])
+                mean = average.lerp(one.grad, 1 - group["momentum"])
+                one.sub_(mean.sign_().mul_(group["lr"] / state["count"]))
+                average.lerp_(one.grad, 0.01)
+
+
+def lion(groups: list[dict[str, Any]], lr: float, momentum: float) -> Lion:
+    return Lion(groups, lr, momentum)
+
+
+def by_names(groups: list[dict[str, Any]], lr: float) -> list[torch.optim.Optimizer]:
+    """SGD for the first weights, AdamW for all others."""
+    named = [(name, one) for group in groups for name, one in group["params"]]
+    first = [pair for pair in named if "embed" in pair[0]]
+    others = [pair for pair in named if "embed" not in pair[0]]
+    found: list[torch.optim.Optimizer] = []
+    if first:
+        found.append(torch.optim.SGD(first, lr=lr, momentum=0.5))
+    if others:
+        found.append(torch.optim.AdamW(others, lr=lr, weight_decay=0.3))
+    return found
+
+
+class Both:
+    """Several optimizers as one."""
+
+    def __init__(self, found: list[torch.optim.Optimizer]) -> None:
+        self.found = found
+        self.param_groups = [group for one in found for group in one.param_groups]
+
+    def step(self) -> None:
+        for one in self.found:
+            one.step()
+
+    def zero_grad(self) -> None:
+        for one in self.found:
+            one.zero_grad()
+
+
+def plainly(job: Any) -> Any:
+    """What torch alone does for a job, of groups of parameters."""
+    options, lr = dict(job.optimizer_options), job.learning_rate
+    matrices = lambda groups, wanted: [  # noqa: E731
+        {**group, "params": kept}
+        for group in groups
+        if (kept := [one for one in group["params"] if (one.dim() == 2) == wanted])
+    ]
+    makes: dict[str, Any] = {
+        "sgd": partial(torch.optim.SGD, lr=lr, momentum=0.9, nesterov=True),
+        "radam": partial(torch.optim.RAdam, lr=lr, betas=(0.8, 0.9)),
+        "adafactor": partial(torch.optim.Adafactor, lr=lr),
+        "muon": lambda groups: Both(
+            [
+                torch.optim.Muon(matrices(groups, True), lr=lr, momentum=0.9),
+                torch.optim.AdamW(matrices(groups, False), lr=lr, betas=(0.9, 0.95)),
+            ]
+        ),
+        "lion": lambda groups: lion(groups, lr, **options),
+    }
+    return makes[job.optimizer.rpartition(":")[2]]
+
+
+def test_other_optimizers_equal_plain_training(tmp_path: Path) -> None:
+    check(tmp_path, OTHERS, list(WAYS), plainly)
+
+
+def test_optimizers_of_whole_parameters_equal_plain_training(tmp_path: Path) -> None:
+    cases = {name: WHOLE[name] for name in ("adafactor", "muon")}
+    check(tmp_path, cases, ["pp2", "zero0"], plainly, 1e-6)  # Muon's products are in bf16
 
 
 # -- steps without a number -----------------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def run(
         raise InputError(f"data file '{data}' cannot be read: check the path")
     if os.environ.get("RANK", "0") == "0":
         say_what_runs(loaded.model.text)
+        say_what_runs(loaded.job.optimizer)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
     record = launch.run(

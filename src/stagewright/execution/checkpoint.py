@@ -179,7 +179,7 @@ def restore(session: Session, folder: Path) -> int:
     _verify(session, found, {file for files in sources for file, _ in files})
     for one, files in zip(own, sources, strict=True):
         stored.read(one, files)
-    session.optimizer.adamw.round()
+    session.optimizer.updater.restored()
     session.shards.spread()
     if session.loss_scale is not None and found.manifest.loss_scale is not None:
         session.loss_scale.value = found.manifest.loss_scale

@@ -144,6 +144,7 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
         raise InputError(f"{source}: expert parallelism is predicted, not run: plan without --ep")
     if plan.job.not_run is not None:
         raise InputError(f"{source}: {plan.job.not_run}")
+    plan.job.check_whole(plan.tp, max(plan.sharding, default=0))
     if any(Action.parse(text).kind is Kind.STEP for actions in plan.program for text in actions):
         raise InputError(
             f"{source}: schedule '{plan.schedule}' updates weights in the middle of a batch and keeps several versions of "

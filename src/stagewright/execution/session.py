@@ -227,7 +227,7 @@ class Session:
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(
-                length, self.device, lambda: self._lasting(inputs), self.optimizer.adamw.host_state
+                length, self.device, lambda: self._lasting(inputs), self.optimizer.updater.host_state
             )
             with counting if metered else nullcontext():
                 return self._step(step, inputs, metered)
@@ -291,7 +291,7 @@ class Session:
             *self.weights.tensors.values(),
             *self.weights.gradients.values(),
             *self.shards.tensors(),
-            *self.optimizer.adamw.state(),
+            *self.optimizer.updater.state(),
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 

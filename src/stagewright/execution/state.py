@@ -90,7 +90,7 @@ def held(session: Session) -> Iterator[Held]:
             )
 
     sharer = mesh.replica % mesh.num_shards
-    for target, state in session.optimizer.adamw.states():
+    for target, state in session.optimizer.updater.states():
         value = target.value
         flat = session.shards.flat_of(value) if value in session.optimizer.sharded else None
         for part, tensor in state.items():
