@@ -12,13 +12,17 @@ from cells import SMALL_LLAMA
 from plans import make_plan
 
 from multiprocess import run_ranks
+from stagewright.cluster import load_cluster
 from stagewright.errors import RunError
 from stagewright.execution.data import SyntheticBatches
 from stagewright.execution.launch import run
 from stagewright.execution.record import load_record
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import load_job
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
+from stagewright.tracing.models.reference import resolve
 
 pytestmark = pytest.mark.multiprocess
 
@@ -145,7 +149,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for one in group["params"]:
                 state = self.state[one]
@@ -220,6 +224,61 @@ def test_other_optimizers_equal_plain_training(tmp_path: Path) -> None:
 def test_optimizers_of_whole_parameters_equal_plain_training(tmp_path: Path) -> None:
     cases = {name: WHOLE[name] for name in ("adafactor", "muon")}
     check(tmp_path, cases, ["pp2", "zero0"], plainly, 1e-6)  # Muon's products are in bf16
+
+
+# -- memory and checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *(one for one in WHOLE if one != "by names")])
+def test_bytes_are_those_that_are_predicted(name: str, tmp_path: Path) -> None:
+    job = load_job(
+        None,
+        {
+            "global_batch": 4,
+            "sequence_length": 8,
+            "dtype": "fp64",
+            "num_steps": 3,
+            **{**OTHERS, **WHOLE}[name],
+        },
+    )
+    zero = 1 if name in OTHERS else 0
+    reference = resolve("tiny-llama", {**dict(SMALL_LLAMA), "vocab_size": 4096})
+    planned = estimate(reference, load_cluster("8x-h100"), job, dp=2, pp=1, microbatch=1, zero=zero)
+    planned.save(tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json").job == planned.job
+    wanted = planned.predictions.ranks[0].allocated_peak_bytes
+    for measured in run_ranks(peak, 2, str(tmp_path / "plan.json"), timeout=90):
+        assert measured == pytest.approx(wanted, rel=0.02 if name in WHOLE else 1e-5)
+
+
+def peak(rank: int, num_ranks: int, path: str) -> int:
+    import torch.distributed as dist
+
+    from stagewright.execution.session import Session
+
+    dist.init_process_group("gloo")
+    session = Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
+    for step in range(2):
+        session.train_step(step, metered=step == 1)
+    found = session.metering.peak_bytes
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("name", ["lion", "muon", "sgd"])
+def test_a_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> None:
+    """Also where part of the state is no tensor, and under another plan where parameters are sharded."""
+    options = {**OTHERS, **WHOLE}[name]
+    plan_of(tmp_path / "one.json", pp=1, num_microbatches=4, options=options)
+    way = WAYS["zero1" if name in OTHERS else "zero0"]
+    plan_of(tmp_path / "two.json", **way, num_microbatches=2, options=options)
+    start = partial(run, device="cpu", timeout=60, random_weights=True)
+    whole = start(tmp_path / "one.json", out=tmp_path / "whole")
+    start(tmp_path / "one.json", out=tmp_path / "first", steps=3, checkpoint=tmp_path / "kept")
+    rest = start(tmp_path / "two.json", out=tmp_path / "rest", checkpoint=tmp_path / "kept", resume=True)
+    assert whole is not None and rest is not None
+    assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-6 if name == "muon" else TOLERANCE)
 
 
 # -- steps without a number -----------------------------------------------------------------------------------------------

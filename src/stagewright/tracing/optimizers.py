@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -116,7 +116,7 @@ def _of_factory(name: str, learning_rate: float, options: Mapping[str, Any]) -> 
     def make(groups: Groups) -> list[Optimizer]:
         try:
             made = function([dict(group) for group in groups], lr=learning_rate, **options)
-        except (TypeError, ValueError) as error:
+        except TypeError as error:
             raise InputError(
                 f"optimizer factory '{name}' failed: {error}; it is called with parameter groups of pairs of name and "
                 "parameter, lr and the job's optimizer_options"
@@ -167,7 +167,10 @@ def asked(
     def make(groups: Groups) -> list[Optimizer]:
         return made([{**group, "weight_decay": decay} for group in groups])
 
-    make(_parameters([_SIZES[:2]], dtype)[1])  # what is wrong with the name or the options is said first
+    try:
+        make(_parameters([_SIZES[:2]], dtype)[1])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"optimizer '{name}' refuses its options: {error}") from error
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         is_elementwise = _is_elementwise(make)
@@ -180,7 +183,7 @@ def asked(
                 fault = error
         if not kept:
             raise InputError(f"optimizer '{name}' takes no parameters: {fault}")
-        shape = (_LARGE * _LARGE,) if 2 not in kept else (_LARGE, _LARGE)
+        shape = (4 * _LARGE, _LARGE) if 2 in kept else (4 * _LARGE * _LARGE,)
         one, two = (_Step.of(make, [shape] * count, dtype) for count in (1, 2))
         of_all = max(0.0, two.transient - one.transient)
         return OptimizerState(
@@ -272,14 +275,15 @@ def _is_elementwise(make: Make) -> bool:
 
 
 class _Step(TorchDispatchMode):
-    """Counts what a step reads and writes, in elements, and what is there at most beside what was there before."""
+    """Counts what a step reads and writes, and what is there at most beside what was there before, in bytes of one of
+    the parameters, all of which are alike."""
 
-    def __init__(self, num_elements: int) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.num_elements = num_elements
-        self.moved = self.num_calls = 0
-        self._alive: dict[int, tuple[Any, int]] = {}
-        self.most = 0
+        self.num_parameters, self.num_bytes = len(parameters), parameters[0].nbytes
+        self.calls = 0.0
+        self._moved = self._most = 0
+        self._alive: dict[int, tuple[weakref.ReferenceType[torch.UntypedStorage], int]] = {}
 
     @classmethod
     def of(cls, make: Make, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> _Step:
@@ -287,63 +291,45 @@ class _Step(TorchDispatchMode):
         parameters, optimizers = _stepped(make, shapes, dtype)
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
-        with cls(math.prod(shapes[0])) as counted:
+        with cls(parameters) as counted:
             for optimizer in optimizers:
                 optimizer.step()
-        counted.num_parameters = len(shapes)
         return counted
-
-    num_parameters = 1
 
     @property
     def passes(self) -> float:
-        return self.moved / self.num_elements / self.num_parameters
-
-    @property
-    def calls(self) -> float:
-        return float(self.num_calls)
+        return round(self._moved / self.num_bytes / self.num_parameters, 2)
 
     @property
     def transient(self) -> float:
-        """Elements there at most, in units of one parameter."""
-        return self.most / self.num_elements
+        return round(self._most / self.num_bytes, 2)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         schema = func._schema
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-        if views:
-            return result
-        taken = dict(zip((one.name for one in schema.arguments), args, strict=False)) | (kwargs or {})
-        moved = 0
+        aliases = [one.alias_info for one in schema.returns]
+        if any(one is not None and not one.is_write for one in aliases):
+            return result  # a view
+        given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | (kwargs or {})
+        moved: list[int] = []
         for argument in schema.arguments:
-            size = _elements(taken.get(argument.name), self.num_elements)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            moved += size * (2 if is_written and argument.name != "grads" else 1)
-        if all(r.alias_info is None for r in schema.returns):
-            moved += _elements(result, self.num_elements)
-            for tensor in _tensors(result):
-                self._alive[id(tensor.untyped_storage())] = _watched(tensor)
-        self.moved += moved
-        self.num_calls += bool(moved)
+            times = 2 if is_written and argument.name != "grads" else 1
+            moved += times * [tensor.nbytes for tensor in _tensors(given.get(argument.name))]
+        if not any(aliases):
+            made = _tensors(result)
+            moved += [tensor.nbytes for tensor in made]
+            for storage in (tensor.untyped_storage() for tensor in made):
+                self._alive[id(storage)] = weakref.ref(storage), storage.nbytes()
+        self._moved += sum(moved)
+        self.calls += bool(moved) and max(moved) >= self.num_bytes
         self._alive = {key: one for key, one in self._alive.items() if one[0]() is not None}
-        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+        self._most = max(self._most, sum(size for _, size in self._alive.values()))
         return result
-
-
-def _watched(tensor: torch.Tensor) -> tuple[Any, int]:
-    import weakref
-
-    return weakref.ref(tensor.untyped_storage()), tensor.numel()
 
 
 def _tensors(found: Any) -> list[torch.Tensor]:
     return [one for one in tree_iter(found) if isinstance(one, torch.Tensor)]
-
-
-def _elements(found: Any, least: int) -> int:
-    """Of tensors as large as a parameter."""
-    return sum(one.numel() for one in _tensors(found) if one.numel() >= least)
 
 
 def _products(make: Make, dtype: torch.dtype) -> tuple[float, float]:
