@@ -114,7 +114,7 @@ def outcome(run: Any) -> dict[str, Any]:
         result = run.train_step(step)
         found |= {f"loss of step {step}": result.loss, f"norm of step {step}": result.gradient_norm}
         found[f"scale of step {step}"] = run.cotangent
-    lasting = (*run.shards.tensors(), *run.optimizer.adamw.state(), *run.optimizer.adamw.host_state())
+    lasting = (*run.shards.tensors(), *run.optimizer.updater.state(), *run.optimizer.updater.host_state())
     found |= {f"lasting {index}": tensor.clone() for index, tensor in enumerate(lasting)}
     found |= {run.weights.names[value]: tensor.clone() for value, tensor in run.weights.tensors.items()}
     found["last loss"] = run.accumulate(4)

@@ -56,8 +56,14 @@ def _plain_losses(path: Path) -> list[float]:
     batches = TextBatches(TEXT, job.sequence_length, job.seed)
     wide = torch.float32 if job.dtype == "bf16" else torch.float64
     masters = [torch.nn.Parameter(parameter.detach().to(wide)) for parameter in module.parameters()]
+    decayed = [master for master in masters if master.dim() >= 2 or job.decays == "all"]
+    others = [master for master in masters if master.dim() < 2 and job.decays != "all"]
+    groups = [
+        {"params": decayed, "weight_decay": job.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(
-        masters, lr=job.learning_rate, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay
+        [group for group in groups if group["params"]], lr=job.learning_rate, betas=job.betas, eps=job.eps
     )
     losses = []
     for step in range(job.num_steps):
@@ -73,6 +79,8 @@ def _plain_losses(path: Path) -> list[float]:
                 master.grad += parameter.grad
                 parameter.grad = None
         torch.nn.utils.clip_grad_norm_(masters, job.clip_norm or float("inf"))
+        for group in adamw.param_groups:
+            group["lr"] = job.rate_of(step)
         adamw.step()
         with torch.no_grad():
             for master, parameter in zip(masters, module.parameters(), strict=True):

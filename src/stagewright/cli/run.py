@@ -6,20 +6,44 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from stagewright.cli.consent import say_what_runs
+from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.execution.no_number import OnNan
     from stagewright.execution.record import Record
 
 
+# fmt: off
+@dataclass(frozen=True)
+class RateOptions:
+    """Learning rate: what is not given is as the plan's job says."""
+
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", metavar="RATE", help="The highest.")] = None
+    lr_schedule: Annotated[
+        str | None, typer.Option("--lr-schedule", metavar="NAME",
+            help="How it falls: constant, linear, cosine, or wsd (only in the last steps).")] = None
+    warmup_steps: Annotated[
+        int | None, typer.Option("--warmup-steps", min=0, metavar="N", help="Steps in which it rises.")] = None
+    decay_steps: Annotated[
+        int | None, typer.Option("--decay-steps", min=1, metavar="N",
+            help="The last steps, in which wsd falls; default a tenth of all.")] = None
+    final_fraction: Annotated[
+        float | None, typer.Option("--final-fraction", min=0, max=1, metavar="PART",
+            help="What is left of it behind the last step; default 0.")] = None
+# fmt: on
+
+
+@grouped
 def run(
     plan: PlanFile,
     data: Annotated[
@@ -48,7 +72,12 @@ def run(
         bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
+    on_nan: Annotated[
+        str, typer.Option("--on-nan", metavar="WHAT",
+            help="A step whose loss or gradients are no finite numbers: warn, skip its update, or stop.")] = "warn",
     as_json: Json = False,
+    *,
+    rates: RateOptions,
 ) -> None:  # fmt: skip
     """Train a plan, one process per rank.
 
@@ -65,13 +94,14 @@ def run(
         raise InputError(f"data file '{data}' cannot be read: check the path")
     if os.environ.get("RANK", "0") == "0":
         say_what_runs(loaded.model.text)
+        say_what_runs(loaded.job.optimizer)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
     record = launch.run(
         plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
         resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
-        adapt=adapt,
+        adapt=adapt, rates=vars(rates), on_nan=cast("OnNan", on_nan),
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
@@ -85,6 +115,7 @@ def run(
         warn(measured_beside(others()))
     warn(report.longest_not_run(loaded, record))
     warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
+    warn(report.left_out(record, loaded.job.dtype == "fp16"))
     if as_json:
         print_document(document)
     else:

@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stagewright.errors import InputError, RunError
+from stagewright.errors import InputError, RunError, nearest
 from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start, steps_of
 from stagewright.execution.folder_lock import in_use
+from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
@@ -39,6 +41,8 @@ def run(
     keep_last: int | None = None,
     keep_every: int | None = None,
     adapt: bool = False,
+    rates: Mapping[str, Any] | None = None,
+    on_nan: OnNan = "warn",
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -63,6 +67,9 @@ def run(
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: keep those after a multiple of so many steps besides.
         adapt: go on under another plan where ranks stay slower or faster than planned and that is worth it.
+        rates: keys of the job that say the learning rate, in place of those of the plan's.
+        on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
+            (``skip``), or end the run (``stop``).
 
     Returns:
         What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
@@ -74,7 +81,10 @@ def run(
     """
     from stagewright.execution.device import kind_of
 
+    if on_nan not in ON_NAN:
+        raise InputError(f"--on-nan {on_nan}{nearest(on_nan, ON_NAN)}: give one of {', '.join(ON_NAN)}")
     loaded = load_plan(plan)
+    loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
     refuse_what_is_not_run(loaded, str(plan))
     checkpoints = None if checkpoint is None else Path(checkpoint)
     resume = resume or _is_restarted(checkpoints)
@@ -96,7 +106,7 @@ def run(
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
-        "adapt": adapt,
+        "adapt": adapt, "rates": dict(rates or {}), "on_nan": on_nan,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
@@ -140,6 +150,7 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
         raise InputError(f"{source}: expert parallelism is predicted, not run: plan without --ep")
     if plan.job.not_run is not None:
         raise InputError(f"{source}: {plan.job.not_run}")
+    plan.job.check_whole(plan.tp, max(plan.sharding, default=0))
     if any(Action.parse(text).kind is Kind.STEP for actions in plan.program for text in actions):
         raise InputError(
             f"{source}: schedule '{plan.schedule}' updates weights in the middle of a batch and keeps several versions of "

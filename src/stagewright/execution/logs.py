@@ -30,6 +30,9 @@ class Step:
     loss: float
     gradient_norm: float
     """Before clipping."""
+    learning_rate: float
+    is_skipped: bool
+    """Whether it changed no parameter, because a gradient was no finite number."""
     seconds: float
     tokens_per_second: float
     mfu: float
@@ -43,7 +46,8 @@ class Step:
     def figures(self) -> dict[str, float | int | None]:
         """What is kept of it, by name; None for what is no finite number."""
         return {
-            "loss": finite(self.loss), "gradient_norm": finite(self.gradient_norm), "seconds": self.seconds,
+            "loss": finite(self.loss), "gradient_norm": finite(self.gradient_norm),
+            "learning_rate": self.learning_rate, "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second, "mfu": self.mfu, "memory_bytes": self.memory_bytes,
         }  # fmt: skip
 
@@ -88,7 +92,8 @@ class StepLog:
         """A file that takes no more ends no training: that is said once, and tried again with every step."""
         try:
             with open(self.path, "a", encoding="utf-8", opener=through_no_link) as file:
-                file.write(json.dumps({"step": step.number, **step.figures}) + "\n")
+                skipped = {"skipped": True} if step.is_skipped else {}
+                file.write(json.dumps({"step": step.number, **step.figures, **skipped}) + "\n")
         except OSError as error:
             if not self.is_incomplete:
                 self.is_incomplete = True

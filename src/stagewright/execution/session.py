@@ -23,6 +23,7 @@ from stagewright.execution.loading import StoredWeights, part_of, starting_tenso
 from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep, taken_bytes
 from stagewright.execution.model_files import ModelFiles
+from stagewright.execution.no_number import OnNan
 from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.pace import pace_of
@@ -51,6 +52,9 @@ from stagewright.tracing.models.build import DeferredModel
 class StepResult:
     loss: float
     gradient_norm: float
+    learning_rate: float
+    is_skipped: bool
+    """Whether it changed no parameter, because a gradient was no finite number."""
     seconds: float
     votes: frozenset[str] = frozenset()
     """Which of the questions of `Session.votes` a rank said yes to; all ranks see the same."""
@@ -58,6 +62,12 @@ class StepResult:
     """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
     memory_bytes: int = 0
     """Of the rank that has taken most from its device so far; on a CPU the most that its process has had."""
+    has_scale: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite; with a scaled loss its overflows do not count."""
+        return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.has_scale)
 
 
 class Session:
@@ -77,6 +87,7 @@ class Session:
         random_weights: bool = False,
         watch: Callable[[str], None] = lambda position: None,
         report: Callable[[str], None] = lambda stage: None,
+        on_nan: OnNan = "warn",
     ) -> None:
         self.plan = plan
         self.votes: dict[str, Callable[[], bool]] = {}
@@ -113,7 +124,8 @@ class Session:
         rank = self.mesh.pipeline_rank
         self.own = own = [stage for stage in self.stages if plan.placement[stage.index] == rank]
         shards = self.mesh.num_shards
-        every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
+        copies, dims = plan.dp // shards, job.least_decayed_dims
+        every = flats(self.stages, plan.sharding, shards, copies, dims) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
         stored = None
         if reference.weights is not None and not random_weights:
@@ -134,7 +146,14 @@ class Session:
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
-            self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host
+            self.weights,
+            job,
+            tied,
+            self.groups.model,
+            self.shards,
+            self.loss_scale,
+            on_host,
+            on_nan != "warn",
         )
         self.metering = Metering()
 
@@ -252,7 +271,7 @@ class Session:
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(
-                length, self.device, lambda: self._lasting(inputs), self.optimizer.adamw.host_state
+                length, self.device, lambda: self._lasting(inputs), self.optimizer.updater.host_state
             )
             with counting if metered else nullcontext():
                 return self._step(step, inputs, metered)
@@ -279,7 +298,7 @@ class Session:
         batch = self.runner.run_batch(step, inputs)
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._agreed(batch, math.nan, 0.0, 0.0).loss
+        return self._agreed(batch, math.nan, 0.0, False, 0.0, 0.0).loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -296,7 +315,8 @@ class Session:
         computed = time.perf_counter()
         self.watch("optimizer step")
         cotangent = self.cotangent
-        norm = self.optimizer.step()
+        rate = self.plan.job.rate_of(step)
+        norm, is_skipped = self.optimizer.step(rate)
         if self.cotangent != cotangent:
             self.lengths.scale_loss(self.cotangent)
         synchronize(self.device)
@@ -304,7 +324,7 @@ class Session:
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
         pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
-        return self._agreed(batch, norm, end - start, pace)
+        return self._agreed(batch, norm, rate, is_skipped, end - start, pace)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -313,11 +333,13 @@ class Session:
             *self.weights.tensors.values(),
             *self.weights.gradients.values(),
             *self.shards.tensors(),
-            *self.optimizer.adamw.state(),
+            *self.optimizer.updater.state(),
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
-    def _agreed(self, result: BatchResult, norm: float, seconds: float, pace: float) -> StepResult:
+    def _agreed(
+        self, result: BatchResult, norm: float, rate: float, is_skipped: bool, seconds: float, pace: float
+    ) -> StepResult:
         """What every rank knows of a step: the mean loss over all microbatches of all replicas, and what each rank tells."""
         num_ranks, votes = dist.get_world_size(), list(self.votes.items())
         told = torch.zeros(1 + len(votes) + 2 * num_ranks, dtype=torch.float64)
@@ -331,7 +353,10 @@ class Session:
         yes = frozenset(name for (name, _), count in zip(votes, others, strict=False) if count)
         paces, taken = others[len(votes) : -num_ranks], others[-num_ranks:]
         mean = loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp)
-        return StepResult(mean, norm, seconds, yes, tuple(paces), int(max(taken)))
+        has_scale = self.loss_scale is not None
+        return StepResult(
+            mean, norm, rate, is_skipped, seconds, yes, tuple(paces), int(max(taken)), has_scale
+        )
 
     # -- record -----------------------------------------------------------------------------------------------------
 

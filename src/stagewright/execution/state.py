@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -10,7 +10,7 @@ import torch
 
 from stagewright.errors import InputError
 from stagewright.execution.regions import Region, in_whole, stretches
-from stagewright.graph.flat import Flat
+from stagewright.graph.flat import Entry
 from stagewright.graph.tensor_parallel import parallelism
 
 if TYPE_CHECKING:
@@ -133,20 +133,26 @@ def held(session: Session) -> Iterator[Held]:
             )
 
     sharer = mesh.replica % mesh.num_shards
-    for value, state in session.optimizer.adamw.states():
+    for target, state in session.optimizer.updater.states():
+        value = target.value
         flat = session.shards.flat_of(value) if value in session.optimizer.sharded else None
         for part, tensor in state.items():
             if flat is None:
                 yield from placed(value, part, Region.whole(tensor.shape), 0, tensor)
-            else:
-                for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
-                    yield from placed(own, part, region, sharer, piece)
+                continue
+            group, span = next(
+                (group, span)
+                for group, span in zip(flat.groups, flat.spans(sharer), strict=True)
+                if group.is_decayed == target.span.is_decayed
+            )
+            for own, region, piece in _of_flat(group.entries, span, tensor):
+                yield from placed(own, part, region, sharer, piece)
     for value, tensor in weights.parameters.items():
         if value not in weights.trained:
             yield from placed(value, "weight", Region.whole(tensor.shape), 0, tensor)
     for value, tensor in session.shards.parts(are_trained=False).items():
         flat = session.shards.flat_of(value)
-        for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
+        for own, region, piece in _of_flat(flat.entries, flat.shard(sharer), tensor):
             yield from placed(own, "weight", region, sharer, piece)
     first = mesh.global_rank(mesh.pipeline_rank, mesh.replica, 0)
     for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
@@ -157,7 +163,7 @@ def held(session: Session) -> Iterator[Held]:
 
 def resumed(session: Session) -> None:
     """Everything that follows from what `held` gives is as it is now; every rank must call this."""
-    session.optimizer.adamw.round()
+    session.optimizer.updater.restored()
     session.shards.spread()
     if session.loss_scale is not None:
         session.lengths.scale_loss(session.cotangent)
@@ -165,9 +171,12 @@ def resumed(session: Session) -> None:
     session.runner.restore()
 
 
-def _of_flat(flat: Flat, part: slice, shard: torch.Tensor) -> Iterator[tuple[int, Region, torch.Tensor]]:
-    """What `shard`, or a number that belongs to it, is of each parameter of a flat buffer: regions and where they are."""
-    for entry in flat.entries:
+def _of_flat(
+    entries: Sequence[Entry], part: slice, shard: torch.Tensor
+) -> Iterator[tuple[int, Region, torch.Tensor]]:
+    """What `shard`, which is `part` of a flat buffer, or a number that belongs to it, is of each parameter of `entries`:
+    regions and where they are."""
+    for entry in entries:
         if not shard.dim():
             yield entry.value, Region.whole(()), shard
             continue

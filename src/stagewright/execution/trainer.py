@@ -24,6 +24,7 @@ from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch import default_folder, refuse_what_is_not_run
 from stagewright.execution.logs import Callback, Step, StepLog
 from stagewright.execution.member import member
+from stagewright.execution.no_number import OnNan, no_number
 from stagewright.execution.record import Record, finite
 from stagewright.execution.watch import Limits
 from stagewright.execution.weight_files import check_weights
@@ -74,6 +75,9 @@ class Trainer:
         start_timeout: seconds until every rank must have joined the others.
         adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be and that
             is worth more than it costs: another order of passes, or other cuts.
+        rates: keys of the job that say the learning rate, in place of those of the plan's.
+        on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
+            (``skip``), or end the run (``stop``).
         callbacks: called on the first rank with every `Step` that is done.
 
     Raises:
@@ -99,6 +103,8 @@ class Trainer:
         timeout: float = 1800.0,
         start_timeout: float = 300.0,
         adapt: bool = False,
+        rates: Mapping[str, Any] | None = None,
+        on_nan: OnNan = "warn",
         callbacks: Iterable[Callback] = (),
         devices: Sequence[int] | None = None,
         _is_checked: bool = False,
@@ -106,8 +112,10 @@ class Trainer:
         loaded = plan if isinstance(plan, Plan) else load_plan(_path_of(plan))
         if devices is not None:
             loaded = loaded.model_copy(update={"devices": tuple(devices)})
+        loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
         self.plan = loaded
-        self.num_steps = steps or loaded.job.num_steps
+        self.num_steps = loaded.job.num_steps
+        self._on_nan: OnNan = on_nan
         self.out = default_folder(loaded) if out is None else Path(out)
         kept = None if keep_last is None else Kept(keep_last, keep_every)
         asked = Checkpointing(
@@ -162,7 +170,9 @@ class Trainer:
         if (threads := num_threads(self.plan, self._launched)) is not None:
             torch.set_num_threads(threads)
         watch = self._watch
-        self._new_session = lambda plan: Session(plan, self.device, data, random_weights, watch.at, watch.at)
+        self._new_session = lambda plan: Session(
+            plan, self.device, data, random_weights, watch.at, watch.at, on_nan=self._on_nan
+        )
         self.session = self._new_session(self.plan)
         self.first_step = 0
         if self._asked.folder is not None and self._asked.is_resumed:
@@ -242,6 +252,8 @@ class Trainer:
             self._results.append(result)
             self.is_stopping = _STOP in result.votes
             self.step_number = self._watch.num_steps = number + 1
+            if self._on_nan == "stop" and not result.is_finite:
+                raise no_number(number, result.loss, result.gradient_norm, self._saver)
             self._speed.after(number - first, result.seconds)
             if self.is_first:
                 described = self._described(number, result)
@@ -405,6 +417,8 @@ class Trainer:
             self.num_steps,
             result.loss,
             result.gradient_norm,
+            result.learning_rate,
+            result.is_skipped,
             result.seconds,
             predicted.tokens_per_second * pace,
             predicted.mfu * pace,
@@ -446,6 +460,8 @@ class Trainer:
             versions={"torch": torch.__version__, "python": sys.version.split()[0]},
             losses=tuple(finite(result.loss) for result in results),
             gradient_norms=tuple(finite(result.gradient_norm) for result in results),
+            learning_rates=tuple(result.learning_rate for result in results),
+            skipped_steps=tuple(step for step, result in enumerate(results) if result.is_skipped),
             step_seconds=tuple(result.seconds for result in results),
             sequence_lengths=lengths,
             stopped_by=watch.stopped_by() if is_short and not is_going_on else None,

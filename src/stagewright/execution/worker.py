@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stagewright.execution.member import end_process, exit_code, start_process
+from stagewright.execution.no_number import OnNan
 
 
 def main(options: str) -> int:
@@ -33,6 +35,8 @@ def work(
     keep_last: int | None = None,
     keep_every: int | None = None,
     adapt: bool = False,
+    rates: Mapping[str, Any] | None = None,
+    on_nan: OnNan = "warn",
 ) -> None:
     """Train the plan on this rank; rank 0 writes the record.
 
@@ -45,7 +49,7 @@ def work(
     Trainer(
         plan, data, steps=steps, out=out, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, devices=devices, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-        keep_last=keep_last, keep_every=keep_every, adapt=adapt,
+        keep_last=keep_last, keep_every=keep_every, adapt=adapt, rates=rates, on_nan=on_nan,
         resume=resume, _is_checked=True,
     ).fit()  # fmt: skip
 

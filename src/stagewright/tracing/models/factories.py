@@ -38,7 +38,7 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     """
     name = split_factory(reference.text)
     assert name is not None
-    factory = _function(name, reference.text)
+    factory = load_function(name, reference.text)
     arguments = _arguments(factory, reference, job)
     default = torch.get_default_dtype()
     torch.set_default_dtype(job.torch_dtype)
@@ -59,7 +59,7 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     return FactoryModel(net, taken, loss_fn, reference.text), named, job.microbatch_size * per_sample
 
 
-def _function(name: FactoryName, text: str) -> Callable[..., Any]:
+def load_function(name: FactoryName, text: str) -> Callable[..., Any]:
     try:
         module = _load_file(Path(name.module).expanduser()) if name.is_file else _load_module(name.module)
     except Exception as error:
