@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import StagewrightWarning
 from stagewright.execution.member import end_process, exit_code, member, start_process
@@ -32,7 +32,7 @@ def main(options: str) -> int:
 def work(
     plan: str,
     out: str,
-    data: str | None = None,
+    data: dict[str, Any] | None = None,
     steps: int | None = None,
     device: str = "cpu",
     random_weights: bool = False,
@@ -62,6 +62,7 @@ def work(
         from stagewright.execution.checkpoint import restore, save
         from stagewright.execution.clock import clock_offset
         from stagewright.execution.collectives import exchange
+        from stagewright.execution.data.prepared import PreparedData
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.pace import PaceWatch
         from stagewright.execution.record import Record, StepLog, finite
@@ -71,8 +72,9 @@ def work(
         if (threads := num_threads(loaded, launched)) is not None:
             torch.set_num_threads(threads)
         session = Session(
-            loaded, target, data, random_weights, watch.at, watch.at, lambda: watch.stop_asked is not None
-        )
+            loaded, target, None if data is None else PreparedData(**data), random_weights, watch.at, watch.at,
+            lambda: watch.stop_asked is not None,
+        )  # fmt: skip
         results = []
         num_steps = steps or loaded.job.num_steps
         first = restore(session, Path(checkpoint)) if checkpoint is not None and resume else 0

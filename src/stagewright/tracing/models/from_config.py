@@ -67,13 +67,18 @@ def build_from_config(
         return losses.ImageClassifier(net), _image_inputs(config, job), job.microbatch_size
     num_tokens = job.microbatch_size * job.sequence_length
     tokens = _tokens(config, job)
+    if job.further_inputs and kind != "causal":
+        raise InputError(
+            f"'{reference.name}' takes no further {', '.join(job.further_inputs)}: it has its own labels"
+        )
     if kind == "masked":
         return losses.MaskedLanguageModel(net), {"input_ids": tokens, "labels": _hidden(tokens)}, num_tokens
     if kind == "seq2seq":
         start = getattr(config, "decoder_start_token_id", None)
         module = losses.SequenceToSequence(net, start if start is not None else config.pad_token_id or 0)
         return module, {"input_ids": tokens, "labels": _tokens(config, job)}, 2 * num_tokens
-    return losses.CausalLanguageModel(net), {"input_ids": tokens}, num_tokens
+    further = {name: _tokens(config, job) for name in job.further_inputs}
+    return losses.CausalLanguageModel(net), {"input_ids": tokens, **further}, num_tokens
 
 
 def _config(reference: ModelReference) -> PretrainedConfig:

@@ -64,11 +64,12 @@ class LanguageModel(nn.Module):
 
 
 class CausalLanguageModel(LanguageModel):
-    """Predicts each next token of `input_ids` (batch, sequence)."""
+    """Predicts each next token of `input_ids` (batch, sequence), or of `labels`: the same tokens, with -100 for those that
+    are not asked for."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
         # Shifting labels instead of logits spares a copy of the largest tensor of the model.
-        labels = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
+        labels = functional.pad((input_ids if labels is None else labels)[:, 1:], (0, 1), value=IGNORED)
         return self.loss(labels, input_ids=input_ids, use_cache=False)
 
 
