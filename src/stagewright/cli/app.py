@@ -22,6 +22,7 @@ from stagewright.cli import (
     run,
     schedule,
     simulate,
+    tokenize,
     trace,
     verify,
 )
@@ -83,7 +84,7 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
+    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize, run.run, compare.compare,
     verify.verify, trace.trace, schedule.schedule,
     probe.probe, profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip

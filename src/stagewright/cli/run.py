@@ -67,6 +67,8 @@ def run(
     request = DataRequest.of(data, tokenizer, text_field)
     if os.environ.get("RANK", "0") == "0":
         say_what_runs(loaded.model.text)
+        for source in request.sources if request is not None else ():
+            say_what_runs(source.path)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
     record = launch.run(

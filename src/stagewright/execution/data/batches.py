@@ -1,21 +1,23 @@
-"""Microbatches of tokens: sample `index` of `step` is the same whatever the plan, and made by each rank that needs it."""
+"""Microbatches: sample `index` of `step` is the same whatever the plan, and made by each rank that needs it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from stagewright.execution.data.order import Order, number_of
+from stagewright.execution.data.own import OwnSample
 from stagewright.execution.data.samples import Sample, Samples
 from stagewright.graph import OperatorGraph
+from stagewright.graph.tensor import TensorMeta
 from stagewright.planning.job import Job
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.models.losses import IGNORED
 
 
-class TokenBatches:
+class Batches:
     """Samples of one or several sources, mixed by weight.
 
     Args:
@@ -35,34 +37,30 @@ class TokenBatches:
     ) -> dict[str, torch.Tensor]:
         """Those of the inputs that are named, or all, from sample `first` of the step on."""
         metas = {name: graph.values[value].meta for name, value in graph.inputs.items()}
-        wanted = {name: meta for name, meta in metas.items() if names is None or name in names}
-        if not wanted:
-            return {}
-        rows, length = next(iter(metas.values())).shape[:2]
-        samples = [self._sample(step, first + row, length) for row in range(rows)]
-        return {
-            name: torch.from_numpy(np.stack([_row(name, sample) for sample in samples])).to(
-                DTYPES[meta.dtype]
-            )
-            for name, meta in wanted.items()
-        }
+        wanted = [name for name in metas if names is None or name in names]
+        rows = metas[wanted[0]].shape[0] if wanted else 0
+        samples = [self._sample(step, first + row) for row in range(rows)]
+        return {name: torch.stack([row_of(sample, name, metas) for sample in samples]) for name in wanted}
 
-    def _sample(self, step: int, index: int, length: int) -> Sample:
+    def _sample(self, step: int, index: int) -> Sample | OwnSample:
+        job = self._job
+        length = job.length_of(step)
         if length not in self._of_length:
             of_length = [samples(length) for samples in self._sources]
-            order = Order([len(samples) for samples in of_length], self._weights, self._job.seed)
-            self._of_length[length] = of_length, order
+            self._of_length[length] = (
+                of_length,
+                Order([samples.size for samples in of_length], self._weights, job.seed),
+            )
         of_length, order = self._of_length[length]
-        job = self._job
-        lengths = job.sequence_lengths
-        source, place = order[number_of(step, lengths, job.global_batch) + index]
+        source, place = order[number_of(step, job.sequence_lengths, job.global_batch) + index]
         return of_length[source][place]
 
 
-def counted(labels: torch.Tensor, is_next: bool) -> torch.Tensor:
-    """How many of `labels` (batch, sequence) a loss counts: all that are given, or, where each place predicts the next,
-    those behind the first."""
-    return ((labels[:, 1:] if is_next else labels) != IGNORED).sum()
+def row_of(sample: Sample | OwnSample, name: str, metas: Mapping[str, TensorMeta]) -> torch.Tensor:
+    """What a sample has for one of the model's inputs, whose layouts in a microbatch are `metas`."""
+    if isinstance(sample, OwnSample):
+        return sample.row(name, list(metas), metas[name])
+    return torch.from_numpy(_row(name, sample)).to(DTYPES[metas[name].dtype])
 
 
 def _row(name: str, sample: Sample) -> np.ndarray:
@@ -71,3 +69,9 @@ def _row(name: str, sample: Sample) -> np.ndarray:
     if name == "labels" and sample.learnt is not None:
         return np.where(sample.learnt, sample.ids, IGNORED)
     return sample.ids
+
+
+def counted(labels: torch.Tensor, is_next: bool) -> torch.Tensor:
+    """How many of `labels` (batch, sequence) a loss counts: all that are given, or, where each place predicts the next,
+    those behind the first."""
+    return ((labels[:, 1:] if is_next else labels) != IGNORED).sum()

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
-from stagewright.execution.data.batches import TokenBatches
+from stagewright.execution.data.batches import Batches
+from stagewright.execution.data.own import own_samples
 from stagewright.execution.data.prepared import PreparedData, PreparedSource
 from stagewright.execution.data.samples import Packs, Samples, Windows
 from stagewright.execution.data.store import open_store
@@ -14,14 +15,16 @@ from stagewright.execution.data_identity import tokens_of
 from stagewright.planning.job import Job
 
 
-def open_batches(data: PreparedData, job: Job) -> TokenBatches:
+def open_batches(data: PreparedData, job: Job) -> Batches:
     """The microbatches of a job. Raises `InputError` where what was prepared is not there any more."""
     samples = [_samples_of(source, data.is_masked, job.seed) for source in data.sources]
-    return TokenBatches(samples, [source.weight for source in data.sources], job)
+    return Batches(samples, [source.weight for source in data.sources], job)
 
 
 def _samples_of(source: PreparedSource, is_masked: bool, seed: int) -> Callable[[int], Samples]:
     """Of each length. Documents with prompts are kept whole; all others are cut where samples end."""
+    if source.kind == "factory":
+        return lambda length: own_samples(source.path, length, seed)
     if source.kind == "tokens":
         return functools.partial(Windows, tokens_of(Path(source.path)))
     store = open_store(Path(source.path))

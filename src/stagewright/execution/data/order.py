@@ -51,8 +51,8 @@ class Permutation:
 class Order:
     """Of sample `number` of a run: which source it is from, and which of that source's samples it is.
 
-    A source gives all of its samples, in an order of its own for each epoch, before it gives one again. Of every million
-    samples it gives the share that its weight says, wherever among them.
+    A source gives all of its samples, in an order of its own for each epoch, before it gives one again; one whose size is
+    None gives them as it has them. Of every million samples it gives the share that its weight says, wherever among them.
 
     >>> order = Order([4, 100], [1.0, 3.0], seed=0)
     >>> first = [order[number] for number in range(200)]
@@ -62,7 +62,7 @@ class Order:
     [[0], {0, 1}]
     """
 
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int) -> None:
+    def __init__(self, sizes: Sequence[int | None], weights: Sequence[float], seed: int) -> None:
         self._sizes = sizes
         self._seed = seed
         whole = sum(map(Fraction, weights))
@@ -72,6 +72,8 @@ class Order:
     def __getitem__(self, number: int) -> tuple[int, int]:
         source, count = self._source(number)
         size = self._sizes[source]
+        if size is None:
+            return source, count
         epoch, place = divmod(count, size)
         return source, self._permutation(size, key(self._seed, _EPOCHS, source, epoch))[place]
 

@@ -28,22 +28,24 @@ from stagewright.planning.plan import Plan
 from stagewright.text import say
 from stagewright.tracing.cache import inputs_of
 from stagewright.tracing.models.reference import ModelReference
+from stagewright.tracing.models.source import factory_source, split_factory
 
 LABELS = "labels"
 _OF_TOKENS = ("input_ids", LABELS, "decoder_input_ids", "position_ids")
 
 
 class PreparedSource(StrictModel):
-    """A source as ranks open it: a file of tokens (text, whose bytes they are, or ``.npy``), or a store of documents."""
+    """A source as ranks open it: a file of tokens (text, whose bytes they are, or ``.npy``), a store of documents, or the
+    factory of a dataset."""
 
-    kind: Literal["tokens", "store"]
+    kind: Literal["tokens", "store", "factory"]
     path: str
     weight: float = 1.0
 
 
 class PreparedData(StrictModel):
-    """What ranks open, what it is, whether some of its tokens are not learnt, and what the model must be told beside its
-    own inputs."""
+    """What ranks open, what it is, whether some of its tokens are not learnt, and what the model is given beside its own
+    inputs."""
 
     sources: tuple[PreparedSource, ...]
     identity: DataIdentity
@@ -71,35 +73,53 @@ def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
         return None
     model = plan.model.resolved()
     inputs = inputs_of(model, {"microbatch_size": plan.microbatch_size, **plan.traced()})
-    _check_takes_tokens(inputs, request)
+    if not all(is_factory(source.path) for source in request.sources):
+        _check_takes_tokens(inputs, request)
     tokenizer = load_tokenizer(request.tokenizer)
-    sources, identities, is_masked = [], [], False
-    for source in request.sources:
-        path = Path(source.path).expanduser()
-        if has_tokens(path, request):
-            sources.append(PreparedSource(kind="tokens", path=str(path.resolve()), weight=source.weight))
-            identities.append(_checked_tokens(path, plan, model))
-        else:
-            store = open_store(path) if is_store(path) else tokenised(path, tokenizer, request.text_field)
-            _check_store(store, source, plan, model)
-            sources.append(PreparedSource(kind="store", path=str(store.path.resolve()), weight=source.weight))
-            identities.append(_identity_of_store(store))
-            is_masked = is_masked or store.manifest.is_masked
+    found = [_found(source, request, tokenizer, plan, model, inputs) for source in request.sources]
+    masked = next((source.path for source, _, is_masked in found if is_masked), None)
     is_causal = model.kind == "config" and set(inputs) == {"input_ids"}
-    if is_masked and LABELS not in inputs and not is_causal:
+    if masked is not None and LABELS not in inputs and not is_causal:
         raise InputError(
-            f"'{model.name}' takes no labels, so that nothing of '{request.sources[0].path}' can be left out of its loss: "
-            "let its factory return labels among the inputs, or give texts alone"
+            f"'{model.name}' takes no labels, so that nothing of '{masked}' can be left out of its loss: let its factory "
+            "return labels among the inputs, or give texts alone"
         )
     return PreparedData(
-        sources=tuple(sources),
-        identity=_together(identities, request.sources),
-        is_masked=is_masked,
-        further_inputs=(LABELS,) if is_masked and is_causal else (),
+        sources=tuple(source for source, *_ in found),
+        identity=_together([identity for _, identity, _ in found], request.sources),
+        is_masked=masked is not None,
+        further_inputs=(LABELS,) if masked is not None and is_causal else (),
     )
 
 
 # -- sources ------------------------------------------------------------------------------------------------------------
+
+
+def is_factory(path: str) -> bool:
+    """Whether a source is code that makes a dataset."""
+    return split_factory(path) is not None and not Path(path).expanduser().exists()
+
+
+def _found(
+    source: SourceRequest,
+    request: DataRequest,
+    tokenizer: Tokenizer,
+    plan: Plan,
+    model: ModelReference,
+    inputs: dict[str, TensorMeta],
+) -> tuple[PreparedSource, DataIdentity, bool]:
+    """A source, what it is, and whether some of its tokens are not learnt."""
+    path = Path(source.path).expanduser()
+    if is_factory(source.path):
+        identity, is_masked = _checked_factory(source.path, plan, model, inputs)
+        return PreparedSource(kind="factory", path=source.path, weight=source.weight), identity, is_masked
+    if has_tokens(path, request):
+        prepared = PreparedSource(kind="tokens", path=str(path.resolve()), weight=source.weight)
+        return prepared, _checked_tokens(path, plan, model), False
+    store = open_store(path) if is_store(path) else tokenised(path, tokenizer, request.text_field)
+    _check_store(store, source, plan, model)
+    prepared = PreparedSource(kind="store", path=str(store.path.resolve()), weight=source.weight)
+    return prepared, _identity_of_store(store), store.manifest.is_masked
 
 
 def has_tokens(path: Path, request: DataRequest) -> bool:
@@ -171,6 +191,25 @@ def _check_takes_tokens(inputs: dict[str, TensorMeta], request: DataRequest) -> 
                 f"'{request.sources[0].path}' gives tokens, and the model's input '{name}' ({meta}) is not made of tokens: "
                 "give a dataset of your own as package.module:factory, or leave --data out for random samples"
             )
+
+
+def _checked_factory(
+    text: str, plan: Plan, model: ModelReference, inputs: dict[str, TensorMeta]
+) -> tuple[DataIdentity, bool]:
+    """Known by its source and number of samples, once its first sample fits the model; and whether its samples have labels
+    of tokens, some of which may be none."""
+    from stagewright.execution.data.batches import row_of
+    from stagewright.execution.data.own import own_samples
+
+    samples = own_samples(text, plan.job.sequence_length, plan.job.seed)
+    first = samples[0]
+    for name in inputs:
+        row_of(first, name, inputs)
+    has_labels = model.kind == "config" and "input_ids" in inputs and (LABELS in inputs or first.has(LABELS))
+    if has_labels:
+        row_of(first, LABELS, {LABELS: inputs["input_ids"], **inputs})
+    digest = hashlib.sha256(factory_source(text).encode()).hexdigest()
+    return DataIdentity(kind="factory", name=text, sha256=digest, num_documents=samples.size), has_labels
 
 
 def _checked_tokens(path: Path, plan: Plan, model: ModelReference) -> DataIdentity:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +29,12 @@ class Sample:
 
 
 class Samples(ABC):
-    """The samples of one source, all of one length."""
+    """The samples of one source, all of one length; `size` of them, None where only reading them all would tell."""
+
+    size: int | None
 
     @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def __getitem__(self, index: int) -> Sample: ...
+    def __getitem__(self, index: int) -> Any: ...
 
 
 class Windows(Samples):
@@ -42,9 +42,7 @@ class Windows(Samples):
 
     def __init__(self, tokens: np.ndarray, length: int, learnt: np.ndarray | None = None) -> None:
         self._tokens, self._learnt, self._length = tokens, learnt, length
-
-    def __len__(self) -> int:
-        return len(self._tokens) // self._length
+        self.size = len(tokens) // length
 
     def __getitem__(self, index: int) -> Sample:
         place = slice(index * self._length, (index + 1) * self._length)
@@ -68,9 +66,7 @@ class Packs(Samples):
         self._sizes = np.minimum(ends - self._starts, length)
         order = np.argsort([key(seed, number) for number in range(len(ends))], kind="stable")
         self._packs = _packed(order.tolist(), self._sizes, length)
-
-    def __len__(self) -> int:
-        return len(self._packs)
+        self.size = len(self._packs)
 
     def __getitem__(self, index: int) -> Sample:
         ids = np.full(self._length, self._store.manifest.pad, np.int64)

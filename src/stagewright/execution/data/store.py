@@ -111,6 +111,8 @@ def write_store(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer
     Raises:
         InputError: the folder is there, or cannot be written.
     """
+    if os.path.lexists(folder):
+        raise InputError(f"'{folder}' is there already: name a new folder for the tokens, or remove it")
     scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
