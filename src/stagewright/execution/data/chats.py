@@ -52,6 +52,7 @@ def rendered(tokenizer: Any, chat: Chat, name: str) -> Rendered:
         if whole.startswith(prompt) and whole.startswith(until) and len(prompt) < len(until):
             span = len(prompt), len(until)
         else:
+            place = len(prompt) if whole.startswith(prompt) else place
             span = _by_words(whole, until, str(message.get("content") or "").strip(), place)
         if span is None:
             raise InputError(
