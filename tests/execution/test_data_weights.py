@@ -1,4 +1,4 @@
-"""Tokens that are not learnt: gradients are those of the mean over the learnt tokens of the whole batch, however it is cut."""
+"""Tokens that are not learnt: gradients are those of the mean over all learnt tokens of a batch, however it is cut."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from stagewright.tracing.models.reference import resolve
 LLAMA = ("tiny-llama", dict(SMALL_LLAMA) | {"num_hidden_layers": 2}, "float64", 1e-12)
 MIXTRAL = (
     "tiny-mixtral",
-    {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 96, "num_hidden_layers": 2, "output_router_logits": True},
+    {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "vocab_size": 96,
+        "num_hidden_layers": 2,
+        "output_router_logits": True,
+    },
     "float32",
     2e-5,
 )

@@ -41,9 +41,7 @@ def tokenizer_folder(folder: Path, template: str | None = CHATML) -> Path:
     """The same as transformers saves it, with marks of turns and a template for chats."""
     from transformers import PreTrainedTokenizerFast
 
-    made: Any = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_file(folder)), eos_token="<|endoftext|>"
-    )
+    made: Any = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file(folder)), eos_token="<|endoftext|>")
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     made.chat_template = template
     made.save_pretrained(str(folder))

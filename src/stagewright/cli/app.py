@@ -84,8 +84,8 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize, run.run, compare.compare,
-    verify.verify, trace.trace, schedule.schedule,
+    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize, run.run,
+    compare.compare, verify.verify, trace.trace, schedule.schedule,
     probe.probe, profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 

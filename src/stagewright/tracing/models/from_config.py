@@ -78,6 +78,8 @@ def build_from_config(
         module = losses.SequenceToSequence(net, start if start is not None else config.pad_token_id or 0)
         return module, {"input_ids": tokens, "labels": _tokens(config, job)}, 2 * num_tokens
     further = {name: _tokens(config, job) for name in job.further_inputs}
+    if "position_ids" in further:
+        further["position_ids"] = torch.arange(job.sequence_length).repeat(job.microbatch_size, 1)
     return losses.CausalLanguageModel(net), {"input_ids": tokens, **further}, num_tokens
 
 
