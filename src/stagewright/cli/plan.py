@@ -46,6 +46,7 @@ class JobOptions:
     job: options.JobFile = None
     sequence_lengths: options.JobSequenceLengths = None
     compiled: options.Compiled = False
+    documents_apart: options.DocumentsApart = False
     memory_limit: options.MemoryLimit = None
     runtime: options.RuntimeName = None
     profile: options.Profile = None
@@ -57,6 +58,7 @@ class JobOptions:
         given = {name: getattr(self, name) for name in names}
         lengths = options.parse_lengths(self.sequence_lengths)
         given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
+        given["documents_apart"] = self.documents_apart or None
         return options.read_job(self.job, **given)
 
 

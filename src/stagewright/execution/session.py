@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,12 +94,12 @@ class Session:
         reference = self.reference = plan.model.resolved()
         job = plan.job
         data = ready(data, plan)
-        self._further: tuple[str, ...] = () if data is None else data.further_inputs
         report("tracing")
-        traced = plan.traced()
-        self.graph = trace(
-            reference, plan.microbatch_size, device=device.type, report=report, further_inputs=self._further, **traced
-        )  # fmt: skip
+        self._further = (
+            {"further_inputs": data.further_inputs} if data is not None and data.further_inputs else {}
+        )
+        traced: dict[str, Any] = plan.traced() | self._further
+        self.graph = trace(reference, plan.microbatch_size, device=device.type, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
         self.program = stage_program(plan)
@@ -173,9 +174,8 @@ class Session:
         it has other operators than for the longest."""
         self.watch(f"tracing for {length} tokens")
         asked = self.plan.at_length(length)
-        graph = trace(
-            self.reference, asked.microbatch_size, device=self.device.type, further_inputs=self._further, **asked.traced()
-        )  # fmt: skip
+        traced: dict[str, Any] = asked.traced() | self._further
+        graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **traced)
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
         return AtLength(graph, self._runner_of(stages))
@@ -290,7 +290,7 @@ class Session:
             return None
         counts = torch.zeros(self.plan.num_microbatches, dtype=torch.float64, device=self.device)
         if self.stages[-1] in self.own:
-            is_next = LABELS in self._further
+            is_next = bool(self._further) or self.plan.job.documents_apart
             counts = torch.stack([counted(one[LABELS], is_next) for one in inputs]).double()
         total = counts.sum() / self.mesh.tp
         dist.all_reduce(total)

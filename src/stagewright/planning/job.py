@@ -23,6 +23,9 @@ _TORCH_NAMES = {
     "autocast": "float32",
 }  # fmt: skip
 
+APART = ("labels", "position_ids")
+"""What a causal language model is given, beside its tokens, of documents that are kept apart."""
+
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _MOST_FACTOR = 1e3
 """Of rates and such, which are below 1 in practice."""
@@ -59,6 +62,8 @@ class Job(StrictModel):
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
+    documents_apart: bool = False
+    """Whether documents that share a sample do not see each other: positions begin anew, attention does not cross."""
     optimizer: Literal["adamw"] = "adamw"
     learning_rate: float = Field(default=3e-4, gt=0, le=1e30)  # one that is too large shows in the loss
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
@@ -180,6 +185,7 @@ class Job(StrictModel):
             "dtype": self.torch_name,
             "target": target,
             "autocast": self.autocast,
+            **({"further_inputs": APART} if self.documents_apart else {}),
             **self.profile.traced,
         }
 

@@ -80,7 +80,7 @@ def trace(
             `stagewright.graph.depth` says.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
         further_inputs: what a causal language model is given beside its ``input_ids``: its ``labels``, which it would take
-            from these.
+            from these, and its ``position_ids``, which begin anew with every document that is kept apart.
 
     Raises:
         InputError: the reference cannot be resolved or built, or not split over `tp` ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,17 +16,18 @@ from stagewright.planning.job import Job
 
 def open_batches(data: PreparedData, job: Job) -> Batches:
     """The microbatches of a job. Raises `InputError` where what was prepared is not there any more."""
-    samples = [_samples_of(source, data.is_masked, job.seed) for source in data.sources]
+    samples = [_samples_of(source, data.is_apart, job.seed) for source in data.sources]
     return Batches(samples, [source.weight for source in data.sources], job)
 
 
-def _samples_of(source: PreparedSource, is_masked: bool, seed: int) -> Callable[[int], Samples]:
+def _samples_of(source: PreparedSource, is_apart: bool, seed: int) -> Callable[[int], Samples]:
     """Of each length. Documents with prompts are kept whole; all others are cut where samples end."""
     if source.kind == "factory":
         return lambda length: own_samples(source.path, length, seed)
     if source.kind == "tokens":
-        return functools.partial(Windows, tokens_of(Path(source.path)))
+        tokens = tokens_of(Path(source.path))
+        return lambda length: Windows(tokens, length)
     store = open_store(Path(source.path))
     if store.manifest.is_masked:
         return lambda length: Packs(store, length, seed)
-    return functools.partial(Windows, store.tokens)
+    return lambda length: Windows(store.tokens, length, store.ends if is_apart else None)

@@ -50,6 +50,8 @@ class PreparedData(StrictModel):
     sources: tuple[PreparedSource, ...]
     identity: DataIdentity
     is_masked: bool = False
+    is_apart: bool = False
+    """Whether documents of a sample are kept apart."""
     further_inputs: tuple[str, ...] = ()
 
 
@@ -78,7 +80,7 @@ def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
     tokenizer = load_tokenizer(request.tokenizer)
     found = [_found(source, request, tokenizer, plan, model, inputs) for source in request.sources]
     masked = next((source.path for source, _, is_masked in found if is_masked), None)
-    is_causal = model.kind == "config" and set(inputs) == {"input_ids"}
+    is_causal = model.kind == "config" and set(inputs) == {"input_ids"}  # with labels of its own making
     if masked is not None and LABELS not in inputs and not is_causal:
         raise InputError(
             f"'{model.name}' takes no labels, so that nothing of '{masked}' can be left out of its loss: let its factory "
@@ -87,7 +89,8 @@ def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
     return PreparedData(
         sources=tuple(source for source, *_ in found),
         identity=_together([identity for _, identity, _ in found], request.sources),
-        is_masked=masked is not None,
+        is_masked=masked is not None or plan.job.documents_apart,
+        is_apart="position_ids" in inputs,
         further_inputs=(LABELS,) if masked is not None and is_causal else (),
     )
 

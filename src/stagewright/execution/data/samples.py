@@ -38,16 +38,26 @@ class Samples(ABC):
 
 
 class Windows(Samples):
-    """Documents one after the other, cut every `length` tokens; what is left at the end is not used."""
+    """Documents one after the other, cut every `length` tokens; what is left at the end is not used.
 
-    def __init__(self, tokens: np.ndarray, length: int, learnt: np.ndarray | None = None) -> None:
-        self._tokens, self._learnt, self._length = tokens, learnt, length
+    With their `ends` they are kept apart: positions begin anew, and a document's first token is not to be learnt from the
+    one before.
+    """
+
+    def __init__(self, tokens: np.ndarray, length: int, ends: np.ndarray | None = None) -> None:
+        self._tokens, self._length, self._ends = tokens, length, ends
         self.size = len(tokens) // length
 
     def __getitem__(self, index: int) -> Sample:
         place = slice(index * self._length, (index + 1) * self._length)
         ids = np.asarray(self._tokens[place], dtype=np.int64)
-        return Sample(ids, None if self._learnt is None else np.asarray(self._learnt[place]))
+        if self._ends is None:
+            return Sample(ids)
+        within = np.searchsorted(self._ends, [place.start, place.stop - 1], side="right")
+        begins = np.asarray(self._ends[slice(*within)]) - place.start
+        learnt, starts = np.ones(self._length, bool), np.zeros(self._length, np.int64)
+        learnt[begins], starts[begins] = False, begins
+        return Sample(ids, learnt, np.arange(self._length) - np.maximum.accumulate(starts))
 
 
 class Packs(Samples):

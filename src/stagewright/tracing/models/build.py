@@ -140,6 +140,11 @@ def _build(
 ) -> BuiltModel:
     grouped_mm.allow_tracing()
     with torch.random.fork_rng(devices=[]), mode:
+        if reference.kind == "factory" and job.further_inputs:
+            raise InputError(
+                f"factory '{reference.text}' makes its own inputs, so nothing can be added to them: plan without "
+                "documents_apart, and let it return position_ids and labels among them, which are then given"
+            )
         if reference.kind == "factory":
             from stagewright.tracing.models.factories import build_from_factory
 

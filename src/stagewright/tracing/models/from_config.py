@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +81,7 @@ def build_from_config(
         return module, {"input_ids": tokens, "labels": _tokens(config, job)}, 2 * num_tokens
     further = {name: _tokens(config, job) for name in job.further_inputs}
     if "position_ids" in further:
+        _check_keeps_apart(reference, net)
         further["position_ids"] = torch.arange(job.sequence_length).repeat(job.microbatch_size, 1)
     return losses.CausalLanguageModel(net), {"input_ids": tokens, **further}, num_tokens
 
@@ -161,6 +164,21 @@ def _check(reference: ModelReference, config: PretrainedConfig, net: nn.Module, 
         )
     if hasattr(config, "vocab_size"):
         check_positions(net, job.sequence_length)
+
+
+def _check_keeps_apart(reference: ModelReference, net: nn.Module) -> None:
+    """Raises `InputError` where documents that share a sample would see each other in spite of their position ids: where no
+    mask is made of these, or a convolution over time or a recurrence, which comes with one, passes from one to the next."""
+    makes_mask = hasattr(sys.modules[type(net).__module__], "create_causal_mask")
+    takes_positions = "position_ids" in inspect.signature(net.forward).parameters
+    crosses = next((path for path, module in net.named_modules() if isinstance(module, nn.Conv1d)), None)
+    if makes_mask and takes_positions and crosses is None:
+        return
+    why = f"'{crosses}' looks back over them" if crosses else "it makes no mask of position_ids"
+    raise InputError(
+        f"'{reference.name}' cannot keep documents of a sample apart ({why}): plan without documents_apart, or give a "
+        "document per sample as package.module:factory"
+    )
 
 
 def check_positions(net: nn.Module, sequence_length: int) -> None:
