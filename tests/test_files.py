@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +12,8 @@ from stagewright.cli.output import check_writable
 from stagewright.cluster.load import write_toml
 from stagewright.cluster.matrices import _write_matrix
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.record import STEPS, Record, StepLog
+from stagewright.execution.logs import STEPS, Step, StepLog
+from stagewright.execution.record import Record
 from stagewright.files import cache_folder, digest_of, private_folder, write_whole
 from stagewright.planning.plan import Plan
 
@@ -158,7 +158,7 @@ def test_text_that_no_file_can_have_leaves_what_was_there(tmp_path: Path) -> Non
 def test_steps_are_not_added_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("old")
     (tmp_path / STEPS).symlink_to("precious")
-    log = StepLog(tmp_path, 1, 2)
+    log = StepLog(tmp_path, 1)
     with pytest.warns(StagewrightWarning, match=STEPS):
-        log(1, SimpleNamespace(loss=1.0, gradient_norm=1.0, seconds=1.0))
+        log(Step(2, 2, 1.0, 1.0, 1.0, 1.0, 0.1, 1, 0.0))
     assert (tmp_path / "precious").read_text() == "old"

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from multiprocess import run_ranks, watch_ranks
 from stagewright.cli.app import app
-from stagewright.errors import InputError
-from stagewright.execution.checkpoint_folder import Checkpointing, check_start, digest, identity, newest
+from stagewright.errors import InputError, StagewrightWarning
+from stagewright.execution.checkpoint_folder import Checkpointing, check_start, identity, newest
 from stagewright.execution.data_identity import identity_of
 from stagewright.execution.manifest import FileRecord, Manifest, write_manifest
 from stagewright.planning.plan import Plan, load_plan
@@ -81,7 +81,7 @@ def differences(rank: int, num_ranks: int, folder: str, names: list[str]) -> dic
     """For each plan, what of a run that went on from its second step differs from one that never stopped."""
     import torch.distributed as dist
 
-    from stagewright.execution.checkpoint import restore, save
+    from stagewright.execution.checkpoint import Saver, restore
 
     dist.init_process_group("gloo")
     found = {}
@@ -90,8 +90,10 @@ def differences(rank: int, num_ranks: int, folder: str, names: list[str]) -> dic
         whole, resumed = session(plan), session(plan)
         for step in range(2):
             whole.train_step(step)
-        save(whole, checkpoints, 2)
-        wanted = outcome(whole)
+        saver = Saver(whole, checkpoints)
+        saver.start(2)
+        wanted = outcome(whole)  # while the files are written, or have to wait
+        saver.finish()
         assert restore(resumed, checkpoints) == 2
         got = outcome(resumed)
         found[name] = [key for key in wanted.keys() | got.keys() if not same(wanted.get(key), got.get(key))]
@@ -193,7 +195,9 @@ def test_a_run_that_is_killed_goes_on_from_the_checkpoint_before(tmp_path: Path)
     (checkpoints / "step-000004").rmdir()
     found = newest(checkpoints)
     assert found is not None and found.manifest.step == 2
-    record = run_ranks(train, 2, str(path), str(tmp_path / "killed"), {"resume": True}, timeout=60)[0]
+    again = {"is_restarted": True, "checkpoint_every": 1, "keep_last": 1, "keep_every": 3}
+    record = run_ranks(train, 2, str(path), str(tmp_path / "killed"), again, timeout=60)[0]
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000003", "step-000004"]
     assert record.first_step == 2 and len(record.losses) == 2
     one, other = (tmp_path / name / "checkpoints" / "step-000004" for name in ("whole", "killed"))
     assert sorted(file.name for file in one.iterdir()) == sorted(file.name for file in other.iterdir())
@@ -206,6 +210,8 @@ def train(rank: int, num_ranks: int, plan: str, folder: str, options: dict[str, 
     from stagewright.execution import checkpoint
     from stagewright.execution.launch import run
 
+    if options.pop("is_restarted", False):  # as torchrun does after a failure
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = "1"
     if options.pop("dies", False):
         write = checkpoint.write_tensors
 
@@ -236,9 +242,22 @@ def test_what_is_refused_before_processes_start(tmp_path: Path) -> None:
         check_start(Checkpointing(used), plan, 4)
     with pytest.raises(InputError, match="give --steps more than 2"):
         check_start(resumed, plan, 2)
-    other = small(tmp_path / "other.json", dtype="bf16", dp=2, sharding=1)
-    with pytest.raises(InputError, match=r'dp was 1, is 2; job.dtype was "fp32", is "bf16"'):
+    check_start(resumed, small(tmp_path / "other.json", dp=2, num_microbatches=1, sharding=1), 4)
+    with pytest.raises(InputError, match=r'another model or type \(job.dtype was "fp32", is "bf16"'):
+        check_start(resumed, small(tmp_path / "other.json", dtype="bf16"), 4)
+    other = small(tmp_path / "other.json", num_microbatches=3)
+    with pytest.raises(
+        InputError, match=r"other samples in each step \(job.global_batch was 2, is 3\).*--other-data"
+    ):
         check_start(resumed, other, 4)
+    with pytest.warns(
+        StagewrightWarning, match="another job: job.global_batch was 2, is 3; job.clip_norm was 1.0, is null"
+    ):
+        check_start(
+            Checkpointing(used, is_resumed=True, is_other_data=True),
+            small(tmp_path / "other.json", num_microbatches=3, clip_norm=None),
+            4,
+        )
     other = small_gpt2(tmp_path / "other.json")
     with pytest.raises(InputError, match=r'model.name was "tiny-llama", is "tiny-gpt2"'):
         check_start(resumed, other, 4)
@@ -260,7 +279,6 @@ def pretend(folder: Path, plan: Plan) -> None:
     manifest = Manifest(
         stagewright="0",
         step=2,
-        plan_digest=digest(described),
         plan=described,
         data=identity_of(None),
         files={"rank-00000.safetensors": FileRecord.of(folder / "rank-00000.safetensors")},

@@ -213,8 +213,13 @@ def test_links_out_of_a_checkpoint_are_damage(run_folder: Path) -> None:
 
 def test_other_versions_are_told_from_damage(run_folder: Path) -> None:
     checkpoint = run_folder / "checkpoints" / "step-000002"
-    seal(checkpoint, version=3, more="to say")
-    with pytest.raises(InputError, match="is of version 3, and this stagewright reads version 2: update it"):
+    seal(checkpoint, version=4, more="to say")
+    with pytest.raises(InputError, match="is of version 4, and this stagewright reads version 3: update it"):
+        read_checkpoint(checkpoint)
+    seal(checkpoint, version=2)
+    with pytest.raises(
+        InputError, match=r"version 2, .* with the stagewright that wrote it, or start from its model files"
+    ):
         read_checkpoint(checkpoint)
     seal(checkpoint, version=1)
     (checkpoint / SEAL).unlink()

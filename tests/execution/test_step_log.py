@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
-from stagewright.execution.record import StepLog
+from stagewright.execution.logs import Step, StepLog
 
 
 def _steps(path: Path) -> list[int]:
@@ -14,19 +15,23 @@ def _steps(path: Path) -> list[int]:
 
 
 def test_a_new_run_begins_anew_and_one_that_goes_on_adds_to_it(tmp_path: Path) -> None:
-    result = SimpleNamespace(loss=1.5, gradient_norm=float("inf"), seconds=0.1)
-    for step in range(2):
-        StepLog(tmp_path, 0, 4)(step, result)
+    step = Step(1, 4, 1.5, math.inf, 0.1, 1e3, 0.4, 2**30, 3.0)
+    for number in (1, 2):
+        StepLog(tmp_path, 0)(replace(step, number=number))
     assert _steps(tmp_path) == [2]
-    StepLog(tmp_path, 2, 4)(2, result)
+    StepLog(tmp_path, 2)(replace(step, number=3))
     assert _steps(tmp_path) == [2, 3]
     assert json.loads((tmp_path / "steps.jsonl").read_text().splitlines()[0])["gradient_norm"] is None
 
 
 def test_many_short_steps_are_all_kept_and_seldom_said(tmp_path: Path, capsys: object) -> None:
-    log = StepLog(tmp_path, 0, 100)
-    for step in range(100):
-        log(step, SimpleNamespace(loss=1.0, gradient_norm=1.0, seconds=1e-3))
+    log = StepLog(tmp_path, 0)
+    for number in range(1, 101):
+        log(Step(number, 100, 1.0, 1.0, 1e-3, 1e3, 0.4, 2**30, 3.0))
     assert _steps(tmp_path) == list(range(1, 101))
     said = capsys.readouterr().err.splitlines()  # type: ignore[attr-defined]
-    assert said[0].startswith("step 1/100") and said[-1].startswith("step 100/100") and len(said) < 10
+    assert (
+        said[0]
+        == "step 1/100  loss 1.0000  gradient norm 1.000  0.001 s  1,000 tokens/s  MFU 40%  1.00 GiB  3 s left"
+    )
+    assert said[-1].startswith("step 100/100") and "left" not in said[-1] and len(said) < 10

@@ -47,6 +47,10 @@ def run(
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write a checkpoint there after the last step.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(min=1, metavar="N", help="And one every N steps.")] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Keep the newest N of them only; default all.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="And those after every N-th step.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")] = False,
     other_data: Annotated[
         bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
@@ -74,7 +78,7 @@ def run(
     record = launch.run(
         plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-        resume=resume, other_data=other_data,
+        resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return

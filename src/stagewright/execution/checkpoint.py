@@ -10,68 +10,155 @@ A folder is there whole or not at all: it gets its name when every rank has writ
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
 from stagewright.errors import InputError, RunError, StagewrightError
 from stagewright.execution import checkpoint_folder as folders
+from stagewright.execution.checkpoint_folder import Kept
+from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import exchange
 from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
 from stagewright.execution.model_files import write_index
 from stagewright.execution.session import Session
+from stagewright.execution.state import Held, held, resumed
+from stagewright.execution.tensor_files import Sources, Stored, rank_file, write_tensors
 from stagewright.version import __version__
 
-_RANK = "rank-"
+
+class Saver:
+    """Writes checkpoints of a session to `folder` while it goes on training: a step waits until its state is copied, not
+    until it is on the disk.
+
+    Args:
+        kept: which of the whole checkpoints are not removed when another is whole; None removes none.
+    """
+
+    def __init__(self, session: Session, folder: Path, kept: Kept | None = None) -> None:
+        self.session = session
+        self.folder = folder
+        self.kept = kept
+        self._room: dict[str, dict[str, torch.Tensor]] = {}
+        self._pending: _Pending | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a checkpoint is being written; all ranks say the same."""
+        return self._pending is not None
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self._pending is None or self._pending.is_done
+
+    def start(self, step: int) -> None:
+        """Begin to write the state after `step` steps; ends the one before first. Every rank must call this. Raises as
+        `finish`."""
+        self.finish()
+        self.session.watch(f"copying the state of step {step} for its checkpoint")
+        scratch = self.folder / f".{folders.folder_name(step)}{folders.UNFINISHED}"
+        if self.session.mesh.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was ended in the middle
+        dist.barrier()
+        self._pending = _Pending(scratch, _described(self.session, step), self._copied())
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is whole, if one is being written. Every rank must call this.
+
+        Raises:
+            RunError: a rank cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left
+                then, and the ones before are as they were.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        step, is_first = pending.manifest.step, self.session.mesh.rank == 0
+        self.session.watch(f"writing the checkpoint of step {step}")
+        written, fault = pending.result()
+        told = exchange(
+            {"files": {name: record.model_dump() for name, record in written.items()}, "fault": fault}
+        )
+        faults = [f"rank {rank}: {one['fault']}" for rank, one in enumerate(told) if one["fault"] is not None]
+        if is_first and not faults:
+            files = {name: FileRecord(**record) for one in told for name, record in one["files"].items()}
+            try:
+                _complete(pending, self.session.reference.config, files)
+                pending.scratch.rename(self.folder / folders.folder_name(step))
+                _sync(self.folder)
+                if self.kept is not None:
+                    self.kept.prune(self.folder)
+            except (OSError, StagewrightError) as error:
+                faults = [f"rank 0: {error}"]
+        if faults := exchange(faults)[0] or faults:
+            if is_first:
+                shutil.rmtree(pending.scratch, ignore_errors=True)
+            raise _not_written(self.folder, step, faults[0])
+
+    def _copied(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What this rank writes, by file, as it is now, in memory of the host that the next checkpoint uses again."""
+        rank, files = self.session.mesh.rank, self.session.model_files
+        now = {
+            rank_file(rank): {one.key: one.tensor for one in held(self.session) if one.writer == rank},
+            files.name: files.tensors(self.session),
+        }
+        on_gpu = self.session.device.type == "cuda"
+        for file, tensors in now.items():
+            room = self._room.setdefault(file, {})
+            for key, tensor in tensors.items():
+                if key not in room:
+                    room[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+                room[key].copy_(tensor, non_blocking=True)
+        synchronize(self.session.device)
+        return {file: room for file, room in self._room.items() if room}
 
 
-@dataclass(frozen=True)
-class _Held:
-    """Something that training changes: its name, the rank that writes it (this one or another with the same), and where
-    this rank has it."""
+class _Pending:
+    """A checkpoint whose files a thread of this rank is writing to the folder `scratch`."""
 
-    name: str
-    writer: int
-    tensor: torch.Tensor
+    def __init__(
+        self, scratch: Path, manifest: Manifest, files: Mapping[str, Mapping[str, torch.Tensor]]
+    ) -> None:
+        self.scratch = scratch
+        self.manifest = manifest
+        self._files = files
+        self._written: dict[str, FileRecord] = {}
+        self._fault: str | None = None
+        self._thread = Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> tuple[dict[str, FileRecord], str | None]:
+        """This rank's files, once they are there, and what kept it from writing them."""
+        self._thread.join()
+        return self._written, self._fault
+
+    def _write(self) -> None:
+        try:
+            self.scratch.mkdir(parents=True, exist_ok=True)
+            self._written = {
+                name: write_tensors(self.scratch / name, held) for name, held in self._files.items()
+            }
+        except (OSError, RunError) as error:
+            self._fault = getattr(error, "strerror", None) or str(error)
 
 
 def save(session: Session, folder: Path, step: int) -> Path:
-    """Write the state after `step` steps to ``folder/step-...``; every rank must call this. Raises `RunError` where a rank
-    cannot write its files, or ranks do not share the folder. Nothing of this checkpoint is left then, and the ones before
-    are as they were."""
-    session.watch(f"writing the checkpoint of step {step}")
-    final = folder / folders.folder_name(step)
-    scratch = folder / f".{final.name}{folders.UNFINISHED}"
-    is_first = session.mesh.rank == 0
-    if is_first:
-        shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was ended in the middle
-    dist.barrier()
-    written, fault = _write_own(session, scratch)
-    told = exchange(
-        {"files": {name: record.model_dump() for name, record in written.items()}, "fault": fault}
-    )
-    faults = [f"rank {rank}: {one['fault']}" for rank, one in enumerate(told) if one["fault"] is not None]
-    if is_first and not faults:
-        files = {name: FileRecord(**record) for one in told for name, record in one["files"].items()}
-        try:
-            _complete(session, scratch, step, files)
-            scratch.rename(final)
-            _sync(folder)
-        except (OSError, StagewrightError) as error:
-            faults = [f"rank 0: {error}"]
-    if faults:
-        if is_first:
-            shutil.rmtree(scratch, ignore_errors=True)
-        raise _not_written(folder, step, faults[0])
-    return final
+    """Write the state after `step` steps to ``folder/step-...`` and wait until it is there; every rank must call this.
+    Raises as `Saver.finish`."""
+    saver = Saver(session, folder)
+    saver.start(step)
+    saver.finish()
+    return folder / folders.folder_name(step)
 
 
 def restore(session: Session, folder: Path) -> int:
@@ -87,58 +174,31 @@ def restore(session: Session, folder: Path) -> int:
     session.watch("looking for the newest checkpoint")
     found = _agreed(folder)
     session.watch(f"reading checkpoint {found.path.name}")
-    held = list(_held(session))
-    _verify(session, found, {_rank_file(one.writer) for one in held})
-    readers: dict[int, safe_open] = {}
-    try:
-        for one in held:
-            if one.writer not in readers:
-                readers[one.writer] = safe_open(str(found.path / _rank_file(one.writer)), framework="pt")
-            one.tensor.copy_(_of_shape(readers[one.writer].get_tensor(one.name), one))
-    except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"checkpoint '{found.path}' cannot be read: {error}; {folders.instead_of(found.path)}"
-        ) from None
-    session.optimizer.adamw.round()
-    session.shards.spread()
+    own = list(held(session))
+    stored, sources = _agreed_sources(found, own)
+    _verify(session, found, {file for files in sources for file, _ in files})
+    for one, files in zip(own, sources, strict=True):
+        stored.read(one, files)
     if session.loss_scale is not None and found.manifest.loss_scale is not None:
         session.loss_scale.value = found.manifest.loss_scale
         session.loss_scale.num_good = found.manifest.num_good
-        session.lengths.scale_loss(session.cotangent)
-    session.runner.release()  # what was computed from parameters that have changed
-    session.runner.restore()
+    resumed(session)
     return found.manifest.step
 
 
-def _held(session: Session) -> Iterator[_Held]:
-    """All that training changes and that this rank has."""
-    mesh, weights, names = session.mesh, session.weights, session.weights.names
-
-    def rank_of(replica: int) -> int:
-        return mesh.global_rank(mesh.pipeline_rank, replica, mesh.tensor_rank)
-
-    trained = set(weights.trained)
-    first, sharer = rank_of(0), rank_of(mesh.replica % mesh.num_shards)
-    for value, state in session.optimizer.adamw.states():
-        writer = sharer if value in session.optimizer.sharded else first
-        for part, tensor in state.items():
-            yield _Held(f"{names[value]}:{part}", writer, tensor)
-    for value, tensor in weights.parameters.items():
-        if value not in trained:
-            yield _Held(names[value], first, tensor)
-    for value, tensor in session.shards.parts(are_trained=False).items():
-        yield _Held(names[value], sharer, tensor)
-    for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
-        yield _Held(names[value], mesh.rank, weights.tensors[value])
-
-
-def _of_shape(read: torch.Tensor, held: _Held) -> torch.Tensor:
-    if read.shape != held.tensor.shape or read.dtype != held.tensor.dtype:
-        raise RunError(
-            f"the checkpoint has '{held.name}' as {read.dtype}{list(read.shape)}, this run as "
-            f"{held.tensor.dtype}{list(held.tensor.shape)}: resume with the version of stagewright that wrote it"
-        )
-    return read
+def _agreed_sources(found: Checkpoint, own: Sequence[Held]) -> tuple[Stored, list[Sources]]:
+    """What a checkpoint holds, and where in it everything is that this rank has; every rank must call this, and all raise
+    `InputError` where one does not find something."""
+    stored, sources, fault = None, [], None
+    try:
+        stored = Stored(found)
+        sources = [stored.sources(one.name, one.region) for one in own]
+    except InputError as error:
+        fault = str(error)
+    if faults := [told for told in exchange(fault) if told is not None]:
+        raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
+    assert stored is not None
+    return stored, sources
 
 
 def _agreed(folder: Path) -> Checkpoint:
@@ -168,8 +228,10 @@ def _agreed(folder: Path) -> Checkpoint:
 
 def _verify(session: Session, found: Checkpoint, read: set[str]) -> None:
     """Every file of a checkpoint is as it was written; every rank must call this, with what it will read."""
-    rest = sorted(name for name in found.manifest.files if not name.startswith(_RANK))
-    share = rest[session.mesh.rank :: session.mesh.size]
+    others = sorted(
+        found.manifest.files.keys() - {name for names in exchange(sorted(read)) for name in names}
+    )
+    share = others[session.mesh.rank :: session.mesh.size]
     fault = None
     try:
         check_contents(found.path, found.manifest, (*sorted(read), *share))
@@ -179,39 +241,31 @@ def _verify(session: Session, found: Checkpoint, read: set[str]) -> None:
         raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
 
 
-def _write_own(session: Session, scratch: Path) -> tuple[dict[str, FileRecord], str | None]:
-    """This rank's files, and what kept it from writing them; every rank must call this."""
-    own = {held.name: held.tensor for held in _held(session) if held.writer == session.mesh.rank}
-    # Together with other ranks, also if this one cannot write.
-    of_model = session.model_files.tensors(session)
-    files = {_rank_file(session.mesh.rank): own, session.model_files.name: of_model}
-    try:
-        scratch.mkdir(parents=True, exist_ok=True)
-        written = {name: write_tensors(scratch / name, held) for name, held in files.items() if held}
-        return written, None
-    except (OSError, RunError) as error:
-        return {}, getattr(error, "strerror", None) or str(error)
+def _described(session: Session, step: int) -> Manifest:
+    """A checkpoint of the session as it is now, but for its files."""
+    scale, plan = session.loss_scale, folders.identity(session.plan)
+    return Manifest(
+        stagewright=__version__,
+        step=step,
+        plan=plan,
+        data=session.data,
+        loss_scale=None if scale is None else scale.value,
+        num_good=0 if scale is None else scale.num_good,
+        files={},
+    )
 
 
-def _complete(session: Session, scratch: Path, step: int, files: Mapping[str, FileRecord]) -> None:
+def _complete(pending: _Pending, config: Mapping[str, Any] | None, files: Mapping[str, FileRecord]) -> None:
     """The files that describe the others, once all of these are there."""
+    scratch = pending.scratch
     for name, record in files.items():
         if not (scratch / name).is_file() or (scratch / name).stat().st_size != record.bytes:
             raise RunError(
                 f"file '{name}' that another rank wrote is not there: all ranks must share the file system"
             )
-    described = write_index(scratch, session.reference.config)
-    scale, plan = session.loss_scale, folders.identity(session.plan)
-    manifest = Manifest(
-        stagewright=__version__,
-        step=step,
-        plan_digest=folders.digest(plan),
-        plan=plan,
-        data=session.data,
-        loss_scale=None if scale is None else scale.value,
-        num_good=0 if scale is None else scale.num_good,
-        files={**files, **{path.name: FileRecord.of(path) for path in described}},
-    )
+    described = write_index(scratch, config)
+    records = {**files, **{path.name: FileRecord.of(path) for path in described}}
+    manifest = pending.manifest.model_copy(update={"files": records})
     for path in (*described, *write_manifest(scratch, manifest), scratch):
         _sync(path)
 
@@ -225,10 +279,6 @@ def _not_written(folder: Path, step: int, fault: str) -> RunError:
     )
 
 
-def _rank_file(rank: int) -> str:
-    return f"{_RANK}{rank:05d}.safetensors"
-
-
 def _sync(path: Path) -> None:
     """What was written to a file or folder survives a power failure from now on."""
     handle = os.open(path, os.O_RDONLY)
@@ -236,63 +286,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-_TYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "C64",
-}
-_ALIGNMENT = 8
-
-
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
-    """A file of `tensors`, which may lie on any device; on the disk when this returns.
-
-    Raises:
-        OSError: it cannot be written.
-        RunError: a tensor is of a type that such files do not have.
-    """
-    digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        for piece in _pieces(tensors):
-            file.write(piece)
-            digest.update(piece)
-            size += len(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(bytes=size, sha256=digest.hexdigest())
-
-
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    # So that all are aligned.
-    offset, order = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _TYPES:
-            raise RunError(f"tensor '{name}' is of type {tensor.dtype}, which safetensors files do not have")
-        end = offset + tensor.numel() * tensor.element_size()
-        shape, dtype = list(tensor.shape), _TYPES[tensor.dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for name in order:
-        flat = tensors[name].detach().reshape(-1).cpu().contiguous()
-        yield flat.view(torch.uint8).numpy().data

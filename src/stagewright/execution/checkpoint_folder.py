@@ -7,12 +7,13 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stagewright.errors import InputError
+from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.files import make_writable
@@ -23,7 +24,12 @@ UNFINISHED = ".writing"
 _STEP = re.compile(r"step-(\d{6,})")
 _SHOWN_LENGTH = 60
 
-# Neither what a run computes nor where its state lies depends on these.
+_OF_STATE = ("dtype", "optimizer")
+"""What of a job says what the state is; with another there is nothing to go on from."""
+_OF_SAMPLES = ("global_batch", "sequence_length", "sequence_lengths", "documents_apart", "seed")
+"""What of a job says which samples come in which step."""
+
+# What a run computes does not depend on these.
 _FREE = {"stagewright": True, "cluster": True, "devices": True, "predictions": True, "shorter_lengths": True}
 _FREE_OF_MODEL = {"text": True}
 _FREE_OF_JOB = {"num_steps": True, "memory_limit": True}
@@ -39,7 +45,7 @@ def folder_name(step: int) -> str:
 
 
 def identity(plan: Plan) -> dict[str, Any]:
-    """What of a plan must be the same for a run to go on as if it had never stopped."""
+    """What of a plan must be the same for a run to go on, to the last bit, as if it had never stopped."""
     left_out = {**_FREE, "model": _FREE_OF_MODEL, "job": _FREE_OF_JOB}
     found = json.loads(plan.model_dump_json(exclude=left_out))
     return {**found, "program": digest(found["program"])[:12]}  # thousands of actions
@@ -53,7 +59,11 @@ def digest(content: object) -> str:
 def steps_of(folder: Path) -> list[Path]:
     """The folders of checkpoints in `folder`, whole or not, that after the most steps first."""
     found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -114,19 +124,47 @@ def verified(folder: Path, report: Callable[[str], None] = lambda text: None) ->
 
 
 @dataclass(frozen=True)
+class Kept:
+    """Which checkpoints stay: the `last` so many, and besides those after every so many steps."""
+
+    last: int
+    every: int | None = None
+
+    def stay(self, steps: Iterable[int]) -> set[int]:
+        """Those among checkpoints after so many steps.
+
+        >>> sorted(Kept(last=2, every=100).stay([50, 100, 150, 200, 250, 300]))
+        [100, 200, 250, 300]
+        """
+        found = sorted(steps)
+        return {step for step in found if self.every and step % self.every == 0} | set(found[-self.last :])
+
+    def prune(self, folder: Path) -> None:
+        """Remove the others from `folder`."""
+        paths = {_step_of(path): path for path in steps_of(folder)}
+        for step in paths.keys() - self.stay(paths):
+            # Under another name first: what is removed in part is no checkpoint.
+            leaving = folder / f".{paths[step].name}{UNFINISHED}"
+            paths[step].rename(leaving)
+            shutil.rmtree(leaving, ignore_errors=True)
+
+
+@dataclass(frozen=True)
 class Checkpointing:
     """What was asked for: the `folder` for checkpoints, None if none are written; one more `every` so many steps; whether to
-    go on from the newest there, and if so with whatever data."""
+    go on from the newest there, and if so with whatever data; which are kept, None all."""
 
     folder: Path | None = None
     every: int | None = None
     is_resumed: bool = False
     is_other_data: bool = False
+    kept: Kept | None = None
 
     def check(self) -> None:
         """Raises `InputError` where the options do not go together."""
-        if self.folder is None and (self.every is not None or self.is_resumed):
-            option = "--resume" if self.is_resumed else "--checkpoint-every"
+        given = {"--resume": self.is_resumed, "--checkpoint-every": self.every, "--keep-last": self.kept}
+        if self.folder is None and any(given.values()):
+            option = next(option for option, value in given.items() if value)
             raise InputError(f"{option} needs --checkpoint FOLDER, where the checkpoints are")
         if self.is_other_data and not self.is_resumed:
             raise InputError("--other-data needs --resume: a run that starts afresh takes any data")
@@ -138,7 +176,7 @@ def check_start(
     asked: Checkpointing, plan: Plan, num_steps: int, data: DataIdentity | str | Path | None = None
 ) -> None:
     """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
-    from, or it is damaged, of another plan or data, or of as many steps as are asked for; or a run that starts afresh
+    from, or it is damaged, of another model or data, or of as many steps as are asked for; or a run that starts afresh
     would mix its checkpoints with those of another."""
     asked.check()
     if asked.folder is None:
@@ -158,7 +196,7 @@ def check_start(
         raise InputError(
             f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
         )
-    _check_plan(found, plan, num_steps)
+    _check_plan(found, plan, num_steps, asked.is_other_data)
     was = found.manifest.data
     if not asked.is_other_data and not was.is_same(now := identity_of(data)):
         raise InputError(
@@ -167,18 +205,35 @@ def check_start(
         )
 
 
-def _check_plan(found: Checkpoint, plan: Plan, num_steps: int) -> None:
-    found_differences = list(differences(found.manifest.plan, identity(plan)))
-    if found_differences:
+def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bool) -> None:
+    was, now = found.manifest.plan, identity(plan)
+    was_job, now_job = was.get("job", {}), now["job"]
+    if changed := [
+        *differences({"model": was.get("model")}, {"model": now["model"]}),
+        *differences(_of(was_job, _OF_STATE), _of(now_job, _OF_STATE), "job."),
+    ]:
         raise InputError(
-            f"checkpoint '{found.path}' is of another plan ({'; '.join(found_differences)}): resume with the plan it was "
-            "written under, or start from its model files with another folder"
+            f"checkpoint '{found.path}' is of another model or type ({'; '.join(changed)}): resume with a plan for what it "
+            "was written of, or start from its model files with another folder"
+        )
+    moved = list(differences(_of(was_job, _OF_SAMPLES), _of(now_job, _OF_SAMPLES), "job."))
+    if moved and not is_other_data:
+        raise InputError(
+            f"checkpoint '{found.path}' is of a run that takes other samples in each step ({'; '.join(moved)}): plan for "
+            "the same, or go on with these with --other-data"
         )
     if found.manifest.step >= num_steps:
         raise InputError(
             f"checkpoint '{found.path}' is of {found.manifest.step} steps, and {num_steps} are asked for: steps are counted "
             f"from the start of the first run; give --steps more than {found.manifest.step}"
         )
+    rest = set(was_job) - {*_OF_STATE, *_OF_SAMPLES}
+    if changed := [*moved, *differences(_of(was_job, rest), _of(now_job, rest), "job.")]:
+        warnings.warn(f"going on with another job: {'; '.join(changed)}", StagewrightWarning, stacklevel=3)
+
+
+def _of(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: document[key] for key in keys if key in document}
 
 
 def differences(saved: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

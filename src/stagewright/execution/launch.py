@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError, RunError
-from stagewright.execution.checkpoint_folder import Checkpointing, check_start
+from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start, steps_of
 from stagewright.execution.data.prepared import prepared
 from stagewright.execution.data.request import DataRequest
 from stagewright.execution.folder_lock import in_use
@@ -39,6 +39,8 @@ def run(
     checkpoint_every: int | None = None,
     resume: bool = False,
     other_data: bool = False,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -61,6 +63,8 @@ def run(
         checkpoint_every: steps after which one more is written each time.
         resume: go on from the newest one in that folder; `steps` are counted from the first of all.
         other_data: do so also if the data is not what that one was trained on.
+        keep_last: how many of the newest checkpoints to keep; None keeps all.
+        keep_every: keep those after a multiple of so many steps besides.
 
     Returns:
         What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
@@ -74,12 +78,15 @@ def run(
 
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
-    check_weights(loaded, random_weights, resume)
     checkpoints = None if checkpoint is None else Path(checkpoint)
-    asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data)
+    resume = resume or _is_restarted(checkpoints)
+    kept = None if keep_last is None else Kept(keep_last, keep_every)
+    asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data, kept)
     asked.check()
-    default = Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = default if out is None else Path(out)
+    check_weights(loaded, random_weights, resume)
+    if keep_every is not None and kept is None:
+        raise InputError("--keep-every needs --keep-last N: without it all checkpoints are kept")
+    folder = default_folder(loaded) if out is None else Path(out)
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     # Of all ranks of the plan, or those that a launcher says it starts here.
     num_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if is_launched else loaded.num_ranks
@@ -90,7 +97,7 @@ def run(
         "plan": str(Path(plan).resolve()), "out": str(folder), "data": None,
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
-        "checkpoint_every": checkpoint_every, "resume": resume,
+        "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
@@ -107,6 +114,17 @@ def run(
             if sys.stderr.isatty():
                 print(starting(loaded, kind, num_steps), file=sys.stderr, flush=True)
             return _start(loaded, options, folder, start_timeout)
+
+
+def default_folder(plan: Plan) -> Path:
+    """Where a run of `plan` leaves its files if nobody says where."""
+    return Path("runs") / f"{plan.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _is_restarted(checkpoints: Path | None) -> bool:
+    """Whether a launcher has started this run again after a failure, and it can go on from a checkpoint of its own."""
+    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    return is_again and checkpoints is not None and bool(steps_of(checkpoints))
 
 
 def starting(plan: Plan, kind: str, num_steps: int) -> str:

@@ -22,7 +22,7 @@ from stagewright.files import digest_of, inside, write_whole
 
 MANIFEST = "checkpoint.json"
 SEAL = "checkpoint.json.sha256"
-VERSION = 2
+VERSION = 3
 _SEAL_BYTES = 1024
 
 
@@ -41,13 +41,12 @@ class FileRecord(StrictModel):
 class Manifest(StrictModel):
     """The content of ``checkpoint.json``."""
 
-    version: Literal[2] = VERSION
+    version: Literal[3] = VERSION
     stagewright: str
     step: int = Field(ge=0)
     """Steps that were done."""
-    plan_digest: str
     plan: dict[str, Any]
-    """What state and results depend on."""
+    """What results depend on to the last bit."""
     data: DataIdentity
     """What the run was trained on."""
     loss_scale: float | None = None
@@ -101,8 +100,14 @@ def read_manifest(folder: Path) -> Manifest:
     if seal != _seal(content):
         raise damaged(folder, f"'{MANIFEST}' is not what '{SEAL}' says it was")
     if (version := _version(content)) != VERSION:
+        is_old = isinstance(version, int) and version < VERSION
+        fix = (
+            "resume with the stagewright that wrote it, or start from its model files"
+            if is_old
+            else "update it"
+        )
         raise InputError(
-            f"checkpoint '{folder}' is of version {version}, and this stagewright reads version {VERSION}: update it"
+            f"checkpoint '{folder}' is of version {version}, and this stagewright reads version {VERSION}: {fix}"
         )
     return validated(Manifest, parse_json(content, f"'{folder / MANIFEST}'"), f"'{folder / MANIFEST}'")
 

@@ -6,6 +6,8 @@ until the last reference is gone; it shares no code with the estimator it judges
 
 from __future__ import annotations
 
+import resource
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +21,16 @@ from torch.utils._pytree import tree_iter
 from stagewright.execution.rank_runner import BatchResult
 from stagewright.planning.job import Job
 
+
+def taken_bytes(device: torch.device) -> int:
+    """The most that this process has taken from its device so far: of a GPU what its allocator has reserved, of a CPU what
+    the system says of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
+
+
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 _GiveTensors = Callable[[], Iterable[torch.Tensor]]
 
 

@@ -19,11 +19,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from stagewright.execution.collectives import exchange
 from stagewright.execution.loading import StoredWeights, unused_tensors
 from stagewright.execution.weight_files import CONFIG, INDEX
 from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
+from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.tensor_parallel.operators import group_of
 
@@ -92,6 +94,26 @@ class ModelFiles:
             if is_writer:
                 found[name] = whole.detach().to("cpu")
         return {name.removeprefix("net."): tensor for name, tensor in found.items()} if is_writer else {}
+
+
+def on_first_rank(session: Session) -> dict[str, torch.Tensor]:
+    """All that the model files would hold, on the CPU of the first rank; nothing on the others. Every rank must call
+    this."""
+    own, device = session.model_files.tensors(session), session.device
+    told = exchange(
+        [[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in own.items()]
+    )
+    if session.mesh.rank:
+        for tensor in own.values():
+            dist.send(tensor.to(device).contiguous(), 0)
+        return {}
+    found = dict(own)
+    for rank, described in enumerate(told[1:], 1):
+        for name, shape, dtype in described:
+            arrived = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+            dist.recv(arrived, rank)
+            found[name] = arrived.cpu()
+    return found
 
 
 def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:

@@ -1,25 +1,19 @@
-"""What a run leaves: a line for every step, which outlives a run that fails, and the record of what was measured, in the
-units and shapes of what was predicted.
-"""
+"""What a run leaves: the record of what was measured, in the units and shapes of what was predicted."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import sys
-import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import MOST_RECORD_BYTES, read_sealed_json, sealed
-from stagewright.errors import InputError, StagewrightWarning
-from stagewright.files import through_no_link, write_whole
+from stagewright.errors import InputError
+from stagewright.files import write_whole
 from stagewright.limits import MOST_PREDICTED, MOST_STEPS
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
@@ -98,6 +92,8 @@ class Record(StrictModel):
     """Steps done before, by the runs whose checkpoint this one went on from; what follows is of its own steps."""
     stopped_by: str | None = None
     """The signal by which somebody ended the run before its last step; None where it came to that."""
+    is_going_on: bool = False
+    """Whether this was written while the run still went on."""
     losses: tuple[float | None, ...]
     """None where the loss was no finite number."""
     gradient_norms: tuple[float | None, ...]
@@ -177,62 +173,6 @@ def load_record(path: str | Path) -> Record:
             f"{path} is a plan: the record of its run is the record.json that `stagewright run` wrote"
         )
     return validated(Record, document, str(path))
-
-
-STEPS = "steps.jsonl"
-
-
-class StepLog:
-    """One line per step in ``steps.jsonl``, and one on stderr, there at most one a second when steps are many.
-
-    Args:
-        folder: where the file goes, beside ``record.json``.
-        first: steps done before; a run that goes on from some adds its lines to those that are there.
-        num_steps: steps there will be with them.
-    """
-
-    def __init__(self, folder: Path, first: int, num_steps: int) -> None:
-        self.num_steps = num_steps
-        self.printed = 0.0
-        self.is_incomplete = False
-        self.path = folder / STEPS
-        if not first:
-            self.path.unlink(missing_ok=True)
-
-    def __call__(self, step: int, result: Any) -> None:
-        """Step number `step`, counted from 0, is done."""
-        line = {
-            "step": step + 1,
-            "loss": finite(result.loss),
-            "gradient_norm": finite(result.gradient_norm),
-            "seconds": result.seconds,
-        }
-        self._keep(json.dumps(line))
-        now = time.monotonic()
-        if 0 < step < self.num_steps - 1 and self.num_steps > 50 and now - self.printed < 1.0:
-            return
-        self.printed = now
-        print(
-            f"step {step + 1}/{self.num_steps}  loss {result.loss:.4f}  gradient norm {result.gradient_norm:.3f}  "
-            f"{result.seconds:.3f} s",
-            file=sys.stderr,
-            flush=True,
-        )
-
-    def _keep(self, line: str) -> None:
-        """A file that takes no more ends no training: that is said once, and tried again with every step."""
-        try:
-            with open(self.path, "a", encoding="utf-8", opener=through_no_link) as file:
-                file.write(f"{line}\n")
-        except OSError as error:
-            if not self.is_incomplete:
-                self.is_incomplete = True
-                warnings.warn(
-                    f"steps from {json.loads(line)['step']} on are missing in '{self.path}' ({error.strerror or error}); "
-                    "the run goes on: make room there, or its record cannot be written either",
-                    StagewrightWarning,
-                    stacklevel=2,
-                )
 
 
 def finite(value: float) -> float | None:

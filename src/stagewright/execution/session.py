@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +24,7 @@ from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
 from stagewright.execution.mesh import STAGE, Groups, Mesh
-from stagewright.execution.metering import Metering, TimedStep
+from stagewright.execution.metering import Metering, TimedStep, taken_bytes
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
@@ -43,6 +44,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
 from stagewright.schedule.lower import insert_communication
+from stagewright.schedule.program import Program
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
@@ -53,10 +55,12 @@ class StepResult:
     loss: float
     gradient_norm: float
     seconds: float
-    is_last_asked: bool = False
-    """Whether a rank was asked to stop behind this step; all ranks see the same."""
+    votes: frozenset[str] = frozenset()
+    """Which of the questions of `Session.votes` a rank said yes to; all ranks see the same."""
     paces: tuple[float, ...] = ()
     """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
+    memory_bytes: int = 0
+    """Of the rank that has taken most from its device so far; on a CPU the most that its process has had."""
 
 
 class Session:
@@ -76,10 +80,10 @@ class Session:
         random_weights: bool = False,
         watch: Callable[[str], None] = lambda position: None,
         report: Callable[[str], None] = lambda stage: None,
-        asked_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self.plan = plan
-        self._asked_to_stop = asked_to_stop
+        self.votes: dict[str, Callable[[], bool]] = {}
+        """Questions that every rank answers for itself after each step, all with the same ones in the same order."""
         self.device = device
         self._report_position = watch
         self.position = "starting"
@@ -115,7 +119,8 @@ class Session:
             self.batches = (
                 SyntheticBatches(model.inputs, job.seed) if data is None else open_batches(data, job)
             )
-        self._is_weighted = data is not None and data.is_masked and reference.kind == "config"
+        is_masked = job.documents_apart or (data is not None and data.is_masked)
+        self._is_weighted = is_masked and reference.kind == "config"
         shards = self.mesh.num_shards
         every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
@@ -133,7 +138,7 @@ class Session:
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE))
         tied.count_elsewhere(self._counted_elsewhere())
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
-        longest = AtLength(self.graph, self._runner_of(self.stages))
+        longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
@@ -159,10 +164,11 @@ class Session:
         how = found.shards.get(name) if found else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
 
-    def _runner_of(self, stages: Sequence[Stage]) -> RankRunner:
-        """Runs the plan's program on stages of this model, of whatever length."""
+    def runner_of(self, stages: Sequence[Stage], program: Program | None = None) -> RankRunner:
+        """Runs a lowered `program`, by default the plan's, on stages of this model, of whatever length."""
         plan = self.plan
-        program = insert_communication(self.program, stage_edges(stages))
+        if program is None:
+            program = insert_communication(self.program, stage_edges(stages))
         return RankRunner(
             stages, program, self.mesh.pipeline_rank, self.groups.pipeline, self.weights, self.device, self.cotangent,
             plan.job.seed, (self.groups.forward, self.groups.backward), self.watch, self.shards,
@@ -178,7 +184,7 @@ class Session:
         graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **traced)
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
-        return AtLength(graph, self._runner_of(stages))
+        return AtLength(graph, self.runner_of(stages))
 
     def _counted_elsewhere(self) -> set[int]:
         """Parameters that the first of the tensor parallel ranks counts in the norm of the gradient."""
@@ -208,10 +214,40 @@ class Session:
         )
         return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
 
-    def train_step(self, step: int, metered: bool = False) -> StepResult:
-        """One optimizer step; with `metered`, the bytes alive at the worst moment are counted (and the step is slow)."""
+    def own_part(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """This replica's microbatches of a whole batch, by the name of the model's input. Raises `InputError` where it does
+        not have all inputs, or another number of samples."""
+        plan, graph = self.plan, self.graph
+        if missing := [name for name in graph.inputs if name not in batch]:
+            raise InputError(
+                f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"
+            )
+        size, first = plan.microbatch_size, self.mesh.replica * plan.num_microbatches * plan.microbatch_size
+        for name, value in graph.inputs.items():
+            wanted = (plan.job.global_batch, *graph.values[value].meta.shape[1:])
+            if tuple(batch[name].shape) != wanted:
+                raise InputError(
+                    f"input '{name}' of the batch has shape {list(batch[name].shape)}, and the plan is for {list(wanted)}: "
+                    "give whole batches, of which each rank takes its own samples"
+                )
+        return [
+            {
+                name: batch[name][first + index * size : first + (index + 1) * size].to(
+                    self.device, DTYPES[graph.values[value].meta.dtype]
+                )
+                for name, value in graph.inputs.items()
+            }
+            for index in range(plan.num_microbatches)
+        ]
+
+    def train_step(
+        self, step: int, metered: bool = False, inputs: list[dict[str, torch.Tensor]] | None = None
+    ) -> StepResult:
+        """One optimizer step, on microbatches `inputs` in place of the data's where they are given; with `metered`, the
+        bytes alive at the worst moment are counted (and the step is slow)."""
         length = self.plan.job.length_of(step)
-        inputs = self.microbatches(step, self.lengths.turn_to(length).graph)
+        graph = self.lengths.turn_to(length).graph
+        inputs = self.microbatches(step, graph) if inputs is None else inputs
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(
@@ -243,7 +279,7 @@ class Session:
         batch = self.runner.run_batch(step, inputs, self._cotangents(shares))
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._agreed(batch, 0.0, shares)[0]
+        return self._agreed(batch, math.nan, 0.0, 0.0, shares).loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -269,8 +305,7 @@ class Session:
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
         pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
-        loss, stops, paces = self._agreed(batch, pace, shares)
-        return StepResult(loss, norm, end - start, stops, paces)
+        return self._agreed(batch, norm, end - start, pace, shares)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -304,21 +339,28 @@ class Session:
         return [scale * share for share in shares]
 
     def _agreed(
-        self, result: BatchResult, pace: float, shares: list[float] | None = None
-    ) -> tuple[float, bool, tuple[float, ...]]:
-        """The mean loss over all microbatches of all replicas (of those with `shares`, over all tokens), whether a rank is
-        asked to stop, and the pace of each; known to every rank."""
-        total = torch.zeros(2 + dist.get_world_size(), dtype=torch.float64, device=self.device)
-        total[2 + self.mesh.rank] = pace
-        for microbatch, loss in result.losses.items():
-            if shares is None or shares[microbatch]:  # a mean over no tokens is no number
-                total[0] += loss.double().reshape(()) * (1.0 if shares is None else shares[microbatch])
-        total[1] = float(self._asked_to_stop())
-        dist.all_reduce(total)
-        loss, votes, *paces = total.tolist()
+        self, result: BatchResult, norm: float, seconds: float, pace: float, shares: list[float] | None = None
+    ) -> StepResult:
+        """What every rank knows of a step: the mean loss over all microbatches of all replicas (with `shares` over all
+        learnt tokens), and what each rank tells."""
+        num_ranks, votes = dist.get_world_size(), list(self.votes.items())
+        told = torch.zeros(1 + len(votes) + 2 * num_ranks, dtype=torch.float64)
+        told[0] = sum(
+            float(loss) * (1.0 if shares is None else shares[microbatch])
+            for microbatch, loss in result.losses.items()
+            if shares is None or shares[microbatch]  # a mean over no tokens is no number
+        )
+        told[1 : 1 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
+        of_ranks = told[1 + len(votes) :].view(2, num_ranks)
+        of_ranks[:, self.mesh.rank] = torch.tensor([pace, taken_bytes(self.device)], dtype=torch.float64)
+        told = told.to(self.device)
+        dist.all_reduce(told)
+        loss, *others = told.tolist()
+        yes = frozenset(name for (name, _), count in zip(votes, others, strict=False) if count)
+        paces, taken = others[len(votes) : -num_ranks], others[-num_ranks:]
         num_losses = self.plan.num_microbatches * self.plan.dp if shares is None else 1
         mean = loss / (num_losses * self.plan.tp)
-        return mean, votes > 0, tuple(paces)
+        return StepResult(mean, norm, seconds, yes, tuple(paces), int(max(taken)))
 
     # -- record -----------------------------------------------------------------------------------------------------
 

@@ -280,6 +280,10 @@ class Shards:
             if flat.is_trained == are_trained and buffer.shard is not None
         }
 
+    def flat_of(self, value: int) -> Flat:
+        """The flat buffer that `parts` names by its first parameter."""
+        return next(flat for flat in self.flats if flat.values[0] == value)
+
     def whole_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
         """Sharded parameters, whole and by name, one flat buffer after the other; every replica must ask."""
         for flat, buffer in self.buffers.items():

@@ -9,7 +9,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -55,7 +55,7 @@ class PreparedData(StrictModel):
     further_inputs: tuple[str, ...] = ()
 
 
-Data = PreparedData | DataRequest | str | Path | None
+Data = PreparedData | DataRequest | str | Path | Sequence[str | Path] | None
 """What a run is trained on, ready or as it was asked for; None: synthetic samples."""
 
 

@@ -1,0 +1,147 @@
+"""Evaluation under the pipeline: the forwards of a plan alone, on the weights of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from stagewright.estimation.memory import stage_edges
+from stagewright.execution.collectives import exchange
+from stagewright.execution.rank_runner import Inputs
+from stagewright.execution.session import Session
+from stagewright.graph.carving import carve
+from stagewright.graph.stage import Function, Stage
+from stagewright.planning.plan_stages import stage_cuts
+from stagewright.schedule.action import Action, Kind
+from stagewright.schedule.lower import insert_communication
+from stagewright.schedule.program import Program
+from stagewright.tracing.evaluation import NOT_COUNTED, evaluated, is_by_token
+
+_NONE = Function((), (), ())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What some samples came to.
+
+    `loss` is the mean over all tokens that count, `num_tokens`, or over the microbatches where the model's loss is not one
+    of tokens (`num_tokens` is 0 then). `log_probabilities` are, by number of the sample, those of its tokens, in their
+    order, if they were asked for.
+    """
+
+    loss: float
+    num_tokens: int
+    log_probabilities: dict[int, list[float | None]]
+    """None for tokens that do not count."""
+
+
+class Evaluator:
+    """Runs the forwards of a session's plan as `module.eval()` would; every rank makes one and calls `run` alike.
+
+    Raises:
+        InputError: the model draws random numbers in a way that cannot be switched off.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        graph = evaluated(session.graph)
+        self.is_by_token = is_by_token(graph)
+        stages = [forward_only(stage) for stage in carve(graph, stage_cuts(session.plan, session.graph))]
+        program = insert_communication(forwards(session.program), stage_edges(stages))
+        self.runner = session.runner_of(stages, program)
+        self.runner.release()
+
+    def run(
+        self, batches: Iterable[Sequence[Inputs]], first_sample: int = 0, wants_tokens: bool = False
+    ) -> Evaluation:
+        """The loss of `batches`, each this replica's microbatches of one global batch, whose samples are counted on from
+        `first_sample`."""
+        session = self.session
+        plan, size = session.plan, session.plan.microbatch_size
+        total = torch.zeros(2, dtype=torch.float64, device=session.device)
+        found: dict[int, list[float | None]] = {}
+        num_microbatches = 0
+        session.runner.release()
+        self.runner.restore()
+        for batch in batches:
+            result = self.runner.run_batch(0, batch)
+            for microbatch, loss in result.losses.items():
+                if not self.is_by_token:
+                    total += torch.stack((loss.double(), torch.ones_like(loss, dtype=torch.float64)))
+                    continue
+                counts = loss != NOT_COUNTED
+                total += torch.stack((torch.where(counts, loss, 0).double().sum(), counts.double().sum()))
+                if wants_tokens:
+                    place = (
+                        first_sample + session.mesh.replica * plan.num_microbatches * size + microbatch * size
+                    )
+                    rows = loss.reshape(size, -1).tolist()
+                    found |= {
+                        place + row: [None if one == NOT_COUNTED else -one for one in tokens]
+                        for row, tokens in enumerate(rows)
+                    }
+            num_microbatches += plan.num_microbatches
+            first_sample += plan.job.global_batch
+            self.runner.drop()
+        self.runner.release()
+        session.runner.restore()
+        torch.distributed.all_reduce(total)
+        summed, count = total.tolist()
+        if session.mesh.tensor_rank:
+            found = {}
+        told = exchange({str(sample): tokens for sample, tokens in found.items()}) if wants_tokens else []
+        return Evaluation(
+            summed / max(count, 1.0),
+            round(count / plan.tp) if self.is_by_token else 0,
+            {
+                int(sample): tokens
+                for one in told
+                for sample, tokens in sorted(one.items(), key=lambda item: int(item[0]))
+            },
+        )
+
+
+def forwards(program: Program) -> Program:
+    """The F actions of `program`, in its order, with gathered parameters there for each run of them on a stage."""
+    gathered = {action.stage for action in program if action.kind is Kind.GATHER}
+
+    def on_rank(actions: Iterable[Action]) -> list[Action]:
+        parts = [part for action in actions for part in action.parts if part.kind is Kind.F]
+        found: list[Action] = []
+        for stage, run in groupby(parts, key=lambda part: part.stage):
+            if stage in gathered:
+                found += [Action(Kind.GATHER, stage), *run, Action(Kind.RELEASE, stage)]
+            else:
+                found += run
+        return found
+
+    return program.with_ranks(map(on_rank, program.ranks))
+
+
+def forward_only(stage: Stage) -> Stage:
+    """`stage` with nothing but what its forward sends on, or the loss."""
+    sent = [value for transfer in stage.sends for value in transfer.values]
+    if stage.computes_loss:
+        sent.append(stage.graph.loss)
+    needed, nodes = set(sent), []
+    for node in reversed(stage.forward.nodes):
+        if needed.intersection(value for value in node.outputs if value is not None):
+            nodes.append(node)
+            needed.update(node.inputs)
+    return replace(
+        stage,
+        forward=Function(tuple(reversed(nodes)), stage.forward.inputs, tuple(dict.fromkeys(sent))),
+        input_grad=_NONE,
+        weight_grad=_NONE,
+        backward=_NONE,
+        rebuild=_NONE,
+        remade=_NONE,
+        saved=(),
+        offloaded=(),
+        relayed=(),
+        mutations=(),
+        late=(),
+    )

@@ -1,0 +1,133 @@
+"""What is said and kept of every step while a run goes on."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stagewright.errors import InputError, StagewrightWarning
+from stagewright.execution.record import finite
+from stagewright.files import through_no_link
+from stagewright.units import format_bytes, format_seconds
+
+STEPS = "steps.jsonl"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that all ranks are through with."""
+
+    number: int
+    """From 1."""
+    num_steps: int
+    """There will be."""
+    loss: float
+    gradient_norm: float
+    """Before clipping."""
+    seconds: float
+    tokens_per_second: float
+    mfu: float
+    """Of the model's own FLOP, as the plan counts them, part of what its devices could have computed."""
+    memory_bytes: int
+    """Taken from its device by the rank that has taken most; on a CPU of its whole process."""
+    seconds_left: float
+    """At the pace of the last steps."""
+
+    @property
+    def figures(self) -> dict[str, float | int | None]:
+        """What is kept of it, by name; None for what is no finite number."""
+        return {
+            "loss": finite(self.loss), "gradient_norm": finite(self.gradient_norm), "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second, "mfu": self.mfu, "memory_bytes": self.memory_bytes,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        parts = [
+            f"step {self.number}/{self.num_steps}", f"loss {self.loss:.4f}", f"gradient norm {self.gradient_norm:.3f}",
+            f"{self.seconds:.3f} s", f"{self.tokens_per_second:,.0f} tokens/s", f"MFU {self.mfu:.0%}",
+            format_bytes(self.memory_bytes),
+        ]  # fmt: skip
+        if self.number < self.num_steps:
+            parts.append(f"{format_seconds(self.seconds_left)} left")
+        return "  ".join(parts)
+
+
+Callback = Callable[[Step], object]
+
+
+class StepLog:
+    """One line per step in ``steps.jsonl``, and one on stderr, there at most one a second when steps are many.
+
+    Args:
+        folder: where the file goes, beside ``record.json``.
+        first: steps done before; a run that goes on from some adds its lines to those that are there.
+    """
+
+    def __init__(self, folder: Path, first: int) -> None:
+        self.printed = 0.0
+        self.is_incomplete = False
+        self.path = folder / STEPS
+        if not first:
+            self.path.unlink(missing_ok=True)
+
+    def __call__(self, step: Step) -> None:
+        self._keep(step)
+        now = time.monotonic()
+        if 1 < step.number < step.num_steps and step.num_steps > 50 and now - self.printed < 1.0:
+            return
+        self.printed = now
+        print(step, file=sys.stderr, flush=True)
+
+    def _keep(self, step: Step) -> None:
+        """A file that takes no more ends no training: that is said once, and tried again with every step."""
+        try:
+            with open(self.path, "a", encoding="utf-8", opener=through_no_link) as file:
+                file.write(json.dumps({"step": step.number, **step.figures}) + "\n")
+        except OSError as error:
+            if not self.is_incomplete:
+                self.is_incomplete = True
+                warnings.warn(
+                    f"steps from {step.number} on are missing in '{self.path}' ({error.strerror or error}); the run goes on"
+                    ": make room there, or its record cannot be written either",
+                    StagewrightWarning,
+                    stacklevel=2,
+                )
+
+
+class TensorBoardLog:
+    """Every figure of every step, for TensorBoard. Raises `InputError` where the package is not installed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise InputError("--tensorboard needs the package tensorboard: pip install tensorboard") from None
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def __call__(self, step: Step) -> None:
+        for name, figure in step.figures.items():
+            if figure is not None:
+                self._writer.add_scalar(f"train/{name}", figure, step.number)
+        if step.number == step.num_steps:
+            self._writer.flush()
+
+
+class WandbLog:
+    """Every figure of every step, for Weights & Biases. Raises `InputError` where the package is not installed."""
+
+    def __init__(self, project: str, name: str, folder: Path) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise InputError("--wandb needs the package wandb: pip install wandb") from None
+        self._run: Any = wandb.init(project=project, name=name, dir=str(folder))
+
+    def __call__(self, step: Step) -> None:
+        figures = {f"train/{name}": figure for name, figure in step.figures.items() if figure is not None}
+        self._run.log(figures, step=step.number)

@@ -1,0 +1,133 @@
+"""Where in the whole model's tensors the memory of one rank lies: boxes, whatever the plan that put them there.
+
+A rank holds a tensor whole, as its part of a tensor-parallel one, or as a range of elements of a flat buffer that
+replicas share out, of parts of tensors in their turn. All of these are boxes of the whole tensor, each of which lies in one
+range of memory, so that what one plan has written another can read. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stagewright.graph.tensor import TensorMeta
+from stagewright.graph.tensor_parallel import TensorShard
+
+
+@dataclass(frozen=True)
+class Region:
+    """A box of a tensor: the first index along each dimension, and how many there are.
+
+    >>> Region((2, 0), (3, 4)).overlap(Region((4, 1), (5, 2)))
+    Region(start=(4, 1), shape=(1, 2))
+    """
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Region:
+        """All of a tensor."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    def overlap(self, other: Region) -> Region | None:
+        """What both have; None where that is nothing."""
+        if self.start == other.start and self.shape == other.shape:
+            return self
+        start = tuple(map(max, self.start, other.start))
+        ends = zip(self.start, self.shape, other.start, other.shape, strict=True)
+        stop = (min(one + size, two + length) for one, size, two, length in ends)
+        shape = tuple(end - first for end, first in zip(stop, start, strict=True))
+        return Region(start, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, outer: Region) -> tuple[slice, ...]:
+        """Where it lies in a tensor that has only `outer`.
+
+        >>> Region((4, 1), (1, 2)).within(Region((2, 0), (3, 4)))
+        (slice(2, 3, None), slice(1, 3, None))
+        """
+        inside = zip(self.start, outer.start, self.shape, strict=True)
+        return tuple(slice(own - first, own - first + size) for own, first, size in inside)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A box that lies in one range of memory, `offset` elements from the first, its dimensions there in `order`."""
+
+    region: Region
+    offset: int
+    order: tuple[int, ...]
+
+
+def stretches(meta: TensorMeta, first: int, stop: int) -> Iterator[Stretch]:
+    """Boxes that make up the elements from `first` to `stop` of a tensor without gaps, as they lie in memory; offsets count
+    from `first`.
+
+    >>> for one in stretches(TensorMeta((3, 4), (4, 1), "float32"), 2, 9):
+    ...     print(one.region.start, one.region.shape, one.offset)
+    (0, 2) (1, 2) 0
+    (1, 0) (1, 4) 2
+    (2, 0) (1, 1) 6
+    """
+    order = tuple(sorted(range(len(meta.shape)), key=lambda dim: (-meta.stride[dim], dim)))
+    offset = 0
+    for box in _boxes(tuple(meta.shape[dim] for dim in order), first, stop):
+        start, shape = [0] * len(order), [0] * len(order)
+        for place, dim in enumerate(order):
+            start[dim], shape[dim] = box.start[place], box.shape[place]
+        yield Stretch(Region(tuple(start), tuple(shape)), offset, order)
+        offset += box.num_elements
+
+
+def _boxes(shape: tuple[int, ...], first: int, stop: int) -> Iterator[Region]:
+    """Boxes of a row-major tensor that hold its elements from `first` to `stop`, in their order: the rest of a row, rows,
+    the beginning of a row, and so on along further dimensions."""
+    if stop <= first:
+        return
+    if len(shape) <= 1:
+        yield Region((first,), (stop - first,)) if shape else Region((), ())
+        return
+    row = math.prod(shape[1:])
+    (low, skipped), (high, left) = divmod(first, row), divmod(stop, row)
+    if low == high:
+        yield from _in_row(low, _boxes(shape[1:], skipped, left))
+        return
+    if skipped:
+        yield from _in_row(low, _boxes(shape[1:], skipped, row))
+        low += 1
+    if low < high:
+        yield Region((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+    yield from _in_row(high, _boxes(shape[1:], 0, left))
+
+
+def _in_row(row: int, boxes: Iterator[Region]) -> Iterator[Region]:
+    return (Region((row, *box.start), (1, *box.shape)) for box in boxes)
+
+
+def in_whole(part: Region, shard: TensorShard, num_ranks: int, rank: int) -> Iterator[tuple[Region, Region]]:
+    """For a region of the part that `rank` of `num_ranks` has of a tensor: where in the whole tensor its pieces lie, each
+    beside the piece as a region of the part. What was added to make parts equal is left out.
+
+    >>> fused = TensorShard(0, (6, 6))
+    >>> for whole, part in in_whole(Region((0,), (6,)), fused, 2, 1):
+    ...     print(whole.start, whole.shape, part.start)
+    (3,) (3,) (0,)
+    (9,) (3,) (3,)
+    """
+    passed = 0
+    for first, stop in shard.ranges(num_ranks, rank):
+        size = min(stop, shard.whole_size) - first
+        span = Region(_replaced(part.start, shard.dim, passed), _replaced(part.shape, shard.dim, size))
+        if (own := part.overlap(span)) is not None:
+            moved = own.start[shard.dim] - passed + first
+            yield Region(_replaced(own.start, shard.dim, moved), own.shape), own
+        passed += stop - first
+
+
+def _replaced(numbers: tuple[int, ...], place: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:place], number, *numbers[place + 1 :])

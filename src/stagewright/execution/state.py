@@ -1,0 +1,138 @@
+"""What training changes on one rank, as regions of the whole model's tensors: what a checkpoint is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from stagewright.execution.regions import Region, in_whole, stretches
+from stagewright.graph.flat import Flat
+from stagewright.graph.tensor_parallel import parallelism
+
+if TYPE_CHECKING:
+    from stagewright.execution.session import Session
+
+OF_REPLICA = "#"
+"""In names of what every replica has of its own: in front of its number and the pipeline rank's."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A region of something that training changes: its name in the whole model, the rank that writes it (this one or another
+    with the same), and where this rank has it."""
+
+    name: str
+    region: Region
+    writer: int
+    tensor: torch.Tensor
+
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        return key_of(self.name, self.region)
+
+
+def key_of(name: str, region: Region) -> str:
+    """Under which name a file has a region of tensor `name`.
+
+    >>> key_of("weight:exp_avg", Region((4, 0), (2, 8)))
+    'weight:exp_avg@4,0'
+    """
+    return f"{name}@{','.join(map(str, region.start))}"
+
+
+def named_by(key: str, shape: tuple[int, ...]) -> tuple[str, Region]:
+    """Which region of which tensor the entry `key` of a file is. Raises `ValueError` where it is none.
+
+    >>> named_by("weight:step@", ())
+    ('weight:step', Region(start=(), shape=()))
+    """
+    name, _, start = key.rpartition("@")
+    region = Region(tuple(map(int, start.split(","))) if start else (), shape)
+    if len(region.start) != len(shape):
+        raise ValueError(f"'{key}' is of {len(shape)} dimensions")
+    return name, region
+
+
+def held(session: Session) -> Iterator[Held]:
+    """All that training changes and that this rank has."""
+    mesh, weights, names = session.mesh, session.weights, session.weights.names
+    shared = parallelism(session.graph)
+    shards = shared.shards if shared else {}
+    holders: dict[int, int] = {}
+    for stage in session.stages:
+        for value in stage.parameters:
+            here = session.plan.placement[stage.index]
+            holders[value] = min(here, holders.get(value, here))
+
+    def writer(value: int, replica: int) -> int:
+        """Of those that hold the same, the first."""
+        tensor_rank = mesh.tensor_rank if names[value] in shards else 0
+        return mesh.global_rank(holders[value], replica, tensor_rank)
+
+    def placed(value: int, part: str, region: Region, replica: int, tensor: torch.Tensor) -> Iterator[Held]:
+        """A region of what this rank has of a parameter, as those of the whole one."""
+        name = names[value]
+        pieces = (
+            in_whole(region, shards[name], mesh.tp, mesh.tensor_rank)
+            if name in shards and region.shape
+            else ((region, region),)
+        )
+        for whole, own in pieces:
+            yield Held(
+                f"{name}:{part}",
+                whole,
+                writer(value, replica),
+                tensor[own.within(region)] if own.shape else tensor,
+            )
+
+    sharer = mesh.replica % mesh.num_shards
+    for value, state in session.optimizer.adamw.states():
+        flat = session.shards.flat_of(value) if value in session.optimizer.sharded else None
+        for part, tensor in state.items():
+            if flat is None:
+                yield from placed(value, part, Region.whole(tensor.shape), 0, tensor)
+            else:
+                for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
+                    yield from placed(own, part, region, sharer, piece)
+    for value, tensor in weights.parameters.items():
+        if value not in weights.trained:
+            yield from placed(value, "weight", Region.whole(tensor.shape), 0, tensor)
+    for value, tensor in session.shards.parts(are_trained=False).items():
+        flat = session.shards.flat_of(value)
+        for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
+            yield from placed(own, "weight", region, sharer, piece)
+    first = mesh.global_rank(mesh.pipeline_rank, mesh.replica, 0)
+    for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
+        tensor = weights.tensors[value]
+        own = f"{names[value]}{OF_REPLICA}{mesh.replica}.{mesh.pipeline_rank}"
+        yield Held(own, Region.whole(tensor.shape), first, tensor)
+
+
+def resumed(session: Session) -> None:
+    """Everything that follows from what `held` gives is as it is now; every rank must call this."""
+    session.optimizer.adamw.round()
+    session.shards.spread()
+    if session.loss_scale is not None:
+        session.lengths.scale_loss(session.cotangent)
+    session.runner.release()  # what was computed from parameters that have changed
+    session.runner.restore()
+
+
+def _of_flat(flat: Flat, part: slice, shard: torch.Tensor) -> Iterator[tuple[int, Region, torch.Tensor]]:
+    """What `shard`, or a number that belongs to it, is of each parameter of a flat buffer: regions and where they are."""
+    for entry in flat.entries:
+        if not shard.dim():
+            yield entry.value, Region.whole(()), shard
+            continue
+        first = max(entry.offset, part.start)
+        stop = min(entry.offset + entry.meta.num_elements, part.stop)
+        for stretch in stretches(entry.meta, first - entry.offset, stop - entry.offset):
+            begin = first - part.start + stretch.offset
+            rows = shard[begin : begin + stretch.region.num_elements]
+            turned = rows.view([stretch.region.shape[dim] for dim in stretch.order])
+            inverse = sorted(range(len(stretch.order)), key=stretch.order.__getitem__)
+            yield entry.value, stretch.region, turned.permute(inverse)

@@ -1,0 +1,169 @@
+"""Files of tensors of a checkpoint: written with their digests, and read by regions, whichever rank wrote them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from stagewright.errors import InputError, RunError
+from stagewright.execution import checkpoint_folder as folders
+from stagewright.execution.manifest import Checkpoint, FileRecord, damaged
+from stagewright.execution.regions import Region
+from stagewright.execution.state import OF_REPLICA, Held, key_of, named_by
+
+RANK = "rank-"
+"""How the name of a file of a rank's state begins."""
+
+Sources = list[tuple[str, Region]]
+"""Names of files, and the regions that they have."""
+
+
+def rank_file(rank: int) -> str:
+    return f"{RANK}{rank:05d}.safetensors"
+
+
+class Stored:
+    """What the files of all ranks of a checkpoint hold: regions by the names of tensors.
+
+    Raises:
+        InputError: a file is none of ours.
+    """
+
+    def __init__(self, found: Checkpoint) -> None:
+        self.path = found.path
+        self._where: dict[str, dict[Region, str]] = {}
+        self._readers: dict[str, safe_open] = {}
+        for file in sorted(name for name in found.manifest.files if name.startswith(RANK)):
+            for name, region in _regions(found.path, file):
+                self._where.setdefault(name, {}).setdefault(region, file)
+
+    def sources(self, name: str, wanted: Region) -> Sources:
+        """Which files have which regions of what is `wanted` of a tensor.
+
+        Raises:
+            InputError: some of it is in none.
+        """
+        stored = self._where.get(self._known_as(name), {})
+        if wanted in stored:
+            return [(stored[wanted], wanted)]
+        found = [(file, region) for region, file in stored.items() if wanted.overlap(region) is not None]
+        if sum(_overlap(wanted, region).num_elements for _, region in found) != wanted.num_elements:
+            raise InputError(
+                f"checkpoint '{self.path}' does not have all of '{name}': it is of another model, or was written by "
+                "another version of stagewright"
+            )
+        return found
+
+    def read(self, held: Held, sources: Sources) -> None:
+        """Fill what a rank holds."""
+        name = self._known_as(held.name)
+        try:
+            for file, region in sources:
+                if file not in self._readers:
+                    self._readers[file] = safe_open(str(self.path / file), framework="pt")
+                both, key = _overlap(held.region, region), key_of(name, region)
+                if not region.shape or both == region:
+                    read = self._readers[file].get_tensor(key)
+                else:
+                    read = self._readers[file].get_slice(key)[both.within(region)]
+                if read.dtype != held.tensor.dtype:
+                    raise RunError(
+                        f"the checkpoint has '{name}' as {read.dtype}, this run as {held.tensor.dtype}: resume with the "
+                        "version of stagewright that wrote it"
+                    )
+                own = held.tensor[both.within(held.region)] if both.shape else held.tensor
+                own.copy_(read)
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"checkpoint '{self.path}' cannot be read: {error}; {folders.instead_of(self.path)}"
+            ) from None
+
+    def _known_as(self, name: str) -> str:
+        """Under which name it is stored: of statistics that each replica has of its own, where there were fewer of them, the
+        first replica's."""
+        if name in self._where or OF_REPLICA not in name:
+            return name
+        prefix = name.rpartition(OF_REPLICA)[0] + OF_REPLICA
+        return min((one for one in self._where if one.startswith(prefix)), default=name)
+
+
+def _overlap(one: Region, other: Region) -> Region:
+    found = one.overlap(other)
+    assert found is not None, "regions that were chosen because they overlap"
+    return found
+
+
+def _regions(folder: Path, file: str) -> list[tuple[str, Region]]:
+    """What a file has. Raises `InputError` where that cannot be read."""
+    try:
+        with safe_open(str(folder / file), framework="pt") as reader:
+            keys = list(reader.keys())
+            return [named_by(key, tuple(reader.get_slice(key).get_shape())) for key in keys]
+    except (OSError, SafetensorError, ValueError) as error:
+        raise damaged(folder, f"file '{file}' cannot be read ({error})") from None
+
+
+_TYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+_ALIGNMENT = 8
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    """A file of `tensors`, which may lie on any device; on the disk when this returns.
+
+    Raises:
+        OSError: it cannot be written.
+        RunError: a tensor is of a type that such files do not have.
+    """
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for piece in _pieces(tensors):
+            file.write(piece)
+            digest.update(piece)
+            size += len(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileRecord(bytes=size, sha256=digest.hexdigest())
+
+
+def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    # So that all are aligned.
+    offset, order = 0, sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in order:
+        tensor = tensors[name]
+        if tensor.dtype not in _TYPES:
+            raise RunError(f"tensor '{name}' is of type {tensor.dtype}, which safetensors files do not have")
+        end = offset + tensor.numel() * tensor.element_size()
+        shape, dtype = list(tensor.shape), _TYPES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in order:
+        flat = tensors[name].detach().reshape(-1).cpu().contiguous()
+        yield flat.view(torch.uint8).numpy().data

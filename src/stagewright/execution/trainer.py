@@ -1,0 +1,421 @@
+"""Training a plan on one rank: steps, checkpoints, what is said of them, and what is left at the end."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from stagewright.errors import InputError, StagewrightWarning
+from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start
+from stagewright.execution.data.prepared import Data, PreparedData, ready
+from stagewright.execution.folder_lock import in_use
+from stagewright.execution.launch import default_folder, refuse_what_is_not_run
+from stagewright.execution.logs import Callback, Step, StepLog
+from stagewright.execution.member import member
+from stagewright.execution.record import Record, finite
+from stagewright.execution.watch import Limits
+from stagewright.execution.weight_files import check_weights
+from stagewright.planning.plan import Plan, load_plan
+from stagewright.version import __version__
+
+if TYPE_CHECKING:
+    import torch
+
+    from stagewright.cluster import Device
+    from stagewright.execution.evaluation import Evaluation, Evaluator
+    from stagewright.execution.session import StepResult
+
+_STOP, _WRITING, _RECORD = "stop", "writing", "record"
+"""Questions of `Session.votes`: is somebody ending the run, is a checkpoint on its way, is a record due?"""
+
+_RECORD_EVERY_S = 60.0
+
+
+class Trainer:
+    """Trains a plan, in the process of each rank: all of it with `fit`, or a step at a time in a loop of your own.
+
+    Made in a script that torchrun or ``stagewright launch`` starts, with as many processes as the plan has ranks; a plan
+    for one rank needs neither. All ranks call the same methods in the same order.
+
+    >>> trainer = Trainer("plan.json", "text.txt", steps=100)  # doctest: +SKIP
+    >>> record = trainer.fit()  # doctest: +SKIP
+
+    Args:
+        plan: a plan, or the path of a ``plan.json``.
+        data: what `stagewright.run` takes; None makes synthetic samples.
+        steps: number of optimizer steps `fit` goes up to, counted from the first of all; None takes the job's.
+        out: folder for ``record.json`` and ``steps.jsonl``; None makes ``runs/<model>-<time>``.
+        device: ``cpu``, ``cuda`` or ``auto``: CUDA where the plan is for GPUs and this machine has any.
+        random_weights: start from the seed even where weights lie beside the model's config.
+        checkpoint: folder for checkpoints, of which `fit` writes one after the last step.
+        checkpoint_every: steps after which it writes one more each time.
+        keep_last: how many of the newest checkpoints to keep; None keeps all.
+        keep_every: keep those after a multiple of so many steps besides.
+        resume: go on from the newest one in that folder.
+        other_data: do so also if the data, or which of it comes when, is not what that one was trained on.
+        timeout: seconds a rank may stay at one action.
+        start_timeout: seconds until every rank must have joined the others.
+        callbacks: called on the first rank with every `Step` that is done.
+
+    Raises:
+        InputError: the plan is one that is predicted only, or something that was given cannot be used.
+        RunError: other than the plan's number of processes, or a rank is lost.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | str | Path,
+        data: Data = None,
+        *,
+        steps: int | None = None,
+        out: str | Path | None = None,
+        device: str = "auto",
+        random_weights: bool = False,
+        checkpoint: str | Path | None = None,
+        checkpoint_every: int | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        resume: bool = False,
+        other_data: bool = False,
+        timeout: float = 1800.0,
+        start_timeout: float = 300.0,
+        callbacks: Iterable[Callback] = (),
+        devices: Sequence[int] | None = None,
+        _is_checked: bool = False,
+    ) -> None:
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        if devices is not None:
+            loaded = loaded.model_copy(update={"devices": tuple(devices)})
+        self.plan = loaded
+        self.num_steps = steps or loaded.job.num_steps
+        self.out = default_folder(loaded) if out is None else Path(out)
+        kept = None if keep_last is None else Kept(keep_last, keep_every)
+        asked = Checkpointing(
+            None if checkpoint is None else Path(checkpoint), checkpoint_every, resume, other_data, kept
+        )
+        self._asked = asked
+        self._stack = ExitStack()
+        self._is_open = True
+        found = ready(data, loaded)
+        if not _is_checked:
+            self._check(found, random_weights)
+        launched = int(os.environ["RANK"])
+        kind = _kind(device, loaded)
+        self._watch, self.device = self._stack.enter_context(
+            member(kind, Limits(timeout, start_timeout), loaded.rank_on(launched))
+        )
+        self.rank, self.num_ranks = self._watch.rank, self._watch.num_ranks
+        self._launched, self._timeout = launched, timeout
+        self.is_first = launched == 0
+        """Whether this process writes what a run leaves."""
+        with self._at_work():
+            self._set_up(found, random_weights, callbacks)
+
+    def _check(self, data: PreparedData | None, random_weights: bool) -> None:
+        """What `stagewright.run` looks at before it starts processes."""
+        refuse_what_is_not_run(self.plan, "the plan")
+        check_weights(self.plan, random_weights, self._asked.is_resumed)
+        if "RANK" not in os.environ:
+            if self.plan.num_ranks > 1:
+                raise InputError(
+                    f"the plan needs {self.plan.num_ranks} processes: start the script with `stagewright launch PLAN "
+                    f"SCRIPT` or `torchrun --nproc-per-node {self.plan.num_ranks} SCRIPT`"
+                )
+            alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+            os.environ.update({**alone, "MASTER_PORT": str(_free_port())})
+        self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
+        check_start(self._asked, self.plan, self.num_steps, None if data is None else data.identity)
+        self._stack.enter_context(in_use(self.out, "out"))
+
+    def _set_up(self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
+        import torch
+
+        from stagewright.execution.checkpoint import Saver, restore
+        from stagewright.execution.metering import metered_steps
+        from stagewright.execution.pace import PaceWatch
+        from stagewright.execution.reference import SpeedWatch
+        from stagewright.execution.session import Session
+
+        warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
+        if (threads := num_threads(self.plan, self._launched)) is not None:
+            torch.set_num_threads(threads)
+        watch = self._watch
+        self.session = Session(self.plan, self.device, data, random_weights, watch.at, watch.at)
+        self.first_step = 0
+        if self._asked.folder is not None and self._asked.is_resumed:
+            self.first_step = restore(self.session, self._asked.folder)
+        self.step_number = watch.num_steps = self.first_step
+        """Steps that are done."""
+        self._saver = (
+            None if self._asked.folder is None else Saver(self.session, self._asked.folder, self._asked.kept)
+        )
+        self._recorded = time.monotonic()
+        self.session.votes = {
+            _STOP: lambda: watch.stop_asked is not None,
+            _WRITING: lambda: self._saver is not None and not self._saver.is_written,
+            _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
+        }
+        self._metered = metered_steps(self.plan.job, self.num_steps, self.first_step)
+        self._speed = SpeedWatch(self.device, _probed_reference(self.plan, self._launched, self.device.type))
+        self._paces = PaceWatch()
+        self._results: list[StepResult] = []
+        self._evaluator: Evaluator | None = None
+        self._callbacks: list[Callback] = []
+        if self.is_first:
+            self._callbacks = [StepLog(self.out, self.first_step), *callbacks]
+
+    # -- training ---------------------------------------------------------------------------------------------------
+
+    def fit(self) -> Record | None:
+        """Train up to the number of steps, with checkpoints as asked for; returns the record on the first rank.
+
+        Ctrl-C and SIGTERM end it behind the present step.
+        """
+        every = self._asked.every
+        while self.step_number < self.num_steps:
+            result = self.step()
+            is_last = _STOP in result.votes or self.step_number == self.num_steps
+            with self._at_work():
+                if self._saver is not None and self._saver.is_open and _WRITING not in result.votes:
+                    self._saver.finish()
+                if self._saver is not None and (is_last or (every and self.step_number % every == 0)):
+                    self._saver.start(self.step_number)
+                if _RECORD in result.votes and not is_last:
+                    self._record(is_going_on=True)
+            if is_last:
+                break
+        with self._at_work():
+            if self._saver is not None:
+                self._saver.finish()
+            record = self._record() if self._results else None
+        self.close()
+        return record
+
+    def step(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
+        """One optimizer step.
+
+        Args:
+            batch: samples of the whole batch by the name of the model's input, ``[global_batch, ...]``, of which this
+                rank takes its own; None takes the next ones of the data.
+        """
+        with self._at_work():
+            number, first = self.step_number, self.first_step
+            inputs = None if batch is None else self.session.own_part(batch)
+            result = self.session.train_step(number, number in self._metered, inputs)
+            self._results.append(result)
+            self.step_number = self._watch.num_steps = number + 1
+            self._speed.after(number - first, result.seconds)
+            if self.is_first:
+                described = self._described(number, result)
+                for callback in self._callbacks:
+                    callback(described)
+                for message in self._paces.after(number, result.paces):
+                    warnings.warn(message, StagewrightWarning, stacklevel=1)
+            return result
+
+    def evaluate(
+        self, batches: Iterable[Mapping[str, torch.Tensor]], wants_tokens: bool = False
+    ) -> Evaluation:
+        """The loss of whole batches, as `step` takes them, as ``module.eval()`` computes it; nothing is trained.
+
+        Args:
+            wants_tokens: whether log-probabilities of all tokens are wanted too.
+        """
+        from stagewright.execution.evaluation import Evaluator
+
+        with self._at_work():
+            if self._evaluator is None:
+                self._evaluator = Evaluator(self.session)
+            return self._evaluator.run(map(self.session.own_part, batches), wants_tokens=wants_tokens)
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path | None = None) -> Path:
+        """Write a checkpoint of the steps done to `folder`, by default the trainer's, and wait until it is there."""
+        from stagewright.execution.checkpoint import save
+
+        found = self._asked.folder if folder is None else Path(folder)
+        if found is None:
+            raise InputError("save() needs a folder: give one, or the trainer its checkpoint folder")
+        with self._at_work():
+            if self._saver is not None:
+                self._saver.finish()
+            return save(self.session, found, self.step_number)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's parameters and lasting buffers by its own names, whole and on the CPU, on the first rank; nothing on
+        the others."""
+        from stagewright.execution.model_files import on_first_rank
+
+        with self._at_work():
+            return on_first_rank(self.session)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on under the same plan: tensors of its own state, copied, and the number of steps."""
+        from stagewright.execution.state import held
+
+        return {
+            "step": self.step_number,
+            "state": {one.key: one.tensor.detach().clone() for one in held(self.session)},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave. Raises `InputError` where it is of another plan."""
+        from stagewright.execution.state import held, resumed
+
+        own = {one.key: one.tensor for one in held(self.session)}
+        if own.keys() != state["state"].keys():
+            raise InputError(
+                "the state is of another plan: write a checkpoint under one, and resume under the other"
+            )
+        with self._at_work():
+            for key, tensor in own.items():
+                tensor.copy_(state["state"][key])
+            resumed(self.session)
+            self.step_number = self._watch.num_steps = state["step"]
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave the group of ranks; every rank must, unless `fit` has."""
+        if self._is_open:
+            self._is_open = False
+            self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """An error inside ends this rank's part in the run, and the others hear why."""
+        try:
+            yield
+        except Exception as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    # -- what is said and left ----------------------------------------------------------------------------------------
+
+    def _described(self, number: int, result: StepResult) -> Step:
+        """Step `number`, counted from 0, as people should hear of it."""
+        length = self.plan.job.length_of(number)
+        predicted = self.plan.by_length.get(length, self.plan.predictions)
+        pace = predicted.step_seconds / result.seconds
+        recent = [one.seconds for one in self._results[-_RECENT_STEPS:]]
+        return Step(
+            number + 1,
+            self.num_steps,
+            result.loss,
+            result.gradient_norm,
+            result.seconds,
+            predicted.tokens_per_second * pace,
+            predicted.mfu * pace,
+            result.memory_bytes,
+            statistics.median(recent) * (self.num_steps - number - 1),
+        )
+
+    def _record(self, is_going_on: bool = False) -> Record | None:
+        """Write what was measured so far; every rank must call this."""
+        import torch
+
+        from stagewright.execution.clock import clock_offset
+        from stagewright.execution.collectives import exchange
+
+        watch, plan, first, results = self._watch, self.plan, self.first_step, self._results
+        self._recorded = time.monotonic()
+        watch.at("comparing clocks")
+        offset = clock_offset(watch.rank, watch.num_ranks, self._timeout)
+        own = self.session.rank_record(offset).model_copy(
+            update={
+                "slowdowns": tuple(self._speed.slowdowns),
+                "device": self._launched,
+                "pace": _pace(plan, self._launched, [result.paces[watch.rank] for result in results[1:]]),
+            }
+        )
+        ranks = exchange(own.model_dump(mode="json"))
+        if not self.is_first:
+            return None
+        watch.at("writing the record")
+        is_short = first + len(results) < self.num_steps
+        steps_run = range(first, first + len(results))
+        lengths = tuple(map(plan.job.length_of, steps_run)) if plan.job.sequence_lengths else ()
+        timed = plan.at_length(max(lengths)) if lengths else plan
+        record = Record(
+            stagewright=__version__,
+            model=plan.model.name,
+            first_step=first,
+            device=str(self.device),
+            versions={"torch": torch.__version__, "python": sys.version.split()[0]},
+            losses=tuple(finite(result.loss) for result in results),
+            gradient_norms=tuple(finite(result.gradient_norm) for result in results),
+            step_seconds=tuple(result.seconds for result in results),
+            sequence_lengths=lengths,
+            stopped_by=watch.stopped_by() if is_short and not is_going_on else None,
+            is_going_on=is_going_on,
+            metered_steps=tuple(sorted({0, *(step - first for step in self._metered if step in steps_run)})),
+            predicted_step_seconds=timed.predictions.step_seconds,
+            ranks=tuple(ranks),
+        )
+        record.save(self.out / "record.json")
+        return record
+
+
+_RECENT_STEPS = 20
+"""By which the time that is left is told."""
+
+
+def _kind(device: str, plan: Plan) -> str:
+    """Type of this process's device."""
+    if device != "auto":
+        return device
+    from stagewright.execution.device import kind_of
+
+    return kind_of(device, plan, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def num_threads(plan: Plan, device: int) -> int | None:
+    """Threads that the process of a device of the plan's cluster computes with; None where nothing says so."""
+    described = _described(plan, device)
+    return None if described is None else described.num_threads
+
+
+def _described(plan: Plan, device: int) -> Device | None:
+    """A device of the plan's cluster; None where the plan does not describe it."""
+    cluster = plan.cluster.description
+    return cluster.device_of(device) if cluster is not None and device < cluster.num_devices else None
+
+
+def _pace(plan: Plan, device: int, beside_plan: list[float]) -> float | None:
+    """`Device.pace` as some steps showed it, of computations that took so many times as long as planned, in the middle; None
+    where none was looked at."""
+    seen = [pace for pace in beside_plan if pace]
+    described = _described(plan, device)
+    planned = (described and described.pace) or 1.0
+    return planned * statistics.median(seen) if seen else None
+
+
+def _probed_reference(plan: Plan, device: int, kind: str) -> float | None:
+    """What the reference took when the device was probed; None where that is not known, or was another `kind` of device."""
+    described = _described(plan, device)
+    return described.reference_s if described is not None and described.kind == kind else None

@@ -1,0 +1,164 @@
+"""A traced graph as `module.eval()` would run it, with the loss of every token in place of their mean.
+
+Values keep their numbers, so that weights and cuts of the training graph hold for it. Its gradients are of no use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from stagewright.errors import InputError
+from stagewright.graph import Node, OperatorGraph, Origin, Part, Ref, Value
+from stagewright.graph.tensor import contiguous
+from stagewright.tracing.arguments import draws, operator
+
+NOT_COUNTED = -1.0
+"""In place of the loss of a token that does not count, which no cross entropy can be."""
+
+_OFF = {"train": False, "training": False, "dropout_p": 0.0}
+_BERNOULLI = "aten.bernoulli.p"
+_NLL = "aten.nll_loss_forward.default"
+_WHERE = "aten.where.self"
+_SUMS = frozenset({"aten.sum.default", "aten.mean.default"})
+_SHARE = "aten.div.Tensor"
+_JOINING = frozenset({"aten.add.Tensor", _SHARE, "aten._to_copy.default"})
+_REDUCTION, _IGNORED = 3, 4
+"""Places of these arguments of `_NLL`."""
+
+
+def evaluated(graph: OperatorGraph) -> OperatorGraph:
+    """`graph` without dropout, with the kept statistics of batch normalisation, and with a loss that has one element per
+    token (`NOT_COUNTED` where the token does not count), if it is a cross entropy; else the mean that it is.
+
+    Raises:
+        InputError: an operator draws random numbers in a way that cannot be switched off.
+    """
+    # Nothing waits for a backward.
+    facts = {name: fact for name, fact in graph.facts.items() if name != "late"}
+    nodes = list(map(_switched_off, graph.nodes))
+    for node in graph.nodes:
+        if node.op == _BERNOULLI and node.part is Part.FORWARD:
+            _keep_all(graph, node, nodes)
+    return _by_token(replace(graph, nodes=tuple(nodes), mutations=(), facts=facts))
+
+
+def is_by_token(graph: OperatorGraph) -> bool:
+    """Whether the loss of an `evaluated` graph has an element per token."""
+    return bool(graph.values[graph.loss].meta.shape)
+
+
+def _switched_off(node: Node) -> Node:
+    """The call without what belongs to training."""
+    if node.part is not Part.FORWARD or not node.op.startswith("aten."):
+        return node
+    args, kwargs = list(node.args), dict(node.kwargs)
+    op = operator(node.op)
+    for place, argument in enumerate(op._schema.arguments):
+        if argument.name not in _OFF:
+            continue
+        if place < len(args):
+            args[place] = _OFF[argument.name]
+        else:
+            kwargs[argument.name] = _OFF[argument.name]
+    is_known = node.op == _BERNOULLI or any(one.name in _OFF for one in op._schema.arguments)
+    if node.draw >= 0 and not is_known and draws(op, args, kwargs):
+        raise _not_switched_off(node)
+    return replace(node, args=tuple(args), kwargs=tuple(kwargs.items()))
+
+
+def _keep_all(graph: OperatorGraph, drawn: Node, nodes: list[Node]) -> None:
+    """Dropout by operators of its own keeps every element, and does not scale: what is drawn is divided by the probability
+    to keep."""
+    made = drawn.outputs[0]
+    users = () if made is None else graph.consumers.get(made, ())
+    scaling = [user for user in users if graph.nodes[user].op.startswith("aten.div.")]
+    if not scaling or any(graph.nodes[user].args[1] != drawn.args[1] for user in scaling):
+        raise _not_switched_off(drawn)
+    for place in (drawn.id, *scaling):
+        node = nodes[place]
+        nodes[place] = replace(node, args=(node.args[0], 1.0, *node.args[2:]))
+
+
+def _not_switched_off(node: Node) -> InputError:
+    return InputError(
+        f"{node.op} of module '{node.module}' draws random numbers in training, in a way that cannot be switched off in the "
+        "traced model: use torch.nn.functional.dropout there, or evaluate the model files of a checkpoint in plain PyTorch"
+    )
+
+
+def _by_token(graph: OperatorGraph) -> OperatorGraph:
+    """`graph` whose loss is that of each token, in order; as it is where the loss is no cross entropy."""
+    terms = list(_terms(graph))
+    if not terms:
+        return graph
+    nodes, values = list(graph.nodes), list(graph.values)
+
+    def called(
+        op: str, args: tuple[object, ...], inputs: tuple[int, ...], num_elements: int, dtype: str
+    ) -> int:
+        """A further operator at the end of the forward; returns the value it makes."""
+        value, last = len(values), nodes[graph.body[-1]]
+        values.append(Value(value, contiguous((num_elements,), dtype), value, Origin.NODE, node=len(nodes)))
+        ordinal = len(nodes)
+        nodes.append(
+            Node(ordinal, op, args, (), inputs, (value,), Part.FORWARD, ordinal, last.module, ordinal, -1)
+        )
+        return value
+
+    marked, sizes = [], []
+    for loss, mask in terms:
+        node = nodes[graph.values[loss].node]
+        if node.op == _NLL:
+            target, ignored = node.args[1], node.args[_IGNORED]
+            (size,) = graph.values[target.value].meta.shape
+            args = (*node.args[:_REDUCTION], 0, *node.args[_REDUCTION + 1 :])
+            nodes[node.id] = replace(node, args=args)
+            values[loss] = replace(values[loss], meta=contiguous((size,), values[loss].meta.dtype))
+            mask = called("aten.ne.Scalar", (target, ignored), (target.value,), size, "bool")
+        assert mask is not None, "a sum of losses is over a mask"
+        (size,) = values[loss].meta.shape
+        dtype = values[loss].meta.dtype
+        shown = called(
+            "aten.where.ScalarOther", (Ref(mask), Ref(loss), NOT_COUNTED), (mask, loss), size, dtype
+        )
+        marked.append(shown)
+        sizes.append(size)
+    loss = marked[0]
+    if len(marked) > 1:
+        args = (tuple(map(Ref, marked)), 0)
+        loss = called("aten.cat.default", args, tuple(marked), sum(sizes), values[loss].meta.dtype)
+    return replace(graph, nodes=tuple(nodes), values=tuple(values), loss=loss)
+
+
+def _terms(graph: OperatorGraph) -> Iterator[tuple[int, int | None]]:
+    """Losses that the mean is made of, in order: those of a cross entropy, or of the tokens that a mask says."""
+    found: dict[int, int | None] = {}
+    for node in _above(graph, graph.loss):
+        if node.op == _NLL:
+            if node.args[2] is not None:
+                return  # classes have weights, so that the sum is not that of the tokens' losses
+            found[node.id] = None
+        elif node.op in _SUMS:
+            source = graph.nodes[graph.values[node.inputs[0]].node]
+            if source.op != _WHERE:
+                return
+            found[source.id] = source.args[0].value
+    for place in sorted(found):
+        loss = graph.nodes[place].outputs[0]
+        assert loss is not None, "what the loss is made of is used"
+        yield loss, found[place]
+
+
+def _above(graph: OperatorGraph, loss: int) -> Iterable[Node]:
+    """The operators that only put the loss together, from the loss upwards, and those at which that ends."""
+    waiting, seen = [loss], set[int]()
+    while waiting:
+        number = graph.values[waiting.pop()].node
+        if number < 0 or number in seen:
+            continue
+        seen.add(number)
+        node = graph.nodes[number]
+        yield node
+        if node.op in _JOINING:
+            waiting.extend(node.inputs[:1] if node.op == _SHARE else node.inputs)  # not what it is divided by

@@ -1,0 +1,137 @@
+"""Evaluation under the pipeline: the loss and the log-probabilities that the model has in `eval` mode in plain torch."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import SMALL_GPT2, SMALL_LLAMA
+from plans import make_plan
+
+from multiprocess import run_ranks
+from stagewright.planning.plan import load_plan
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 8))
+
+    def forward(self, x):
+        return self.body(x)
+
+def make():
+    return Net(), (torch.randn(4, 8),), lambda out: (out - 1).square().mean()
+"""
+
+llama = partial(make_plan, overrides=dict(SMALL_LLAMA), sequence_length=16, dtype="fp64", microbatch_size=2)
+gpt2 = partial(llama, model="tiny-gpt2", overrides=dict(SMALL_GPT2))
+
+
+@pytest.fixture(autouse=True)
+def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
+
+
+@pytest.mark.multiprocess
+def test_losses_are_those_of_the_model_in_eval_mode(tmp_path: Path) -> None:
+    """With dropout and batch statistics, replicas, gathered parameters, layers that ranks share, and a loss in pieces."""
+    (tmp_path / "net.py").write_text(NET)
+    net = {"model": f"{tmp_path / 'net.py'}:make", "overrides": {}, "microbatch_size": 4}
+    plans = {
+        "gpt2": gpt2(tmp_path / "gpt2.json", num_microbatches=2, policy="recompute"),
+        "replicas": llama(tmp_path / "replicas.json", pp=1, dp=2, num_microbatches=2, sharding=1),
+        "zero3": llama(
+            tmp_path / "zero3.json", "tiny-llama", "breadth-first", 1, 2, num_chunks=2, num_microbatches=2, sharding=3
+        ),
+        "tp": llama(tmp_path / "tp.json", pp=1, tp=2, num_microbatches=2),
+        "net": llama(tmp_path / "net.json", pp=2, num_microbatches=2, **net),
+    }  # fmt: skip
+    pieces = plans["tp"].model_copy(update={"loss_pieces": 2})
+    pieces.save(tmp_path / "tp-pieces.json")
+    whole = llama(tmp_path / "pieces.json", pp=2, num_microbatches=2).model_copy(update={"loss_pieces": 3})
+    whole.save(tmp_path / "pieces.json")
+    names = [*plans, "tp-pieces", "pieces"]
+    for told in run_ranks(differences, 2, str(tmp_path), names, timeout=200):
+        assert set(told) == set(names)
+        for name, found in told.items():
+            assert found["loss"] < 1e-12, name
+            assert found["tokens"] == (0 if name == "net" else found["expected tokens"]), name
+            assert found["log-probabilities"] < 1e-12, name
+            assert found["going on"] == 0, name
+
+
+def differences(rank: int, num_ranks: int, folder: str, names: list[str]) -> dict[str, dict[str, float]]:
+    """By plan: how far loss and log-probabilities after a step are from plain torch's, and the next step from that of a
+    session that was not evaluated in between."""
+    import torch
+    import torch.distributed as dist
+
+    from stagewright.execution.checkpoint import save
+    from stagewright.execution.evaluation import Evaluator
+    from stagewright.execution.session import Session
+
+    dist.init_process_group("gloo")
+    found = {}
+    for name in names:
+        plan = load_plan(f"{folder}/{name}.json")
+        session, other = (Session(plan, torch.device("cpu"), None, random_weights=True) for _ in range(2))
+        session.train_step(0)
+        other.train_step(0)
+        path = save(session, Path(folder) / f"{name}-checkpoints", 1)
+        evaluator = Evaluator(session)
+        batches = [session.microbatches(7, session.graph), session.microbatches(8, session.graph)]
+        result = evaluator.run(batches, wants_tokens=evaluator.is_by_token)
+        again = evaluator.run(batches)
+        assert again.loss == result.loss
+        loss, rows = plain(plan, path, session)
+        largest = 0.0
+        for sample, row in enumerate(rows):
+            got = result.log_probabilities[sample]
+            assert got[-1] is None  # nothing follows the last token
+            largest = max(largest, *(abs((one or 0) - two) for one, two in zip(got[:-1], row, strict=True)))
+        found[name] = {
+            "loss": abs(result.loss - loss) / abs(loss),
+            "tokens": result.num_tokens,
+            "expected tokens": sum(map(len, rows)),
+            "log-probabilities": largest,
+            "going on": abs(session.train_step(1).loss - other.train_step(1).loss),
+        }
+        dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def plain(plan: Any, path: Path, session: Any) -> tuple[float, list[list[float]]]:
+    """The mean loss and the log-probabilities of steps 7 and 8 in plain torch, in `eval` mode, from a checkpoint's model."""
+    import torch
+    from safetensors.torch import load_file
+
+    from stagewright.tracing.models.build import build
+    from stagewright.tracing.models.reference import resolve
+
+    reference, job = resolve(plan.model.text, plan.model.overrides), plan.job
+    built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=1)
+    net: Any = built.module.net
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("model-*.safetensors")):
+        stored |= load_file(file)
+    assert not net.load_state_dict(stored, strict=False).unexpected_keys
+    built.module.eval()
+    losses, rows = [], []
+    with torch.no_grad():
+        for step in (7, 8):
+            for number in range(plan.num_microbatches * plan.dp):
+                graph = session.graph
+                inputs = session.batches.microbatch(step, number * plan.microbatch_size, graph)
+                losses.append(float(built.module(**inputs)))
+                if "input_ids" in inputs:
+                    logits = net(input_ids=inputs["input_ids"]).logits.log_softmax(-1)
+                    following = inputs["input_ids"][:, 1:, None]
+                    rows += logits[:, :-1].gather(-1, following)[..., 0].tolist()
+    return sum(losses) / len(losses), rows
