@@ -135,6 +135,8 @@ def test_data_that_a_model_cannot_use_is_refused(plan: Plan, own: str, tmp_path:
         ready(plan, write_lines(tmp_path / "empty.jsonl", []))
     with pytest.raises(InputError, match="cannot be read"):
         ready(plan, tmp_path / "missing.jsonl")
+    with pytest.raises(InputError, match="takes labels that are other than its input_ids"):
+        ready(small_plan(tmp_path, "tiny-bert"), lines)
     factory = small_plan(tmp_path, f"{Path(__file__).parent / 'networks.py'}:skip_net")
     with pytest.raises(InputError, match="is not made of tokens"):
         ready(factory, pairs)

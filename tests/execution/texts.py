@@ -58,4 +58,5 @@ def small_plan(folder: Path, model: str = "tiny-llama", vocabulary: int = 310, *
     if model != "tiny-llama":
         overrides = {}
     defaults = {"overrides": overrides, "sequence_length": 16, "num_microbatches": 2}
+    folder.mkdir(parents=True, exist_ok=True)
     return make_plan(folder / "plan.json", model, **{**defaults, **options})

@@ -77,6 +77,7 @@ def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
     inputs = inputs_of(model, {"microbatch_size": plan.microbatch_size, **plan.traced()})
     if not all(is_factory(source.path) for source in request.sources):
         _check_takes_tokens(inputs, request)
+        _check_makes_labels(inputs, model, plan)
     tokenizer = load_tokenizer(request.tokenizer)
     found = [_found(source, request, tokenizer, plan, model, inputs) for source in request.sources]
     masked = next((source.path for source, _, is_masked in found if is_masked), None)
@@ -194,6 +195,15 @@ def _check_takes_tokens(inputs: dict[str, TensorMeta], request: DataRequest) -> 
                 f"'{request.sources[0].path}' gives tokens, and the model's input '{name}' ({meta}) is not made of tokens: "
                 "give a dataset of your own as package.module:factory, or leave --data out for random samples"
             )
+
+
+def _check_makes_labels(inputs: dict[str, TensorMeta], model: ModelReference, plan: Plan) -> None:
+    """Raises `InputError` for models of masked tokens and from sequence to sequence, which would learn to copy a text."""
+    if model.kind == "config" and LABELS in inputs and not plan.job.documents_apart:
+        raise InputError(
+            f"'{model.name}' takes labels that are other than its input_ids, and nothing says which: give a dataset that "
+            "has both as package.module:factory"
+        )
 
 
 def _checked_factory(
