@@ -35,13 +35,15 @@ Record = dict[str, str]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user would ask of `estimate`: a model with changes of its config, devices, a job and a configuration."""
+    """What a user would ask of `estimate`: a model with changes of its config, devices, a job and a configuration; `links`
+    are figures in which the cluster differs from the catalog's, by their dotted keys."""
 
     model: str
     changes: dict[str, Any]
     cluster: str
     job: dict[str, Any]
     options: dict[str, Any]
+    links: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
@@ -59,13 +61,15 @@ class Asked:
 
     def predictions(self) -> Predictions:
         """What is printed for it."""
-        return _predictions(json.dumps([self.model, self.changes, self.cluster, self.job, self.options]))
+        asked = [self.model, self.changes, self.cluster, self.job, self.options, self.links]
+        return _predictions(json.dumps(asked))
 
 
 @cache
 def _predictions(asked: str) -> Predictions:
-    model, changes, cluster, job, options = json.loads(asked)
-    return estimate(resolve(model, changes), _cluster(cluster), Job(**job), **options).predictions
+    model, changes, cluster, job, options, links = json.loads(asked)
+    named = load_cluster(cluster, links) if links else _cluster(cluster)
+    return estimate(resolve(model, changes), named, Job(**job), **options).predictions
 
 
 @cache
@@ -89,6 +93,10 @@ def _step(found: Predictions) -> float:
 
 def _allocated(found: Predictions) -> float:
     return max(rank.allocated_peak_bytes for rank in found.ranks) / 2**30
+
+
+def _allocated_first(found: Predictions) -> float:
+    return found.ranks[0].allocated_peak_bytes / 2**30
 
 
 def _allocated_gb(found: Predictions) -> float:
@@ -549,7 +557,17 @@ def torchtitan(record: Record) -> tuple[Asked, list[Judged]] | str:
 
 
 KEMPNERFORGE = DATA / "throughput" / "kempnerforge.toml"
-"""FSDP2, tensor parallelism and PyTorch's pipelines with all that training keeps in bf16."""
+"""FSDP2 and tensor parallelism with all that training keeps in bf16."""
+IN_STAGES = DATA / "throughput" / "kempnerforge-pipeline.toml"
+"""The same in PyTorch's pipelines."""
+FOUR_H200 = {
+    "num_nics": 2, "intra_node.latency_s": 6e-6, "intra_node.bandwidth": 125.5e9, "intra_node.ring_bandwidth": 250.6e9,
+}  # fmt: skip
+"""A node of four H200 as KempnerForge's cluster has it: without a switch, each two joined by a third of their links, as the
+catalog's GH200, whose measured figures these are; and half an adapter of 400 Gbit/s each. Of another run, that of
+benchmarks/profiling/13b_24gpu_profiling.md, 205 reductions over nodes, 69 GB from every device, took 2.95 s: 23.5 GB/s, and
+1,640 gathers, 277 GB, 15.9 s.
+"""
 
 
 def kempnerforge(record: Record) -> tuple[Asked, list[Judged]] | str:
@@ -565,17 +583,18 @@ def kempnerforge(record: Record) -> tuple[Asked, list[Judged]] | str:
         f"{num // 4}x4x-h200" if num > 4 else f"{num}x-h200",
         {
             "global_batch": int(record["global_batch_seqs"]), "sequence_length": int(record["seq_len"]),
-            "runtime": str(KEMPNERFORGE), "compiled": record["compile"] == "yes",
+            "runtime": str(KEMPNERFORGE if pp == 1 else IN_STAGES), "compiled": record["compile"] == "yes",
         },
         {
             "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch_per_rank"]),
-            "zero": 3 if pp == 1 else 1, "sequence_parallel": tp > 1 and pp == 1, "schedule": "1f1b",
+            "zero": 3 if pp == 1 else 2, "sequence_parallel": tp > 1 and pp == 1, "schedule": "1f1b",
             "recompute": record["act_ckpt"], **({"reduce_dtype": "fp32"} if dp > 1 else {}),
         },
+        FOUR_H200,
     )  # fmt: skip
     return asked, [
         Judged("time", "s", float(record["step_time_s"]), _step),
-        Judged("allocated", "GiB", float(record["mem_max_allocated_gib_rank0"]), _allocated),
+        Judged("allocated", "GiB", float(record["mem_max_allocated_gib_rank0"]), _allocated_first),
     ]
 
 

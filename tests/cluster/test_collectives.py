@@ -159,3 +159,10 @@ def test_what_is_known_of_ranks_is_that_of_their_own_cluster() -> None:
         all_reduce_seconds(cluster, 1e9, range(-2, 2))
     mixed = arranged(cluster, [0, cluster.num_devices - 1, *range(1, cluster.num_devices - 1)])
     assert all_reduce_seconds(mixed, 1e9, range(2)) > all_reduce_seconds(cluster, 1e9, range(2))
+
+
+def test_ranks_of_a_node_without_a_switch_use_the_links_among_them() -> None:
+    link = {"intra_node.latency_s": 0.0, "intra_node.bandwidth": 100e9, "intra_node.ring_bandwidth": 250e9}
+    cluster = load_cluster("4x-gh200", link)
+    seconds = [all_gather_seconds(cluster, 1e9, range(count)) for count in (2, 3, 4)]
+    assert seconds == pytest.approx([0.5e9 / 100e9, 2e9 / 3 / 200e9, 0.75e9 / 250e9])

@@ -10,22 +10,28 @@ import pytest
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import load_runtime
+from stagewright.graph import Part
 from stagewright.graph.graph import short_name
 from stagewright.graph.layers import layer_of
+from stagewright.graph.tensor_parallel import COLLECTIVES
 from stagewright.planning.estimate import estimate, line_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.planning.prediction.predict import action_costs
 from stagewright.planning.prediction.regions import layers_policy, selective_policy
+from stagewright.schedule import Kind, build, insert_held
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
 
 CLUSTER = load_cluster("8x-h100")
 
 
-def estimated(runtime: str = "torch-fsdp", compiled: bool = False, **options: object) -> Plan:
+def estimated(
+    runtime: str = "torch-fsdp", compiled: bool = False, microbatch: int = 2, **options: object
+) -> Plan:
     job = Job(global_batch=32, sequence_length=64, dtype="bf16", runtime=runtime, compiled=compiled)
-    return estimate("tiny-llama", CLUSTER, job, dp=8, pp=1, microbatch=2, **options)  # type: ignore[arg-type]
+    return estimate("tiny-llama", CLUSTER, job, dp=8, pp=1, microbatch=microbatch, **options)  # type: ignore[arg-type]
 
 
 def changed(folder: Path, text: str) -> str:
@@ -175,3 +181,141 @@ def test_what_was_asked_before_is_not_worked_out_again() -> None:
     assert body_costs(graph, CLUSTER, job.model_copy(update={"global_batch": 16})) is known
     assert body_costs(graph, CLUSTER, job.model_copy(update={"compiled": True})) is not known
     assert body_costs(graph, load_cluster("8x-a100-80"), job) is not known
+
+
+def test_gradients_stay_whole_in_the_type_of_their_sums_until_the_last_microbatch(tmp_path: Path) -> None:
+    own = '[optimizer]\ngradients = "parameter"\ngathers_masters = false'
+    often, once = (
+        changed(folder, text + own)
+        for folder, text in zip(folders(tmp_path, 2), ("", 'reduces = "last microbatch"\n'), strict=True)
+    )
+    plans = [estimated(one, zero=3, reduce_dtype="fp32", microbatch=microbatch) for one, microbatch in
+             ((often, 2), (once, 2), (often, 4), (once, 4))]  # fmt: skip
+    (every, last, whole_often, whole_once) = plans
+    num_stages, counts = every.num_stages, [" ".join(one.program[0]).count("REDUCE") for one in plans]
+    assert counts == [2 * num_stages, num_stages, num_stages, num_stages]
+    parameters = trace("tiny-llama", 1, 64, "bfloat16").num_parameters
+    held = last.predictions.ranks[0].categories
+    assert (
+        3 * parameters < held["whole_gradients"] < 4.1 * parameters
+    )  # some units are being reduced at the peak
+    assert every.predictions.ranks[0].categories["whole_gradients"] < held["whole_gradients"] / 3
+    assert whole_often.predictions.ranks[0] == whole_once.predictions.ranks[0]  # of one microbatch
+
+
+def test_reductions_of_what_is_held_are_behind_the_last_microbatch() -> None:
+    program = insert_held(build("1f1b", 1, 3), [0], reduces_once=True)
+    (actions,) = program.ranks
+    assert [str(action) for action in actions][-3:] == ["0B2", "0RELEASE", "0REDUCE"]
+    assert sum(action.kind is Kind.REDUCE for action in actions) == 1
+
+
+def test_shards_of_parameters_stay_beside_whole_ones(tmp_path: Path) -> None:
+    own = '[optimizer]\ngradients = "parameter"\ngathers_masters = false\n'
+    plain, kept = (
+        estimated(changed(folder, own + more), zero=2).predictions.ranks[0].categories["parameters"]
+        for folder, more in zip(folders(tmp_path, 2), ("", "keeps_shards = true"), strict=True)
+    )
+    assert kept == pytest.approx(plain * 9 / 8, rel=1e-3)
+
+
+def test_logits_in_a_variable_stay_while_the_loss_is_differentiated(tmp_path: Path) -> None:
+    options = {"sequence_length": 256, "dtype": "bf16", "global_batch": 8}
+    peaks, seconds = [], []
+    for folder, text in zip(folders(tmp_path, 2), ("", "holds_logits = true"), strict=True):
+        job = Job(runtime=changed(folder, 'loss = "as logits"\n' + text), **options)  # type: ignore[arg-type]
+        model = resolve("tiny-llama", {"vocab_size": 32_768})
+        found = estimate(model, load_cluster("1x-h100"), job, pp=1, microbatch=8, recompute="full")
+        peaks.append(found.predictions.ranks[0].allocated_peak_bytes)
+        seconds.append(found.predictions.step_seconds)
+    graph = trace("tiny-llama", 8, 256, "bfloat16", {"vocab_size": 32_768}, loss="as logits")
+    (loss,) = (node for node in graph.nodes if short_name(node.op) == "_log_softmax")
+    assert peaks[1] - peaks[0] == graph.values[loss.inputs[0]].meta.payload_bytes
+    assert seconds[1] == seconds[0]
+
+
+def collectives(runtime: str, compiled: bool, splits: bool = True) -> dict[tuple[str, str, Part], float]:
+    """Seconds of the collectives of the first layer, by module, operator and part."""
+    job = Job(global_batch=8, sequence_length=64, dtype="bf16", runtime=runtime, compiled=compiled)
+    graph = trace(
+        "tiny-llama", 2, 64, "bfloat16", target="cuda", attention="fused", tp=2, splits_sequence=splits
+    )
+    costing = body_costs(graph, CLUSTER, job).costing
+    seconds = zip(costing.graph.nodes, costing.arrays.device_s.tolist(), strict=True)
+    return {
+        (node.module, short_name(node.op), node.part): one
+        for node, one in seconds
+        if node.op in COLLECTIVES and ".layers.0." in node.module and node.part < Part.WEIGHT_GRAD
+    }
+
+
+def test_compiled_collectives_take_as_long_as_eager_ones() -> None:
+    eager, compiled = (collectives("torch-fsdp", one) for one in (False, True))
+    assert eager == compiled and min(eager.values()) > 5e-6
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("splits", [False, True])
+def test_products_that_share_no_gathers_have_collectives_of_their_own(
+    tmp_path: Path, compiled: bool, splits: bool
+) -> None:
+    shared = collectives("torch-fsdp", compiled, splits)
+    apart = collectives(changed(tmp_path, "shares_gathers = false"), compiled, splits)
+    assert shared.keys() == apart.keys()
+    ratios = {key: round(apart[key] / shared[key], 6) for key in shared}
+    once = 1 if compiled else None
+    for place, num in (("self_attn", 3), ("mlp", 2)):
+        entry = f"net.model.layers.0.{place}"
+        if splits:
+            assert ratios[entry, "all_gather", Part.FORWARD] == (once or num)
+            assert ratios[entry, "reduce_scatter", Part.INPUT_GRAD] == num
+    leaving = [ratio for (module, *_), ratio in ratios.items() if module.endswith(("o_proj", "down_proj"))]
+    assert set(leaving) == {1}
+    assert max(ratios.values()) == (3 if splits else 1)
+
+
+def test_what_is_gathered_for_products_in_eight_bits_is_cast_before(tmp_path: Path) -> None:
+    graph = trace(
+        "tiny-llama", 8, 2048, "bfloat16", target="cuda", attention="fused", tp=2, splits_sequence=True
+    )
+
+    def sent(runtime: str, dtype: str) -> dict[str, float]:
+        job = Job(global_batch=8, sequence_length=2048, dtype=dtype, runtime=runtime)  # type: ignore[arg-type]
+        costing = body_costs(graph, CLUSTER, job).costing
+        found: dict[str, float] = {}
+        for node, seconds in zip(costing.graph.nodes, costing.arrays.device_s.tolist(), strict=True):
+            if node.op in COLLECTIVES and ".layers.0." in node.module and node.part < Part.WEIGHT_GRAD:
+                found[f"{short_name(node.op)} {node.module} {node.part}"] = seconds
+        return found
+
+    whole = changed(tmp_path, "casts_gathers = false")
+    assert sent("torch-fsdp", "bf16") == sent(whole, "bf16") == sent(whole, "fp8")
+    cast, plain = sent("torch-fsdp", "fp8"), sent(whole, "fp8")
+    assert {name for name in plain if cast[name] < plain[name]} == {
+        name for name in plain if "all_gather" in name
+    }
+    assert all(cast[name] == plain[name] for name in plain if "all_gather" not in name)
+
+
+def test_a_model_compiled_as_a_whole_hands_over_all_gradients_at_once(tmp_path: Path) -> None:
+    whole = changed(tmp_path, 'compiles = "model"\n[optimizer]\ngradients = "parameter"')
+    cluster, parameters = load_cluster("1x-h100"), trace("tiny-llama", 1, 64, "bfloat16").num_parameters
+
+    def peak(compiled: bool, num_microbatches: int) -> int:
+        job = Job(
+            global_batch=num_microbatches, sequence_length=64, dtype="bf16", runtime=whole, compiled=compiled
+        )
+        return estimate("tiny-llama", cluster, job, pp=1).predictions.ranks[0].allocated_peak_bytes
+
+    assert peak(True, 1) == peak(False, 1)  # nothing to add to
+    more = peak(True, 2) - peak(False, 2)
+    assert (
+        0.9 * parameters < more <= 2 * parameters
+    )  # in bf16, less what the peak in front of them was higher
+
+
+def folders(parent: Path, count: int) -> list[Path]:
+    made = [parent / str(index) for index in range(count)]
+    for one in made:
+        one.mkdir()
+    return made

@@ -11,6 +11,7 @@ import torch
 from stagewright.errors import ContractError, InputError
 from stagewright.execution.loading import part_of
 from stagewright.graph import OperatorGraph, Part
+from stagewright.graph.graph import short_name
 from stagewright.graph.tensor_parallel import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -96,3 +97,75 @@ def test_a_plan_that_leaves_out_a_layer_is_found_out(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("stagewright.tracing.tensor_parallel.parallelise.plan_of", careless)
     with pytest.raises(ContractError, match="q_norm"):
         trace("qwen3-8b", 1, 8, "float32", NARROW, tp=2, use_cache=False)
+
+
+def short(graph: OperatorGraph, part: Part) -> Counter[str]:
+    return Counter(short_name(node.op) for node in graph.nodes if node.part is part)
+
+
+def test_a_whole_embedding_needs_no_sum_and_a_gathered_head_gives_whole_logits() -> None:
+    split = graph_of("tiny-llama", 2)
+    found = trace(
+        "tiny-llama",
+        1,
+        8,
+        "float32",
+        {"num_hidden_layers": NUM_LAYERS},
+        tp=2,
+        embedding="whole",
+        head="gathered",
+    )
+    counts = Counter((node.op, node.part) for node in found.nodes if node.op in COLLECTIVES)
+    assert counts == {
+        (ALL_REDUCE, Part.FORWARD): 2 * NUM_LAYERS,
+        (ALL_REDUCE, Part.INPUT_GRAD): 2 * NUM_LAYERS + 1,
+        (ALL_GATHER, Part.FORWARD): 1,  # the logits
+    }
+    shared, others = parallelism(found), parallelism(split)
+    assert shared is not None and others is not None
+    assert set(others.shards) - set(shared.shards) == {"net.model.embed_tokens.weight"}
+    (loss,) = (node for node in found.nodes if short_name(node.op) == "_log_softmax")
+    classes = found.values[loss.inputs[0]].meta.shape[-1]
+    assert classes == found.values[found.parameters["net.model.embed_tokens.weight"]].meta.shape[0]
+    assert short(split, Part.FORWARD)["_log_softmax"] == 0
+
+
+def test_a_whole_head_is_computed_by_every_rank() -> None:
+    plain = graph_of("tiny-llama", 1)
+    found = trace("tiny-llama", 1, 8, "float32", {"num_hidden_layers": NUM_LAYERS}, tp=2, head="whole")
+    shared = parallelism(found)
+    assert shared is not None and "net.lm_head.weight" not in shared.shards
+    shapes = [
+        [graph.values[node.outputs[0]].meta.shape for node in graph.nodes if node.module == "net.lm_head"
+         and short_name(node.op) == "mm" and node.part is Part.FORWARD and node.outputs[0] is not None]
+        for graph in (plain, found)
+    ]  # fmt: skip
+    assert shapes[0] == shapes[1] != []
+    assert not any(node.op in COLLECTIVES and node.module == "net.lm_head" for node in found.nodes)
+
+
+def test_gathered_logits_of_a_padded_vocabulary_are_as_many_as_there_are_tokens() -> None:
+    changes = {**NARROW, "vocab_size": 97, "tie_word_embeddings": False}
+    found = trace("tiny-llama", 1, 8, "float32", changes, tp=2, embedding="whole", head="gathered")
+    (loss,) = (node for node in found.nodes if short_name(node.op) == "_log_softmax")
+    assert found.values[loss.inputs[0]].meta.shape[-1] == 97
+
+
+@pytest.mark.parametrize("asked", [("whole", "split"), ("split", "whole"), ("whole", "gathered")], ids=str)
+def test_a_parameter_that_is_embedding_and_head_is_whole_if_either_is(asked: tuple[Any, Any]) -> None:
+    changes = {**NARROW, "tie_word_embeddings": True}
+    found = trace("tiny-llama", 1, 8, "float32", changes, tp=2, embedding=asked[0], head=asked[1])
+    shared = parallelism(found)
+    assert shared is not None and not any("embed" in name or "head" in name for name in shared.shards)
+
+
+@pytest.mark.parametrize(("tp", "head"), [(1, "split"), (2, "split"), (2, "gathered")])
+def test_a_loss_in_the_type_of_its_logits_casts_none(tp: int, head: Any) -> None:
+    def types(loss: Any) -> set[str]:
+        found = trace("tiny-llama", 1, 8, "bfloat16", {"num_hidden_layers": 1}, tp=tp, head=head, loss=loss)
+        behind = [node for node in found.nodes if node.module in ("net.lm_head", "cross_entropy")]
+        made = [found.values[value].meta for node in behind for value in node.outputs if value is not None]
+        return {meta.dtype for meta in made if len(meta.shape) > 1} & {"bfloat16", "float32"}
+
+    assert types("float32") == {"bfloat16", "float32"}
+    assert types("as logits") == {"bfloat16"}

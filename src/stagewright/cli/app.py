@@ -14,6 +14,7 @@ from stagewright.cli import (
     compare,
     demo,
     estimate,
+    launch,
     lists,
     plan,
     plan_costs,
@@ -84,9 +85,9 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize, run.run,
-    compare.compare, verify.verify, trace.trace, schedule.schedule,
-    probe.probe, profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
+    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize,
+    run.run, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
+    profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 
 for _verb in _VERBS:

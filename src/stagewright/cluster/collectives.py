@@ -83,7 +83,7 @@ class Communicator:
         if self.intra is None:
             return self.inter_bandwidth
         if self.node is None:
-            return min(self.intra.collective_bandwidth, self.inter_bandwidth)
+            return min(self.intra.group_bandwidth(self.per_node), self.inter_bandwidth)
         inside = self.node.ring_bandwidth(self.per_node)
         if reduces and self.node.adds_in_switch(self.per_node):
             inside /= _REDUCED_TRAFFIC

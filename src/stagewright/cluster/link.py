@@ -91,6 +91,15 @@ class Link(SourcedModel):
         """Bytes/s per device and direction in a collective."""
         return self.ring_bandwidth or self.bandwidth
 
+    def group_bandwidth(self, num_ranks: int) -> float:
+        """Bytes/s per device and direction in a collective of so many ranks: of links that join pairs of devices each ranks
+        use those among them.
+
+        >>> Link(latency_s=0, bandwidth=100.0, ring_bandwidth=250.0).group_bandwidth(2)
+        100.0
+        """
+        return min(self.collective_bandwidth, self.bandwidth * max(1, num_ranks - 1))
+
     def seconds(self, num_bytes: float) -> float:
         """Time of one message, alone on the link.
 

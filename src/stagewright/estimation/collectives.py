@@ -34,10 +34,12 @@ def collective_seconds(
     cluster: Cluster,
     strides: Mapping[str, int],
     multiprocessors: int | None = None,
+    share: float = 1.0,
 ) -> float:
     """What a collective of the graph takes to send; none for any other operator. `strides` say how far apart the
     ranks of a group are, as `stagewright.graph.tensor_parallel.neighbour_strides`; with so many `multiprocessors` to copy
-    them, tokens travel to every node of their experts once, not once for each.
+    them, tokens travel to every node of their experts once, not once for each. Where what is gathered is cast before, a
+    `share` of its bytes is sent.
 
     Source: `stagewright.cluster.collectives` and `stagewright.cluster.dispatch`, for the slowest of the groups of
     neighbouring ranks. Ignores: that groups of one node, replicas and pipeline transfers share links; overlap with
@@ -53,7 +55,7 @@ def collective_seconds(
     sent = value(whole).meta
     if node.op == ALL_TO_ALL and multiprocessors is not None:
         return _exchange_seconds(cluster, sent, ranks, node.args[3], multiprocessors)
-    return found(cluster, float(sent.payload_bytes), ranks)
+    return found(cluster, share * sent.payload_bytes, ranks)
 
 
 def _exchange_seconds(

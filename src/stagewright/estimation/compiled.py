@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from stagewright.estimation.operators import Kernel, work
 from stagewright.graph import Node, OperatorGraph, Part
 from stagewright.graph.graph import short_name
+from stagewright.graph.tensor_parallel import COLLECTIVES
 
 _STREAMS = (Kernel.MEMORY, Kernel.NORM)
 
@@ -72,7 +73,8 @@ def fused(graph: OperatorGraph) -> dict[int, Fusion]:
 
 def _streams(graph: OperatorGraph, node: Node) -> bool:
     return (
-        work(node, graph.values.__getitem__).kernel in _STREAMS
+        node.op not in COLLECTIVES
+        and work(node, graph.values.__getitem__).kernel in _STREAMS
         and short_name(node.op) not in _APART
         and len(node.outputs) > 0
     )

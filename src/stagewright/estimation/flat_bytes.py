@@ -20,9 +20,11 @@ _CATEGORY = {DERIVED: GATHERED, CROSSING: SUMMED}
 
 @dataclass(frozen=True)
 class FlatSizes:
-    """Bytes of the flat buffers of a rank whose resident bytes are `resident`."""
+    """Bytes of the flat buffers of a rank whose resident bytes are `resident`; `accumulates`: whether several microbatches
+    add to whole gradients, in the type of their sums over replicas, before these are made."""
 
     resident: ResidentBytes
+    accumulates: bool = False
 
     def parameter(self, flat: Flat) -> int:
         """Of its parameters, whole."""
@@ -41,8 +43,15 @@ class FlatSizes:
         """Whether its gradients are summed in another type."""
         return self.resident.wire not in (None, self.resident.runtime.precision(flat.dtype).gradient)
 
+    def whole_gradient(self, flat: Flat) -> int:
+        """Of its gradients, whole, as microbatches add to them."""
+        wire = self.resident.wire
+        if wire is None or not self.accumulates:
+            return self.gradient(flat)
+        return flat.num_elements * ITEM_BYTES[wire]
+
     def gradient(self, flat: Flat) -> int:
-        """Of its gradients, whole."""
+        """Of its gradients, whole, as the optimizer takes them."""
         return flat.num_elements * ITEM_BYTES[self.resident.runtime.precision(flat.dtype).gradient]
 
     def summed(self, flat: Flat) -> int:
@@ -65,7 +74,8 @@ class FlatBuffers(ABC):
     """
 
     def __init__(self, resident: ResidentBytes, actions: Sequence[Action]) -> None:
-        self.sizes = FlatSizes(resident)
+        once = resident.runtime.reduces == "last microbatch"
+        self.sizes = FlatSizes(resident, once and _has_several(actions))
         *self._moves, self._last = moves(actions, resident.flats)
         self._has_shard: set[Flat] = set()
 
@@ -112,7 +122,7 @@ class FlatBuffers(ABC):
         for flat in change.gathers:
             self._make(GATHERED, flat, sizes.parameter(flat))
         for flat in change.opens:
-            self._make(WHOLE, flat, sizes.gradient(flat))
+            self._make(WHOLE, flat, sizes.whole_gradient(flat))
         for flat in change.reduces:
             if flat.level >= GRADIENTS and not sizes.is_cast(flat):
                 self._rename(WHOLE, flat, SUMMED)
@@ -128,6 +138,11 @@ class FlatBuffers(ABC):
             self._has_shard.add(flat)
             self._make(SHARDS, flat, self.sizes.gradient(flat) // flat.num_shards)
         self._drop(SUMMED, flat)
+
+
+def _has_several(actions: Sequence[Action]) -> bool:
+    """Whether actions are of several microbatches."""
+    return len({action.microbatch for action in actions if action.microbatch is not None}) > 1
 
 
 class FlatBytes(FlatBuffers):

@@ -17,7 +17,7 @@ from stagewright.cluster.products import Shape
 from stagewright.estimation.liveness import Lookup
 from stagewright.graph import Node, Ref, TensorMeta
 from stagewright.graph.added import ACCUMULATE, MOVES
-from stagewright.graph.fusion import is_kernel
+from stagewright.graph.fusion import HELD, is_kernel
 from stagewright.graph.graph import short_name
 
 
@@ -197,8 +197,9 @@ def _dtype(node: Node, value: Lookup) -> str:
 
 def _moved(node: Node, value: Lookup) -> float:
     """Bytes read and written when every argument is read and every result written once."""
+    held = [argument.value for name, argument in node.kwargs if name == HELD]
     return float(
-        sum(value(number).meta.payload_bytes for number in dict.fromkeys(node.inputs))
+        sum(value(number).meta.payload_bytes for number in dict.fromkeys(node.inputs) if number not in held)
         + sum(value(output).meta.payload_bytes for output in node.outputs if output is not None)
     )
 

@@ -24,7 +24,15 @@ from stagewright.errors import InputError, nearest
 from stagewright.estimation.operators import COUNTED
 from stagewright.estimation.precision import Precision
 from stagewright.graph import OperatorGraph
-from stagewright.graph.fusion import INPUTS, JOINED, FusionRule, adding_in_products, fuse, summing_once
+from stagewright.graph.fusion import (
+    INPUTS,
+    JOINED,
+    FusionRule,
+    adding_in_products,
+    fuse,
+    holding_logits,
+    summing_once,
+)
 
 STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
@@ -120,6 +128,8 @@ class Optimizer(StrictModel):
       is kept parameter by parameter; what they leave in the allocator's cache is reserved too.
     * `gathers_masters`: whether shared-out parameters are cast and gathered from their master copies, so that nothing else
       of them stays; state is then kept parameter by parameter.
+    * `keeps_shards`: whether replicas that share out state but not parameters keep their part of these beside the whole;
+      where there are master copies, these are such parts.
     * `step_bytes`: moved per parameter in a step: unscaling, norm, update, new copy; None: fused AdamW's.
     """
 
@@ -128,6 +138,7 @@ class Optimizer(StrictModel):
     keeps_gradients: bool = False
     moves_parameters: bool = False
     gathers_masters: bool = False
+    keeps_shards: bool = False
     step_bytes: _Count | None = None
 
 
@@ -156,6 +167,19 @@ class Runtime(SourcedModel):
     * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as the device computes them
       that traces (``traced``).
     * `experts`: as the model's own code computes them, or ``grouped``, with weights between their products.
+    * `embedding`: whether tensor-parallel ranks each have some rows of the embedding (``split``) or all (``whole``).
+    * `head`: whether they each compute the logits of some tokens, and the loss from these (``split``), get the logits of
+      all tokens before the loss (``gathered``), or compute all of them (``whole``). Of a parameter that is embedding and
+      head, all ranks have all where either is whole.
+    * `loss`: in ``float32``, or in the type of the logits (``as logits``).
+    * `holds_logits`: whether the loop has logits in a variable while the loss is differentiated, so that they stay.
+    * `shares_gathers`: whether products that take the same tensor take one gathered copy of it, and the sum of its
+      gradients goes to other ranks; without, each gathers its own and sends its own gradient. Copies that a compiler sees
+      are made once. Ignores: memory of more copies than one.
+    * `casts_gathers`: whether with products in fp8 what tensor-parallel ranks gather inside of layers is cast before.
+    * `compiles`: whether what is compiled are the ``layers``, or the ``model`` as far as replicas do not share it out piece
+      by piece: its backward hands all gradients over at its end, beside those of earlier microbatches that they are added
+      to.
     * `attention_rate`: how fast its fused attention is, where the device's file, which is of FlashAttention-2 or what
       replaced it, is 1.
     * `attention_kernels`: whether its fused attention is that which the device's file describes, or the ``best`` there is.
@@ -163,6 +187,8 @@ class Runtime(SourcedModel):
       for both products that take them, and weights once per step.
     * `shard_units`: in what replicas gather and reduce a stage that they share out: in the pieces that are ``fastest``, or
       each of its ``layers`` on its own and what is in front of and behind them.
+    * `reduces`: after which microbatches replicas that share out gradients do so: after ``every microbatch`` that adds to
+      them, or after the ``last microbatch``, until when they are whole, in the type of their sums.
     * `keeps_root`: whether what surrounds the layers of a lone pipeline rank is gathered in front of a forward and
       released, and its gradients reduced, behind its backward.
     * `copies_parts`: whether collectives copy what they send or put together, whose parts do not lie one behind
@@ -206,6 +232,14 @@ class Runtime(SourcedModel):
     recomputes_head: bool = True
     transfers: Literal["overlapped", "sends", "sends and receives"] = "overlapped"
     scatters_boundaries: bool = False
+    embedding: Literal["split", "whole"] = "split"
+    head: Literal["split", "gathered", "whole"] = "split"
+    loss: Literal["float32", "as logits"] = "float32"
+    holds_logits: bool = False
+    shares_gathers: bool = True
+    casts_gathers: bool = False
+    compiles: Literal["layers", "model"] = "layers"
+    reduces: Literal["every microbatch", "last microbatch"] = "every microbatch"
     attention_rate: Annotated[float, Field(gt=0, le=10)] = 1.0
     keeps_root: bool = False
     copies_parts: bool = False
@@ -239,8 +273,8 @@ class Runtime(SourcedModel):
     @property
     def traced(self) -> dict[str, str]:
         """The part of the arguments of `stagewright.tracing.cache.trace` that says how this runtime computes a model."""
-        asked = {"attention": self.attention, "experts": self.experts}
-        return {name: way for name, way in asked.items() if way != "traced"}
+        asked = {name: getattr(self, name) for name in ("attention", "experts", "embedding", "head", "loss")}
+        return {name: way for name, way in asked.items() if way not in ("traced", "split", "float32")}
 
     def precision(self, dtype: str) -> Precision:
         """Types of what trains parameters of `dtype` (a torch name)."""
@@ -265,6 +299,8 @@ class Runtime(SourcedModel):
         if self.name == STAGEWRIGHT:
             return graph
         fused = fuse(graph, [kernel.rule for kernel in self.kernels])
+        if self.holds_logits:
+            fused = holding_logits(fused)
         if self.sums_once:
             fused = summing_once(fused)
         if self.adds_in_products:

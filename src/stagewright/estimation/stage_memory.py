@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory, function_memory
-from stagewright.graph.added import MOVES
+from stagewright.graph.added import ACCUMULATE, MOVES
 from stagewright.graph.graph import Node, made_by
 from stagewright.graph.payload import Message, messages
 from stagewright.graph.stage import Function, Stage
@@ -17,10 +18,14 @@ Channel = tuple[Kind, int, int]
 
 
 class StageMemory:
-    """The functions of one stage as a replay needs them; each is looked at once."""
+    """The functions of one stage as a replay needs them; each is looked at once.
 
-    def __init__(self, stage: Stage) -> None:
+    Where it `hands_over`, a backward keeps the gradients of parameters until it has all of them, and adds them up then.
+    """
+
+    def __init__(self, stage: Stage, hands_over: bool = False) -> None:
         self.stage = stage
+        self.hands_over = hands_over
 
     @cached_property
     def forward(self) -> FunctionMemory:
@@ -32,11 +37,11 @@ class StageMemory:
 
     @cached_property
     def weight_grad(self) -> FunctionMemory:
-        return self._of_backward(self.stage.weight_grad)
+        return self._of_backward(self._handing_over(self.stage.weight_grad))
 
     @cached_property
     def backward(self) -> FunctionMemory:
-        return self._of_backward(self.stage.backward)
+        return self._of_backward(self._handing_over(self.stage.backward))
 
     @cached_property
     def rebuild(self) -> FunctionMemory:
@@ -69,6 +74,11 @@ class StageMemory:
         """Of `nodes`, of which what is used stays."""
         kept = tuple(sorted(made_by(nodes) & self._used))
         return function_memory(Function(tuple(nodes), (), kept), resident, self.stage.value)
+
+    def _handing_over(self, function: Function) -> Function:
+        if not self.hands_over:
+            return function
+        return replace(function, nodes=tuple(sorted(function.nodes, key=lambda node: node.op == ACCUMULATE)))
 
     def _of_backward(self, function: Function) -> FunctionMemory:
         nodes = (*self.stage.rebuild.nodes, *self.stage.remade.nodes)

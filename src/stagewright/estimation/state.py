@@ -118,9 +118,11 @@ def resident_bytes(
 
 def kept_parameters(flat: Flat, runtime: Runtime) -> int:
     """Bytes of a shared-out buffer's parameters that one replica keeps from step to step, in their own type."""
-    if flat.level < PARAMETERS:
-        return flat.num_elements * ITEM_BYTES[flat.dtype]
     has_master = flat.is_trained and runtime.precision(flat.dtype).has_master
+    if flat.level < PARAMETERS:
+        has_shards = runtime.optimizer.keeps_shards and flat.level >= OPTIMIZER and not has_master
+        kept = flat.num_elements + (flat.shard_elements if has_shards else 0)
+        return kept * ITEM_BYTES[flat.dtype]
     from_master = runtime.optimizer.gathers_masters and has_master
     return 0 if from_master else flat.shard_elements * ITEM_BYTES[flat.dtype]
 

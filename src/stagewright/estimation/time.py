@@ -27,6 +27,7 @@ from stagewright.graph.tensor_parallel import (
     ALL_GATHER,
     COLLECTIVES,
     REDUCE_SCATTER,
+    entry_of,
     group_of,
     neighbour_strides,
     parallelism,
@@ -181,6 +182,9 @@ class NodeCosts(NamedTuple):
         return cls(*(np.array([getattr(one, name) for one in costs], np.float64) for name in cls._fields))
 
 
+_MOST_COPIES = 16
+"""Products that take one tensor, at most."""
+
 _GROWN = 256.0
 """Times as many samples: in a kernel of so many, what does not grow with them is next to nothing."""
 
@@ -219,6 +223,7 @@ class Costing:
         self._by_signature: dict[int, Cost] = {}
         self._fused_costs: dict[int, Cost] = {}
         self._growing_by_kind: dict[tuple[int, Part], float] = {}
+        self._products_of: dict[int, int] = {}
         self._of_graph = graph.values.__getitem__
         self._given = device, compiled  # as it was given, without the runtime's attention
 
@@ -273,9 +278,24 @@ class Costing:
 
     def _kind(self, node: Node) -> int:
         """A number that nodes of equal cost share: their signature, and in eight bits also what else decides."""
+        kind = node.signature * _MOST_COPIES + self._num_copies(node) - 1
         if self.products != "fp8":
-            return node.signature
-        return (node.signature * len(Part) + node.part) * 2 + self._takes_fp8(node)
+            return kind
+        return (kind * len(Part) + node.part) * 2 + self._takes_fp8(node)
+
+    def _num_copies(self, node: Node) -> int:
+        """How many collectives a node stands for, of products that take the same tensor and share nothing.
+
+        Source of what a compiler shares: torch/_functorch/compile_utils.py, `fx_graph_cse`.
+        """
+        if self.runtime.shares_gathers or (entry := entry_of(self.graph, node)) is None:
+            return 1
+        if node.part is Part.FORWARD and self._given[1]:
+            return 1
+        known = self._products_of.get(entry.id)
+        if known is None:
+            known = self._products_of[entry.id] = _num_products(self.graph, entry)
+        return min(max(known, 1), _MOST_COPIES)
 
     def _under_runtime(self, plain: Cost, found: Work) -> Cost:
         """What the runtime's host spends in place of eager execution's, and how long the device waits."""
@@ -291,22 +311,35 @@ class Costing:
         """A collective: `plain` is the copy that some runtimes make of its parts; others send in place."""
         assert self.cluster is not None
         runtime = self.runtime
-        copied_s = plain.device_s if runtime.copies_parts else 0.0
+        share = self._sent_share(node, value)
+        copied_s = share * plain.device_s if runtime.copies_parts else 0.0
         once = runtime.dispatch == "once per node"
         copying = runtime.dispatch_multiprocessors if once else None
-        sent_s = collective_seconds(node, value, self.cluster, self._strides, copying)
+        sent_s = collective_seconds(node, value, self.cluster, self._strides, copying, share)
         sent_s += runtime.waits.collective_s
         beside, hidden = self._is_overlapped(node), node.op == ALL_TO_ALL and runtime.hides_dispatch
         if hidden:
             copied_s += runtime.waits.beside_share * sent_s
         if node.op == ALL_TO_ALL and _is_of_routing(value(node.inputs[0]).meta):
             copied_s += runtime.waits.routing_s
+        num = self._num_copies(node)
         return replace(
             plain,
-            device_s=copied_s + (0.0 if beside or hidden else sent_s),
-            overlapped_s=sent_s if beside else 0.0,
-            hidden_s=sent_s if hidden else 0.0,
-            host_s=plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s,
+            device_s=num * (copied_s + (0.0 if beside or hidden else sent_s)),
+            overlapped_s=num * sent_s if beside else 0.0,
+            hidden_s=num * sent_s if hidden else 0.0,
+            host_s=num * (plain.host_s + (group_of(node)[1] - 1) * runtime.host.member_s),
+        )
+
+    def _sent_share(self, node: Node, value: Lookup) -> float:
+        """Of the bytes that a collective would send, those that it does where they are cast to eight bits before."""
+        if not (self.runtime.casts_gathers and self.products == "fp8" and node.op == ALL_GATHER):
+            return 1.0
+        meta = value(node.inputs[0]).meta
+        return (
+            1 / meta.item_bytes
+            if precision_name(meta.dtype) in ("bf16", "fp16") and self._takes_fp8(node)
+            else 1.0
         )
 
     def _is_overlapped(self, node: Node) -> bool:
@@ -413,7 +446,8 @@ class Costing:
             latency_s = all_reduce_seconds(
                 self.cluster, 0, slowest_group(self.cluster, size, self._strides[name])
             )
-            return max(0.0, sent.device_s - latency_s - self.runtime.waits.collective_s)
+            waits_s = self._num_copies(node) * (latency_s + self.runtime.waits.collective_s)
+            return max(0.0, sent.device_s - waits_s)
         found = work(node, value)
         is_product = found.kernel is Kernel.MATMUL
         if found.kernel is Kernel.VIEW or (node.part >= Part.WEIGHT_GRAD and not is_product):
@@ -458,6 +492,24 @@ def together(
     """Seconds of functions whose operators sum up to these: the device's work or the host's, whichever takes longer."""
     busy = device_s + np.maximum(0.0, np.subtract(overlapped_s, product_s))
     return np.maximum(busy, np.maximum(hidden_s, host_s))
+
+
+def _num_products(graph: OperatorGraph, node: Node) -> int:
+    """Products of the forward that take what a node makes, as it is or as views of it."""
+    waiting, found, seen = [node], set[int](), set[int]()
+    while waiting:
+        for output in waiting.pop().outputs:
+            for user in graph.consumers.get(output, ()) if output is not None else ():
+                reader = graph.nodes[user]
+                if reader.part is not Part.FORWARD or user in seen:
+                    continue
+                seen.add(user)
+                kernel = work(reader, graph.values.__getitem__).kernel
+                if kernel is Kernel.MATMUL:
+                    found.add(user)
+                elif kernel is Kernel.VIEW:
+                    waiting.append(reader)
+    return len(found)
 
 
 def _is_of_routing(sent: TensorMeta) -> bool:

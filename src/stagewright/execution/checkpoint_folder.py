@@ -232,6 +232,17 @@ def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bo
         warnings.warn(f"going on with another job: {'; '.join(changed)}", StagewrightWarning, stacklevel=3)
 
 
+def changed_state(before: Plan, after: Plan) -> Iterator[str]:
+    """What keeps a run under one plan from going on under another, in words."""
+    was, now = identity(before), identity(after)
+    yield from differences({"model": was["model"]}, {"model": now["model"]})
+    yield from differences(
+        _of(was["job"], (*_OF_STATE, *_OF_SAMPLES)), _of(now["job"], (*_OF_STATE, *_OF_SAMPLES)), "job."
+    )
+    if before.num_ranks != after.num_ranks:
+        yield f"it is for {after.num_ranks} ranks, and there are {before.num_ranks}"
+
+
 def _of(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
     return {key: document[key] for key in keys if key in document}
 

@@ -137,6 +137,7 @@ class Session:
         self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE))
         tied.count_elsewhere(self._counted_elsewhere())
+        self._tied = tied
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
@@ -150,6 +151,11 @@ class Session:
         """This rank is now at `position`."""
         self.position = position
         self._report_position(position)
+
+    def close(self) -> None:
+        """Nothing is trained here any more: the process groups are gone, on all ranks at once."""
+        self.groups.destroy()
+        self._tied.destroy()
 
     @property
     def runner(self) -> RankRunner:

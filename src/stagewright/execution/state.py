@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from stagewright.errors import InputError
 from stagewright.execution.regions import Region, in_whole, stretches
 from stagewright.graph.flat import Flat
 from stagewright.graph.tensor_parallel import parallelism
@@ -55,6 +56,48 @@ def named_by(key: str, shape: tuple[int, ...]) -> tuple[str, Region]:
     if len(region.start) != len(shape):
         raise ValueError(f"'{key}' is of {len(shape)} dimensions")
     return name, region
+
+
+Source = TypeVar("Source", str, int)
+
+
+class RegionIndex(Generic[Source]):
+    """Who has which regions of which tensors: files of a checkpoint, or ranks."""
+
+    def __init__(self) -> None:
+        self._where: dict[str, dict[Region, Source]] = {}
+
+    def add(self, name: str, region: Region, source: Source) -> None:
+        """`source` has this region; who was added before goes first."""
+        self._where.setdefault(name, {}).setdefault(region, source)
+
+    def sources(self, name: str, wanted: Region) -> list[tuple[Source, Region]]:
+        """Who has which regions of what is `wanted` of a tensor. Raises `InputError` where nobody has some of it."""
+        stored = self._where.get(self.known_as(name), {})
+        if wanted in stored:
+            return [(stored[wanted], wanted)]
+        found = [(source, region) for region, source in stored.items() if wanted.overlap(region) is not None]
+        if sum(overlap(wanted, region).num_elements for _, region in found) != wanted.num_elements:
+            raise InputError(
+                f"it does not have all of '{name}', so it is of another model, or was written by another version of "
+                "stagewright"
+            )
+        return found
+
+    def known_as(self, name: str) -> str:
+        """Under which name it is there: of statistics that each replica has of its own, where there were fewer of them, the
+        first replica's."""
+        if name in self._where or OF_REPLICA not in name:
+            return name
+        prefix = name.rpartition(OF_REPLICA)[0] + OF_REPLICA
+        return min((one for one in self._where if one.startswith(prefix)), default=name)
+
+
+def overlap(one: Region, other: Region) -> Region:
+    """What two regions have in common that were chosen because they overlap."""
+    found = one.overlap(other)
+    assert found is not None
+    return found
 
 
 def held(session: Session) -> Iterator[Held]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start
+from stagewright.execution.checkpoint_folder import Checkpointing, Kept, changed_state, check_start
 from stagewright.execution.data.prepared import Data, PreparedData, ready
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch import default_folder, refuse_what_is_not_run
@@ -37,6 +37,9 @@ _STOP, _WRITING, _RECORD = "stop", "writing", "record"
 
 _RECORD_EVERY_S = 60.0
 
+PLAN = "STAGEWRIGHT_PLAN"
+"""Environment variable: the path of the plan that `stagewright launch` was given."""
+
 
 class Trainer:
     """Trains a plan, in the process of each rank: all of it with `fit`, or a step at a time in a loop of your own.
@@ -48,7 +51,7 @@ class Trainer:
     >>> record = trainer.fit()  # doctest: +SKIP
 
     Args:
-        plan: a plan, or the path of a ``plan.json``.
+        plan: a plan, or the path of a ``plan.json``; None takes the one that ``stagewright launch`` was given.
         data: what `stagewright.run` takes; None makes synthetic samples.
         steps: number of optimizer steps `fit` goes up to, counted from the first of all; None takes the job's.
         out: folder for ``record.json`` and ``steps.jsonl``; None makes ``runs/<model>-<time>``.
@@ -71,7 +74,7 @@ class Trainer:
 
     def __init__(
         self,
-        plan: Plan | str | Path,
+        plan: Plan | str | Path | None = None,
         data: Data = None,
         *,
         steps: int | None = None,
@@ -90,7 +93,7 @@ class Trainer:
         devices: Sequence[int] | None = None,
         _is_checked: bool = False,
     ) -> None:
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        loaded = plan if isinstance(plan, Plan) else load_plan(_path_of(plan))
         if devices is not None:
             loaded = loaded.model_copy(update={"devices": tuple(devices)})
         self.plan = loaded
@@ -147,21 +150,20 @@ class Trainer:
         if (threads := num_threads(self.plan, self._launched)) is not None:
             torch.set_num_threads(threads)
         watch = self._watch
-        self.session = Session(self.plan, self.device, data, random_weights, watch.at, watch.at)
+        self._new_session = lambda plan: Session(plan, self.device, data, random_weights, watch.at, watch.at)
+        self.session = self._new_session(self.plan)
         self.first_step = 0
         if self._asked.folder is not None and self._asked.is_resumed:
             self.first_step = restore(self.session, self._asked.folder)
         self.step_number = watch.num_steps = self.first_step
         """Steps that are done."""
+        self.is_stopping = False
+        """Whether somebody has asked the run to end behind the last step, by Ctrl-C or SIGTERM; all ranks see the same."""
         self._saver = (
             None if self._asked.folder is None else Saver(self.session, self._asked.folder, self._asked.kept)
         )
         self._recorded = time.monotonic()
-        self.session.votes = {
-            _STOP: lambda: watch.stop_asked is not None,
-            _WRITING: lambda: self._saver is not None and not self._saver.is_written,
-            _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
-        }
+        self._ask_ranks()
         self._metered = metered_steps(self.plan.job, self.num_steps, self.first_step)
         self._speed = SpeedWatch(self.device, _probed_reference(self.plan, self._launched, self.device.type))
         self._paces = PaceWatch()
@@ -170,6 +172,14 @@ class Trainer:
         self._callbacks: list[Callback] = []
         if self.is_first:
             self._callbacks = [StepLog(self.out, self.first_step), *callbacks]
+
+    def _ask_ranks(self) -> None:
+        """What every rank says after each step."""
+        self.session.votes = {
+            _STOP: lambda: self._watch.stop_asked is not None,
+            _WRITING: lambda: self._saver is not None and not self._saver.is_written,
+            _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
+        }
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +191,7 @@ class Trainer:
         every = self._asked.every
         while self.step_number < self.num_steps:
             result = self.step()
-            is_last = _STOP in result.votes or self.step_number == self.num_steps
+            is_last = self.is_stopping or self.step_number == self.num_steps
             with self._at_work():
                 if self._saver is not None and self._saver.is_open and _WRITING not in result.votes:
                     self._saver.finish()
@@ -210,6 +220,7 @@ class Trainer:
             inputs = None if batch is None else self.session.own_part(batch)
             result = self.session.train_step(number, number in self._metered, inputs)
             self._results.append(result)
+            self.is_stopping = _STOP in result.votes
             self.step_number = self._watch.num_steps = number + 1
             self._speed.after(number - first, result.seconds)
             if self.is_first:
@@ -234,6 +245,35 @@ class Trainer:
             if self._evaluator is None:
                 self._evaluator = Evaluator(self.session)
             return self._evaluator.run(map(self.session.own_part, batches), wants_tokens=wants_tokens)
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on under another plan of the same model for as many ranks: state moves between ranks directly. What is to come
+        is what would have come, but for the order of sums.
+
+        Raises:
+            InputError: the plan is of another model, another number of ranks, or other samples in each step.
+        """
+        from stagewright.execution.checkpoint import Saver
+        from stagewright.execution.handover import give, take
+
+        if differing := list(changed_state(self.plan, plan)):
+            raise InputError(f"a run cannot go on under this plan: {'; '.join(differing)}")
+        with self._at_work():
+            if self._saver is not None:
+                self._saver.finish()
+            self._watch.at("handing over to another plan")
+            before, taken = self.session, take(self.session)
+            before.close()
+            del self.session, before  # so that there is room for the other
+            self._evaluator = None
+            self.plan = plan
+            self.session = self._new_session(plan)
+            give(self.session, taken)
+            self._ask_ranks()
+            if self._saver is not None:
+                assert self._asked.folder is not None
+                self._saver = Saver(self.session, self._asked.folder, self._asked.kept)
+            self._metered = frozenset((*self._metered, self.step_number))
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -371,6 +411,15 @@ class Trainer:
         )
         record.save(self.out / "record.json")
         return record
+
+
+def _path_of(plan: str | Path | None) -> str | Path:
+    found = plan or os.environ.get(PLAN)
+    if found is None:
+        raise InputError(
+            "a Trainer needs a plan: give the path of a plan.json, or start the script with stagewright launch"
+        )
+    return found
 
 
 _RECENT_STEPS = 20

@@ -15,12 +15,15 @@ from typing import Any, Literal
 from stagewright.graph.graph import Node, OperatorGraph, Origin, Part, Ref, Value, makers_of, short_name
 from stagewright.graph.simplify import renumbered_graph
 from stagewright.graph.tensor import TensorMeta, contiguous
-from stagewright.graph.tensor_parallel import ALL_REDUCE
+from stagewright.graph.tensor_parallel import ALL_GATHER, ALL_REDUCE
 
 KERNEL = "runtime."
 """How the operator of a fused kernel begins; the name of its rule follows."""
 
 INPUTS, RESULTS = "inputs", "results"
+
+HELD = "held"
+"""Argument of an operator that does not read it: a tensor that is there until then."""
 
 JOINED = {"mm": 0, "addmm": 1}
 """Products that may become one, and which argument is the tensor that is multiplied."""
@@ -116,6 +119,41 @@ def summing_once(graph: OperatorGraph) -> OperatorGraph:
     gone = {node.id for node in graph.nodes if node.op == ALL_REDUCE and handed_on.intersection(node.outputs)}
     nodes = tuple(node for node in graph.nodes if node.id not in gone)
     return renumbered_graph(replace(graph, nodes=nodes, contributions=contributions))
+
+
+def holding_logits(graph: OperatorGraph) -> OperatorGraph:
+    """`graph` whose logits are there until the loss is differentiated, used or not: of a loop that has them in a variable.
+
+    Logits are what the last product of the forward makes, or what is gathered of it.
+    """
+    product = next(
+        (node for node in map(graph.nodes.__getitem__, reversed(graph.body)) if _multiplies(node)), None
+    )
+    if product is None or product.outputs[0] is None:
+        return graph
+    logits, maker = product.outputs[0], product
+    while (user := _sole_forward_user(graph, logits)) and (user.op == ALL_GATHER or _is_view(graph, user)):
+        (made,) = user.outputs
+        if made is None:
+            break
+        logits, maker = made, user
+    behind = graph.position[maker.id]
+    of_loss = [
+        node
+        for node in graph.nodes
+        if node.part is Part.INPUT_GRAD and graph.position.get(node.forward, -1) > behind
+    ]
+    if not of_loss or not graph.storage_bytes[graph.values[logits].storage]:
+        return graph
+    last = of_loss[-1]
+    held = replace(last, kwargs=(*last.kwargs, (HELD, Ref(logits))), inputs=(*last.inputs, logits))
+    return replace(graph, nodes=tuple(held if node is last else node for node in graph.nodes))
+
+
+def _sole_forward_user(graph: OperatorGraph, value: int) -> Node | None:
+    users = [graph.nodes[user] for user in graph.consumers.get(value, ())]
+    forward = [node for node in users if node.part is Part.FORWARD]
+    return forward[0] if len(forward) == 1 else None
 
 
 def _multiplies(node: Node) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from stagewright.errors import ContractError, InputError
 from stagewright.graph.expert_parallel import ALL_TO_ALL, EXPERT_GROUP, expert_parallelism
-from stagewright.graph.graph import Node, OperatorGraph, Origin
+from stagewright.graph.graph import Node, OperatorGraph, Origin, Part
 
 GROUP = "tp"
 """The name by which collectives know the ranks of one tensor-parallel group."""
@@ -97,6 +97,15 @@ def group_of(node: Node) -> tuple[str, int]:
     """The name and size of the group in which a collective takes part."""
     place = next(index for index, argument in enumerate(node.args) if isinstance(argument, str))
     return node.args[place], node.args[place + 1]
+
+
+def entry_of(graph: OperatorGraph, node: Node) -> Node | None:
+    """The forward operator at which local work of tensor-parallel ranks begins, if a collective gathers for that work or
+    sums up its gradients."""
+    if node.op not in COLLECTIVES or group_of(node)[0] != GROUP or node.forward < 0:
+        return None
+    entry = graph.nodes[node.forward]
+    return entry if entry.part is Part.FORWARD and entry.op in (ALL_GATHER, ENTER) else None
 
 
 def neighbour_strides(graph: OperatorGraph) -> dict[str, int]:

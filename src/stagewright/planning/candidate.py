@@ -447,10 +447,11 @@ def network_seconds(
     elif choice.num_chunks is not None and not in_units:
         times = max(1.0, times / choice.pp)
     wire = REDUCE_TYPES[choice.reduce_dtype] if choice.reduce_dtype else job.precision.gradient
-    seconds = reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[wire], holders)
+    reductions = 1.0 if job.profile.reduces == "last microbatch" else times
+    seconds = reductions * reduce_scatter_seconds(cluster, parameters * ITEM_BYTES[wire], holders)
     if choice.level >= PARAMETERS:
-        seconds += 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
-    return times * seconds
+        seconds += times * 2 * all_gather_seconds(cluster, parameters * ITEM_BYTES[job.torch_name], holders)
+    return seconds
 
 
 def _waits_for_network(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> bool:
@@ -501,7 +502,8 @@ def _as_chosen(line: Pipeline, choice: Choice) -> Pipeline:
         return line
     levels = (choice.level,) * len(line.stages)
     held = around_layers(line) if choice.level >= PARAMETERS and line.job.profile.keeps_root else ()
-    program = sharded_program(line.program, line.stages, levels, held)
+    once = line.job.profile.reduces == "last microbatch"
+    program = sharded_program(line.program, line.stages, levels, held, reduces_once=once)
     return replace(line, program=program, sharding=levels, shard_size=choice.shard_size)
 
 

@@ -46,19 +46,20 @@ def insert_gathers(
     )
 
 
-def insert_held(program: Program, stages: Collection[int]) -> Program:
+def insert_held(program: Program, stages: Collection[int], *, reduces_once: bool = False) -> Program:
     """`program`, of one rank, with the weights of `stages` gathered in front of a microbatch's first forward and released,
-    and their gradients reduced, behind its last backward: a unit that stays whole in between.
+    and their gradients reduced, behind its last backward: a unit that stays whole in between. With `reduces_once` their
+    gradients are reduced behind the last microbatch alone.
 
     >>> from stagewright.schedule.families import build
     >>> print("\\n".join(insert_held(build("breadth-first", 1, 1, 3), [0, 2]).lines()))
     0GATHER 2GATHER 0F0 1F0 2F0 2B0 1B0 0B0 0RELEASE 2RELEASE 0REDUCE 2REDUCE
     """
     held = sorted(set(stages))
-    return program.with_ranks(_with_held(actions, held) for actions in program.ranks)
+    return program.with_ranks(_with_held(actions, held, reduces_once) for actions in program.ranks)
 
 
-def _with_held(actions: Sequence[Action], held: Sequence[int]) -> Iterator[Action]:
+def _with_held(actions: Sequence[Action], held: Sequence[int], reduces_once: bool) -> Iterator[Action]:
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for index, action in enumerate(actions):
@@ -66,6 +67,7 @@ def _with_held(actions: Sequence[Action], held: Sequence[int]) -> Iterator[Actio
             first.setdefault(action.microbatch, index)
             last[action.microbatch] = index
     begins, ends, num_open = set(first.values()), set(last.values()), 0
+    end = max(ends, default=0)
     for index, action in enumerate(actions):
         if index in begins:
             if not num_open:
@@ -75,7 +77,8 @@ def _with_held(actions: Sequence[Action], held: Sequence[int]) -> Iterator[Actio
         if index in ends:
             num_open -= 1
             if not num_open:
-                yield from (Action(kind, stage) for kind in (Kind.RELEASE, Kind.REDUCE) for stage in held)
+                reducing = (Kind.REDUCE,) if index == end or not reduces_once else ()
+                yield from (Action(kind, stage) for kind in (Kind.RELEASE, *reducing) for stage in held)
 
 
 def insert_reductions(

@@ -53,6 +53,9 @@ def trace(
     ep: int = 1,
     expand: bool = True,
     further_inputs: tuple[str, ...] = (),
+    embedding: Literal["split", "whole"] = "split",
+    head: Literal["split", "gathered", "whole"] = "split",
+    loss: Literal["float32", "as logits"] = "float32",
 ) -> OperatorGraph:
     """The operator graph of one microbatch of `model`, loss and gradients included; no weights are made.
 
@@ -78,6 +81,9 @@ def trace(
             as many tokens come as leave it. It is costed, not run.
         expand: whether the graph has all layers; without, it may leave out some of many equal ones, as
             `stagewright.graph.depth` says.
+        embedding, head: whether the ranks that share every layer each have some tokens of it (``split``) or all; of a
+            ``gathered`` head each computes the logits of some tokens, and gets those of all before the loss.
+        loss: in float32, whatever the type of the logits, or in theirs.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
         further_inputs: what a causal language model is given beside its ``input_ids``: its ``labels``, which it would take
             from these, and its ``position_ids``, which begin anew with every document that is kept apart.
@@ -171,7 +177,10 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
         "attention": "traced",
         "experts": "traced",
         "further_inputs": (),
+        "loss": "float32",
     }
+    if given["tp"] > 1:
+        plain |= {"embedding": "split", "head": "split"}
     return facts | {name: given[name] for name, value in plain.items() if given[name] != value}
 
 

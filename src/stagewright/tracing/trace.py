@@ -25,6 +25,7 @@ from stagewright.tracing.context_parallel import check_context_parallel, check_d
 from stagewright.tracing.experts import group_experts
 from stagewright.tracing.joint import build_joint
 from stagewright.tracing.models.build import build
+from stagewright.tracing.models.losses import LanguageModel, cross_entropy_as_logits
 from stagewright.tracing.models.pieces import LATE, evaluate_in_pieces
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.private import FakeTensor, FakeTensorMode
@@ -75,10 +76,15 @@ def trace_reference(
         facts["expert_parallel"] = group_experts(
             built.module, ep, 1 if facts.get("splits_sequence") else facts.get("tp", 1)
         )
+    if facts.get("loss") == "as logits" and isinstance(built.module, LanguageModel):
+        built.module.cross_entropy = cross_entropy_as_logits
     if facts.get("tp", 1) > 1:
         if facts.get("splits_sequence"):
             even("the sequence length", sequence_length // cp, facts["tp"])
-        facts["tensor_parallel"] = parallelise(built.module, facts["tp"], facts.get("splits_sequence", False))
+        facts["tensor_parallel"] = parallelise(
+            built.module, facts["tp"], facts.get("splits_sequence", False),
+            facts.get("embedding", "split"), facts.get("head", "split"),
+        )  # fmt: skip
     if facts.get("loss_pieces", 1) > 1:
         evaluate_in_pieces(built.module, facts["loss_pieces"], microbatch_size * sequence_length // cp)
     if cp > 1:

@@ -151,7 +151,8 @@ def pipeline(
     policies: Sequence[Policy] = (),
 ) -> Pipeline:
     """The model of `body` cut at `cuts`; raises `PlanError` for cuts that the graph refuses."""
-    carving, memories = _carved(body, tuple(cuts), tuple(policies))
+    hands_over = job.compiled and job.profile.compiles == "model" and program.num_microbatches > 1
+    carving, memories = _carved(body, tuple(cuts), tuple(policies), hands_over)
     tp = tensor_width(body.graph)
     if cluster.is_homogeneous:
         summaries = _summaries(body, tuple(cuts), tuple(policies))
@@ -162,11 +163,11 @@ def pipeline(
 
 @lru_cache(maxsize=16)
 def _carved(
-    body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...]
+    body: BodyCosts, cuts: tuple[int, ...], policies: tuple[Policy, ...], hands_over: bool = False
 ) -> tuple[Carving, tuple[StageMemory, ...]]:
     """Kept: configurations that differ in schedule, microbatches or sharding have the same stages."""
     carving = Carving(body.graph, cuts)
-    return carving, tuple(StageMemory(stage) for stage in carving.stages(policies))
+    return carving, tuple(StageMemory(stage, hands_over) for stage in carving.stages(policies))
 
 
 @lru_cache(maxsize=16)
@@ -198,7 +199,8 @@ class Variants:
     def _stage(self, index: int, policy: Policy) -> tuple[StageMemory, StageSummary]:
         found = self._known.get((index, policy))
         if found is None:
-            memory = StageMemory(self.line.carving.stage(index, policy))
+            hands_over = self.line.memories[index].hands_over
+            memory = StageMemory(self.line.carving.stage(index, policy), hands_over)
             found = self._known[index, policy] = memory, summarise(memory, self._costings[index])
         return found
 

@@ -29,13 +29,19 @@ def check_shard_size(zero: int | None, shard_size: int | None) -> None:
 
 
 def sharded_program(
-    program: Program, stages: Sequence[Stage], levels: Sequence[int], held: Collection[int] = ()
+    program: Program,
+    stages: Sequence[Stage],
+    levels: Sequence[int],
+    held: Collection[int] = (),
+    *,
+    reduces_once: bool = False,
 ) -> Program:
     """`program` with the actions that replicas need when `stages` are sharded as `levels` say; those of `held`, of one rank,
     stay whole through each microbatch.
 
     Parameters of level 3 are gathered before use and released after; where gradients are sharded, those of two stages at
-    most are whole at a time; other gradients are summed once, under the backwards that are left.
+    most are whole at a time, or with `reduces_once` all that the microbatches add to, until the last one has; other
+    gradients are summed once, under the backwards that are left.
     """
     everything = sorted(set(range(len(stages))) - set(held))
     gathered = [stage for stage in everything if levels[stage] >= PARAMETERS]
@@ -44,10 +50,10 @@ def sharded_program(
         reading = [stage for stage in gathered if reads_weights(stages[stage])]
         program = insert_gathers(program, NUM_BUFFERS, gathered, reading)
     if scattered:
-        program = insert_reductions(program, NUM_BUFFERS, scattered)
+        program = insert_reductions(program, None if reduces_once else NUM_BUFFERS, scattered)
     rest = sorted(set(everything) - set(scattered))
     program = insert_reductions(program, None, rest) if rest else program
-    return insert_held(program, held) if held else program
+    return insert_held(program, held, reduces_once=reduces_once) if held else program
 
 
 def sharded_like(program: Program, num_buffers: int | None, other: Program) -> Program:

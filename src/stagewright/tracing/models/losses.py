@@ -28,6 +28,11 @@ def cross_entropy(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Te
     """Negative log-likelihood of `labels` (...) under `logits` (..., classes), in at least float32."""
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
+    return cross_entropy_as_logits(logits, labels, reduction)
+
+
+def cross_entropy_as_logits(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    """As `cross_entropy`, in the type of the logits."""
     return functional.cross_entropy(
         logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction=reduction
     )

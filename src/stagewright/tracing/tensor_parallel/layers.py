@@ -29,10 +29,11 @@ class ColumnLinear(nn.Module):
         gathers: every rank gets the features of all.
 
     `source` is what the input is: "whole" and alike, "sequence" (a part of the sequence on each rank), or "entered" where
-    the module around it has made local work of it already.
+    the module around it has made local work of it already. Of the features of all, `num_features` are none of padding.
     """
 
     source = "whole"
+    num_features: int | None = None
 
     def __init__(
         self,
@@ -52,7 +53,10 @@ class ColumnLinear(nn.Module):
         elif self.source == "sequence":
             x = all_gather(x, SEQUENCE, GROUP, self.size, sums=True)
         made = functional.linear(x, self.weight.t() if self.is_transposed else self.weight, self.bias)
-        return all_gather(made, made.dim() - 1, GROUP, self.size, sums=False) if self.gathers else made
+        if not self.gathers:
+            return made
+        gathered = all_gather(made, made.dim() - 1, GROUP, self.size, sums=False)
+        return gathered if self.num_features is None else gathered[..., : self.num_features]
 
 
 class RowLinear(nn.Module):
@@ -122,14 +126,15 @@ class VocabularyCrossEntropy(nn.Module):
     Args:
         num_classes: of the whole model; classes beyond it are padding and have no probability.
         ignored: the label of positions that take no part.
+        casts: logits of half precision to float32.
     """
 
-    def __init__(self, num_classes: int, size: int, ignored: int) -> None:
+    def __init__(self, num_classes: int, size: int, ignored: int, casts: bool = True) -> None:
         super().__init__()
-        self.num_classes, self.size, self.ignored = num_classes, size, ignored
+        self.num_classes, self.size, self.ignored, self.casts = num_classes, size, ignored, casts
 
     def forward(self, logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-        if logits.dtype in (torch.bfloat16, torch.float16):
+        if self.casts and logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         logits, labels = logits.flatten(0, -2), labels.flatten()
         held = logits.shape[-1]

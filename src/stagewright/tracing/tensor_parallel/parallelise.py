@@ -9,14 +9,19 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from stagewright.errors import InputError, nearest
 from stagewright.graph.tensor_parallel import GROUP, TensorParallel, TensorShard, even
 from stagewright.tracing.experts import are_shared_out, around
-from stagewright.tracing.models.losses import IGNORED, CausalLanguageModel, MaskedLanguageModel
+from stagewright.tracing.models.losses import (
+    IGNORED,
+    CausalLanguageModel,
+    MaskedLanguageModel,
+    cross_entropy_as_logits,
+)
 from stagewright.tracing.tensor_parallel.layers import (
     ColumnLinear,
     RowLinear,
@@ -75,15 +80,23 @@ def matches(pattern: str, path: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path) is not None
 
 
-def parallelise(model: nn.Module, size: int, sequence: bool = False) -> TensorParallel:
+def parallelise(
+    model: nn.Module,
+    size: int,
+    sequence: bool = False,
+    embedding: Literal["split", "whole"] = "split",
+    head: Literal["split", "gathered", "whole"] = "split",
+) -> TensorParallel:
     """Change `model` (a loss around ``net``) into that of one of `size` ranks; all ranks have the same.
 
-    With `sequence`, what lies between its split layers works on parts of the sequence.
+    With `sequence`, what lies between its split layers works on parts of the sequence. An `embedding` and a `head` that are
+    ``split`` are so by tokens, with the loss; of a ``gathered`` head every rank has the logits of all before the loss; what
+    is ``whole`` every rank has and computes whole. Where both are one parameter and one is to be whole, both are.
 
     Raises:
         InputError: no plan is known, or heads or features do not divide.
     """
-    surgeon = _Surgeon(model, size, sequence)
+    surgeon = _Surgeon(model, size, sequence, embedding, head)
     plan = surgeon.operate()
     if sequence:
         split_sequence(surgeon.net, plan, size)
@@ -91,9 +104,10 @@ def parallelise(model: nn.Module, size: int, sequence: bool = False) -> TensorPa
 
 
 class _Surgeon:
-    def __init__(self, model: nn.Module, size: int, sequence: bool) -> None:
+    def __init__(self, model: nn.Module, size: int, sequence: bool, embedding: str, head: str) -> None:
         net = model.net
         assert isinstance(net, nn.Module), "a model is a loss around its net"
+        self.embedding, self.head = embedding, head
         self.model, self.net, self.size, self.sequence = model, net, size, sequence
         self.holders: dict[int, list[tuple[nn.Module, str]]] = {}  # parameter -> all who hold it
         for module in model.modules():
@@ -236,15 +250,28 @@ class _Surgeon:
     # -- vocabulary -------------------------------------------------------------------------------------------------
 
     def _vocabulary(self) -> list[str]:
-        """Split embedding, head and loss by tokens; returns the paths that are done."""
+        """Split embedding, head and loss by tokens, as far as they are to be; returns the paths that are done."""
         paths = {id(module): path for path, module in self.net.named_modules()}
         embedding, head = self.net.get_input_embeddings(), self.net.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
             return []
-        self._embedding(paths[id(embedding)])
-        self._column(paths[id(head)], padding=-head.out_features % self.size)
-        self.model.cross_entropy = VocabularyCrossEntropy(head.out_features, self.size, IGNORED)
-        return [paths[id(embedding)], paths[id(head)]]
+        done = [paths[id(embedding)], paths[id(head)]]
+        is_whole = [self.embedding == "whole", self.head == "whole"]
+        if embedding.weight is head.weight:
+            is_whole = [any(is_whole)] * 2
+        if not is_whole[0]:
+            self._embedding(done[0])
+        if is_whole[1]:
+            return done
+        padding, gathers = -head.out_features % self.size, self.head == "gathered"
+        self._column(done[1], padding=padding, gathers=gathers)
+        if gathers:
+            if padding:
+                self.net.get_submodule(done[1]).num_features = head.out_features  # type: ignore[assignment]
+            return done
+        casts = self.model.cross_entropy is not cross_entropy_as_logits
+        self.model.cross_entropy = VocabularyCrossEntropy(head.out_features, self.size, IGNORED, casts)
+        return done
 
 
 def _is_transposed(linear: nn.Module, path: str) -> bool:
