@@ -138,7 +138,7 @@ def check_model_files(plan: Plan, checkpoints: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from stagewright.execution.data import SyntheticBatches
+    from stagewright.execution.data.synthetic import SyntheticBatches
     from stagewright.execution.random import keyed
     from stagewright.tracing.cache import trace
     from stagewright.tracing.models.build import build

@@ -414,6 +414,7 @@ def test_hosts_with_different_data_are_refused(tmp_path: Path) -> None:
 def failure_of_agreeing_on_data(rank: int, num_ranks: int, folder: str) -> str:
     import torch.distributed as dist
 
+    from stagewright.execution.data_identity import identity_of
     from stagewright.execution.session import _agreed_data
 
     dist.init_process_group("gloo")
@@ -421,6 +422,6 @@ def failure_of_agreeing_on_data(rank: int, num_ranks: int, folder: str) -> str:
     own.mkdir()
     (own / "text").write_bytes(bytes([rank]) * 64)
     with pytest.raises(InputError) as error:
-        _agreed_data(own / "text")
+        _agreed_data(identity_of(own / "text"))
     dist.destroy_process_group()
     return str(error.value)

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.host_device import host_device
-from stagewright.execution.data import SyntheticBatches
+from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.rank_runner import BatchResult
 from stagewright.execution.record import Record

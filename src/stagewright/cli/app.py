@@ -23,6 +23,7 @@ from stagewright.cli import (
     run,
     schedule,
     simulate,
+    tokenize,
     trace,
     verify,
 )
@@ -84,8 +85,8 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, run.run, launch.launch,
-    compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
+    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize,
+    run.run, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
     profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 

@@ -45,6 +45,9 @@ JobSequenceLengths = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Predict compiled execution: fused operators.")]
+DocumentsApart = Annotated[
+    bool, typer.Option("--documents-apart",
+        help="Documents that share a sample do not see each other: positions begin anew, attention does not cross.")]
 RuntimeName = Annotated[
     str | None, typer.Option("--runtime", metavar="NAME",
         help="Whose execution is predicted: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "

@@ -49,6 +49,7 @@ class JobOptions:
     job: options.JobFile = None
     sequence_lengths: options.JobSequenceLengths = None
     compiled: options.Compiled = False
+    documents_apart: options.DocumentsApart = False
     memory_limit: options.MemoryLimit = None
     runtime: options.RuntimeName = None
     optimizer: options.OptimizerName = None
@@ -63,6 +64,7 @@ class JobOptions:
         given["optimizer_options"] = options.parse_settings(self.optimizer_option, "--optimizer-option") or None
         lengths = options.parse_lengths(self.sequence_lengths)
         given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
+        given["documents_apart"] = self.documents_apart or None
         return options.read_job(self.job, **given)
 
 

@@ -16,7 +16,6 @@ from stagewright.cli.consent import say_what_runs
 from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
-from stagewright.errors import InputError
 
 if TYPE_CHECKING:
     from stagewright.execution.no_number import OnNan
@@ -47,7 +46,16 @@ class RateOptions:
 def run(
     plan: PlanFile,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text (bytes are tokens) or .npy of token ids; default synthetic.")
+        list[str] | None,
+        typer.Option(metavar="PATH[=WEIGHT]", help="Text, .jsonl, .parquet, a datasets folder, token ids (.npy, stagewright "
+                     "tokenize) or package.module:factory; several are mixed by weight. Default: random samples."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="tokenizer.json or the folder of a Hugging Face tokenizer; default bytes."),
+    ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which field of each record is its text; default what its keys say.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
     out: Annotated[
@@ -86,19 +94,21 @@ def run(
     """
     from stagewright.cluster.cluster import measured_beside
     from stagewright.execution import launch
+    from stagewright.execution.data.request import DataRequest
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
-    if data is not None and not (data.is_file() and os.access(data, os.R_OK)):
-        raise InputError(f"data file '{data}' cannot be read: check the path")
+    request = DataRequest.of(data, tokenizer, text_field)
     if os.environ.get("RANK", "0") == "0":
         say_what_runs(loaded.model.text)
         say_what_runs(loaded.job.optimizer)
+        for source in request.sources if request is not None else ():
+            say_what_runs(source.path)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
     record = launch.run(
-        plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
+        plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
         resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
         adapt=adapt, rates=vars(rates), on_nan=cast("OnNan", on_nan),

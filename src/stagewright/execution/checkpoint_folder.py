@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.data_identity import identity_of
+from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.files import make_writable
 from stagewright.planning.plan import Plan
@@ -26,7 +26,7 @@ _SHOWN_LENGTH = 60
 
 _OF_STATE = ("dtype", "optimizer")
 """What of a job says what the state is; with another there is nothing to go on from."""
-_OF_SAMPLES = ("global_batch", "sequence_length", "sequence_lengths", "seed")
+_OF_SAMPLES = ("global_batch", "sequence_length", "sequence_lengths", "documents_apart", "seed")
 """What of a job says which samples come in which step."""
 
 # What a run computes does not depend on these.
@@ -172,7 +172,9 @@ class Checkpointing:
             raise InputError(f"checkpoints every {self.every} steps: give a whole number of at least 1")
 
 
-def check_start(asked: Checkpointing, plan: Plan, num_steps: int, data: str | Path | None = None) -> None:
+def check_start(
+    asked: Checkpointing, plan: Plan, num_steps: int, data: DataIdentity | str | Path | None = None
+) -> None:
     """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
     from, or it is damaged, of another model or data, or of as many steps as are asked for; or a run that starts afresh
     would mix its checkpoints with those of another."""

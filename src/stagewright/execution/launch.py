@@ -6,12 +6,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError, RunError, nearest
 from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start, steps_of
+from stagewright.execution.data.prepared import prepared
+from stagewright.execution.data.request import DataRequest
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.execution.processes import start_ranks
@@ -26,7 +28,7 @@ from stagewright.units import format_bytes, format_seconds
 
 def run(
     plan: str | Path,
-    data: str | Path | None = None,
+    data: DataRequest | str | Path | Sequence[str | Path] | None = None,
     steps: int | None = None,
     out: str | Path | None = None,
     device: str = "auto",
@@ -52,7 +54,8 @@ def run(
 
     Args:
         plan: path of a ``plan.json``.
-        data: a text (bytes are tokens) or ``.npy`` of token ids; None makes synthetic samples.
+        data: text (bytes are tokens), records, ``.npy`` of token ids or a token store; several are mixed; a `DataRequest`
+            says more. None makes synthetic samples.
         steps: number of optimizer steps; None takes the job's.
         out: folder for ``record.json``; None makes ``runs/<model>-<time>``.
         device: ``cpu``, ``cuda`` or ``auto``: CUDA where the plan is for GPUs and this machine has any.
@@ -102,7 +105,7 @@ def run(
     if kind == "cpu" and not is_launched:
         refuse_without_room(loaded)
     options: dict[str, Any] = {
-        "plan": str(Path(plan).resolve()), "out": str(folder), "data": None if data is None else str(data),
+        "plan": str(Path(plan).resolve()), "out": str(folder), "data": None,
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
@@ -114,7 +117,9 @@ def run(
         options["devices"] = devices
     num_steps = steps or loaded.job.num_steps
     with in_use(checkpoint, "--checkpoint"):
-        check_start(asked, loaded, num_steps, data)
+        found = prepared(DataRequest.of(data), loaded)
+        check_start(asked, loaded, num_steps, None if found is None else found.identity)
+        options["data"] = None if found is None else found.model_dump(mode="json")
         with in_use(folder, "--out"):
             if is_launched:
                 return _join(options, folder)

@@ -137,15 +137,18 @@ class RankRunner:
         for runner in self.runners.values():
             runner.drop()
 
-    def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
-        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. Raises `RunError`
-        where an action failed; names the action and what it waited for."""
+    def run_batch(
+        self, step: int, microbatches: Sequence[Inputs], cotangents: Sequence[float] | None = None
+    ) -> BatchResult:
+        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. `cotangents` are
+        those of the loss of each microbatch, where they are not all `loss_scale`. Raises `RunError` where an action failed;
+        names the action and what it waited for."""
         result = BatchResult(timer=self.timer)
         self.timer.begin()
         self.weights.begin_step()
         self.shards.drop_gradients()
         for runner in self.runners.values():
-            runner.begin_step(step)
+            runner.begin_step(step, cotangents)
         for action, before in zip(self.actions, self._moves, strict=True):
             self.watch(str(action))
             self._started = self.timer.mark()

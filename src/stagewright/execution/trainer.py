@@ -20,6 +20,7 @@ from stagewright.execution.checkpoint_folder import (
     check_start,
     has_same_stages,
 )
+from stagewright.execution.data.prepared import Data, PreparedData, ready
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch import default_folder, refuse_what_is_not_run
 from stagewright.execution.logs import Callback, Step, StepLog
@@ -88,7 +89,7 @@ class Trainer:
     def __init__(
         self,
         plan: Plan | str | Path | None = None,
-        data: str | Path | None = None,
+        data: Data = None,
         *,
         steps: int | None = None,
         out: str | Path | None = None,
@@ -126,8 +127,9 @@ class Trainer:
         self._adapts = adapt
         self._stack = ExitStack()
         self._is_open = True
+        found = ready(data, loaded)
         if not _is_checked:
-            self._check(data, random_weights)
+            self._check(found, random_weights)
         launched = int(os.environ["RANK"])
         kind = _kind(device, loaded)
         self._watch, self.device = self._stack.enter_context(
@@ -138,9 +140,9 @@ class Trainer:
         self.is_first = launched == 0
         """Whether this process writes what a run leaves."""
         with self._at_work():
-            self._set_up(data, random_weights, callbacks)
+            self._set_up(found, random_weights, callbacks)
 
-    def _check(self, data: str | Path | None, random_weights: bool) -> None:
+    def _check(self, data: PreparedData | None, random_weights: bool) -> None:
         """What `stagewright.run` looks at before it starts processes."""
         refuse_what_is_not_run(self.plan, "the plan")
         check_weights(self.plan, random_weights, self._asked.is_resumed)
@@ -153,10 +155,10 @@ class Trainer:
             alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update({**alone, "MASTER_PORT": str(_free_port())})
         self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
-        check_start(self._asked, self.plan, self.num_steps, data)
+        check_start(self._asked, self.plan, self.num_steps, None if data is None else data.identity)
         self._stack.enter_context(in_use(self.out, "out"))
 
-    def _set_up(self, data: str | Path | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
+    def _set_up(self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
         import torch
 
         from stagewright.execution.adapting import Adaptation

@@ -22,7 +22,7 @@ def main(options: str) -> int:
 def work(
     plan: str,
     out: str,
-    data: str | None = None,
+    data: dict[str, Any] | None = None,
     steps: int | None = None,
     device: str = "cpu",
     random_weights: bool = False,
@@ -44,12 +44,14 @@ def work(
         InputError: the record cannot be written.
         RunError: the run failed; names the rank, the action and what it waited for.
     """
+    from stagewright.execution.data.prepared import PreparedData
     from stagewright.execution.trainer import Trainer
 
     Trainer(
-        plan, data, steps=steps, out=out, device=device, random_weights=random_weights, timeout=timeout,
-        start_timeout=start_timeout, devices=devices, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-        keep_last=keep_last, keep_every=keep_every, adapt=adapt, rates=rates, on_nan=on_nan,
+        plan, None if data is None else PreparedData(**data), steps=steps, out=out, device=device,
+        random_weights=random_weights, timeout=timeout, start_timeout=start_timeout, devices=devices,
+        checkpoint=checkpoint, checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
+        adapt=adapt, rates=rates, on_nan=on_nan,
         resume=resume, _is_checked=True,
     ).fit()  # fmt: skip
 

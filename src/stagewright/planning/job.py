@@ -32,6 +32,9 @@ _OWN_DECAY = (ADAMW_NAME, "muon", "adafactor")
 """Those of torch's optimizers that decay weights beside the update, in proportion to the learning rate."""
 _OF_ADAMW = ("betas", "eps")
 _Option = bool | int | float | str | tuple[float, ...] | None
+APART = ("labels", "position_ids")
+"""What a causal language model is given, beside its tokens, of documents that are kept apart."""
+
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _MOST_FACTOR = 1e3
 """Of rates and such, which are below 1 in practice."""
@@ -68,6 +71,8 @@ class Job(StrictModel):
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
+    documents_apart: bool = False
+    """Whether documents that share a sample do not see each other: positions begin anew, attention does not cross."""
     optimizer: str = Field(default=ADAMW_NAME, min_length=1, max_length=4096)
     """A name of `torch.optim` in small letters, or a factory as package.module:function."""
     optimizer_options: dict[str, _Option] = Field(default_factory=dict)
@@ -324,6 +329,7 @@ class Job(StrictModel):
             "dtype": self.torch_name,
             "target": target,
             "autocast": self.autocast,
+            **({"further_inputs": APART} if self.documents_apart else {}),
             **self.profile.traced,
         }
 
