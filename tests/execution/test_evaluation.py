@@ -107,6 +107,7 @@ def plain(plan: Any, path: Path, session: Any) -> tuple[float, list[list[float]]
     import torch
     from safetensors.torch import load_file
 
+    from stagewright.execution.data.synthetic import SyntheticBatches
     from stagewright.tracing.models.build import build
     from stagewright.tracing.models.reference import resolve
 
@@ -118,12 +119,12 @@ def plain(plan: Any, path: Path, session: Any) -> tuple[float, list[list[float]]
         stored |= load_file(file)
     assert not net.load_state_dict(stored, strict=False).unexpected_keys
     built.module.eval()
-    losses, rows = [], []
+    losses, rows, batches = [], [], SyntheticBatches(built.inputs, job.seed)
     with torch.no_grad():
         for step in (7, 8):
             for number in range(plan.num_microbatches * plan.dp):
                 graph = session.graph
-                inputs = session.batches.microbatch(step, number * plan.microbatch_size, graph)
+                inputs = batches.microbatch(step, number * plan.microbatch_size, graph)
                 losses.append(float(built.module(**inputs)))
                 if "input_ids" in inputs:
                     logits = net(input_ids=inputs["input_ids"]).logits.log_softmax(-1)
