@@ -112,7 +112,7 @@ def plain(plan: Any, path: Path, session: Any) -> tuple[float, list[list[float]]
     from stagewright.tracing.models.reference import resolve
 
     reference, job = resolve(plan.model.text, plan.model.overrides), plan.job
-    built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=1)
+    built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
     net: Any = built.module.net
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("model-*.safetensors")):
