@@ -16,7 +16,7 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.collectives import exchange
-from stagewright.execution.data.batches import counted
+from stagewright.execution.data.batches import Batches, counted
 from stagewright.execution.data.opening import open_batches
 from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
@@ -234,17 +234,20 @@ class Session:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return scale / (self.plan.num_microbatches * self.plan.dp)
 
-    def microbatches(self, step: int, graph: OperatorGraph) -> list[dict[str, torch.Tensor]]:
-        """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`."""
-        plan = self.plan
-        if self.batches is None:
+    def microbatches(
+        self, step: int, graph: OperatorGraph, batches: Batches | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`, out of
+        `batches` in place of the data trained on if they are given."""
+        plan, source = self.plan, self.batches if batches is None else batches
+        if source is None or not self._needed:
             return [{} for _ in range(plan.num_microbatches)]
         first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
-        batches = (
-            self.batches.microbatch(step, first + index * plan.microbatch_size, graph, self._needed)
+        found = (
+            source.microbatch(step, first + index * plan.microbatch_size, graph, self._needed)
             for index in range(plan.num_microbatches)
         )
-        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
+        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in found]
 
     def own_part(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """This replica's microbatches of a whole batch, by the name of the model's input. Raises `InputError` where it does
@@ -253,6 +256,11 @@ class Session:
         if missing := [name for name in graph.inputs if name not in batch]:
             raise InputError(
                 f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"
+            )
+        if unknown := [name for name in batch if name not in graph.inputs]:
+            raise InputError(
+                f"the batch has '{unknown[0]}', which the model as it was traced does not take: it takes "
+                f"{', '.join(map(repr, graph.inputs))}"
             )
         size, first = plan.microbatch_size, self.mesh.replica * plan.num_microbatches * plan.microbatch_size
         for name, value in graph.inputs.items():
