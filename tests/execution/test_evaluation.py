@@ -139,7 +139,7 @@ def plain(plan: Any, path: Path, session: Any) -> tuple[float, list[list[float]]
 
 @pytest.mark.multiprocess
 def test_a_checkpoint_is_evaluated_under_any_plan(tmp_path: Path) -> None:
-    """By the verb: what `run` said of held-out data at its end, under another plan, and the log-probabilities it is made of."""
+    """By the verb: what `run` said of held-out data at its end, under another plan, and the log-probabilities behind it."""
     text = tmp_path / "held-out.txt"
     text.write_bytes(bytes(range(96)) * 5)
     small = partial(

@@ -16,9 +16,13 @@ from stagewright.tracing.optimizers import asked, maker, optimizer_names
 TORCH = sorted(set(optimizer_names()) - {"lbfgs", "sparseadam"})
 
 
+def described(*asking: Any) -> OptimizerState:
+    return OptimizerState(**asked(*asking))
+
+
 @pytest.fixture(scope="module")
 def known() -> dict[str, OptimizerState]:
-    return {name: asked(name, 1e-3, {}, "float32") for name in TORCH}
+    return {name: described(name, 1e-3, {}, "float32") for name in TORCH}
 
 
 def test_adamw_is_what_is_taken_for_known(known: dict[str, OptimizerState]) -> None:
@@ -36,9 +40,9 @@ def test_every_optimizer_of_torch_is_asked(known: dict[str, OptimizerState]) -> 
 
 
 def test_options_change_what_is_kept() -> None:
-    assert asked("sgd", 1e-3, {"momentum": 0.9}, "float32").passes == 5
-    assert asked("adamw", 1e-3, {"amsgrad": True}, "float32").num_moments == 3
-    assert asked("rmsprop", 1e-3, {"centered": True, "momentum": 0.5}, "float32").num_moments == 3
+    assert described("sgd", 1e-3, {"momentum": 0.9}, "float32").passes == 5
+    assert described("adamw", 1e-3, {"amsgrad": True}, "float32").num_moments == 3
+    assert described("rmsprop", 1e-3, {"centered": True, "momentum": 0.5}, "float32").num_moments == 3
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -220,7 +220,7 @@ class Job(StrictModel):
             self.optimizer, self.learning_rate, self.optimizer_arguments, self.precision_of_weights,
             takes_decay=self.weight_decay > 0,
         )  # fmt: skip
-        return self.model_copy(update={"optimizer_state": state})
+        return self.model_copy(update={"optimizer_state": OptimizerState(**state)})
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:

@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.errors import InputError, nearest
-from stagewright.estimation.optimizer import KeptTensor, OptimizerState
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.models.factories import load_function
 from stagewright.tracing.models.source import split_factory
@@ -150,8 +149,9 @@ def _fastest(kind: Callable[..., Optimizer], device: str) -> dict[str, bool]:
 
 def asked(
     name: str, learning_rate: float, options: Mapping[str, Any], dtype_name: str, takes_decay: bool = False
-) -> OptimizerState:
-    """What an optimizer keeps of parameters of a type, and what a step moves, as a few steps on small parameters show.
+) -> dict[str, Any]:
+    """What an optimizer keeps of parameters of a type, and what a step moves, as a few steps on small parameters show: the
+    fields of `stagewright.estimation.optimizer.OptimizerState`.
 
     With `takes_decay` weights decay.
 
@@ -174,7 +174,7 @@ def asked(
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         is_elementwise = _is_elementwise(make)
-        kept: dict[int, tuple[KeptTensor, ...]] = {}
+        kept: dict[int, tuple[dict[str, Any], ...]] = {}
         fault: Exception | None = None
         for dims in (1,) if is_elementwise else range(len(_SIZES) + 1):
             try:
@@ -186,7 +186,7 @@ def asked(
         shape = (4 * _LARGE, _LARGE) if 2 in kept else (4 * _LARGE * _LARGE,)
         one, two = (_Step.of(make, [shape] * count, dtype) for count in (1, 2))
         of_all = max(0.0, two.transient - one.transient)
-        return OptimizerState(
+        return dict(
             is_elementwise=is_elementwise,
             of_dims=kept,
             passes=one.passes,
@@ -226,7 +226,7 @@ def state_of(optimizers: Iterable[Optimizer], parameter: torch.nn.Parameter) -> 
     return {}
 
 
-def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> tuple[KeptTensor, ...]:
+def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> tuple[dict[str, Any], ...]:
     (parameter,), optimizers = _stepped(make, [shape], dtype)
     found = []
     for key, value in state_of(optimizers, parameter).items():
@@ -240,7 +240,7 @@ def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> tu
     return tuple(found)
 
 
-def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> KeptTensor:
+def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     dims, factor = [], 1
     for size in tensor.shape:
         if size in shape:
@@ -248,7 +248,7 @@ def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -
         else:
             factor *= size
     own = str(tensor.dtype).removeprefix("torch.")
-    return KeptTensor(dims=tuple(dims), factor=factor, dtype=None if tensor.dtype == dtype and dims else own)
+    return {"dims": tuple(dims), "factor": factor, "dtype": None if tensor.dtype == dtype and dims else own}
 
 
 def _is_elementwise(make: Make) -> bool:
