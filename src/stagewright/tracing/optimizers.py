@@ -186,15 +186,15 @@ def asked(
         shape = (4 * _LARGE, _LARGE) if 2 in kept else (4 * _LARGE * _LARGE,)
         one, two = (_Step.of(make, [shape] * count, dtype) for count in (1, 2))
         of_all = max(0.0, two.transient - one.transient)
-        return dict(
-            is_elementwise=is_elementwise,
-            of_dims=kept,
-            passes=one.passes,
-            calls=one.calls,
-            transient=of_all,
-            transient_of_largest=max(0.0, one.transient - of_all),
-            products=_products(make, dtype) if 2 in kept else (0.0, 0.0),
-        )
+        return {
+            "is_elementwise": is_elementwise,
+            "of_dims": kept,
+            "passes": one.passes,
+            "calls": one.calls,
+            "transient": of_all,
+            "transient_of_largest": max(0.0, one.transient - of_all),
+            "products": _products(make, dtype) if 2 in kept else (0.0, 0.0),
+        }
 
 
 def _parameters(
