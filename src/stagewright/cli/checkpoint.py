@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from stagewright.execution.checkpoint_folder import Verified
 
 checkpoint = typer.Typer(
-    name="checkpoint", help="Checkpoints of runs: verify.", no_args_is_help=True, rich_markup_mode=None
+    name="checkpoint",
+    help="Checkpoints of runs: export and verify.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 
@@ -42,6 +45,44 @@ def verify(
         show(*map(_line, found))
     if not is_ok:
         raise typer.Exit(1)
+
+
+@checkpoint.command()
+def export(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="One step's folder, or a run's, whose newest is taken."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the model.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add adapters to the weights that they are for.")
+    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only adapters, as peft loads them.")] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="MODEL",
+            help="The model that adapters are for; default where it was at the run.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the model of a checkpoint in Hugging Face's layout.
+
+    Of a run with --lora that is the model with the adapters in the folder `adapter` beside it, unless one of --merge and
+    --adapter is given.
+    """
+    with Progress("exporting") as progress:
+        progress("importing torch")
+        from stagewright.execution.model_export import export as exported
+
+        found = exported(folder, out, merges=merge, adapter_only=adapter, base=base, report=progress)
+    if as_json:
+        print_document({"path": str(found.path), "step": found.step, "files": found.files})
+        return
+    size = format_bytes(sum(found.files.values()))
+    show(f"Wrote the model of step {found.step} to '{found.path}': {len(found.files)} files, {size}.")
 
 
 def _document(one: Verified) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def run(
     num_steps = steps or loaded.job.num_steps
     with in_use(checkpoint, "--checkpoint"):
         found = prepared(DataRequest.of(data), loaded)
-        check_start(asked, loaded, num_steps, None if found is None else found.identity)
+        check_start(asked, loaded, num_steps, None if found is None else found.identity, random_weights)
         aside = ready_beside(held_out, found, loaded)
         options["data"] = None if found is None else found.model_dump(mode="json")
         options["held_out"] = None if aside is None else aside.model_dump(mode="json")

@@ -161,7 +161,8 @@ class Trainer:
             alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update({**alone, "MASTER_PORT": str(_free_port())})
         self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
-        check_start(self._asked, self.plan, self.num_steps, None if data is None else data.identity)
+        identity = None if data is None else data.identity
+        check_start(self._asked, self.plan, self.num_steps, identity, random_weights)
         self._stack.enter_context(in_use(self.out, "out"))
 
     def _set_up(self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
@@ -377,11 +378,9 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters and lasting buffers by its own names, whole and on the CPU, on the first rank; nothing on
-        the others."""
-        from stagewright.execution.model_files import on_first_rank
-
+        the others. Of a model with adapters these alone, by peft's names."""
         with self._at_work():
-            return on_first_rank(self.session)
+            return self.session.model_files.whole(self.session)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on under the same plan: tensors of its own state, copied, and the number of steps."""
