@@ -111,15 +111,21 @@ class Verified:
         return cls(path, None, len(files), sum(one.bytes for one in files))
 
 
-def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
-    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
-    none."""
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders of all checkpoints of a run, the oldest first, or the one that `folder` is. Raises `InputError` where
+    there is none."""
     is_one = (folder / MANIFEST).exists() or _STEP.fullmatch(folder.name)
     found = [folder] if is_one else steps_of(folder)[::-1]
     if not found or not folder.is_dir():
         raise InputError(f"there is no checkpoint in '{folder}': name the folder that --checkpoint was given")
+    return found
+
+
+def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
+    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
+    none."""
     checked = []
-    for path in found:
+    for path in checkpoints_in(folder):
         report(f"reading {path.name}")
         checked.append(Verified.of(path))
     return checked
