@@ -197,7 +197,7 @@ def kernel_part(seconds: float, seed: int) -> list[Row]:
     for family in FAMILIES:
         problem = cell(family, 4096, 1)
         layout = even(problem, loop(problem.num_ranks, (problem.layers.num_layers - 1) // problem.num_ranks))
-        rule = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, False, 3.0)
+        rule = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, False, 3.0)
         stages, policy = stages_of(problem, layout), Policy.of(rule, problem.layers.num_layers)
         given = rule, window_of(stages, rule.depth), due_dates(stages, rule, policy.shifts), np.inf
         num_actions, best = 3 * layout.num_stages * problem.num_microbatches, np.inf

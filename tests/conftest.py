@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
+import pickle
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_timeout
@@ -26,6 +31,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # A terminal's, which libraries of the workers set too: tables are to be as wide as in a file.
 os.environ.pop("COLUMNS", None)
+
+# As in commands: graphs are many objects and few cycles, and each look for dead ones goes over all that was imported.
+gc.set_threshold(200_000)
 
 # The gate gives one answer for one tree; the full run looks for new examples.
 settings.register_profile("gate", deadline=None, derandomize=True, database=None)
@@ -66,14 +74,47 @@ def _forked_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(processes, "started", ForkedProcess)
 
 
-@pytest.fixture
-def short_annealing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stages recompute is annealed in a tenth of the steps: for tests of what a search does with the result, not
-    of how good it is."""
+Once = Callable[[str, Callable[[], Any]], Any]
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Once:
+    """``once(name, make)`` is what `make` makes, for all processes of this run of the tests: one calls it, the others wait
+    and read its pickled result. For fixtures that take a while where tests of one file are spread over processes."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base if worker_id == "master" else base.parent
+
+    def shared(name: str, make: Callable[[], Any]) -> Any:
+        path = folder / f"{name}.pickle"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                path.write_bytes(pickle.dumps(make()))
+            return pickle.loads(path.read_bytes())
+
+    return shared
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _whole_annealing() -> Iterator[dict[str, int]]:
+    """What stages recompute is annealed in a tenth of the steps, which are given: tests are of what a search does with
+    the result, few of how good it is."""
     from stagewright.planning.saving import reruns
 
-    monkeypatch.setattr(reruns, "_STEPS", reruns._STEPS // 10)
-    monkeypatch.setattr(reruns, "_MORE_STEPS", reruns._MORE_STEPS // 10)
+    steps = {name: getattr(reruns, name) for name in ("_STEPS", "_MORE_STEPS")}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, number in steps.items():
+            patch.setattr(reruns, name, number // 10)
+        yield steps
+
+
+@pytest.fixture
+def whole_annealing(_whole_annealing: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all the steps that a user's search takes."""
+    from stagewright.planning.saving import reruns
+
+    for name, number in _whole_annealing.items():
+        monkeypatch.setattr(reruns, name, number)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -160,5 +160,5 @@ def test_steps_are_not_added_behind_a_link(tmp_path: Path) -> None:
     (tmp_path / STEPS).symlink_to("precious")
     log = StepLog(tmp_path, 1)
     with pytest.warns(StagewrightWarning, match=STEPS):
-        log(Step(2, 2, 1.0, 1.0, 1.0, 1.0, 0.1, 1, 0.0))
+        log(Step(2, 2, 1.0, 1.0, 1e-3, False, 1.0, 1.0, 0.1, 1, 0.0))
     assert (tmp_path / "precious").read_text() == "old"

@@ -10,6 +10,7 @@ from stagewright.version import __version__ as __version__
 if TYPE_CHECKING:
     from stagewright.cluster.load import load_cluster as load_cluster
     from stagewright.execution.launch import run as run
+    from stagewright.execution.trainer import Trainer as Trainer
     from stagewright.planning.estimate import estimate as estimate
     from stagewright.planning.job import Job as Job
     from stagewright.planning.plan import load_plan as load_plan
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Job": "stagewright.planning.job",
+    "Trainer": "stagewright.execution.trainer",
     "estimate": "stagewright.planning.estimate",
     "load_cluster": "stagewright.cluster.load",
     "load_plan": "stagewright.planning.plan",
@@ -31,6 +33,7 @@ _HOMES = {
 
 __all__ = [
     "Job",
+    "Trainer",
     "__version__",
     "estimate",
     "load_cluster",

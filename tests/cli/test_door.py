@@ -13,6 +13,7 @@ import stagewright
 def test_the_door_is_pinned() -> None:
     assert stagewright.__all__ == [
         "Job",
+        "Trainer",
         "__version__",
         "estimate",
         "load_cluster",

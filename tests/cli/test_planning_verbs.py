@@ -1,9 +1,8 @@
-"""The verbs that plan: tables, documents, files, and what they refuse; on one small model, traced once."""
+"""The verbs that plan: tables, documents, files, and what they refuse; on one small model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,20 +28,13 @@ def document(*words: object) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("plans")
 
 
 @pytest.fixture(scope="module")
-def planned(folder: Path, own_cache: None) -> dict:
+def planned(folder: Path) -> dict:
     return document("plan", *MODEL, *CLUSTER, *JOB, "-o", folder / "plan.json", "--top", "2")
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from typer.testing import CliRunner
 
 from stagewright.cli.app import app
@@ -26,13 +24,6 @@ WORDS = (
     "plan", "tiny-llama", "--set", "num_hidden_layers=2", "--global-batch", "8", "--sequence-length", "32",
     "--dtype", "fp32", "--microbatch", "1", "--schedule", "1f1b", "--pp", "2",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 def planned(path: Path, *words: str) -> Plan:

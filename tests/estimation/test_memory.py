@@ -183,7 +183,7 @@ def measured(
         run_batch(runners, inputs, tracker, 0)
         for rank, optimizer in enumerate(optimizers):
             tracker.rank = rank
-            optimizer.step()
+            optimizer.step(job.rate_of(0))
         tracker.peak = dict(tracker.live)
         after = run_batch(runners, inputs, tracker, 1)
     return Measured(tracker.peak, after)

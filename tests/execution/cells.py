@@ -206,7 +206,7 @@ class Plain:
     def __init__(self, plan: Plan) -> None:
         import torch
 
-        from stagewright.execution.data import SyntheticBatches
+        from stagewright.execution.data.synthetic import SyntheticBatches
         from stagewright.tracing.cache import trace
         from stagewright.tracing.models.build import build
 

@@ -9,7 +9,7 @@ from stagewright.execution.launch import run
 from stagewright.execution.record import Record
 from stagewright.graph.carving import carve
 from stagewright.graph.stage import Stage
-from stagewright.planning.job import Job
+from stagewright.planning.job import load_job
 from stagewright.planning.plan import (
     ClusterSection,
     ModelSection,
@@ -61,6 +61,7 @@ def make_plan(
     compiled: bool = False,
     host_optimizer: Sequence[int] = (),
     num_units: int = 1,
+    options: Mapping[str, object] | None = None,
     lora: Lora | None = None,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
@@ -68,20 +69,21 @@ def make_plan(
     `sharding` is one level for all stages, or one for each; None leaves the sums of replicas to the end of the batch. Each
     stage of the schedule is divided into `num_units`.
     `policy` is ``keep``, ``recompute``, ``some`` (recomputes half of what is saved), ``reruns`` (runs operators again in the
-    backwards of others, whatever that is good for) or ``offload``.
+    backwards of others, whatever that is good for) or ``offload``. `options` are further keys of the job.
     """
     overrides = {"num_hidden_layers": 4} if overrides is None else dict(overrides)
-    job = Job(
-        global_batch=num_microbatches * microbatch_size * dp,
-        sequence_length=sequence_length,
-        dtype=dtype,  # type: ignore[arg-type]
-        learning_rate=3e-3,
-        num_steps=num_steps,
-        clip_norm=clip_norm,
-        loss_scale=loss_scale,
-        compiled=compiled,
-        loss_scale_window=2,
-    )
+    keys: dict[str, object] = {
+        "global_batch": num_microbatches * microbatch_size * dp,
+        "sequence_length": sequence_length,
+        "dtype": dtype,
+        "learning_rate": 3e-3,
+        "num_steps": num_steps,
+        "clip_norm": clip_norm,
+        "loss_scale": loss_scale,
+        "compiled": compiled,
+        "loss_scale_window": 2,
+    }
+    job = load_job(None, keys | dict(options or {})).with_state()
     reference = resolve(model, overrides).adapted(lora)
     traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
     graph = trace(reference, microbatch_size, **traced)

@@ -45,11 +45,6 @@ small = partial(make_plan, overrides=dict(SMALL_LLAMA), num_microbatches=2, sequ
 small_gpt2 = partial(small, model="tiny-gpt2", overrides=dict(SMALL_GPT2))
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 # -- a run that goes on -------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +114,7 @@ def outcome(run: Any) -> dict[str, Any]:
         result = run.train_step(step)
         found |= {f"loss of step {step}": result.loss, f"norm of step {step}": result.gradient_norm}
         found[f"scale of step {step}"] = run.cotangent
-    lasting = (*run.shards.tensors(), *run.optimizer.adamw.state(), *run.optimizer.adamw.host_state())
+    lasting = (*run.shards.tensors(), *run.optimizer.updater.state(), *run.optimizer.updater.host_state())
     found |= {f"lasting {index}": tensor.clone() for index, tensor in enumerate(lasting)}
     found |= {run.weights.names[value]: tensor.clone() for value, tensor in run.weights.tensors.items()}
     found["last loss"] = run.accumulate(4)
@@ -143,7 +138,7 @@ def check_model_files(plan: Plan, checkpoints: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
-    from stagewright.execution.data import SyntheticBatches
+    from stagewright.execution.data.synthetic import SyntheticBatches
     from stagewright.execution.random import keyed
     from stagewright.tracing.cache import trace
     from stagewright.tracing.models.build import build

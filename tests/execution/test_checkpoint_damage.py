@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,11 +35,6 @@ from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import resolve
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +223,22 @@ def test_other_versions_are_told_from_damage(run_folder: Path) -> None:
         read_checkpoint(checkpoint)
 
 
+def test_checkpoints_say_what_they_are_of(run_folder: Path) -> None:
+    checkpoints = run_folder / "checkpoints"
+    done = CliRunner().invoke(app, ["checkpoint", "show", str(checkpoints), "--json"])
+    found = json.loads(done.stdout)["checkpoints"]
+    assert [(one["step"], one["model"], one["pp"], one["dtype"]) for one in found] == [
+        (1, "tiny-llama", 2, "fp32"), (2, "tiny-llama", 2, "fp32"),
+    ]  # fmt: skip
+    assert found[1]["bytes"] > 10_000 and "text" in found[1]["data"]
+    said = " ".join(
+        CliRunner().invoke(app, ["checkpoint", "show", str(checkpoints / "step-000002")]).stdout.split()
+    )
+    assert said.startswith("step 2: tiny-llama in fp32, pp 2 x dp 1 x tp 1, 1f1b, zero 0, adamw")
+    none = CliRunner().invoke(app, ["checkpoint", "show", str(run_folder)])
+    assert none.exit_code == 2 and "there is no checkpoint in" in " ".join(none.stderr.split())
+
+
 def test_the_command_names_what_is_damaged(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "500")  # a line each, however long the paths
     checkpoints = run_folder / "checkpoints"
@@ -394,17 +404,19 @@ def test_other_data_is_refused_and_taken_when_asked_for(run_folder: Path) -> Non
     check_start(asked, plan, 4, None)
 
 
-def test_the_command_goes_on_with_other_data_when_told_to(run_folder: Path) -> None:
-    command = [sys.executable, "-m", "stagewright.cli", "run", str(run_folder / "plan.json"), "--device",
-               "cpu", "--steps", "3", "--out", str(run_folder / "out"),
-               "--checkpoint", str(run_folder / "checkpoints")]  # fmt: skip
+def test_the_command_goes_on_with_other_data_when_told_to(
+    run_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run", str(run_folder / "plan.json"), "--device", "cpu", "--steps", "3",
+               "--out", str(run_folder / "out"), "--checkpoint", str(run_folder / "checkpoints")]  # fmt: skip
     for options, code, said in (
         (["--resume"], 2, "give the same data, or go on with this with --other-data"),
         (["--other-data"], 2, "--other-data needs --resume"),
         (["--resume", "--other-data"], 0, "step 3/3"),
     ):
-        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-        assert done.returncode == code and said in done.stderr, done.stderr
+        done = CliRunner().invoke(app, [*command, *options])
+        told = done.stderr + capfd.readouterr().err  # the latter by the ranks
+        assert done.exit_code == code and said in told, told
     found = newest(run_folder / "checkpoints")
     assert found is not None and found.manifest.step == 3 and found.manifest.data.kind == "synthetic"
 
@@ -418,6 +430,7 @@ def test_hosts_with_different_data_are_refused(tmp_path: Path) -> None:
 def failure_of_agreeing_on_data(rank: int, num_ranks: int, folder: str) -> str:
     import torch.distributed as dist
 
+    from stagewright.execution.data_identity import identity_of
     from stagewright.execution.session import _agreed_data
 
     dist.init_process_group("gloo")
@@ -425,6 +438,6 @@ def failure_of_agreeing_on_data(rank: int, num_ranks: int, folder: str) -> str:
     own.mkdir()
     (own / "text").write_bytes(bytes([rank]) * 64)
     with pytest.raises(InputError) as error:
-        _agreed_data(own / "text")
+        _agreed_data(identity_of(own / "text"))
     dist.destroy_process_group()
     return str(error.value)

@@ -19,11 +19,6 @@ from stagewright.planning.plan import load_plan
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 def trained(folder: Path, without: str = "", **options: Any) -> list[tuple[list[float], list[str]]]:
     """Losses and warnings of every rank for the plan as it is, and compiled; `without`: what PATH has nothing of."""
     paths = []

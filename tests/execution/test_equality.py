@@ -34,11 +34,6 @@ EVERY = [
 ]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("model", [name for name in MODELS if name not in NUM_PIECES])
 def test_pipelined_equals_plain(model: str, num_ranks: int) -> None:

@@ -29,11 +29,6 @@ pytestmark = [
 ENDS_WITHIN_S = 45.0
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[StartedRun]:
     """One that would go on for hours."""

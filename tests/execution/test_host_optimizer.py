@@ -16,11 +16,6 @@ from stagewright.planning.plan import load_plan
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.mark.parametrize(
     "cells",
     [

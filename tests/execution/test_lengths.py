@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from stagewright.cli.app import app
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.host_device import host_device
-from stagewright.execution.data import SyntheticBatches
+from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.rank_runner import BatchResult
 from stagewright.execution.record import Record
@@ -102,8 +102,17 @@ def plain_losses(planned: Plan) -> list[float]:
     job = planned.job
     built = build(reference(), 1, job.sequence_length, job.torch_name, seed=job.seed)
     module, batches = built.module, SyntheticBatches(built.inputs, job.seed)
+    of_dims = {
+        decays: [one for one in module.parameters() if (one.dim() >= 2) == decays] for decays in (True, False)
+    }
     optimizer = torch.optim.AdamW(
-        module.parameters(), job.learning_rate, job.betas, job.eps, weight_decay=job.weight_decay
+        [
+            {"params": of_dims[True], "weight_decay": job.weight_decay},
+            {"params": of_dims[False], "weight_decay": 0},
+        ],
+        job.learning_rate,
+        job.betas,
+        job.eps,
     )
     losses = []
     for step in range(job.num_steps):

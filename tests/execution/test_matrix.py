@@ -17,11 +17,6 @@ TOLERANCE = 1e-12
 UNTRIED = {"tiny-gemma", "tiny-vit", "tiny-deepseek-v3", "tiny-nemotron-h"}
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 def test_the_matrix_has_something_of_everything() -> None:
     cells = matrix()
     assert len(cells) >= 120 and len(set(cells)) == len(cells)

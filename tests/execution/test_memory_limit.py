@@ -31,7 +31,6 @@ def planned(cluster: Cluster, limit: int | None) -> Plan:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.usefixtures("short_annealing")
 def test_a_job_trains_under_a_limit_that_its_plain_plan_exceeds(tmp_path: Path) -> None:
     cluster = slow_host_link()
     plain = planned(cluster, None)

@@ -24,11 +24,6 @@ pytestmark = pytest.mark.multiprocess
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 def planned(path: Path, sequence_length: int = 64) -> str:
     job = Job(global_batch=8, sequence_length=sequence_length, dtype="fp32", num_steps=2)
     reference = resolve("tiny-llama", {"num_hidden_layers": 4})

@@ -16,11 +16,6 @@ from stagewright.planning.plan import load_plan
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 def test_half_precision_equals_plain(tmp_path: Path) -> None:
     cells = [
         Cell(schedule="1f1b", dp=1, dtype="fp16", overrides=SMALL_LLAMA),

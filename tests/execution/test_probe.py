@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +31,15 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 
 
 @pytest.fixture(scope="module")
-def probed() -> tuple[Cluster, list[tuple[str, float]]]:
-    steps: list[tuple[str, float]] = []
-    processes = min(2, CORES)
-    cluster = probe("cpu", processes, lambda what, done: steps.append((what, done)), seconds_per_figure=0.01)
-    return cluster, steps
+def probed(once: Callable[..., Any]) -> tuple[Cluster, list[tuple[str, float]]]:
+    def measured() -> tuple[Cluster, list[tuple[str, float]]]:
+        steps: list[tuple[str, float]] = []
+        found = probe(
+            "cpu", min(2, CORES), lambda what, done: steps.append((what, done)), seconds_per_figure=0.01
+        )
+        return found, steps
+
+    return once("probed", measured)
 
 
 def test_figures_are_those_of_a_working_machine(probed: tuple[Cluster, object]) -> None:

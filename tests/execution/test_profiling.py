@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -50,25 +51,21 @@ def call(*words: object) -> Result:
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 @pytest.fixture(scope="module")
 def reference() -> ModelReference:
     return resolve("tiny-llama", {"num_hidden_layers": 3, "hidden_size": 64})
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, own_cache: None) -> Path:
-    path = tmp_path_factory.mktemp("profile") / "operators.json"
-    done = call("profile", *MODEL, *SHAPE, "--microbatches", "1,2", "--seconds", "0.1", "-o", path)
-    assert done.exit_code == 0, done.output
-    assert "mm.default" in done.stdout and f"--profile {path}" in done.stdout
-    return path
+def measured(tmp_path_factory: pytest.TempPathFactory, once: Callable[..., Any]) -> Path:
+    def file() -> Path:
+        path = tmp_path_factory.mktemp("profile") / "operators.json"
+        done = call("profile", *MODEL, *SHAPE, "--microbatches", "1,2", "--seconds", "0.1", "-o", path)
+        assert done.exit_code == 0, done.output
+        assert "mm.default" in done.stdout and f"--profile {path}" in done.stdout
+        return path
+
+    return once("profile", file)
 
 
 @pytest.fixture(scope="module")

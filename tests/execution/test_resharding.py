@@ -29,11 +29,6 @@ llama = partial(make_plan, overrides=dict(SMALL_LLAMA), sequence_length=16, dtyp
 gpt2 = partial(llama, model="tiny-gpt2", overrides={**dict(SMALL_GPT2), "attn_pdrop": 0.0})
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 # -- regions ------------------------------------------------------------------------------------------------------------
 
 
@@ -210,3 +205,42 @@ def new_session(path: str) -> Any:
     from stagewright.execution.session import Session
 
     return Session(load_plan(path), torch.device("cpu"), None, random_weights=True)
+
+
+# -- without a disk -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.multiprocess
+def test_a_run_goes_on_under_other_plans_without_a_disk(tmp_path: Path) -> None:
+    """From plan to plan in the same processes, a step under each: the losses and norms are those of a run that stays."""
+    found = plans_of(tmp_path)
+    for num_ranks, stays in ((2, "pp2"), (4, "pp2-zero1")):
+        names = found[num_ranks]["llama"]
+        losses = run_ranks(adopt, num_ranks, str(tmp_path), [f"llama-{stays}", *names], timeout=120)
+        stayed = run_ranks(
+            adopt, num_ranks, str(tmp_path), [f"llama-{stays}"] * (len(names) + 1), timeout=120
+        )
+        assert losses[0] == pytest.approx(stayed[0], rel=TOLERANCE)
+        assert all(one == losses[0] for one in losses)
+
+
+def adopt(rank: int, num_ranks: int, folder: str, names: list[str]) -> list[float]:
+    """Losses and norms of a step under each of some plans, one after the other."""
+    import os
+
+    from stagewright.errors import InputError
+    from stagewright.execution.trainer import Trainer
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    found = []
+    plans = [load_plan(f"{folder}/{name}.json") for name in names]
+    with Trainer(plans[0], out=f"{folder}/adopting", device="cpu", random_weights=True) as trainer:
+        other = plans[0].model_copy(update={"job": plans[0].job.model_copy(update={"seed": 3})})
+        with pytest.raises(InputError, match=r"cannot go on under this plan: job.seed was 0, is 3"):
+            trainer.adopt(other)
+        for plan in plans:
+            if plan is not plans[0]:
+                trainer.adopt(plan)
+            result = trainer.step()
+            found += [result.loss, result.gradient_norm]
+    return found

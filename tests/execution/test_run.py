@@ -16,7 +16,8 @@ from plans import make_plan
 
 from patience import patient
 from stagewright.errors import InputError, RunError
-from stagewright.execution.data import TextBatches
+from stagewright.execution.data.opening import open_batches
+from stagewright.execution.data.prepared import ready
 from stagewright.execution.launch import run
 from stagewright.execution.member import may_be_lost_peer
 from stagewright.execution.record import load_record
@@ -28,11 +29,6 @@ from stagewright.tracing.models.reference import resolve
 pytestmark = pytest.mark.multiprocess
 
 TEXT = Path(str(files("stagewright") / "data" / "moby_dick.txt"))
-
-
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
 
 
 @pytest.mark.parametrize(("pp", "dp", "dtype"), [(2, 1, "fp64"), (1, 2, "fp64"), (2, 1, "bf16")])
@@ -58,11 +54,19 @@ def _plain_losses(path: Path) -> list[float]:
     reference = resolve(plan.model.text, plan.model.overrides)
     module = build(reference, 1, job.sequence_length, job.torch_name, seed=job.seed).module
     graph = trace(reference, 1, job.sequence_length, job.torch_name)
-    batches = TextBatches(TEXT, job.sequence_length, job.seed)
+    data = ready(TEXT, plan)
+    assert data is not None
+    batches = open_batches(data, job)
     wide = torch.float32 if job.dtype == "bf16" else torch.float64
     masters = [torch.nn.Parameter(parameter.detach().to(wide)) for parameter in module.parameters()]
+    decayed = [master for master in masters if master.dim() >= 2 or job.decays == "all"]
+    others = [master for master in masters if master.dim() < 2 and job.decays != "all"]
+    groups = [
+        {"params": decayed, "weight_decay": job.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     adamw = torch.optim.AdamW(
-        masters, lr=job.learning_rate, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay
+        [group for group in groups if group["params"]], lr=job.learning_rate, betas=job.betas, eps=job.eps
     )
     losses = []
     for step in range(job.num_steps):
@@ -78,6 +82,8 @@ def _plain_losses(path: Path) -> list[float]:
                 master.grad += parameter.grad
                 parameter.grad = None
         torch.nn.utils.clip_grad_norm_(masters, job.clip_norm or float("inf"))
+        for group in adamw.param_groups:
+            group["lr"] = job.rate_of(step)
         adamw.step()
         with torch.no_grad():
             for master, parameter in zip(masters, module.parameters(), strict=True):
@@ -162,17 +168,22 @@ def test_what_the_user_gave_is_refused_as_such(tmp_path: Path) -> None:
         run(tmp_path / "plan.json", out=tmp_path / "run", device="gpu")
     assert not (tmp_path / "run").exists()
     with pytest.raises(InputError, match="holds 10 tokens, fewer than one sample"):
-        run(tmp_path / "plan.json", data=tmp_path / "file", out=tmp_path / "run", device="cpu", timeout=60)
+        run(tmp_path / "plan.json", data=tmp_path / "file", out=tmp_path / "run", device="cpu")
 
 
 @pytest.mark.parametrize(
     ("ids", "match"),
-    [(np.full(99, -1), "begin at 0"), (np.ones(99), "are integers"), (np.zeros(3, int), "fewer")],
+    [
+        (np.full(99, -1), "begin at 0"),
+        (np.ones(99), "are integers"),
+        (np.zeros(3, int), "fewer"),
+        (np.full(99, 256), "--tokenizer"),
+    ],
 )
 def test_what_are_no_token_ids_is_refused(ids: np.ndarray, match: str, tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", ids)
     with pytest.raises(InputError, match=match):
-        TextBatches(tmp_path / "ids.npy", 8, seed=0, vocabulary=100)
+        ready(tmp_path / "ids.npy", make_plan(tmp_path / "plan.json"))
 
 
 def test_a_lost_peer_is_looked_for_behind_every_error() -> None:

@@ -20,11 +20,6 @@ pytestmark = pytest.mark.multiprocess
 TOLERANCE = 1e-12
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 def outcomes(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[Outcome]]:
     """What every rank found for each cell; all cells take as many ranks."""
     paths = [str(cell.plan(folder)) for cell in cells]

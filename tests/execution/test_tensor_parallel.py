@@ -55,11 +55,6 @@ class Case:
         return path
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 LLAMA = (*SMALL_LLAMA[1:], ("num_hidden_layers", 2))
 QWEN = (*LLAMA, ("tie_word_embeddings", True))
 MIXTRAL = (

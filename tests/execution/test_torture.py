@@ -63,11 +63,6 @@ class Unbroken:
     start_s: float
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.fixture(params=range(NUM_TRIALS))
 def unbroken(request: pytest.FixtureRequest, tmp_path: Path) -> Unbroken:
     shape = list(SHAPES.values())[request.param % len(SHAPES)]

@@ -22,11 +22,6 @@ pytestmark = pytest.mark.multiprocess
 llama = partial(make_plan, overrides=dict(SMALL_LLAMA), sequence_length=16, num_microbatches=2, num_steps=3)
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 def test_a_loop_of_ones_own_trains_as_fit_does(tmp_path: Path) -> None:
     """On the batches that the data would give, evaluated and put back in between: its losses are those of `fit`."""
     llama(tmp_path / "plan.json", dp=2, pp=1, sharding=1)

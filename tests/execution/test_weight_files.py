@@ -32,11 +32,6 @@ BLOCK = 32
 PROJECTION = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A small Llama as transformers saves it, in one file."""

@@ -30,8 +30,6 @@ from stagewright.planning.search import plan
 from stagewright.planning.space import JOINT
 from stagewright.tracing.cache import trace
 
-pytestmark = pytest.mark.usefixtures("short_annealing")
-
 CLUSTER = load_cluster("4x-h100")
 FAMILIES = ("1f1b", "gpipe", "interleaved-1f1b", "zb-h2", "zb-v", "dualpipe-v", "interleaved-zb")
 JOB = Job(global_batch=8, sequence_length=32, dtype="fp32")

@@ -20,8 +20,6 @@ from stagewright.planning.space import HostOptimizer
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 
-pytestmark = pytest.mark.usefixtures("short_annealing")
-
 MODEL = resolve("tiny-llama", {"num_hidden_layers": 4})
 SHORT = resolve("tiny-llama", {"num_hidden_layers": 1})
 

@@ -34,7 +34,7 @@ STAGES_OF_RANK = (
     (2, 6, 10, 14, 18, 22),
     (3, 7, 11, 15, 23),
 )
-GREEDY = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, False, 0.0)
+GREEDY = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, False, 0.0)
 
 
 def nemotron(num_microbatches=8, **options):

@@ -14,8 +14,6 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.units import MIB
 
-pytestmark = pytest.mark.usefixtures("short_annealing")
-
 CLUSTER = load_cluster("2x-h100")
 WIDTHS: dict[str, Any] = {"pp": 2, "schedules": ["1f1b"], "host_optimizer": "never"}
 

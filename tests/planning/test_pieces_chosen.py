@@ -19,8 +19,6 @@ from stagewright.report.saving import loss_lines
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 
-pytestmark = pytest.mark.usefixtures("short_annealing")
-
 CLUSTER = load_cluster("4x-h100")
 MODEL = resolve("tiny-llama", {"vocab_size": 32768})
 """Its logits of 4,096 tokens take 512 MiB in float32, everything else of a stage less."""
@@ -84,7 +82,8 @@ def test_an_estimate_of_a_plan_in_pieces_is_that_of_the_plan() -> None:
 def test_models_without_pieces_are_planned_without() -> None:
     """Where they are asked for they are refused by name."""
     small = Job(global_batch=4, sequence_length=16, dtype="fp32")
-    plan = search.plan("tiny-t5", CLUSTER, small, schedules=("1f1b",), pp=4).plans[0]
+    asked: dict[str, Any] = {"schedules": ("1f1b",), "pp": 4, "microbatch": 1}
+    plan = search.plan("tiny-t5", CLUSTER, small, **asked).plans[0]
     assert plan.loss_pieces == 1
     with pytest.raises(InputError, match="no base model apart from its head"):
-        search.plan("tiny-t5", CLUSTER, small, schedules=("1f1b",), pp=4, loss_pieces=2)
+        search.plan("tiny-t5", CLUSTER, small, **asked, loss_pieces=2)

@@ -11,6 +11,8 @@ from stagewright.planning.plan import StagePolicy
 from stagewright.planning.saving.fit import fit
 from stagewright.planning.saving.reruns import RerunSearch, RerunStage
 
+pytestmark = pytest.mark.usefixtures("whole_annealing")
+
 
 @pytest.mark.parametrize("seed", [6, 8, 9])
 def test_what_is_promised_is_what_the_replay_finds(load, seed: int) -> None:

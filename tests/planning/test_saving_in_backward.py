@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import re
 
-import pytest
 
-
-@pytest.mark.usefixtures("short_annealing")
 def test_the_benchmark_compares_with_all_peers(load, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["saving_in_backward.py", "--quick"])
     load("saving_in_backward").main()

@@ -28,8 +28,6 @@ from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 from stagewright.units import MIB
 
-pytestmark = pytest.mark.usefixtures("short_annealing")
-
 CLUSTER = load_cluster("4x-h100")
 WIRES: tuple[Literal["fp32", "bf16"] | None, ...] = (None, "bf16")
 

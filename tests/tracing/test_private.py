@@ -40,6 +40,9 @@ USED = [
         "private.py",
         "policies of selective checkpointing",
     ),
+    ("torch.export.exported_program", "_collect_all_valid_cia_ops", "private.py", "faster exports"),
+    ("torch._C", "_dispatch_get_registrations_for_dispatch_key", "private.py", "faster exports"),
+    ("torch.fx._lazy_graph_module", "_use_lazy_graph_module", "private.py", "faster exports"),
     ("torch.utils.checkpoint", "SAC_IGNORED_OPS", "private.py", "operators that no policy is asked about"),
     ("torch.utils", "_pytree", "blocks.py", "arguments and results of blocks, flat"),
     ("torch.utils._python_dispatch", "TorchDispatchMode", "execution/random.py", "keyed random numbers"),
@@ -129,6 +132,25 @@ def test_a_storage_has_one_identity_also_when_it_is_fake() -> None:
         base = torch.empty(4, 4)
         assert private.storage_key(base) == private.storage_key(base.t()[1:])
         assert private.storage_key(base) != private.storage_key(base.clone())
+
+
+def test_composite_operators_that_were_registered_since_are_kept_by_exports_too() -> None:
+    """A function of the user's own that other operators define, as aten's are."""
+    library = torch.library.Library("stagewright_test", "FRAGMENT")
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.stagewright_test.twice(x).relu() if self.training else x.relu()
+
+    def exported(model: torch.nn.Module) -> list[str]:
+        with private.light_exports():
+            program = torch.export.export(model, (torch.randn(3),), strict=False).run_decompositions({})
+        return [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+
+    assert exported(Model().eval()) == ["aten.relu.default"]
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x + x, "CompositeImplicitAutograd")
+    assert exported(Model()) == ["stagewright_test.twice.default", "aten.relu.default"]
 
 
 def test_backward_formulas_can_be_traced_on_fake_tensors() -> None:

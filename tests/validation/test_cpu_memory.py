@@ -40,11 +40,6 @@ def _leak(session: Any) -> None:
     runner.forward = leaking
 
 
-@pytest.fixture(autouse=True)
-def _shared_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STAGEWRIGHT_CACHE", str(tmp_path_factory.getbasetemp().parent / "traces"))
-
-
 def test_peaks_are_those_that_were_alive() -> None:
     wanted = [plan(model, schedule, 2, 1, 32, count=4) for model, schedule in CASES]
     for rank, found in enumerate(run_ranks(_work, 2, wanted, False)):

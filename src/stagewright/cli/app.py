@@ -14,6 +14,8 @@ from stagewright.cli import (
     compare,
     demo,
     estimate,
+    evaluate,
+    launch,
     lists,
     plan,
     plan_costs,
@@ -22,6 +24,7 @@ from stagewright.cli import (
     run,
     schedule,
     simulate,
+    tokenize,
     trace,
     verify,
 )
@@ -83,9 +86,9 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, run.run, compare.compare,
-    verify.verify, trace.trace, schedule.schedule,
-    probe.probe, profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
+    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize,
+    run.run, evaluate.evaluate, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
+    profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 
 for _verb in _VERBS:

@@ -17,10 +17,57 @@ if TYPE_CHECKING:
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Checkpoints of runs: export and verify.",
+    help="Checkpoints of runs: show, verify and export.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+@checkpoint.command("show")
+def show_all(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's checkpoint folder, or one step's folder in it.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """What the checkpoints of a run are of: steps, model, plan, data, and how large they are.
+
+    Their files are not read; `verify` does.
+    """
+    from stagewright.execution.checkpoint_folder import checkpoints_in
+
+    found = [_described(path) for path in checkpoints_in(folder)]
+    if as_json:
+        print_document({"checkpoints": found})
+    else:
+        show(*(_in_words(one) for one in found))
+
+
+def _described(path: Path) -> dict[str, Any]:
+    from stagewright.execution.manifest import read_checkpoint
+
+    manifest = read_checkpoint(path).manifest
+    plan = manifest.plan
+    job, model = plan.get("job", {}), plan.get("model", {})
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "model": model.get("name"),
+        **{name: plan.get(name) for name in ("pp", "dp", "tp", "schedule", "sharding")},
+        **{name: job.get(name) for name in ("dtype", "optimizer", "global_batch", "sequence_length")},
+        "data": str(manifest.data),
+        "files": len(manifest.files),
+        "bytes": sum(one.bytes for one in manifest.files.values()),
+    }
+
+
+def _in_words(one: dict[str, Any]) -> str:
+    zero = max(one["sharding"] or (0,))
+    return (
+        f"step {one['step']}: {one['model']} in {one['dtype']}, pp {one['pp']} x dp {one['dp']} x tp {one['tp']}, "
+        f"{one['schedule']}, zero {zero}, {one['optimizer']}, batches of {one['global_batch']} x {one['sequence_length']}, "
+        f"data {one['data']}; {one['files']} files, {format_bytes(one['bytes'])}"
+    )
 
 
 @checkpoint.command()

@@ -77,6 +77,9 @@ def _warnings(record: Record, planned: Cluster) -> list[str]:
     from stagewright.report.runs import on_other_devices
 
     found = on_other_devices(record, planned.device.kind, planned.device.name)
+    if record.is_going_on:
+        done = record.first_step + len(record.losses)
+        found.insert(0, f"the run was still going on when this was written, after step {done}")
     if record.timed_steps[-1] in record.metered_steps:
         more = "3 steps or more" if record.timed_length is None else "each length three times or more"
         found.insert(

@@ -45,6 +45,9 @@ JobSequenceLengths = Annotated[
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="bf16, fp16, fp32, tf32, fp8, fp64 or autocast; default bf16.")]
 Compiled = Annotated[bool, typer.Option("--compiled", help="Predict compiled execution: fused operators.")]
+DocumentsApart = Annotated[
+    bool, typer.Option("--documents-apart",
+        help="Documents that share a sample do not see each other: positions begin anew, attention does not cross.")]
 RuntimeName = Annotated[
     str | None, typer.Option("--runtime", metavar="NAME",
         help="Whose execution is predicted: stagewright (the default), megatron-core+te, megatron-lm, megatron-deepspeed, "
@@ -55,6 +58,12 @@ Profile = Annotated[
 RecordFile = Annotated[
     Path | None, typer.Option("--record", metavar="FILE",
         help="The record.json of a run on this cluster: its ranks compute as fast as they did there.")]
+OptimizerName = Annotated[
+    str | None, typer.Option("--optimizer", metavar="NAME",
+        help="One of torch.optim in small letters, or package.module:factory; default adamw.")]
+OptimizerOptions = Annotated[
+    list[str] | None, typer.Option("--optimizer-option", metavar="NAME=VALUE",
+        help="A further argument of the optimizer, as momentum=0.9; repeatable.")]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")]
 PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
@@ -86,7 +95,7 @@ LossPieces = Annotated[
 # fmt: on
 
 
-def parse_settings(texts: list[str] | None) -> dict[str, Any]:
+def parse_settings(texts: list[str] | None, option: str = "--set") -> dict[str, Any]:
     """Overrides from ``key=value``; a value is read as JSON where it is JSON, else as text.
 
     Raises:
@@ -99,8 +108,9 @@ def parse_settings(texts: list[str] | None) -> dict[str, Any]:
     for text in texts or []:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise InputError(f"--set {text}: write KEY=VALUE, e.g. --set num_hidden_layers=4")
-        found[key.strip()] = parse_json_or_text(value, f"--set {key.strip()}")
+            example = "num_hidden_layers=4" if option == "--set" else "momentum=0.9"
+            raise InputError(f"{option} {text}: write KEY=VALUE, e.g. {option} {example}")
+        found[key.strip()] = parse_json_or_text(value, f"{option} {key.strip()}")
     return found
 
 
@@ -202,7 +212,12 @@ def read_job(path: Path | None, **options: Any) -> Job:
     if path is None and missing:
         names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
         raise InputError(f"the job is incomplete: give {names}, or a job file with --job")
-    return load_job(path, given)
+    job = load_job(path, given)
+    if not job.is_plain_adamw:
+        from stagewright.cli.consent import say_what_runs
+
+        say_what_runs(job.optimizer)
+    return job.with_state()
 
 
 def check_one_length(job: Job, what: str) -> None:

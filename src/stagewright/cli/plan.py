@@ -36,6 +36,9 @@ _OF_MONEY = ("price", "tokens", "critical_batch")
 """Options that say what a training run takes."""
 
 
+_NOT_OF_JOB = ("job", "profile", "record", "optimizer_option")
+
+
 # fmt: off
 @dataclass(frozen=True)
 class JobOptions:
@@ -47,17 +50,22 @@ class JobOptions:
     job: options.JobFile = None
     sequence_lengths: options.JobSequenceLengths = None
     compiled: options.Compiled = False
+    documents_apart: options.DocumentsApart = False
     memory_limit: options.MemoryLimit = None
     runtime: options.RuntimeName = None
+    optimizer: options.OptimizerName = None
+    optimizer_option: options.OptimizerOptions = None
     profile: options.Profile = None
     record: options.RecordFile = None
 
     def read(self) -> Job:
         """Raises `InputError` for a missing or wrong key."""
-        names = [one.name for one in dataclasses.fields(self) if one.name not in ("job", "profile", "record")]
+        names = [one.name for one in dataclasses.fields(self) if one.name not in _NOT_OF_JOB]
         given = {name: getattr(self, name) for name in names}
+        given["optimizer_options"] = options.parse_settings(self.optimizer_option, "--optimizer-option") or None
         lengths = options.parse_lengths(self.sequence_lengths)
         given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
+        given["documents_apart"] = self.documents_apart or None
         return options.read_job(self.job, **given)
 
 

@@ -6,24 +6,56 @@ import os
 import signal
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from stagewright.cli.consent import say_what_runs
+from stagewright.cli.groups import grouped
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
-from stagewright.errors import InputError
 
 if TYPE_CHECKING:
+    from stagewright.execution.no_number import OnNan
     from stagewright.execution.record import Record
 
 
+# fmt: off
+@dataclass(frozen=True)
+class RateOptions:
+    """Learning rate: what is not given is as the plan's job says."""
+
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", metavar="RATE", help="The highest.")] = None
+    lr_schedule: Annotated[
+        str | None, typer.Option("--lr-schedule", metavar="NAME",
+            help="How it falls: constant, linear, cosine, or wsd (only in the last steps).")] = None
+    warmup_steps: Annotated[
+        int | None, typer.Option("--warmup-steps", min=0, metavar="N", help="Steps in which it rises.")] = None
+    decay_steps: Annotated[
+        int | None, typer.Option("--decay-steps", min=1, metavar="N",
+            help="The last steps, in which wsd falls; default a tenth of all.")] = None
+    final_fraction: Annotated[
+        float | None, typer.Option("--final-fraction", min=0, max=1, metavar="PART",
+            help="What is left of it behind the last step; default 0.")] = None
+# fmt: on
+
+
+@grouped
 def run(
     plan: PlanFile,
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A text (bytes are tokens) or .npy of token ids; default synthetic.")
+        list[str] | None,
+        typer.Option(metavar="PATH[=WEIGHT]", help="Text, .jsonl, .parquet, a datasets folder, token ids (.npy, stagewright "
+                     "tokenize) or package.module:factory; several are mixed by weight. Default: random samples."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="tokenizer.json or the folder of a Hugging Face tokenizer; default bytes."),
+    ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which field of each record is its text; default what its keys say.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
     out: Annotated[
@@ -46,7 +78,19 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")] = False,
     other_data: Annotated[
         bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
+    held_out: Annotated[
+        list[str] | None, typer.Option("--held-out", metavar="PATH", help="Data to evaluate at the end, each sample once.")
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option("--evaluate-every", min=1, metavar="N", help="And after every N steps.")] = None,
+    adapt: Annotated[
+        bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
+    on_nan: Annotated[
+        str, typer.Option("--on-nan", metavar="WHAT",
+            help="A step whose loss or gradients are no finite numbers: warn, skip its update, or stop.")] = "warn",
     as_json: Json = False,
+    *,
+    rates: RateOptions,
 ) -> None:  # fmt: skip
     """Train a plan, one process per rank.
 
@@ -55,20 +99,25 @@ def run(
     """
     from stagewright.cluster.cluster import measured_beside
     from stagewright.execution import launch
+    from stagewright.execution.data.request import DataRequest
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
-    if data is not None and not (data.is_file() and os.access(data, os.R_OK)):
-        raise InputError(f"data file '{data}' cannot be read: check the path")
+    request = DataRequest.of(data, tokenizer, text_field)
     if os.environ.get("RANK", "0") == "0":
         say_what_runs(loaded.model.text)
+        say_what_runs(loaded.job.optimizer)
+        for source in request.sources if request is not None else ():
+            say_what_runs(source.path)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
     record = launch.run(
-        plan, data, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
+        plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
         resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
+        held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)), evaluate_every=evaluate_every,
+        adapt=adapt, rates=vars(rates), on_nan=cast("OnNan", on_nan),
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
@@ -82,6 +131,7 @@ def run(
         warn(measured_beside(others()))
     warn(report.longest_not_run(loaded, record))
     warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
+    warn(report.left_out(record, loaded.job.dtype == "fp16"))
     if as_json:
         print_document(document)
     else:
@@ -89,6 +139,13 @@ def run(
     if record.stopped_by is not None:
         print(_stopped(record, steps or loaded.job.num_steps, checkpoint), file=sys.stderr)
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
+
+
+def _as_trained(
+    held_out: list[str] | None, tokenizer: Path | None, field: str | None
+) -> tuple[Path | None, str | None]:
+    """How held-out text becomes tokens: as what is trained on."""
+    return (tokenizer, field) if held_out else (None, None)
 
 
 def _stopped(record: Record, num_steps: int, checkpoint: Path | None) -> str:

@@ -34,6 +34,7 @@ def verify(
 
     loaded = load_plan(plan)
     say_what_runs(model)
+    say_what_runs(loaded.job.optimizer)
     with Progress("importing torch") as progress:
         from stagewright.execution import verification
 

@@ -12,7 +12,7 @@ from stagewright.graph.tensor import ITEM_BYTES
 class Precision:
     """Element types of training state: `gradient` of the buffers in which gradients are added up, `state` of the moments.
 
-    Where `state` is not the type of a parameter, the optimizer keeps a master copy in it.
+    Where `state` is not the type of a parameter, the optimizer keeps a master copy in it. AdamW has two moments.
 
     >>> Precision.of("bfloat16").bytes_per_parameter, Precision.of("float32").bytes_per_parameter
     (18, 16)
@@ -21,6 +21,7 @@ class Precision:
     parameter: str
     gradient: str
     state: str
+    num_moments: int = 2
 
     @classmethod
     def of(cls, dtype: str) -> Precision:
@@ -30,9 +31,9 @@ class Precision:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Parameter, gradient, two moments of AdamW, and the master copy where there is one."""
+        """Parameter, gradient, moments, and the master copy where there is one."""
         state = ITEM_BYTES[self.state]
-        kept = ITEM_BYTES[self.parameter] + ITEM_BYTES[self.gradient] + 2 * state
+        kept = ITEM_BYTES[self.parameter] + ITEM_BYTES[self.gradient] + self.num_moments * state
         return kept + (state if self.has_master else 0)
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from stagewright.estimation.change import Key
 from stagewright.estimation.flat_bytes import SHARDS, FlatBuffers
 from stagewright.estimation.in_flight import MemoryEvents, in_flight
 from stagewright.estimation.liveness import FREED
+from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import Runtime, runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes, kept_parameters
@@ -19,9 +21,6 @@ from stagewright.graph.flat import GRADIENTS, OPTIMIZER, Flat
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor import ITEM_BYTES
 from stagewright.schedule import Action, Program
-
-_STEP_BYTES = 4
-"""AdamW's step counter of a parameter."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ def reserved_on(
 
     Storages are made in the order of the executor: parameters, gradients and master weights at the start, the matrix
     library's workspace in front of the first pass, the user inputs of the batch, then every action's, flat buffers that
-    come and go among them; AdamW's state in the first optimizer step, between what the batch has left in the cache.
+    come and go among them; the optimizer's state in the first optimizer step, between what the batch has left in the cache.
 
     What is not a parameter, gradient, moment or master weight of the resident bytes is taken to be one storage. With
     `host_optimizer` there are neither moments nor master weights. Gradients that replicas hold whole are one storage for
@@ -88,21 +87,20 @@ class _Replay:
         self.workspace_bytes = workspace_bytes
 
     def run(self, num_steps: int) -> Reserved:
-        gradients = self._load()
+        state = self._load()
         if self.workspace_bytes:
             self.allocator.allocate(self.workspace_bytes)
         for step in range(num_steps):
             self._batch()
             if step == 0:
-                for size in gradients:
-                    for num_bytes in (_STEP_BYTES, size, size):
-                        self.allocator.allocate(num_bytes)
+                for num_bytes in state:
+                    self.allocator.allocate(num_bytes)
             self.buffers.step()
         return Reserved(self.rank, self.allocator.peak_active_bytes, self.allocator.peak_reserved_bytes)
 
     def _load(self) -> list[int]:
-        """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of those gradients for
-        which AdamW will make moments."""
+        """Parameters, buffers and constants, then gradients, then master weights; returns the bytes of what the optimizer
+        will make in its first step."""
         runtime = runtime_of(self.stages[0].graph)
         trained = {value: stage.value(value).meta for stage in self.stages for value, _ in stage.gradients}
         flat = {value for buffer in self.flats for value in buffer.values}
@@ -117,18 +115,23 @@ class _Replay:
         if self.host_optimizer:
             self._allocate(fixed, gradients, self.state_bytes)
             return []
-        sizes = [(meta.num_elements, runtime.precision(meta.dtype)) for meta in own.values()]
+        updated = [(meta.shape, runtime.precision(meta.dtype), 1) for meta in own.values()]
         for one in shared:
             if one.is_trained:
-                sizes += [(count, runtime.precision(one.dtype)) for count in _cut(one, runtime)]
-        states = [count * ITEM_BYTES[kind.state] for count, kind in sizes]
-        masters = [size for size, (_, kind) in zip(states, sizes, strict=True) if kind.has_master]
-        moments = 2 * sum(states) + _STEP_BYTES * len(states)
+                kind, num_spans = runtime.precision(one.dtype), len(one.groups)
+                updated += [((count,), kind, num_spans) for count in _cut(one, runtime)]
+        kept = optimizer_of(self.stages[0].graph)
+        states = [
+            num_bytes
+            for shape, kind, num_spans in updated
+            for num_bytes in kept.storages(shape, ITEM_BYTES[kind.state], num_spans)
+        ]
+        masters = [math.prod(shape) * ITEM_BYTES[kind.state] for shape, kind, _ in updated if kind.has_master]
         made: list[Block] = []
         if runtime.optimizer.moves_parameters and all(one.level >= OPTIMIZER for one in trained_flats):
             made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]
             fixed = [sum(fixed)]
-        self._allocate(fixed, gradients, self.state_bytes - moments - sum(masters))
+        self._allocate(fixed, gradients, self.state_bytes - sum(states) - sum(masters))
         for block in made:
             self.allocator.free(block)
         for num_bytes in masters:

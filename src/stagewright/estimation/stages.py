@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from stagewright.cluster import Device
 from stagewright.estimation.liveness import Lookup
+from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.time import Costing
@@ -182,8 +183,10 @@ class BodyCosts:
     @cached_property
     def state_bytes(self) -> Floats:
         """A parameter that several places use counts where it is used first."""
-        precision = runtime_of(self.few).precision
-        return self._of_parameters(lambda dtype: precision(dtype).bytes_per_parameter)
+        precision, moments = runtime_of(self.few).precision, optimizer_of(self.few).num_moments
+        return self._of_parameters(
+            lambda dtype: replace(precision(dtype), num_moments=moments).bytes_per_parameter
+        )
 
     @cached_property
     def parameter_bytes(self) -> Floats:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from stagewright.estimation.liveness import FunctionMemory
+from stagewright.estimation.optimizer import OptimizerState, optimizer_of
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime, runtime_of
 from stagewright.estimation.sharded import is_gathered
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.graph.flat import GRADIENTS, OPTIMIZER, PARAMETERS, Flat, of_stages
 from stagewright.graph.tensor import ITEM_BYTES
-
-_STEP_COUNTER_BYTES = 4  # AdamW counts steps in one float32 per parameter
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,18 @@ def resident_bytes(
 
     `flats` are the buffers that replicas share out, those of other ranks included, and `wire` the type (a torch name) in
     which gradients are summed over replicas; None is that of the gradients.
-    With `host_optimizer` the host holds what AdamW works on: its moments, a master copy of every parameter, whatever its
-    type, and what the gradient is received in.
+    With `host_optimizer` the host holds what the optimizer works on: its state, a master copy of every parameter, whatever
+    its type, and what the gradient is received in.
 
-    Master weights and gradients as `Precision.of` each parameter's type. Source: PyTorch's fused AdamW, which
-    needs no memory of its own. Ignores: the norms of the gradients, a few bytes each.
+    Master weights and gradients as `Precision.of` each parameter's type; state, and what a step needs for a moment, as
+    `OptimizerState` says. Source: PyTorch's fused AdamW, which needs no memory of its own. Ignores: the norms of the
+    gradients, a few bytes each.
     """
     stages = [memory.stage for memory in memories]
-    runtime = runtime_of(stages[0].graph)
+    runtime, kept = runtime_of(stages[0].graph), optimizer_of(stages[0].graph)
     flats = of_stages(flats, (stage.index for stage in stages))
     sizes: dict[str, dict[object, int]] = {
-        name: {} for name in ("parameters", "gradients", "optimizer", "master")
+        name: {} for name in ("parameters", "gradients", "optimizer", "master", "host", "updated")
     }
     moved = {value for flat in flats if flat.level >= OPTIMIZER for value in flat.values}
     summed = {value for flat in flats if flat.is_trained for value in flat.values}
@@ -82,11 +83,11 @@ def resident_bytes(
             constants[value] = stage.graph.storage_bytes[stage.value(value).storage]
         for value in {value for value, _ in stage.gradients} - moved:
             meta = stage.value(value).meta
-            gradient = _add_optimizer(sizes, value, meta.num_elements, runtime.precision(meta.dtype))
+            gradient = _add_optimizer(sizes, value, meta.shape, runtime.precision(meta.dtype), kept)
             if value not in summed:
                 sizes["gradients"][value] = gradient
     for flat in flats:
-        _add_flat(sizes, flat, runtime)
+        _add_flat(sizes, flat, runtime, kept)
     if runtime.optimizer.keeps_gradients:
         trained = {value: stage.value(value).meta for stage in stages for value, _ in stage.gradients}
         sizes["gradients"] |= {
@@ -94,9 +95,9 @@ def resident_bytes(
             for value, meta in trained.items()
             if runtime.precision(meta.dtype).gradient != meta.dtype
         }
-    on_host = 0
+    on_host, there, updated = 0, sizes.pop("host"), sizes.pop("updated")
     if host_optimizer:
-        on_host = sum(2 * size - _STEP_COUNTER_BYTES for size in sizes["optimizer"].values())
+        on_host = sum(there.values())
         sizes |= {"optimizer": {}, "master": {}}
     made = {memory.stage.index: (memory.static, memory.derived) for memory in memories}
     gathered = {index: derived for index, (_, derived) in made.items() if is_gathered(flats, index)}
@@ -111,8 +112,9 @@ def resident_bytes(
     )
     categories = {name: sum(found.values()) for name, found in sizes.items()} | {"constants": fixed}
     rederived = _peak_in_turn(derived for index, (_, derived) in made.items() if index not in gathered)
+    transient = 0 if host_optimizer else kept.transient_bytes(updated.values())
     return ResidentBytes(
-        categories, on_host, rederived, flats=flats, derived=gathered, wire=wire, runtime=runtime
+        categories, on_host, rederived, transient, flats=flats, derived=gathered, wire=wire, runtime=runtime
     )
 
 
@@ -127,7 +129,9 @@ def kept_parameters(flat: Flat, runtime: Runtime) -> int:
     return 0 if from_master else flat.shard_elements * ITEM_BYTES[flat.dtype]
 
 
-def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat, runtime: Runtime) -> None:
+def _add_flat(
+    sizes: dict[str, dict[object, int]], flat: Flat, runtime: Runtime, kept: OptimizerState
+) -> None:
     """The part of a flat buffer that one replica keeps; gradients that are sharded come and go."""
     precision = runtime.precision(flat.dtype)
     gradient = ITEM_BYTES[precision.gradient]
@@ -136,15 +140,23 @@ def _add_flat(sizes: dict[str, dict[object, int]], flat: Flat, runtime: Runtime)
     if flat.is_trained and flat.level < GRADIENTS:
         sizes["gradients"][flat] = gradient * flat.num_elements
     if flat.is_trained and flat.level >= OPTIMIZER:
-        _add_optimizer(sizes, flat, flat.shard_elements, precision)
+        _add_optimizer(sizes, flat, (flat.shard_elements,), precision, kept, len(flat.groups))
 
 
 def _add_optimizer(
-    sizes: dict[str, dict[object, int]], key: object, num_elements: int, precision: Precision
+    sizes: dict[str, dict[object, int]],
+    key: object,
+    shape: Sequence[int],
+    precision: Precision,
+    kept: OptimizerState,
+    num_spans: int = 1,
 ) -> int:
-    """Adds AdamW's state of a tensor; the bytes of its gradient."""
+    """Adds the optimizer's state of a tensor, and what it would be on the host; the bytes of its gradient."""
+    num_elements = math.prod(shape)
     state = num_elements * ITEM_BYTES[precision.state]
-    sizes["optimizer"][key] = 2 * state + _STEP_COUNTER_BYTES
+    sizes["optimizer"][key] = sum(kept.storages(shape, ITEM_BYTES[precision.state], num_spans))
+    sizes["host"][key] = sizes["optimizer"][key] + 2 * state
+    sizes["updated"][key] = state
     if precision.has_master:
         sizes["master"][key] = state
     return num_elements * ITEM_BYTES[precision.gradient]

@@ -17,6 +17,7 @@ from stagewright.estimation.collectives import collective_seconds, slowest_group
 from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
+from stagewright.estimation.optimizer import ADAMW, OptimizerState
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
@@ -518,30 +519,44 @@ def _is_of_routing(sent: TensorMeta) -> bool:
 
 
 def host_optimizer_seconds(
-    num_parameters: float, device: Device, host: Host, gradient: int, parameter: int, clips: bool
+    num_parameters: float,
+    device: Device,
+    host: Host,
+    gradient: int,
+    parameter: int,
+    clips: bool,
+    kept: OptimizerState = ADAMW,
 ) -> float:
-    """As `optimizer_seconds` for state on the host: gradients go there, AdamW runs there, parameters come back, in
+    """As `optimizer_seconds` for state on the host: gradients go there, the optimizer runs there, parameters come back, in
     elements of `gradient` and `parameter` bytes.
 
     One after the other, as the executor does it. Ignores: launches; that transfers take bandwidth of the host's memory.
     """
     moved = (gradient + parameter) / device.host_link_bandwidth if device.kind != "cpu" else 0.0
-    on_host = host.memory_seconds(7.0 * gradient + (gradient + parameter if parameter != gradient else 0.0))
+    on_host = host.memory_seconds(
+        kept.passes * gradient + (gradient + parameter if parameter != gradient else 0.0)
+    )
     clipping = (device.pace or 1.0) * device.memory_seconds(3.0 * gradient) if clips else 0.0
     return (moved + on_host + clipping) * num_parameters
 
 
 def optimizer_seconds(
-    num_parameters: float, device: Device, has_master: bool, clips: bool, num_tensors: int = 0
+    num_parameters: float,
+    device: Device,
+    has_master: bool,
+    clips: bool,
+    num_tensors: int = 0,
+    kept: OptimizerState = ADAMW,
 ) -> float:
-    """Time of fused AdamW over parameters of 4-byte state, with clipping and, if there are masters, rounding.
+    """Time of an optimizer over parameters of 4-byte state, with clipping and, if there are masters, rounding.
 
-    Reads weight, gradient and two moments and writes all but the gradient; clipping reads each gradient,
-    then reads and writes it; rounding reads a master and writes two bytes. A CPU does each of these tensor by tensor,
-    where a GPU does them for all `num_tensors` in a few kernels. Ignores: those launches; fp64's double width.
+    Fused AdamW reads weight, gradient and two moments and writes all but the gradient, others as `kept` says; clipping reads
+    each gradient, then reads and writes it; rounding reads a master and writes two bytes. A CPU does each of these tensor by
+    tensor, where a GPU does them for all `num_tensors` in a few kernels. Ignores: those launches; fp64's double width;
+    matrix products of an optimizer.
     """
-    per_parameter = 28.0 + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
-    per_tensor = 1 + (2 if clips else 0) + (1 if has_master else 0) if device.kind == "cpu" else 0
+    per_parameter = 4.0 * kept.passes + (12.0 if clips else 0.0) + (6.0 if has_master else 0.0)
+    per_tensor = kept.calls + (2 if clips else 0) + (1 if has_master else 0) if device.kind == "cpu" else 0
     return (device.pace or 1.0) * (
         device.memory_seconds(per_parameter * num_parameters)
         + per_tensor * num_tensors * device.host_overhead_s

@@ -15,7 +15,7 @@ from typing import Any
 
 from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.base_model import BaseModelIdentity
-from stagewright.execution.data_identity import identity_of
+from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.execution.weight_files import base_model_of
 from stagewright.files import make_writable
@@ -28,7 +28,7 @@ _SHOWN_LENGTH = 60
 
 _OF_STATE = ("dtype", "optimizer")
 """What of a job says what the state is; with another there is nothing to go on from."""
-_OF_SAMPLES = ("global_batch", "sequence_length", "sequence_lengths", "seed")
+_OF_SAMPLES = ("global_batch", "sequence_length", "sequence_lengths", "documents_apart", "seed")
 """What of a job says which samples come in which step."""
 
 # What a run computes does not depend on these.
@@ -111,15 +111,21 @@ class Verified:
         return cls(path, None, len(files), sum(one.bytes for one in files))
 
 
-def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
-    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
-    none."""
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders of all checkpoints of a run, the oldest first, or the one that `folder` is. Raises `InputError` where
+    there is none."""
     is_one = (folder / MANIFEST).exists() or _STEP.fullmatch(folder.name)
     found = [folder] if is_one else steps_of(folder)[::-1]
     if not found or not folder.is_dir():
         raise InputError(f"there is no checkpoint in '{folder}': name the folder that --checkpoint was given")
+    return found
+
+
+def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
+    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
+    none."""
     checked = []
-    for path in found:
+    for path in checkpoints_in(folder):
         report(f"reading {path.name}")
         checked.append(Verified.of(path))
     return checked
@@ -178,7 +184,7 @@ def check_start(
     asked: Checkpointing,
     plan: Plan,
     num_steps: int,
-    data: str | Path | None = None,
+    data: DataIdentity | str | Path | None = None,
     random_weights: bool = False,
 ) -> None:
     """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
@@ -246,6 +252,23 @@ def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bo
     rest = set(was_job) - {*_OF_STATE, *_OF_SAMPLES}
     if changed := [*moved, *differences(_of(was_job, rest), _of(now_job, rest), "job.")]:
         warnings.warn(f"going on with another job: {'; '.join(changed)}", StagewrightWarning, stacklevel=3)
+
+
+def has_same_stages(before: Plan, after: Plan) -> bool:
+    """Whether two plans differ in nothing but the order of passes and what is predicted."""
+    was, now = identity(before), identity(after)
+    return {**was, "program": None, "schedule": None} == {**now, "program": None, "schedule": None}
+
+
+def changed_state(before: Plan, after: Plan) -> Iterator[str]:
+    """What keeps a run under one plan from going on under another, in words."""
+    was, now = identity(before), identity(after)
+    yield from differences({"model": was["model"]}, {"model": now["model"]})
+    yield from differences(
+        _of(was["job"], (*_OF_STATE, *_OF_SAMPLES)), _of(now["job"], (*_OF_STATE, *_OF_SAMPLES)), "job."
+    )
+    if before.num_ranks != after.num_ranks:
+        yield f"it is for {after.num_ranks} ranks, and there are {before.num_ranks}"
 
 
 def _of(document: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:

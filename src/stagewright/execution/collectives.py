@@ -119,6 +119,21 @@ def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
     return own
 
 
+def from_first(text: str | None) -> str:
+    """The text that the first rank gives; every rank must call this, the others with None."""
+    device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
+    own = (
+        torch.frombuffer(bytearray((text or "").encode()), dtype=torch.uint8)
+        if text
+        else torch.empty(0, dtype=torch.uint8)
+    )
+    size = torch.tensor([len(own)], dtype=torch.int64, device=device)
+    dist.broadcast(size, 0)
+    content = own.to(device) if len(own) else torch.empty(int(size), dtype=torch.uint8, device=device)
+    dist.broadcast(content, 0)
+    return content.cpu().numpy().tobytes().decode()
+
+
 def exchange(document: Any) -> list[Any]:
     """Every rank's JSON document, in the order of ranks, which all must call this: what arrives is data and never code."""
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")

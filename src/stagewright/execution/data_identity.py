@@ -12,7 +12,7 @@ import numpy as np
 from stagewright.cluster.strict import StrictModel
 from stagewright.errors import InputError
 
-ORDER = 1
+ORDER = 2
 """Version of the rule that says which sample comes when; another is other data."""
 _WHOLE_BYTES = 2**30
 _BLOCK_BYTES = 2**20
@@ -21,12 +21,15 @@ _BLOCK_BYTES = 2**20
 class DataIdentity(StrictModel):
     """What the samples of a run were made from: `kind` says how, the rest is of the file.
 
+    Of a `store` of documents `sha256` is of their tokens, which tell tokenizers apart too; of a `factory` it is of the code
+    that makes the dataset; a `mixture` is known by its parts.
+
     `sha256` is of the whole file up to 1 GiB. Of a larger one it is of its size and of 1,024 blocks of 1 MiB, the first, the
     last and those evenly between them (`is_sampled`): another file is told from it within seconds, a few changed tokens need
     not be.
     """
 
-    kind: Literal["synthetic", "text", "tokens"]
+    kind: Literal["synthetic", "text", "tokens", "store", "factory", "mixture"]
     order: int = ORDER
     name: str | None = None
     bytes: int | None = None
@@ -34,15 +37,28 @@ class DataIdentity(StrictModel):
     is_sampled: bool = False
     dtype: str | None = None
     num_tokens: int | None = None
+    num_documents: int | None = None
+    weight: float | None = None
+    """The share of a mixture that is from this part."""
+    parts: tuple[DataIdentity, ...] = ()
+
+    @property
+    def nameless(self) -> DataIdentity:
+        return self.model_copy(update={"name": None, "parts": tuple(part.nameless for part in self.parts)})
 
     def is_same(self, other: DataIdentity) -> bool:
         """Whether it gives the same samples, by whatever name."""
-        return self == other.model_copy(update={"name": self.name})
+        return self.nameless == other.nameless
 
     def __str__(self) -> str:
         order = "" if self.order == ORDER else f", in order {self.order}"
+        if self.parts:
+            parts = (f"{part.weight or 0:.3g} of {part}" for part in self.parts)
+            return f"{'; '.join(parts)}{order}"
         if self.sha256 is None:
             return f"{self.kind}{order}"
+        if self.kind == "factory":
+            return f"'{self.name}' (source of SHA-256 {self.sha256[:12]}{order})"
         return f"'{self.name}' ({self.num_tokens} tokens of {self.dtype}, SHA-256 {self.sha256[:12]}{order})"
 
 
@@ -68,14 +84,17 @@ def tokens_of(data: str | Path) -> np.ndarray:
     return tokens
 
 
-def identity_of(data: str | Path | None) -> DataIdentity:
-    """Of a data file, or of synthetic samples where there is none. Raises `InputError` where the file cannot be read."""
+def identity_of(data: DataIdentity | str | Path | None) -> DataIdentity:
+    """Of a text or an array of tokens, or of synthetic samples where there is none. Raises `InputError` where the file
+    cannot be read."""
     if data is None:
         return DataIdentity(kind="synthetic")
+    if isinstance(data, DataIdentity):
+        return data
     path, tokens = Path(data), tokens_of(data)
     try:
         size = path.stat().st_size
-        digest = _digest(path, size)
+        digest = contents_digest(path)
     except OSError as error:
         raise InputError(f"data file '{data}' cannot be read: {error.strerror or error}") from None
     return DataIdentity(
@@ -89,7 +108,9 @@ def identity_of(data: str | Path | None) -> DataIdentity:
     )
 
 
-def _digest(path: Path, size: int) -> str:
+def contents_digest(path: Path) -> str:
+    """SHA-256 of a file, or of parts of a large one as `DataIdentity` says."""
+    size = path.stat().st_size
     with path.open("rb", buffering=0) as file:
         if size <= _WHOLE_BYTES:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -6,12 +6,16 @@ import json
 import os
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stagewright.errors import InputError, RunError
+from stagewright.errors import InputError, RunError, nearest
 from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start, steps_of
+from stagewright.execution.data.prepared import Data, prepared, ready_beside
+from stagewright.execution.data.request import DataRequest
 from stagewright.execution.folder_lock import in_use
+from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
@@ -24,7 +28,7 @@ from stagewright.units import format_bytes, format_seconds
 
 def run(
     plan: str | Path,
-    data: str | Path | None = None,
+    data: DataRequest | str | Path | Sequence[str | Path] | None = None,
     steps: int | None = None,
     out: str | Path | None = None,
     device: str = "auto",
@@ -38,6 +42,11 @@ def run(
     other_data: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    held_out: Data = None,
+    evaluate_every: int | None = None,
+    adapt: bool = False,
+    rates: Mapping[str, Any] | None = None,
+    on_nan: OnNan = "warn",
 ) -> Record | None:
     """Train exactly what a plan says; one process per rank.
 
@@ -47,7 +56,8 @@ def run(
 
     Args:
         plan: path of a ``plan.json``.
-        data: a text (bytes are tokens) or ``.npy`` of token ids; None makes synthetic samples.
+        data: text (bytes are tokens), records, ``.npy`` of token ids or a token store; several are mixed; a `DataRequest`
+            says more. None makes synthetic samples.
         steps: number of optimizer steps; None takes the job's.
         out: folder for ``record.json``; None makes ``runs/<model>-<time>``.
         device: ``cpu``, ``cuda`` or ``auto``: CUDA where the plan is for GPUs and this machine has any.
@@ -61,6 +71,12 @@ def run(
         other_data: do so also if the data is not what that one was trained on.
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: keep those after a multiple of so many steps besides.
+        held_out: data that is evaluated, every sample of it once, at the end.
+        evaluate_every: and after every so many steps.
+        adapt: go on under another plan where ranks stay slower or faster than planned and that is worth it.
+        rates: keys of the job that say the learning rate, in place of those of the plan's.
+        on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
+            (``skip``), or end the run (``stop``).
 
     Returns:
         What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
@@ -72,7 +88,10 @@ def run(
     """
     from stagewright.execution.device import kind_of
 
+    if on_nan not in ON_NAN:
+        raise InputError(f"--on-nan {on_nan}{nearest(on_nan, ON_NAN)}: give one of {', '.join(ON_NAN)}")
     loaded = load_plan(plan)
+    loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
     refuse_what_is_not_run(loaded, str(plan))
     checkpoints = None if checkpoint is None else Path(checkpoint)
     resume = resume or _is_restarted(checkpoints)
@@ -80,6 +99,8 @@ def run(
     asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data, kept)
     asked.check()
     check_weights(loaded, random_weights, resume)
+    if evaluate_every is not None and held_out is None:
+        raise InputError("--evaluate-every needs --held-out PATH, the data to evaluate")
     if keep_every is not None and kept is None:
         raise InputError("--keep-every needs --keep-last N: without it all checkpoints are kept")
     folder = default_folder(loaded) if out is None else Path(out)
@@ -90,10 +111,12 @@ def run(
     if kind == "cpu" and not is_launched:
         refuse_without_room(loaded)
     options: dict[str, Any] = {
-        "plan": str(Path(plan).resolve()), "out": str(folder), "data": None if data is None else str(data),
+        "plan": str(Path(plan).resolve()), "out": str(folder), "data": None,
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
+        "held_out": None, "evaluate_every": evaluate_every,
+        "adapt": adapt, "rates": dict(rates or {}), "on_nan": on_nan,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)
@@ -101,7 +124,11 @@ def run(
         options["devices"] = devices
     num_steps = steps or loaded.job.num_steps
     with in_use(checkpoint, "--checkpoint"):
-        check_start(asked, loaded, num_steps, data, random_weights)
+        found = prepared(DataRequest.of(data), loaded)
+        check_start(asked, loaded, num_steps, None if found is None else found.identity, random_weights)
+        aside = ready_beside(held_out, found, loaded)
+        options["data"] = None if found is None else found.model_dump(mode="json")
+        options["held_out"] = None if aside is None else aside.model_dump(mode="json")
         with in_use(folder, "--out"):
             if is_launched:
                 return _join(options, folder)
@@ -137,6 +164,7 @@ def refuse_what_is_not_run(plan: Plan, source: str) -> None:
         raise InputError(f"{source}: expert parallelism is predicted, not run: plan without --ep")
     if plan.job.not_run is not None:
         raise InputError(f"{source}: {plan.job.not_run}")
+    plan.job.check_whole(plan.tp, max(plan.sharding, default=0))
     if any(Action.parse(text).kind is Kind.STEP for actions in plan.program for text in actions):
         raise InputError(
             f"{source}: schedule '{plan.schedule}' updates weights in the middle of a batch and keeps several versions of "

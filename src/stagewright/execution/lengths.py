@@ -49,5 +49,10 @@ class Lengths:
                 one.runner.release()
 
     @property
+    def runners(self) -> list[RankRunner]:
+        """Those that were made."""
+        return [one.runner for one in self._made.values()]
+
+    @property
     def num_bytes_sent(self) -> int:
         return sum(one.runner.transport.num_bytes_sent for one in self._made.values())

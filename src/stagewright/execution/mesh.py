@@ -79,6 +79,8 @@ class Groups:
     backward: dist.ProcessGroup | None
     model: dist.ProcessGroup | None
     replicas: Replicas | None
+    sharing: dist.ProcessGroup | None = None
+    """Of the ranks that share every layer; None where there is one."""
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
@@ -86,13 +88,21 @@ class Groups:
         pipelines = mesh.groups(STAGE)
         pipeline = next(ranks for ranks in pipelines if mesh.rank in ranks)
         forward, backward = own_group(pipelines), own_group(pipelines)
-        model = forward
+        model, sharing = forward, None
         if mesh.tp > 1:
             sharing = own_group(mesh.groups(TENSOR))
             assert sharing is not None
             use_group(GROUP, sharing)
             model = own_group(mesh.groups(STAGE, TENSOR))
-        return cls(pipeline, forward, backward, model, _replicas(mesh))
+        return cls(pipeline, forward, backward, model, _replicas(mesh), sharing)
+
+    def destroy(self) -> None:
+        """Every process of a group must call this."""
+        replicas = (
+            () if self.replicas is None else (self.replicas.gathers, self.replicas.sums, self.replicas.copies)
+        )
+        for group in {self.forward, self.backward, self.model, self.sharing, *replicas} - {None}:
+            dist.destroy_process_group(group)
 
 
 def _replicas(mesh: Mesh) -> Replicas | None:

@@ -1,10 +1,12 @@
-"""The optimizer step of one rank: reduce, clip by the norm over all stages, AdamW."""
+"""The optimizer step of one rank: reduce, clip by the norm over all stages, update."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.planning.job import Job
+from stagewright.tracing.optimizers import maker, state_of
 
 GROWTH = 2.0
 """A power of two changes no digit of a gradient."""
@@ -52,70 +55,162 @@ class LossScale:
 Tensors = Mapping[int, torch.Tensor]
 
 
-class AdamW:
-    """Updates `parameters`, by value id, where they are.
+@dataclass(frozen=True)
+class Span:
+    """Elements of a tensor, all of them where `part` is None, whose weights all decay, or none of them."""
+
+    is_decayed: bool
+    part: slice | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """What torch's optimizer takes for a parameter: a span of the tensor that belongs to `value`."""
+
+    value: int
+    span: Span
+    parameter: torch.nn.Parameter
+
+    def within(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same elements of another tensor that belongs to its value."""
+        return tensor if self.span.part is None else tensor[self.span.part]
+
+
+class Updater:
+    """Updates `parameters`, by value id, where they are, with the job's optimizer.
 
     Where gradients are added up in another type than the parameters have (bf16 parameters, fp32 gradients), it works on
     master copies of the gradients' type, and parameters are rounded from them after each step.
 
     Args:
         wide: type in which gradients are added up; None is that of each parameter.
+        spans: of parameters of which one part decays and another does not, both; others decay by their dimensions.
+        names: of the parameters, for factories.
     """
 
-    def __init__(self, parameters: Tensors, job: Job, wide: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        parameters: Tensors,
+        job: Job,
+        wide: torch.dtype | None,
+        spans: Mapping[int, Sequence[Span]] | None = None,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        self.job = job
         self.parameters = parameters
         self.masters: dict[int, torch.Tensor] = {}
         for value, parameter in parameters.items():
             if (master := self._master(parameter, wide or parameter.dtype)) is not None:
                 self.masters[value] = master
-        self.targets = {
-            value: torch.nn.Parameter(self.masters.get(value, parameter), requires_grad=True)
-            for value, parameter in parameters.items()
-        }
-        self.adamw = torch.optim.AdamW(
-            list(self.targets.values()),
-            lr=job.learning_rate,
-            betas=job.betas,
-            eps=job.eps,
-            weight_decay=job.weight_decay,
-            fused=True,
-        ) if self.targets else None  # fmt: skip
+        self.targets: list[Target] = []
+        for value, parameter in parameters.items():
+            whole = self.masters.get(value, parameter)
+            alone = Span(whole.dim() >= job.least_decayed_dims)
+            for span in (spans or {}).get(value, (alone,)):
+                own = whole if span.part is None else whole[span.part]
+                self.targets.append(Target(value, span, torch.nn.Parameter(own, requires_grad=True)))
+        self.names = names or {}
+        self.make = maker(
+            job.optimizer, job.learning_rate, job.optimizer_arguments, self._device(parameters.values())
+        )
+        groups = [self._group(is_decayed) for is_decayed in (True, False)]
+        groups = [group for group in groups if group["params"]]
+        self.optimizers = self.make(groups) if groups else []
+        self._numbers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
-    def update(self, gradients: Tensors) -> None:
+    def _group(self, is_decayed: bool, targets: Iterable[Target] | None = None) -> dict[str, Any]:
+        found = self.targets if targets is None else targets
+        named = [
+            (self._name(target), target.parameter) for target in found if target.span.is_decayed == is_decayed
+        ]
+        return {"params": named, "weight_decay": self.job.weight_decay if is_decayed else 0.0}
+
+    def _name(self, target: Target) -> str:
+        name = self.names.get(target.value, str(target.value))
+        return name if target.span.part is None else f"{name} and those behind it"
+
+    def _device(self, parameters: Iterable[torch.Tensor]) -> torch.device:
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+    def update(self, gradients: Tensors, learning_rate: float) -> None:
         """One step; parameters without a gradient stay as they are. The gradients are held until `release`."""
-        for value, target in self.targets.items():
-            target.grad = gradients.get(value)
-        if self.adamw is not None:
-            self.adamw.step()
+        self.begin()
+        for target in self.targets:
+            gradient = gradients.get(target.value)
+            target.parameter.grad = None if gradient is None else target.within(gradient)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
+            optimizer.step()
         self.round()
 
     def begin(self) -> None:
-        """Make the state that the first step would make."""
-        for target in self.targets.values():
-            if self.adamw is not None and not self.adamw.state.get(target):
-                self.adamw.state[target] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=target.device),
-                    "exp_avg": torch.zeros_like(target),
-                    "exp_avg_sq": torch.zeros_like(target),
+        """Make the state that AdamW's first step would make; spans of a tensor have theirs in one tensor too. Others make
+        their own."""
+        if not self.job.is_plain_adamw or not self.optimizers or self.optimizers[0].state:
+            return
+        for value, parts in groupby(self.targets, key=lambda target: target.value):
+            targets = list(parts)
+            like = self.masters.get(value, self.parameters[value])
+            steps = [torch.zeros((), dtype=torch.float32, device=like.device) for _ in targets]
+            first, second = torch.zeros_like(like), torch.zeros_like(like)
+            for target, step in zip(targets, steps, strict=True):
+                self.optimizers[0].state[target.parameter] = {
+                    "step": step,
+                    "exp_avg": target.within(first),
+                    "exp_avg_sq": target.within(second),
                 }
 
-    def states(self) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """For each parameter, by name, all that a step changes, but for what is rounded from it."""
+    def _state_of(self, target: Target) -> dict[str, Any]:
+        """What is kept of a target; before the first step, what that would make of no gradient, so that it can be read from
+        a checkpoint."""
         self.begin()
-        for value, target in self.targets.items():
-            kept = self.adamw.state[target] if self.adamw is not None else {}
-            yield value, {"weight": target.detach(), **kept}
+        if state := state_of(self.optimizers, target.parameter):
+            return state
+        alone = torch.nn.Parameter(target.parameter.detach().clone())
+        alone.grad = torch.zeros_like(alone)
+        group = {**self._group(target.span.is_decayed, [target]), "params": [(self._name(target), alone)]}
+        for optimizer in self.make([group]):
+            optimizer.step()
+            if alone in optimizer.state:
+                owner = next(one for one in self.optimizers if _has(one, target.parameter))
+                owner.state[target.parameter] = optimizer.state[alone]
+        return state_of(self.optimizers, target.parameter)
 
-    def release(self, values: Iterable[int]) -> None:
+    def states(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
+        """For each target, by name, all that a step changes, but for what is rounded from it. What of it is filled from a
+        checkpoint takes effect with `restored`."""
+        self._numbers = []
+        for target in self.targets:
+            found = {"weight": target.parameter.detach()}
+            state = self._state_of(target)
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    found[key] = value
+                elif value is not None:
+                    found[key] = torch.tensor(float(value), dtype=torch.float64)
+                    self._numbers.append((state, key, found[key]))
+            yield target, found
+
+    def restored(self) -> None:
+        """All that `states` gave has been filled."""
+        for state, key, number in self._numbers:
+            state[key] = type(state[key])(number.item())
+        self._numbers = []
+        self.round()
+
+    def release(self, values: Container[int]) -> None:
         """Hold the gradients of `values` no longer."""
-        for value in values:
-            self.targets[value].grad = None
+        for target in self.targets:
+            if target.value in values:
+                target.parameter.grad = None
 
     def state(self) -> Iterable[torch.Tensor]:
         """Everything kept between steps, of what is on the device."""
         yield from self.masters.values()
-        for state in self.adamw.state.values() if self.adamw is not None else ():
-            yield from (item for item in state.values() if isinstance(item, torch.Tensor))
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                yield from (item for item in state.values() if isinstance(item, torch.Tensor))
 
     def host_state(self) -> Iterable[torch.Tensor]:
         """Everything kept between steps in the memory of the host."""
@@ -130,25 +225,36 @@ class AdamW:
             self.parameters[value].copy_(master)
 
 
-class HostAdamW(AdamW):
-    """As `AdamW` with its state in the memory of the host, where the step runs on the host's processors.
+def _has(optimizer: torch.optim.Optimizer, parameter: torch.nn.Parameter) -> bool:
+    return any(parameter is one for group in optimizer.param_groups for one in group["params"])
+
+
+class HostUpdater(Updater):
+    """As `Updater` with its state in the memory of the host, where the step runs on the host's processors.
 
     Gradients are copied there and updated parameters back; nothing is kept on the device. For a rank that computes on the
     host's processors itself, it is the same memory under another name: not counted as the rank's.
     """
 
-    def __init__(self, parameters: Tensors, job: Job, wide: torch.dtype | None) -> None:
-        super().__init__(parameters, job, wide)
-        self.received = {value: _host_like(target, target.dtype) for value, target in self.targets.items()}
+    def __init__(
+        self,
+        parameters: Tensors,
+        job: Job,
+        wide: torch.dtype | None,
+        spans: Mapping[int, Sequence[Span]] | None = None,
+        names: Mapping[int, str] | None = None,
+    ) -> None:
+        super().__init__(parameters, job, wide, spans, names)
+        self.received = {value: _host_like(master, master.dtype) for value, master in self.masters.items()}
         self.begin()
 
-    def update(self, gradients: Tensors) -> None:
+    def update(self, gradients: Tensors, learning_rate: float) -> None:
         here = {value: self.received[value] for value in gradients}
         for value, gradient in gradients.items():
             here[value].copy_(gradient, non_blocking=True)
         if any(parameter.device.type == "cuda" for parameter in self.parameters.values()):
             torch.cuda.current_stream().synchronize()
-        super().update(here)
+        super().update(here, learning_rate)
 
     def state(self) -> Iterable[torch.Tensor]:
         return ()
@@ -156,6 +262,9 @@ class HostAdamW(AdamW):
     def host_state(self) -> Iterable[torch.Tensor]:
         yield from super().state()
         yield from self.received.values()
+
+    def _device(self, parameters: Iterable[torch.Tensor]) -> torch.device:
+        return torch.device("cpu")
 
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
         return _host_like(parameter, wide).copy_(parameter)
@@ -175,7 +284,7 @@ def _host_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Optimizer:
-    """AdamW over the parameters a rank holds, or over its shards of them.
+    """The job's optimizer over the parameters a rank holds, or over its shards of them.
 
     Gradients of a scaled loss are scaled back first; if one of them has overflowed, on whatever rank, nothing is updated.
 
@@ -183,7 +292,8 @@ class Optimizer:
         pipeline: process group of the ranks of one replica; the norm is taken over them.
         shards: what is sharded over replicas, their gradients summed already.
         loss_scale: the factor on all gradients; None is 1.
-        on_host: whether AdamW's state is in the memory of the host.
+        on_host: whether the optimizer's state is in the memory of the host.
+        skips: whether a step is left out also without a scaled loss, if a gradient is not finite.
     """
 
     def __init__(
@@ -195,8 +305,10 @@ class Optimizer:
         shards: Shards | None = None,
         loss_scale: LossScale | None = None,
         on_host: bool = False,
+        skips: bool = False,
     ) -> None:
         self.loss_scale = loss_scale
+        self.skips = skips or loss_scale is not None
         self.device = weights.device
         self.clip_norm = job.clip_norm
         self.tied = tied
@@ -210,7 +322,12 @@ class Optimizer:
         parts = self.shards.parts()
         self.sharded = frozenset(parts)
         parameters = {value: weights.parameters[value] for value in self.whole} | parts
-        self.adamw = (HostAdamW if on_host else AdamW)(parameters, job, weights.accumulate_dtype)
+        spans = {
+            value: [Span(is_decayed, part) for is_decayed, part in self.shards.spans(value)]
+            for value in parts
+        }
+        kind = HostUpdater if on_host else Updater
+        self.updater = kind(parameters, job, weights.accumulate_dtype, spans, weights.names)
 
     @property
     def gradients(self) -> dict[int, torch.Tensor]:
@@ -221,32 +338,33 @@ class Optimizer:
         """Sum gradients over the copies of tied parameters; replicas' sums are in place when a batch ends."""
         self.tied.reduce(self.gradients)
 
-    def step(self) -> float:
-        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping.
+    def step(self, learning_rate: float) -> tuple[float, bool]:
+        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping, and whether the update
+        was left out.
 
-        A norm that is not finite means that a gradient overflowed: with a scaled loss the step is left out, and the scale
-        is smaller from the next on.
+        It is where the norm is not finite, which every rank sees alike, and updates are to be left out then. With a scaled
+        loss a gradient has overflowed, and the scale is smaller from the next step on.
         """
         self.reduce()
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         norm = self._norm(self.gradients) * factor
+        is_skipped = self.skips and not math.isfinite(norm)
         if self.loss_scale is not None:
-            overflowed = not math.isfinite(norm)
-            self.loss_scale.update(overflowed)
-            if overflowed:
-                self.shards.drop_gradients()
-                return norm
+            self.loss_scale.update(is_skipped)
+        if is_skipped:
+            self.shards.drop_gradients()
+            return norm, True
         if self.clip_norm is not None:
             factor *= min(1.0, self.clip_norm / (norm + 1e-6))
         gradients = self.gradients
         if factor != 1.0 and gradients:
             torch._foreach_mul_(list(gradients.values()), factor)
-        self.adamw.update(gradients)
-        self.adamw.release(self.sharded)
+        self.updater.update(gradients, learning_rate)
+        self.updater.release(self.sharded)
         gradients.clear()
         self.shards.drop_gradients()
         self.shards.spread()
-        return norm
+        return norm, False
 
     def _norm(self, gradients: Mapping[int, torch.Tensor]) -> float:
         whole = {value: gradient for value, gradient in gradients.items() if value not in self.sharded}

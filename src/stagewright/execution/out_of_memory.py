@@ -81,7 +81,7 @@ def alive_bytes(
     found = {
         "parameters": _fresh(parameters, seen),
         "gradients": _fresh([*weights.gradients.values(), *(b.gradient_shard for b in buffers)], seen),
-        "optimizer": _fresh(optimizer.adamw.state(), seen),
+        "optimizer": _fresh(optimizer.updater.state(), seen),
         "inputs": _fresh((tensor for one in inputs for tensor in one.values()), seen),
         "constants": _fresh((t for one in runner.runners.values() for t in one.resident.values()), seen),
     }

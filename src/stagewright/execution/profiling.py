@@ -19,7 +19,7 @@ import torch.distributed as dist
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.estimation.signatures import signature_of
 from stagewright.execution.clock import synchronize
-from stagewright.execution.data import SyntheticBatches
+from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.loading import starting_tensors
 from stagewright.execution.probe import Progress, Request, checked, run_workers
 from stagewright.execution.probe_description import processor_name

@@ -87,9 +87,9 @@ class RankRunner:
         self.device = device
         self.weights = weights
         self.watch = watch
-        self.actions = program.actions(rank)
+        self.rank = rank
         self.shards = shards or Shards()
-        *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
+        self.follow(program)
         self.transport = Transport(device)
         self.timer = ActionTimer(device)
         self._started: Any = None  # mark of when the present action had what it needs
@@ -104,6 +104,11 @@ class RankRunner:
         }  # fmt: skip
         self._forward, self._backward = _channels(stages, placed, rank, ranks, groups)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
+
+    def follow(self, program: Program) -> None:
+        """Run batches in the order of another lowered program from now on, of the same stages and microbatches."""
+        self.actions = program.actions(self.rank)
+        *self._moves, self._last_moves = moves(self.actions, self.shards.flats)
 
     def scale_loss(self, cotangent: float) -> None:
         """Start backwards from another cotangent of each microbatch's loss."""
@@ -132,15 +137,18 @@ class RankRunner:
         for runner in self.runners.values():
             runner.drop()
 
-    def run_batch(self, step: int, microbatches: Sequence[Inputs]) -> BatchResult:
-        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. Raises `RunError`
-        where an action failed; names the action and what it waited for."""
+    def run_batch(
+        self, step: int, microbatches: Sequence[Inputs], cotangents: Sequence[float] | None = None
+    ) -> BatchResult:
+        """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. `cotangents` are
+        those of the loss of each microbatch, where they are not all `loss_scale`. Raises `RunError` where an action failed;
+        names the action and what it waited for."""
         result = BatchResult(timer=self.timer)
         self.timer.begin()
         self.weights.begin_step()
         self.shards.drop_gradients()
         for runner in self.runners.values():
-            runner.begin_step(step)
+            runner.begin_step(step, cotangents)
         for action, before in zip(self.actions, self._moves, strict=True):
             self.watch(str(action))
             self._started = self.timer.mark()

@@ -98,6 +98,10 @@ class Record(StrictModel):
     """None where the loss was no finite number."""
     gradient_norms: tuple[float | None, ...]
     """Before clipping; None where a gradient was not finite, as in a step of fp16 that therefore changed nothing."""
+    learning_rates: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """Of every step. Records of before have none."""
+    skipped_steps: tuple[Position, ...] = ()
+    """Steps of this run, counted from 0, that changed no parameter because a gradient was not finite."""
     step_seconds: tuple[Annotated[Seconds, Field(gt=0)], ...]
     sequence_lengths: tuple[Position, ...] = ()
     """Tokens per sample of every step, where there are several lengths."""
@@ -110,9 +114,9 @@ class Record(StrictModel):
     @model_validator(mode="after")
     def _one_figure_per_step(self) -> Record:
         count = len(self.step_seconds)
-        for name in ("losses", "gradient_norms", "sequence_lengths"):
+        for name in ("losses", "gradient_norms", "learning_rates", "sequence_lengths"):
             found = len(getattr(self, name))
-            if found != count and (found or name != "sequence_lengths"):
+            if found != count and (found or name not in ("learning_rates", "sequence_lengths")):
                 raise ValueError(f"{name} has {found} entries where step_seconds has {count}: one per step")
         return self
 

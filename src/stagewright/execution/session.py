@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +18,17 @@ from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.collectives import exchange
-from stagewright.execution.data import SyntheticBatches, TextBatches
-from stagewright.execution.data_identity import DataIdentity, identity_of
+from stagewright.execution.data.batches import Batches, counted
+from stagewright.execution.data.opening import open_batches
+from stagewright.execution.data.prepared import LABELS, Data, ready
+from stagewright.execution.data.synthetic import SyntheticBatches
+from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
 from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep, taken_bytes
 from stagewright.execution.model_files import ModelFiles
+from stagewright.execution.no_number import OnNan
 from stagewright.execution.optimizer import LossScale, Optimizer
 from stagewright.execution.out_of_memory import alive_bytes, explained, forget
 from stagewright.execution.pace import pace_of
@@ -54,6 +58,9 @@ from stagewright.tracing.models.build import DeferredModel
 class StepResult:
     loss: float
     gradient_norm: float
+    learning_rate: float
+    is_skipped: bool
+    """Whether it changed no parameter, because a gradient was no finite number."""
     seconds: float
     votes: frozenset[str] = frozenset()
     """Which of the questions of `Session.votes` a rank said yes to; all ranks see the same."""
@@ -61,6 +68,12 @@ class StepResult:
     """How many times as long as planned each rank took to compute, known to every rank; zero of metered steps."""
     memory_bytes: int = 0
     """Of the rank that has taken most from its device so far; on a CPU the most that its process has had."""
+    has_scale: bool = False
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradients are finite; with a scaled loss its overflows do not count."""
+        return math.isfinite(self.loss) and (math.isfinite(self.gradient_norm) or self.has_scale)
 
 
 class Session:
@@ -76,10 +89,11 @@ class Session:
         self,
         plan: Plan,
         device: torch.device,
-        data: str | Path | None = None,
+        data: Data = None,
         random_weights: bool = False,
         watch: Callable[[str], None] = lambda position: None,
         report: Callable[[str], None] = lambda stage: None,
+        on_nan: OnNan = "warn",
     ) -> None:
         self.plan = plan
         self.votes: dict[str, Callable[[], bool]] = {}
@@ -97,8 +111,12 @@ class Session:
             )
         reference = self.reference = plan.model.resolved()
         job = plan.job
+        data = ready(data, plan)
         report("tracing")
-        traced = plan.traced()
+        self._further = (
+            {"further_inputs": data.further_inputs} if data is not None and data.further_inputs else {}
+        )
+        traced: dict[str, Any] = plan.traced() | self._further
         self.is_from_files = reference.weights is not None and not random_weights
         self.graph = trace(reference, plan.microbatch_size, device=device.type, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
@@ -107,17 +125,20 @@ class Session:
         report("building the weights of this rank")
         size = plan.microbatch_size
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
-        vocabulary = (reference.config or {}).get("vocab_size")
-        self.batches = (
-            SyntheticBatches(model.inputs, job.seed)
-            if data is None
-            else TextBatches(data, job.sequence_length, job.seed, vocabulary)
-        )
-        self.data = _agreed_data(data)
         rank = self.mesh.pipeline_rank
         self.own = own = [stage for stage in self.stages if plan.placement[stage.index] == rank]
+        self._needed = {stage.value(value).name for stage in own for value in stage.inputs}
+        self.data = _agreed_data(DataIdentity(kind="synthetic") if data is None else data.identity)
+        self.batches = None
+        if self._needed:
+            self.batches = (
+                SyntheticBatches(model.inputs, job.seed) if data is None else open_batches(data, job)
+            )
+        is_masked = job.documents_apart or (data is not None and data.is_masked)
+        self._is_weighted = is_masked and reference.kind == "config"
         shards = self.mesh.num_shards
-        every = flats(self.stages, plan.sharding, shards, plan.dp // shards) if plan.dp > 1 else ()
+        copies, dims = plan.dp // shards, job.least_decayed_dims
+        every = flats(self.stages, plan.sharding, shards, copies, dims) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
         stored = None
         if reference.weights is not None and self.is_from_files:
@@ -132,12 +153,20 @@ class Session:
         self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
         tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE))
         tied.count_elsewhere(self._counted_elsewhere())
+        self._tied = tied
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
         on_host = rank in plan.host_optimizer
         self.optimizer = Optimizer(
-            self.weights, job, tied, self.groups.model, self.shards, self.loss_scale, on_host
+            self.weights,
+            job,
+            tied,
+            self.groups.model,
+            self.shards,
+            self.loss_scale,
+            on_host,
+            on_nan != "warn",
         )
         self.metering = Metering()
 
@@ -150,6 +179,18 @@ class Session:
         """This rank is now at `position`."""
         self.position = position
         self._report_position(position)
+
+    def follow(self, plan: Plan) -> None:
+        """Go on in the order of passes of a plan that differs from the present one in nothing else that counts."""
+        self.plan, self.program = plan, stage_program(plan)
+        program = insert_communication(self.program, stage_edges(self.stages))
+        for runner in self.lengths.runners:
+            runner.follow(program)
+
+    def close(self) -> None:
+        """Nothing is trained here any more: the process groups are gone, on all ranks at once."""
+        self.groups.destroy()
+        self._tied.destroy()
 
     @property
     def runner(self) -> RankRunner:
@@ -180,7 +221,8 @@ class Session:
         it has other operators than for the longest."""
         self.watch(f"tracing for {length} tokens")
         asked = self.plan.at_length(length)
-        graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **asked.traced())
+        traced: dict[str, Any] = asked.traced() | self._further
+        graph = trace(self.reference, asked.microbatch_size, device=self.device.type, **traced)
         check_same_operators(self.graph, graph, length)
         stages = carve(graph, stage_cuts(asked, graph), stage_policies(asked, graph))
         return AtLength(graph, self.runner_of(stages))
@@ -201,15 +243,20 @@ class Session:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return scale / (self.plan.num_microbatches * self.plan.dp)
 
-    def microbatches(self, step: int, graph: OperatorGraph) -> list[dict[str, torch.Tensor]]:
-        """The inputs of this replica's microbatches of a step, as long as those of `graph`."""
-        plan = self.plan
+    def microbatches(
+        self, step: int, graph: OperatorGraph, batches: Batches | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`, out of
+        `batches` in place of the data trained on if they are given."""
+        plan, source = self.plan, self.batches if batches is None else batches
+        if source is None or not self._needed:
+            return [{} for _ in range(plan.num_microbatches)]
         first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
-        batches = (
-            self.batches.microbatch(step, first + index * plan.microbatch_size, graph)
+        found = (
+            source.microbatch(step, first + index * plan.microbatch_size, graph, self._needed)
             for index in range(plan.num_microbatches)
         )
-        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
+        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in found]
 
     def own_part(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """This replica's microbatches of a whole batch, by the name of the model's input. Raises `InputError` where it does
@@ -218,6 +265,11 @@ class Session:
         if missing := [name for name in graph.inputs if name not in batch]:
             raise InputError(
                 f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"
+            )
+        if unknown := [name for name in batch if name not in graph.inputs]:
+            raise InputError(
+                f"the batch has '{unknown[0]}', which the model as it was traced does not take: it takes "
+                f"{', '.join(map(repr, graph.inputs))}"
             )
         size, first = plan.microbatch_size, self.mesh.replica * plan.num_microbatches * plan.microbatch_size
         for name, value in graph.inputs.items():
@@ -248,7 +300,7 @@ class Session:
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(
-                length, self.device, lambda: self._lasting(inputs), self.optimizer.adamw.host_state
+                length, self.device, lambda: self._lasting(inputs), self.optimizer.updater.host_state
             )
             with counting if metered else nullcontext():
                 return self._step(step, inputs, metered)
@@ -272,10 +324,11 @@ class Session:
         now = self.lengths.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
         dist.barrier(self.groups.forward)
-        batch = self.runner.run_batch(step, inputs)
+        shares = self._shares(inputs)
+        batch = self.runner.run_batch(step, inputs, self._cotangents(shares))
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._agreed(batch, math.nan, 0.0, 0.0).loss
+        return self._agreed(batch, math.nan, 0.0, False, 0.0, 0.0, shares).loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -287,12 +340,14 @@ class Session:
 
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]], metered: bool) -> StepResult:
         start = time.perf_counter()
-        batch = self.runner.run_batch(step, inputs)
+        shares = self._shares(inputs)
+        batch = self.runner.run_batch(step, inputs, self._cotangents(shares))
         synchronize(self.device)
         computed = time.perf_counter()
         self.watch("optimizer step")
         cotangent = self.cotangent
-        norm = self.optimizer.step()
+        rate = self.plan.job.rate_of(step)
+        norm, is_skipped = self.optimizer.step(rate)
         if self.cotangent != cotangent:
             self.lengths.scale_loss(self.cotangent)
         synchronize(self.device)
@@ -300,7 +355,7 @@ class Session:
         length = self.plan.job.length_of(step)
         self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
         pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
-        return self._agreed(batch, norm, end - start, pace)
+        return self._agreed(batch, norm, rate, is_skipped, end - start, pace, shares)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -309,15 +364,49 @@ class Session:
             *self.weights.tensors.values(),
             *self.weights.gradients.values(),
             *self.shards.tensors(),
-            *self.optimizer.adamw.state(),
+            *self.optimizer.updater.state(),
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
-    def _agreed(self, result: BatchResult, norm: float, seconds: float, pace: float) -> StepResult:
-        """What every rank knows of a step: the mean loss over all microbatches of all replicas, and what each rank tells."""
+    def _shares(self, inputs: list[dict[str, torch.Tensor]]) -> list[float] | None:
+        """Of the tokens that the whole batch is to learn, the part that is in each of this replica's microbatches, where
+        some are not to be learnt; every rank must call this."""
+        if not self._is_weighted:
+            return None
+        counts = torch.zeros(self.plan.num_microbatches, dtype=torch.float64, device=self.device)
+        if self.stages[-1] in self.own:
+            is_next = bool(self._further) or self.plan.job.documents_apart
+            counts = torch.stack([counted(one[LABELS], is_next) for one in inputs]).double()
+        total = counts.sum() / self.mesh.tp
+        dist.all_reduce(total)
+        return (counts / total.clamp(min=1)).tolist()
+
+    def _cotangents(self, shares: list[float] | None) -> list[float] | None:
+        """Of the loss of each microbatch, where they are not all the same."""
+        if shares is None:
+            return None
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        return [scale * share for share in shares]
+
+    def _agreed(
+        self,
+        result: BatchResult,
+        norm: float,
+        rate: float,
+        is_skipped: bool,
+        seconds: float,
+        pace: float,
+        shares: list[float] | None = None,
+    ) -> StepResult:
+        """What every rank knows of a step: the mean loss over all microbatches of all replicas (with `shares` over all
+        learnt tokens), and what each rank tells."""
         num_ranks, votes = dist.get_world_size(), list(self.votes.items())
         told = torch.zeros(1 + len(votes) + 2 * num_ranks, dtype=torch.float64)
-        told[0] = sum(float(loss) for loss in result.losses.values())
+        told[0] = sum(
+            float(loss) * (1.0 if shares is None else shares[microbatch])
+            for microbatch, loss in result.losses.items()
+            if shares is None or shares[microbatch]  # a mean over no tokens is no number
+        )
         told[1 : 1 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
         of_ranks = told[1 + len(votes) :].view(2, num_ranks)
         of_ranks[:, self.mesh.rank] = torch.tensor([pace, taken_bytes(self.device)], dtype=torch.float64)
@@ -326,8 +415,12 @@ class Session:
         loss, *others = told.tolist()
         yes = frozenset(name for (name, _), count in zip(votes, others, strict=False) if count)
         paces, taken = others[len(votes) : -num_ranks], others[-num_ranks:]
-        mean = loss / (self.plan.num_microbatches * self.plan.dp * self.plan.tp)
-        return StepResult(mean, norm, seconds, yes, tuple(paces), int(max(taken)))
+        num_losses = self.plan.num_microbatches * self.plan.dp if shares is None else 1
+        mean = loss / (num_losses * self.plan.tp)
+        has_scale = self.loss_scale is not None
+        return StepResult(
+            mean, norm, rate, is_skipped, seconds, yes, tuple(paces), int(max(taken)), has_scale
+        )
 
     # -- record -----------------------------------------------------------------------------------------------------
 
@@ -353,10 +446,9 @@ class Session:
         )
 
 
-def _agreed_data(data: str | Path | None) -> DataIdentity:
+def _agreed_data(own: DataIdentity) -> DataIdentity:
     """What all ranks are trained on; every rank must call this. Raises `InputError` where files of the same path differ
     between hosts."""
-    own = identity_of(data)
     told = [DataIdentity(**one) for one in exchange(own.model_dump())]
     for rank, other in enumerate(told):
         if not other.is_same(told[0]):

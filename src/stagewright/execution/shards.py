@@ -280,6 +280,16 @@ class Shards:
             if flat.is_trained == are_trained and buffer.shard is not None
         }
 
+    def spans(self, value: int) -> list[tuple[bool, slice]]:
+        """Of one of `parts`: whether weights decay, and where those lie in it, for each group of its buffer."""
+        flat, buffer = next(item for item in self.buffers.items() if item[0].values[0] == value)
+        first = buffer.part.start
+        spans = flat.spans(buffer.replicas.index)
+        return [
+            (group.is_decayed, slice(span.start - first, span.stop - first))
+            for group, span in zip(flat.groups, spans, strict=True)
+        ]
+
     def flat_of(self, value: int) -> Flat:
         """The flat buffer that `parts` names by its first parameter."""
         return next(flat for flat in self.flats if flat.values[0] == value)

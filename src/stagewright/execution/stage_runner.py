@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
@@ -10,6 +10,7 @@ from stagewright.execution.compiled import compiled
 from stagewright.execution.offload import HostCopies
 from stagewright.execution.random import reseed
 from stagewright.execution.weights import Weights
+from stagewright.graph import Node
 from stagewright.graph.stage import Function, Stage, Transfer
 from stagewright.graph.tensor_parallel import GROUP, local_draws
 from stagewright.tracing.arguments import DTYPES
@@ -18,6 +19,7 @@ from stagewright.tracing.runnable import Runnable, compile_function
 from stagewright.tracing.tensor_parallel.operators import rank_in
 
 Tensors = dict[int, torch.Tensor]
+_BACKWARD = ("input_grad", "weight_grad", "backward")
 
 
 class StageRunner:
@@ -63,6 +65,7 @@ class StageRunner:
         meta = stage.value(stage.graph.seed).meta
         cotangent = torch.full(meta.shape, loss_scale, dtype=DTYPES[meta.dtype], device=device)
         self.resident[stage.graph.seed] = cotangent
+        self._cotangents: Sequence[float] | None = None
         self._held: dict[int, Tensors] = {}
         self._microbatch = 0
         self._moves = HostCopies(device).moves
@@ -85,6 +88,12 @@ class StageRunner:
         static = Function(stage.static, (), tuple(sorted(lasting & used)))
         self._static = self._runnable(static, sources, "static")
         self._run_resident(self._static)
+        seeded = _following(stage.static, stage.graph.seed)
+        made = {output for node in seeded for output in node.outputs if output is not None}
+        self._seeded = self._runnable(
+            Function(seeded, (), tuple(sorted(made & used))), sources | lasting, "seeded"
+        )
+        self._has_seed = not used.isdisjoint({stage.graph.seed, *made})
         derive = Function(stage.derived, (), tuple(sorted(derived & used)))
         self._derive = self._runnable(derive, sources | lasting, "derived")
         resident = sources | lasting | derived
@@ -99,7 +108,7 @@ class StageRunner:
         def make(part: Function, called: str) -> Runnable:
             return compile_function(part, resident, self.device, called, self._mark, self._moves)
 
-        is_heavy = self.is_compiled and function.nodes and not name.endswith(("static", "derived"))
+        is_heavy = self.is_compiled and function.nodes and not name.endswith(("static", "seeded", "derived"))
         return compiled(function, resident, self.device, name, make) if is_heavy else make(function, name)
 
     def _run_resident(self, runnable: Runnable) -> None:
@@ -109,9 +118,11 @@ class StageRunner:
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int) -> None:
-        """Ready for the first action of a batch: parameters may have changed since the last."""
+    def begin_step(self, step: int, cotangents: Sequence[float] | None = None) -> None:
+        """Ready for the first action of a batch: parameters may have changed since the last. `cotangents` are those of the
+        loss of each microbatch, where they differ."""
         self.step = step
+        self._cotangents = cotangents
         if not self.is_gathered:
             self._run_resident(self._derive)
 
@@ -209,6 +220,9 @@ class StageRunner:
     def _call(self, name: str, microbatch: int, given: Tensors) -> Tensors:
         """Run a function on values taken out of `given`, so that each is freed at its last use."""
         runnable, self._microbatch = self.functions[name], microbatch
+        if self._cotangents is not None and self._has_seed and name in _BACKWARD:
+            self.resident[self.stage.graph.seed].fill_(self._cotangents[microbatch])
+            self._run_resident(self._seeded)
         inputs = [given[value] for value in runnable.inputs]
         given.clear()
         with torch.no_grad():
@@ -218,3 +232,13 @@ class StageRunner:
     def _reseed(self, draw: int) -> None:
         seed = self.local_seed if draw in self.local_draws else self.seed
         reseed(seed, self.step, self.first_microbatch + self._microbatch, draw)
+
+
+def _following(nodes: Sequence[Node], value: int) -> tuple[Node, ...]:
+    """Those of `nodes` that depend on a value."""
+    reached, found = {value}, []
+    for node in nodes:
+        if not reached.isdisjoint(node.inputs):
+            reached.update(output for output in node.outputs if output is not None)
+            found.append(node)
+    return tuple(found)

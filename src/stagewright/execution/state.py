@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
+from stagewright.errors import InputError
 from stagewright.execution.regions import Region, in_whole, stretches
-from stagewright.graph.flat import Flat
+from stagewright.graph.flat import Entry
 from stagewright.graph.tensor_parallel import parallelism
 
 if TYPE_CHECKING:
@@ -57,6 +58,48 @@ def named_by(key: str, shape: tuple[int, ...]) -> tuple[str, Region]:
     return name, region
 
 
+Source = TypeVar("Source", str, int)
+
+
+class RegionIndex(Generic[Source]):
+    """Who has which regions of which tensors: files of a checkpoint, or ranks."""
+
+    def __init__(self) -> None:
+        self._where: dict[str, dict[Region, Source]] = {}
+
+    def add(self, name: str, region: Region, source: Source) -> None:
+        """`source` has this region; who was added before goes first."""
+        self._where.setdefault(name, {}).setdefault(region, source)
+
+    def sources(self, name: str, wanted: Region) -> list[tuple[Source, Region]]:
+        """Who has which regions of what is `wanted` of a tensor. Raises `InputError` where nobody has some of it."""
+        stored = self._where.get(self.known_as(name), {})
+        if wanted in stored:
+            return [(stored[wanted], wanted)]
+        found = [(source, region) for region, source in stored.items() if wanted.overlap(region) is not None]
+        if sum(overlap(wanted, region).num_elements for _, region in found) != wanted.num_elements:
+            raise InputError(
+                f"it does not have all of '{name}', so it is of another model, or was written by another version of "
+                "stagewright"
+            )
+        return found
+
+    def known_as(self, name: str) -> str:
+        """Under which name it is there: of statistics that each replica has of its own, where there were fewer of them, the
+        first replica's."""
+        if name in self._where or OF_REPLICA not in name:
+            return name
+        prefix = name.rpartition(OF_REPLICA)[0] + OF_REPLICA
+        return min((one for one in self._where if one.startswith(prefix)), default=name)
+
+
+def overlap(one: Region, other: Region) -> Region:
+    """What two regions have in common that were chosen because they overlap."""
+    found = one.overlap(other)
+    assert found is not None
+    return found
+
+
 def held(session: Session) -> Iterator[Held]:
     """All that training changes and that this rank has."""
     mesh, weights, names = session.mesh, session.weights, session.weights.names
@@ -90,14 +133,20 @@ def held(session: Session) -> Iterator[Held]:
             )
 
     sharer = mesh.replica % mesh.num_shards
-    for value, state in session.optimizer.adamw.states():
+    for target, state in session.optimizer.updater.states():
+        value = target.value
         flat = session.shards.flat_of(value) if value in session.optimizer.sharded else None
         for part, tensor in state.items():
             if flat is None:
                 yield from placed(value, part, Region.whole(tensor.shape), 0, tensor)
-            else:
-                for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
-                    yield from placed(own, part, region, sharer, piece)
+                continue
+            group, span = next(
+                (group, span)
+                for group, span in zip(flat.groups, flat.spans(sharer), strict=True)
+                if group.is_decayed == target.span.is_decayed
+            )
+            for own, region, piece in _of_flat(group.entries, span, tensor):
+                yield from placed(own, part, region, sharer, piece)
     if session.model_files.is_adapter:
         frozen, parts = {}, {}  # are those that the run started from
     else:
@@ -107,7 +156,7 @@ def held(session: Session) -> Iterator[Held]:
             yield from placed(value, "weight", Region.whole(tensor.shape), 0, tensor)
     for value, tensor in parts.items():
         flat = session.shards.flat_of(value)
-        for own, region, piece in _of_flat(flat, flat.shard(sharer), tensor):
+        for own, region, piece in _of_flat(flat.entries, flat.shard(sharer), tensor):
             yield from placed(own, "weight", region, sharer, piece)
     first = mesh.global_rank(mesh.pipeline_rank, mesh.replica, 0)
     for value in dict.fromkeys(buffer for stage in session.own for buffer, _ in stage.mutations):
@@ -118,7 +167,7 @@ def held(session: Session) -> Iterator[Held]:
 
 def resumed(session: Session) -> None:
     """Everything that follows from what `held` gives is as it is now; every rank must call this."""
-    session.optimizer.adamw.round()
+    session.optimizer.updater.restored()
     session.shards.spread()
     if session.loss_scale is not None:
         session.lengths.scale_loss(session.cotangent)
@@ -126,9 +175,12 @@ def resumed(session: Session) -> None:
     session.runner.restore()
 
 
-def _of_flat(flat: Flat, part: slice, shard: torch.Tensor) -> Iterator[tuple[int, Region, torch.Tensor]]:
-    """What `shard`, or a number that belongs to it, is of each parameter of a flat buffer: regions and where they are."""
-    for entry in flat.entries:
+def _of_flat(
+    entries: Sequence[Entry], part: slice, shard: torch.Tensor
+) -> Iterator[tuple[int, Region, torch.Tensor]]:
+    """What `shard`, which is `part` of a flat buffer, or a number that belongs to it, is of each parameter of `entries`:
+    regions and where they are."""
+    for entry in entries:
         if not shard.dim():
             yield entry.value, Region.whole(()), shard
             continue

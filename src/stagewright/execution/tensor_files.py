@@ -15,7 +15,7 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution import checkpoint_folder as folders
 from stagewright.execution.manifest import Checkpoint, FileRecord, damaged
 from stagewright.execution.regions import Region
-from stagewright.execution.state import OF_REPLICA, Held, key_of, named_by
+from stagewright.execution.state import Held, RegionIndex, key_of, named_by, overlap
 
 RANK = "rank-"
 """How the name of a file of a rank's state begins."""
@@ -37,11 +37,11 @@ class Stored:
 
     def __init__(self, found: Checkpoint) -> None:
         self.path = found.path
-        self._where: dict[str, dict[Region, str]] = {}
+        self._index = RegionIndex[str]()
         self._readers: dict[str, safe_open] = {}
         for file in sorted(name for name in found.manifest.files if name.startswith(RANK)):
             for name, region in _regions(found.path, file):
-                self._where.setdefault(name, {}).setdefault(region, file)
+                self._index.add(name, region, file)
 
     def sources(self, name: str, wanted: Region) -> Sources:
         """Which files have which regions of what is `wanted` of a tensor.
@@ -49,25 +49,19 @@ class Stored:
         Raises:
             InputError: some of it is in none.
         """
-        stored = self._where.get(self._known_as(name), {})
-        if wanted in stored:
-            return [(stored[wanted], wanted)]
-        found = [(file, region) for region, file in stored.items() if wanted.overlap(region) is not None]
-        if sum(_overlap(wanted, region).num_elements for _, region in found) != wanted.num_elements:
-            raise InputError(
-                f"checkpoint '{self.path}' does not have all of '{name}': it is of another model, or was written by "
-                "another version of stagewright"
-            )
-        return found
+        try:
+            return self._index.sources(name, wanted)
+        except InputError as error:
+            raise InputError(f"checkpoint '{self.path}': {error}") from None
 
     def read(self, held: Held, sources: Sources) -> None:
         """Fill what a rank holds."""
-        name = self._known_as(held.name)
+        name = self._index.known_as(held.name)
         try:
             for file, region in sources:
                 if file not in self._readers:
                     self._readers[file] = safe_open(str(self.path / file), framework="pt")
-                both, key = _overlap(held.region, region), key_of(name, region)
+                both, key = overlap(held.region, region), key_of(name, region)
                 if not region.shape or both == region:
                     read = self._readers[file].get_tensor(key)
                 else:
@@ -83,20 +77,6 @@ class Stored:
             raise RunError(
                 f"checkpoint '{self.path}' cannot be read: {error}; {folders.instead_of(self.path)}"
             ) from None
-
-    def _known_as(self, name: str) -> str:
-        """Under which name it is stored: of statistics that each replica has of its own, where there were fewer of them, the
-        first replica's."""
-        if name in self._where or OF_REPLICA not in name:
-            return name
-        prefix = name.rpartition(OF_REPLICA)[0] + OF_REPLICA
-        return min((one for one in self._where if one.startswith(prefix)), default=name)
-
-
-def _overlap(one: Region, other: Region) -> Region:
-    found = one.overlap(other)
-    assert found is not None, "regions that were chosen because they overlap"
-    return found
 
 
 def _regions(folder: Path, file: str) -> list[tuple[str, Region]]:

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from stagewright.errors import InputError, StagewrightWarning
-from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start
+from stagewright.execution.checkpoint_folder import (
+    Checkpointing,
+    Kept,
+    changed_state,
+    check_start,
+    has_same_stages,
+)
+from stagewright.execution.data.prepared import Data, PreparedData, ready, ready_beside
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch import default_folder, refuse_what_is_not_run
 from stagewright.execution.logs import Callback, Step, StepLog
 from stagewright.execution.member import member
+from stagewright.execution.no_number import OnNan, no_number
 from stagewright.execution.record import Record, finite
 from stagewright.execution.watch import Limits
 from stagewright.execution.weight_files import check_weights
@@ -28,13 +36,18 @@ if TYPE_CHECKING:
     import torch
 
     from stagewright.cluster import Device
+    from stagewright.execution.adapting import Adaptation
     from stagewright.execution.evaluation import Evaluation, Evaluator
     from stagewright.execution.session import StepResult
 
-_STOP, _WRITING, _RECORD = "stop", "writing", "record"
-"""Questions of `Session.votes`: is somebody ending the run, is a checkpoint on its way, is a record due?"""
+_STOP, _WRITING, _RECORD, _ADAPT = "stop", "writing", "record", "adapt"
+"""Questions of `Session.votes`: is somebody ending the run, is a checkpoint on its way, is a record due, is another plan
+worth changing to?"""
 
 _RECORD_EVERY_S = 60.0
+
+PLAN = "STAGEWRIGHT_PLAN"
+"""Environment variable: the path of the plan that `stagewright launch` was given."""
 
 
 class Trainer:
@@ -47,7 +60,7 @@ class Trainer:
     >>> record = trainer.fit()  # doctest: +SKIP
 
     Args:
-        plan: a plan, or the path of a ``plan.json``.
+        plan: a plan, or the path of a ``plan.json``; None takes the one that ``stagewright launch`` was given.
         data: what `stagewright.run` takes; None makes synthetic samples.
         steps: number of optimizer steps `fit` goes up to, counted from the first of all; None takes the job's.
         out: folder for ``record.json`` and ``steps.jsonl``; None makes ``runs/<model>-<time>``.
@@ -61,6 +74,13 @@ class Trainer:
         other_data: do so also if the data, or which of it comes when, is not what that one was trained on.
         timeout: seconds a rank may stay at one action.
         start_timeout: seconds until every rank must have joined the others.
+        held_out: data that `evaluate` takes every sample of once, of the same kinds of records as `data`.
+        evaluate_every: steps after which `fit` evaluates it each time, and at the end.
+        adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be and that
+            is worth more than it costs: another order of passes, or other cuts.
+        rates: keys of the job that say the learning rate, in place of those of the plan's.
+        on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
+            (``skip``), or end the run (``stop``).
         callbacks: called on the first rank with every `Step` that is done.
 
     Raises:
@@ -70,8 +90,8 @@ class Trainer:
 
     def __init__(
         self,
-        plan: Plan | str | Path,
-        data: str | Path | None = None,
+        plan: Plan | str | Path | None = None,
+        data: Data = None,
         *,
         steps: int | None = None,
         out: str | Path | None = None,
@@ -85,25 +105,37 @@ class Trainer:
         other_data: bool = False,
         timeout: float = 1800.0,
         start_timeout: float = 300.0,
+        held_out: Data = None,
+        evaluate_every: int | None = None,
+        adapt: bool = False,
+        rates: Mapping[str, Any] | None = None,
+        on_nan: OnNan = "warn",
         callbacks: Iterable[Callback] = (),
         devices: Sequence[int] | None = None,
         _is_checked: bool = False,
     ) -> None:
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        loaded = plan if isinstance(plan, Plan) else load_plan(_path_of(plan))
         if devices is not None:
             loaded = loaded.model_copy(update={"devices": tuple(devices)})
+        loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
         self.plan = loaded
-        self.num_steps = steps or loaded.job.num_steps
+        self.num_steps = loaded.job.num_steps
+        self._on_nan: OnNan = on_nan
         self.out = default_folder(loaded) if out is None else Path(out)
         kept = None if keep_last is None else Kept(keep_last, keep_every)
         asked = Checkpointing(
             None if checkpoint is None else Path(checkpoint), checkpoint_every, resume, other_data, kept
         )
         self._asked = asked
+        self._began = time.monotonic()
+        self._adapts = adapt
         self._stack = ExitStack()
         self._is_open = True
+        found = ready(data, loaded)
+        self._held_out = ready_beside(held_out, found, loaded)
+        self._evaluate_every = evaluate_every
         if not _is_checked:
-            self._check(data, random_weights)
+            self._check(found, random_weights)
         launched = int(os.environ["RANK"])
         kind = _kind(device, loaded)
         self._watch, self.device = self._stack.enter_context(
@@ -114,9 +146,9 @@ class Trainer:
         self.is_first = launched == 0
         """Whether this process writes what a run leaves."""
         with self._at_work():
-            self._set_up(data, random_weights, callbacks)
+            self._set_up(found, random_weights, callbacks)
 
-    def _check(self, data: str | Path | None, random_weights: bool) -> None:
+    def _check(self, data: PreparedData | None, random_weights: bool) -> None:
         """What `stagewright.run` looks at before it starts processes."""
         refuse_what_is_not_run(self.plan, "the plan")
         check_weights(self.plan, random_weights, self._asked.is_resumed)
@@ -129,12 +161,14 @@ class Trainer:
             alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update({**alone, "MASTER_PORT": str(_free_port())})
         self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
-        check_start(self._asked, self.plan, self.num_steps, data, random_weights)
+        identity = None if data is None else data.identity
+        check_start(self._asked, self.plan, self.num_steps, identity, random_weights)
         self._stack.enter_context(in_use(self.out, "out"))
 
-    def _set_up(self, data: str | Path | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
+    def _set_up(self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
         import torch
 
+        from stagewright.execution.adapting import Adaptation
         from stagewright.execution.checkpoint import Saver, restore
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.pace import PaceWatch
@@ -145,29 +179,45 @@ class Trainer:
         if (threads := num_threads(self.plan, self._launched)) is not None:
             torch.set_num_threads(threads)
         watch = self._watch
-        self.session = Session(self.plan, self.device, data, random_weights, watch.at, watch.at)
+        self._new_session = lambda plan: Session(
+            plan, self.device, data, random_weights, watch.at, watch.at, on_nan=self._on_nan
+        )
+        self.session = self._new_session(self.plan)
         self.first_step = 0
         if self._asked.folder is not None and self._asked.is_resumed:
             self.first_step = restore(self.session, self._asked.folder)
         self.step_number = watch.num_steps = self.first_step
         """Steps that are done."""
+        self.is_stopping = False
+        """Whether somebody has asked the run to end behind the last step, by Ctrl-C or SIGTERM; all ranks see the same."""
         self._saver = (
             None if self._asked.folder is None else Saver(self.session, self._asked.folder, self._asked.kept)
         )
         self._recorded = time.monotonic()
-        self.session.votes = {
-            _STOP: lambda: watch.stop_asked is not None,
-            _WRITING: lambda: self._saver is not None and not self._saver.is_written,
-            _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
-        }
+        self._adaptation: Adaptation | None = None
+        if self._adapts and self.is_first:
+            set_up_s = time.monotonic() - self._began
+            self._adaptation = Adaptation(self.plan, self.out / "adapting", set_up_s)
+            self._stack.callback(self._adaptation.close)
+        self._ask_ranks()
         self._metered = metered_steps(self.plan.job, self.num_steps, self.first_step)
         self._speed = SpeedWatch(self.device, _probed_reference(self.plan, self._launched, self.device.type))
         self._paces = PaceWatch()
         self._results: list[StepResult] = []
         self._evaluator: Evaluator | None = None
         self._callbacks: list[Callback] = []
+        self._log = StepLog(self.out, self.first_step, keeps=self.is_first)
         if self.is_first:
-            self._callbacks = [StepLog(self.out, self.first_step), *callbacks]
+            self._callbacks = [self._log, *callbacks]
+
+    def _ask_ranks(self) -> None:
+        """What every rank says after each step."""
+        self.session.votes = {
+            _STOP: lambda: self._watch.stop_asked is not None,
+            _WRITING: lambda: self._saver is not None and not self._saver.is_written,
+            _ADAPT: lambda: self._adaptation is not None and self._adaptation.has_proposal,
+            _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
+        }
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -179,14 +229,20 @@ class Trainer:
         every = self._asked.every
         while self.step_number < self.num_steps:
             result = self.step()
-            is_last = _STOP in result.votes or self.step_number == self.num_steps
+            is_last = self.is_stopping or self.step_number == self.num_steps
             with self._at_work():
                 if self._saver is not None and self._saver.is_open and _WRITING not in result.votes:
                     self._saver.finish()
                 if self._saver is not None and (is_last or (every and self.step_number % every == 0)):
                     self._saver.start(self.step_number)
+                if _ADAPT in result.votes and not is_last:
+                    self._change()
                 if _RECORD in result.votes and not is_last:
                     self._record(is_going_on=True)
+            if self._held_out is not None and self._is_due(is_last):
+                found = self.evaluate()
+                if self.is_first:
+                    self._log.evaluated(self.step_number, found.loss, found.num_tokens)
             if is_last:
                 break
         with self._at_work():
@@ -195,6 +251,11 @@ class Trainer:
             record = self._record() if self._results else None
         self.close()
         return record
+
+    def _is_due(self, is_last: bool) -> bool:
+        """Whether held-out data is evaluated behind this step."""
+        every = self._evaluate_every
+        return is_last or (every is not None and self.step_number % every == 0)
 
     def step(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
         """One optimizer step.
@@ -208,30 +269,98 @@ class Trainer:
             inputs = None if batch is None else self.session.own_part(batch)
             result = self.session.train_step(number, number in self._metered, inputs)
             self._results.append(result)
+            self.is_stopping = _STOP in result.votes
             self.step_number = self._watch.num_steps = number + 1
+            if self._on_nan == "stop" and not result.is_finite:
+                raise no_number(number, result.loss, result.gradient_norm, self._saver)
             self._speed.after(number - first, result.seconds)
             if self.is_first:
                 described = self._described(number, result)
                 for callback in self._callbacks:
                     callback(described)
-                for message in self._paces.after(number, result.paces):
+                said = self._paces.after(number, result.paces)
+                if self._adaptation is not None:
+                    left = self.num_steps - self.step_number
+                    said = self._adaptation.after(number, result.paces, result.seconds, left)
+                for message in said:
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             return result
 
     def evaluate(
-        self, batches: Iterable[Mapping[str, torch.Tensor]], wants_tokens: bool = False
+        self,
+        batches: Iterable[Mapping[str, torch.Tensor]] | None = None,
+        wants_tokens: bool = False,
+        most_samples: int | None = None,
     ) -> Evaluation:
-        """The loss of whole batches, as `step` takes them, as ``module.eval()`` computes it; nothing is trained.
+        """The loss as ``module.eval()`` computes it; nothing is trained.
 
         Args:
+            batches: whole batches, as `step` takes them; None takes every sample of the data that is held out, once.
             wants_tokens: whether log-probabilities of all tokens are wanted too.
+            most_samples: of held-out data, take the first so many.
         """
+        from stagewright.execution.data.opening import open_batches
         from stagewright.execution.evaluation import Evaluator
 
         with self._at_work():
             if self._evaluator is None:
                 self._evaluator = Evaluator(self.session)
-            return self._evaluator.run(map(self.session.own_part, batches), wants_tokens=wants_tokens)
+            if batches is not None:
+                return self._evaluator.run(map(self.session.own_part, batches), wants_tokens)
+            if self._held_out is None:
+                raise InputError("evaluate() needs batches, or the trainer data that is held out")
+            once = open_batches(self._held_out, self.plan.job, is_once=True)
+            return self._evaluator.over(once, wants_tokens, most_samples)
+
+    def adopt(self, plan: Plan) -> None:
+        """Go on under another plan of the same model for as many ranks: state moves between ranks directly. What is to come
+        is what would have come, but for the order of sums.
+
+        Raises:
+            InputError: the plan is of another model, another number of ranks, or other samples in each step.
+        """
+        from stagewright.execution.checkpoint import Saver
+        from stagewright.execution.handover import give, take
+
+        if differing := list(changed_state(self.plan, plan)):
+            raise InputError(f"a run cannot go on under this plan: {'; '.join(differing)}")
+        with self._at_work():
+            if self._saver is not None:
+                self._saver.finish()
+            self._watch.at("handing over to another plan")
+            if has_same_stages(self.plan, plan):
+                self.plan = plan
+                self.session.follow(plan)
+                return
+            before, taken = self.session, take(self.session)
+            before.close()
+            del self.session, before  # so that there is room for the other
+            self._evaluator = None
+            self.plan = plan
+            self.session = self._new_session(plan)
+            give(self.session, taken)
+            self._ask_ranks()
+            if self._saver is not None:
+                assert self._asked.folder is not None
+                self._saver = Saver(self.session, self._asked.folder, self._asked.kept)
+            self._metered = frozenset((*self._metered, self.step_number))
+
+    def _change(self) -> None:
+        """Go on under the plan that the first rank proposes."""
+        from stagewright.execution.collectives import from_first
+
+        ours, began = self._adaptation, time.monotonic()
+        plan = Plan.model_validate_json(
+            from_first(None if ours is None else ours.proposal.plan.model_dump_json())
+        )
+        self.adopt(plan)
+        if ours is not None:
+            seconds = time.monotonic() - began
+            warnings.warn(
+                f"{ours.proposal.reason} (changed in {seconds:.1f} s)", StagewrightWarning, stacklevel=1
+            )
+            plan.save(self.out / f"plan-{self.step_number:06d}.json")
+            ours.changed(self.step_number, plan, seconds)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -316,6 +445,8 @@ class Trainer:
             self.num_steps,
             result.loss,
             result.gradient_norm,
+            result.learning_rate,
+            result.is_skipped,
             result.seconds,
             predicted.tokens_per_second * pace,
             predicted.mfu * pace,
@@ -357,6 +488,8 @@ class Trainer:
             versions={"torch": torch.__version__, "python": sys.version.split()[0]},
             losses=tuple(finite(result.loss) for result in results),
             gradient_norms=tuple(finite(result.gradient_norm) for result in results),
+            learning_rates=tuple(result.learning_rate for result in results),
+            skipped_steps=tuple(step for step, result in enumerate(results) if result.is_skipped),
             step_seconds=tuple(result.seconds for result in results),
             sequence_lengths=lengths,
             stopped_by=watch.stopped_by() if is_short and not is_going_on else None,
@@ -367,6 +500,15 @@ class Trainer:
         )
         record.save(self.out / "record.json")
         return record
+
+
+def _path_of(plan: str | Path | None) -> str | Path:
+    found = plan or os.environ.get(PLAN)
+    if found is None:
+        raise InputError(
+            "a Trainer needs a plan: give the path of a plan.json, or start the script with stagewright launch"
+        )
+    return found
 
 
 _RECENT_STEPS = 20

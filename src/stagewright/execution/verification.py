@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError
-from stagewright.execution.data import SyntheticBatches
+from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.launch import refuse_what_is_not_run
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.random import keyed

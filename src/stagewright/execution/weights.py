@@ -130,6 +130,12 @@ class TiedGroups:
         self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
         self._owned_elsewhere = {v for v, ranks in shared.items() if rank in ranks and rank != ranks[0]}
 
+    def destroy(self) -> None:
+        """Every rank must call this: there are no groups any more."""
+        for group in {group for _, group in self._shared if group is not None}:
+            dist.destroy_process_group(group)
+        self._shared = []
+
     def count_elsewhere(self, parameters: Iterable[int]) -> None:
         """Leave `parameters` out of this rank's share of a norm: another rank has the same gradients."""
         self._owned_elsewhere.update(parameters)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stagewright.execution.member import end_process, exit_code, start_process
+from stagewright.execution.no_number import OnNan
 
 
 def main(options: str) -> int:
@@ -20,7 +22,7 @@ def main(options: str) -> int:
 def work(
     plan: str,
     out: str,
-    data: str | None = None,
+    data: dict[str, Any] | None = None,
     steps: int | None = None,
     device: str = "cpu",
     random_weights: bool = False,
@@ -32,6 +34,11 @@ def work(
     resume: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    held_out: Mapping[str, Any] | None = None,
+    evaluate_every: int | None = None,
+    adapt: bool = False,
+    rates: Mapping[str, Any] | None = None,
+    on_nan: OnNan = "warn",
 ) -> None:
     """Train the plan on this rank; rank 0 writes the record.
 
@@ -39,12 +46,16 @@ def work(
         InputError: the record cannot be written.
         RunError: the run failed; names the rank, the action and what it waited for.
     """
+    from stagewright.execution.data.prepared import PreparedData
     from stagewright.execution.trainer import Trainer
 
     Trainer(
-        plan, data, steps=steps, out=out, device=device, random_weights=random_weights, timeout=timeout,
-        start_timeout=start_timeout, devices=devices, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-        keep_last=keep_last, keep_every=keep_every, resume=resume, _is_checked=True,
+        plan, None if data is None else PreparedData(**data), steps=steps, out=out, device=device,
+        random_weights=random_weights, timeout=timeout, start_timeout=start_timeout, devices=devices,
+        checkpoint=checkpoint, checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
+        held_out=None if held_out is None else PreparedData(**held_out), evaluate_every=evaluate_every, adapt=adapt,
+        rates=rates, on_nan=on_nan,
+        resume=resume, _is_checked=True,
     ).fit()  # fmt: skip
 
 

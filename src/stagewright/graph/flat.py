@@ -34,12 +34,22 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
+class DecayGroup:
+    """Parameters of a flat buffer whose weights all decay, or none of them: the elements from `first` to `stop`."""
+
+    is_decayed: bool
+    entries: tuple[Entry, ...]
+    first: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flat:
     """Parameters of one type that the same stages use, in one buffer of `num_elements` in `num_shards` equal parts.
 
     Parameters of several stages (tied ones) are sharded as the least sharded of these stages. There are `num_copies` of
     every part, each in another group of `num_shards` replicas. Where experts are shared out, one in `every` replicas holds
-    these parameters.
+    these parameters. The first `num_decayed` entries are of weights that decay.
     """
 
     stages: tuple[int, ...]
@@ -51,6 +61,7 @@ class Flat:
     num_elements: int
     num_copies: int = 1
     every: int = 1
+    num_decayed: int = 0
 
     def __hash__(self) -> int:
         """Of what tells the buffers of a model apart: a batch asks by the million, and entries are long."""
@@ -73,13 +84,33 @@ class Flat:
     def values(self) -> tuple[int, ...]:
         return tuple(entry.value for entry in self.entries)
 
+    @property
+    def groups(self) -> tuple[DecayGroup, ...]:
+        """One or two, the same on all ranks; together they are the whole buffer."""
+        decayed, others = self.entries[: self.num_decayed], self.entries[self.num_decayed :]
+        if not (decayed and others):
+            return (DecayGroup(bool(decayed), self.entries, 0, self.num_elements),)
+        middle = others[0].offset
+        return DecayGroup(True, decayed, 0, middle), DecayGroup(False, others, middle, self.num_elements)
+
+    def spans(self, index: int) -> tuple[slice, ...]:
+        """Where what part `index` has of each of the `groups` lies, of which one may be nothing."""
+        part = self.shard(index)
+        ends = [min(max(group.stop, part.start), part.stop) for group in self.groups]
+        return tuple(slice(first, stop) for first, stop in zip([part.start, *ends], ends, strict=False))
+
 
 def flats(
-    stages: Sequence[Stage], levels: Sequence[int], num_shards: int, num_copies: int = 1
+    stages: Sequence[Stage],
+    levels: Sequence[int],
+    num_shards: int,
+    num_copies: int = 1,
+    least_decayed_dims: int = 0,
 ) -> tuple[Flat, ...]:
     """The flat buffers of all `stages` of a pipeline, whose sharding is `levels`, in `num_shards` parts of so many copies.
 
-    Parameters that are not trained are in one only where they are sharded. The order is the same on every rank.
+    Parameters that are not trained are in one only where they are sharded. Parameters of fewer than `least_decayed_dims`
+    dimensions, which do not decay, come behind the others. The order is the same on every rank.
     """
     groups: dict[tuple[tuple[int, ...], tuple[int, ...], str, int], list[int]] = defaultdict(list)
     every = _sparse(stages[0]) if stages else {}
@@ -94,10 +125,15 @@ def flats(
         shards = max(1, num_shards // step)
         copies = num_shards * num_copies // step // shards
         if shards * copies > 1 and (training or level >= PARAMETERS):
-            entries, end = _laid_out(stages[users[0]], values, dtype)
+            stage = stages[users[0]]
+            decayed = [value for value in values if len(stage.value(value).meta.shape) >= least_decayed_dims]
+            others = [value for value in values if len(stage.value(value).meta.shape) < least_decayed_dims]
+            entries, end = _laid_out(stage, (*decayed, *others), dtype)
             unit = shards * _aligned(1, dtype)
             total = -(-end // unit) * unit
-            found.append(Flat(users, dtype, bool(training), level, shards, entries, total, copies, step))
+            found.append(
+                Flat(users, dtype, bool(training), level, shards, entries, total, copies, step, len(decayed))
+            )
     return tuple(found)
 
 

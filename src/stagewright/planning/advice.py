@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from stagewright.cluster import Device
 from stagewright.errors import PlanError
@@ -67,7 +68,8 @@ def _fits_in_bf16(job: Job, fixed: int, growing: int, limit: int) -> bool:
     now, then = job.torch_name, "bfloat16"
     if ITEM_BYTES[now] <= ITEM_BYTES[then]:
         return False
-    state = job.profile.precision(then).bytes_per_parameter / job.precision.bytes_per_parameter
+    half = replace(job.profile.precision(then), num_moments=job.kept.num_moments)
+    state = half.bytes_per_parameter / job.precision.bytes_per_parameter
     values = ITEM_BYTES[then] / ITEM_BYTES[job.autocast or now]
     return fixed * state + growing * values <= limit
 

@@ -88,6 +88,8 @@ def estimate(
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     job.check_runtime()
+    job = job.with_state()
+    job.check_whole(tp, zero or 0)
     job.check_devices(cluster)
     if job.runtime != STAGEWRIGHT and loss_pieces == "auto":
         loss_pieces = 1

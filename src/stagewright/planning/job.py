@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,15 +14,26 @@ from stagewright.cluster import Cluster, Device
 from stagewright.cluster.strict import StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError
+from stagewright.estimation.optimizer import ADAMW, FACT, OptimizerState
 from stagewright.estimation.precision import Precision
 from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
+from stagewright.graph import OperatorGraph
 from stagewright.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
+from stagewright.planning.learning_rate import LearningRateSchedule, rate_fraction
 from stagewright.units import format_bytes
 
 _TORCH_NAMES = {
     "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp64": "float64",
     "autocast": "float32",
 }  # fmt: skip
+
+ADAMW_NAME = "adamw"
+_OWN_DECAY = (ADAMW_NAME, "muon", "adafactor")
+"""Those of torch's optimizers that decay weights beside the update, in proportion to the learning rate."""
+_OF_ADAMW = ("betas", "eps")
+_Option = bool | int | float | str | tuple[float, ...] | None
+APART = ("labels", "position_ids")
+"""What a causal language model is given, beside its tokens, of documents that are kept apart."""
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _MOST_FACTOR = 1e3
@@ -59,11 +71,29 @@ class Job(StrictModel):
     dtype: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"] = "bf16"
     compiled: bool = False
     """Whether TorchInductor compiles the functions of the stages, so that operators bound by memory are fused."""
-    optimizer: Literal["adamw"] = "adamw"
+    documents_apart: bool = False
+    """Whether documents that share a sample do not see each other: positions begin anew, attention does not cross."""
+    optimizer: str = Field(default=ADAMW_NAME, min_length=1, max_length=4096)
+    """A name of `torch.optim` in small letters, or a factory as package.module:function."""
+    optimizer_options: dict[str, _Option] = Field(default_factory=dict)
+    """Further arguments of it."""
+    optimizer_state: OptimizerState | None = None
+    """What it keeps and moves, once torch was asked; None: what PyTorch's AdamW does."""
     learning_rate: float = Field(default=3e-4, gt=0, le=1e30)  # one that is too large shows in the loss
+    lr_schedule: LearningRateSchedule = "constant"
+    """How it falls from there behind the warm-up, as `stagewright.planning.learning_rate` says."""
+    warmup_steps: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """Steps in which it rises to that."""
+    decay_steps: int | None = Field(default=None, ge=1, le=MOST_STEPS)
+    """Of ``wsd``: the last so many steps, in which it falls; None: a tenth of `num_steps`."""
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """What is left of it behind the last step."""
     betas: tuple[_Beta, _Beta] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, le=_MOST_FACTOR)
     weight_decay: float = Field(default=0.1, ge=0, le=_MOST_FACTOR)
+    """By default 0 for those of torch's optimizers that add it to the gradient."""
+    decays: Literal["matrices", "all"] = "matrices"
+    """Which parameters decay: those of two dimensions and more, so no norms and biases, or all."""
     clip_norm: float | None = Field(default=1.0, gt=0, le=_MOST_SCALE)
     """Largest norm of the gradient over all stages; None leaves gradients as they are."""
     loss_scale: float = Field(default=65536.0, gt=0, le=_MOST_SCALE)
@@ -85,6 +115,23 @@ class Job(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _of_the_optimizer(cls, document: Any) -> Any:
+        """Of other optimizers than AdamW, betas and such are options of their own, with other defaults."""
+        name = document.get("optimizer", ADAMW_NAME) if isinstance(document, dict) else ADAMW_NAME
+        if not isinstance(name, str) or name == ADAMW_NAME:
+            return document
+        for key in _OF_ADAMW:
+            default = cls.model_fields[key].default
+            given = document.get(key, default)
+            if given != default and (not isinstance(given, list) or tuple(given) != default):
+                raise ValueError(
+                    f"{key} is AdamW's, and the optimizer is '{name}': give it in optimizer_options, if that has it"
+                )
+        decays = ":" in name or name in _OWN_DECAY or "weight_decay" in document
+        return document if decays else {**document, "weight_decay": 0.0}
+
+    @model_validator(mode="before")
+    @classmethod
     def _of_the_longest(cls, document: Any) -> Any:
         """Where only the set of lengths is given, its longest is the job's length."""
         lengths = document.get("sequence_lengths") if isinstance(document, dict) else None
@@ -95,6 +142,14 @@ class Job(StrictModel):
                 f"sequence_lengths = {list(lengths)}: give whole numbers of tokens, as [512, 1024]"
             )
         return {**document, "sequence_length": max(lengths)}
+
+    @model_validator(mode="after")
+    def _schedules_have_what_they_use(self) -> Job:
+        if self.decay_steps is not None and self.lr_schedule != "wsd":
+            raise ValueError(
+                f"decay_steps {self.decay_steps} is of lr_schedule wsd, and this is {self.lr_schedule}: leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _longest_first_judged(self) -> Job:
@@ -115,9 +170,93 @@ class Job(StrictModel):
         return load_runtime(self.runtime)
 
     @property
+    def least_decayed_dims(self) -> int:
+        """Parameters of fewer dimensions are in a group of their own, without weight decay."""
+        has_groups = self.decays == "matrices" and self.weight_decay > 0 and self.runtime == STAGEWRIGHT
+        return 2 if has_groups else 0
+
+    @property
     def precision(self) -> Precision:
         """Types of what the runtime keeps of the parameters."""
-        return self.profile.precision(self.torch_name)
+        return replace(self.profile.precision(self.torch_name), num_moments=self.kept.num_moments)
+
+    @property
+    def is_plain_adamw(self) -> bool:
+        """Whether the optimizer is PyTorch's AdamW with no more options than the job has itself."""
+        return self.optimizer == ADAMW_NAME and not self.optimizer_options
+
+    @property
+    def kept(self) -> OptimizerState:
+        """What the optimizer keeps and moves.
+
+        Raises:
+            InputError: torch was not asked yet.
+        """
+        if self.is_plain_adamw:
+            return ADAMW
+        if self.optimizer_state is None:
+            raise InputError(
+                f"what optimizer '{self.optimizer}' keeps is not in the job (optimizer_state): plan again, which asks torch"
+            )
+        return self.optimizer_state
+
+    def with_state(self) -> Job:
+        """This job with what its optimizer keeps, which torch is asked for; that runs the code of a factory.
+
+        Raises:
+            InputError: there is no such optimizer or option, or a runtime is predicted with AdamW only.
+        """
+        if self.is_plain_adamw:
+            return self.model_copy(update={"optimizer_state": None}) if self.optimizer_state else self
+        if self.runtime != STAGEWRIGHT:
+            raise InputError(
+                f"runtime '{self.runtime}' is predicted with AdamW: leave out optimizer and its options, or the runtime"
+            )
+        if self.optimizer_state is not None:
+            return self
+        from stagewright.tracing.optimizers import asked
+
+        state = asked(
+            self.optimizer, self.learning_rate, self.optimizer_arguments, self.precision_of_weights,
+            takes_decay=self.weight_decay > 0,
+        )  # fmt: skip
+        return self.model_copy(update={"optimizer_state": OptimizerState(**state)})
+
+    @property
+    def optimizer_arguments(self) -> dict[str, Any]:
+        """What it is made with, beside learning rate and weight decay."""
+        own = {"betas": self.betas, "eps": self.eps} if self.optimizer == ADAMW_NAME else {}
+        return own | self.optimizer_options
+
+    @property
+    def precision_of_weights(self) -> str:
+        """The type, as torch names it, of the weights that the optimizer updates."""
+        return self.profile.precision(self.torch_name).state
+
+    def rewritten(self, graph: OperatorGraph) -> OperatorGraph:
+        """`graph` as the job's runtime runs and its optimizer trains it."""
+        found = self.profile.rewrite(graph)
+        return found if self.is_plain_adamw else replace(found, facts=found.facts | {FACT: self.kept})
+
+    def check_whole(self, tp: int, level: int) -> None:
+        """Raises `InputError` where ranks would have parts of parameters that the optimizer needs as a whole."""
+        if (tp > 1 or level > 0) and not self.kept.is_elementwise:
+            what = f"--tp {tp} gives" if tp > 1 else f"--zero {level} gives"
+            raise InputError(
+                f"{what} ranks parts of parameters, and optimizer '{self.optimizer}' needs them as a whole: leave it out, "
+                "or train with one that works on every element by itself, such as adamw or sgd"
+            )
+
+    def rate_of(self, step: int) -> float:
+        """The learning rate of a step, counted from 0.
+
+        >>> job = Job(global_batch=8, sequence_length=8, learning_rate=2.0, lr_schedule="linear", num_steps=4)
+        >>> [job.rate_of(step) for step in range(4)]
+        [2.0, 1.5, 1.0, 0.5]
+        """
+        return self.learning_rate * rate_fraction(
+            step, self.num_steps, self.lr_schedule, self.warmup_steps, self.decay_steps, self.final_fraction
+        )
 
     def length_of(self, step: int) -> int:
         """Tokens per sample of a step.
@@ -139,6 +278,16 @@ class Job(StrictModel):
         """
         named = self.sequence_lengths or (self.sequence_length,)
         return {length: count / len(named) for length, count in sorted(Counter(named).items())}
+
+    def with_rates(self, num_steps: int | None = None, **rates: Any) -> Job:
+        """This job for so many steps, with the keys of `rates` in place, which say the learning rate: what is predicted
+        depends on neither. Those that are None stay as they are. Raises `InputError` for a value that cannot be."""
+        changes = {name: value for name, value in rates.items() if value is not None}
+        if changes.get("lr_schedule", "wsd") != "wsd":
+            changes.setdefault("decay_steps", None)
+        return validated(
+            Job, {**self.model_dump(), **changes, "num_steps": num_steps or self.num_steps}, "the job"
+        )
 
     def at_length(self, length: int) -> Job:
         """This job with all batches of one length."""
@@ -180,6 +329,7 @@ class Job(StrictModel):
             "dtype": self.torch_name,
             "target": target,
             "autocast": self.autocast,
+            **({"further_inputs": APART} if self.documents_apart else {}),
             **self.profile.traced,
         }
 

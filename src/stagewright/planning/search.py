@@ -144,6 +144,7 @@ def plan(
     space = space or Space.of(**within)
     job.check_stages()
     job.check_runtime()
+    job = job.with_state()
     job.check_devices(cluster)
     checked(space.host_optimizer, cluster)
     space.check(cluster, job)
@@ -740,7 +741,8 @@ class _OwnSearch(_Search):
         if num_holders == 1 or self.space.zero is not None:
             return super()._levels(num_holders)
         # On processors that compute, sums of gradients overlap with nothing.
-        return (None if self.cluster.kind == "cpu" else 0, 1, 2, 3)
+        levels = (None if self.cluster.kind == "cpu" else 0, 1, 2, 3)
+        return levels if self.job.kept.is_elementwise else levels[:1]
 
     @property
     def longest_s(self) -> float:

@@ -116,6 +116,7 @@ class Space:
         for way in self.recompute or ():
             if way not in RECOMPUTE:
                 raise InputError(f"--recompute {way}{nearest(way, RECOMPUTE)}: give {' or '.join(RECOMPUTE)}")
+        job.check_whole(self.tp or 1, level)
         if job.runtime == STAGEWRIGHT:
             return
         ours = {
@@ -137,6 +138,7 @@ class Space:
         is_own = job.runtime == STAGEWRIGHT
         return replace(
             self,
+            tp=self.tp or (None if job.kept.is_elementwise else 1),
             cp=self.cp or (1 if is_own else None),
             ep=self.ep or (1 if is_own else None),
             schedules=self.schedules or (SCHEDULES if is_own else _ELSEWHERE),

@@ -67,6 +67,8 @@ def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
         "first_step": record.first_step,
         "timed_length": record.timed_length,
         "losses": list(record.losses),
+        "learning_rates": list(record.learning_rates),
+        "skipped_steps": list(record.skipped_steps),
         "step_seconds": record.median_step_seconds,
         "predicted_step_seconds": plan.predictions.step_seconds,
         "machine_slowdown": record.slowdown,
@@ -163,6 +165,17 @@ def diverged(losses: Sequence[float | None]) -> list[str]:
     return [
         f"the loss was no finite number in {len(lost)} of {len(losses)} steps, first in step {lost[0]}: lower "
         "learning_rate in the job, or clip_norm"
+    ]
+
+
+def left_out(record: Record, is_scaled: bool) -> list[str]:
+    """That updates were left out, if so: with a scaled loss it is the way that its scale is found."""
+    steps = [record.first_step + step + 1 for step in record.skipped_steps]
+    if not steps or is_scaled:
+        return []
+    return [
+        f"{len(steps)} of {len(record.losses)} steps changed nothing because a gradient was no finite number, first step "
+        f"{steps[0]}: lower learning_rate, or clip_norm"
     ]
 
 

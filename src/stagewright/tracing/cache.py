@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from stagewright.errors import InputError
 from stagewright.files import cache_folder, write_whole
-from stagewright.graph import OperatorGraph
+from stagewright.graph import OperatorGraph, TensorMeta
 from stagewright.graph.depth import expanded
 from stagewright.graph.document import FORMAT, DamagedGraph, graph_from_bytes, graph_to_bytes
 from stagewright.graph.sizes import Unlike, at_samples, at_width
@@ -52,6 +52,7 @@ def trace(
     cp: int = 1,
     ep: int = 1,
     expand: bool = True,
+    further_inputs: tuple[str, ...] = (),
     embedding: Literal["split", "whole"] = "split",
     head: Literal["split", "gathered", "whole"] = "split",
     loss: Literal["float32", "as logits"] = "float32",
@@ -84,6 +85,8 @@ def trace(
             ``gathered`` head each computes the logits of some tokens, and gets those of all before the loss.
         loss: in float32, whatever the type of the logits, or in theirs.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
+        further_inputs: what a causal language model is given beside its ``input_ids``: its ``labels``, which it would take
+            from these, and its ``position_ids``, which begin anew with every document that is kept apart.
 
     Raises:
         InputError: the reference cannot be resolved or built, or not split over `tp` ranks.
@@ -173,11 +176,26 @@ def _facts(reference: ModelReference, given: Mapping[str, Any]) -> dict[str, Any
         "ep": 1,
         "attention": "traced",
         "experts": "traced",
+        "further_inputs": (),
         "loss": "float32",
     }
     if given["tp"] > 1:
         plain |= {"embedding": "split", "head": "split"}
     return facts | {name: given[name] for name, value in plain.items() if given[name] != value}
+
+
+def inputs_of(model: ModelReference, asked: Mapping[str, Any]) -> dict[str, TensorMeta]:
+    """The inputs of the graph that is `asked` of `trace`, by name: from the graph where it is kept, else from the model."""
+    facts, stamp = _facts_asked(model, asked), _stamp()
+    graph = _known(facts, stamp, model.kind != "factory")
+    if graph is not None:
+        return {name: graph.values[value].meta for name, value in graph.inputs.items()}
+    from stagewright.tracing.arguments import meta_of
+    from stagewright.tracing.models.build import build
+
+    sizes = (facts["microbatch_size"], facts["sequence_length"] // facts.get("cp", 1), facts["dtype"])
+    built = build(model, *sizes, fake=True, further_inputs=facts.get("further_inputs", ()))
+    return {name: meta_of(tensor) for name, tensor in built.inputs.items()}
 
 
 _ALWAYS = ("microbatch_size", "sequence_length", "dtype", "device", "autocast", "training", "tp")

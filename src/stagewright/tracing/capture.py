@@ -24,7 +24,7 @@ from stagewright.tracing.blocks import BlockBody, Blocks, Kind, find_blocks, reh
 from stagewright.tracing.depth import called_alike, repeats_of, without
 from stagewright.tracing.model_errors import source_line, tracing_errors
 from stagewright.tracing.models.losses import as_run
-from stagewright.tracing.private import FakeTensor, FakeTensorMode
+from stagewright.tracing.private import FakeTensor, FakeTensorMode, light_exports
 from stagewright.tracing.regions import BEGIN, END, Keeps, Regions, without_regions
 
 _GETITEM = "<built-in function getitem>"
@@ -137,7 +137,8 @@ def fake_twin(model: torch.nn.Module, mode: FakeTensorMode) -> torch.nn.Module:
 
 
 def _export(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    return torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
+    with light_exports():
+        return torch.export.export(model, args, kwargs, strict=False).run_decompositions({})
 
 
 def _require_scalar(loss: Any) -> None:

@@ -63,7 +63,8 @@ def trace_reference(
         raise InputError(
             f"'{reference.text}' makes its own inputs, of which nothing says how a sequence is divided: leave out --cp"
         )
-    built = build(reference, microbatch_size, sequence_length // cp, dtype, fake=True)
+    further = facts.get("further_inputs", ())
+    built = build(reference, microbatch_size, sequence_length // cp, dtype, fake=True, further_inputs=further)
     if device != "cpu":
         with next(built.module.parameters()).fake_mode:  # type: ignore[attr-defined]
             built.module.to(device)

@@ -87,7 +87,7 @@ class Layers:
     layers is in front of none."""
 
     def __init__(self, graph: OperatorGraph, cluster: Cluster, job: Job) -> None:
-        graph = self.graph = job.profile.rewrite(graph)
+        graph = self.graph = job.rewritten(graph)
         self._cluster = cluster
         self._body = BodyCosts(graph, costing(graph, cluster, job))
         begins = layer_begins(graph)

@@ -123,7 +123,7 @@ def _other_rule(rule):
         rule.forward_next, rule.oldest, rule.deep_forwards, rule.depth, rule.share, rule.backlog, rule.stretch,
     )  # fmt: skip
     if which == 0:
-        forward_next = not forward_next
+        forward_next = 1 - forward_next
     elif which == 1:
         oldest = not oldest
     elif which == 2:

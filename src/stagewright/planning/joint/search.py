@@ -400,4 +400,4 @@ def _thrifts(problem: Problem, most_rows: int) -> list[Ints]:
 
 
 def _rule(stretch: float) -> Rule:
-    return Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, False, stretch)
+    return Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, False, stretch)

@@ -226,6 +226,6 @@ def other_orders(rule: Rule) -> Iterator[Rule]:
     yield rule._replace(share=0.5)
     yield rule._replace(backlog=2)
     yield rule._replace(holds_back=not rule.holds_back)
-    yield rule._replace(forward_next=not rule.forward_next)
+    yield rule._replace(forward_next=1 - rule.forward_next)
     for depth in (2.0, 1.5, 1.0):
         yield rule._replace(depth=depth)

@@ -41,6 +41,7 @@ def largest_batch(
         InputError: the model, device or a width cannot be used as given.
         PlanError: not even microbatches of one sample fit.
     """
+    job = job.with_state()
     space = (space or Space.of(**within)).of_runtime(job)
     if space.microbatch is not None:
         raise InputError(
@@ -49,7 +50,12 @@ def largest_batch(
     # A faster order lets no batch grow.
     families = tuple(name for name in space.schedules or SCHEDULES if name != JOINT)
     names = ("1f1b",) if "1f1b" in families else families
-    least = replace(space, schedules=names, chunks=space.chunks[:1], zero=space.zero or (PARAMETERS,))
+    least = replace(
+        space,
+        schedules=names,
+        chunks=space.chunks[:1],
+        zero=space.zero or ((PARAMETERS,) if job.kept.is_elementwise else None),
+    )
     tried: list[tuple[int, Sizes, Replicas, Found]] = []
     refused: PlanError | InputError | None = None
     reference = model if isinstance(model, ModelReference) else resolve(model)

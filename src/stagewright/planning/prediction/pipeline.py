@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from stagewright.cluster import Cluster, Device
 from stagewright.estimation.memory import RankMemory
+from stagewright.estimation.optimizer import OptimizerState
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.stages import BodyCosts, StageSummary, summarise
 from stagewright.estimation.state import ResidentBytes, resident_bytes
@@ -65,7 +66,9 @@ class Pipeline:
         """The flat buffers of all stages; none where there is one replica."""
         levels = self.sharding or (0,) * len(self.memories)
         copies = self.num_holders // self.num_shards
-        return flats(self.stages, levels, self.num_shards, copies) if self.num_holders > 1 else ()
+        if self.num_holders == 1:
+            return ()
+        return flats(self.stages, levels, self.num_shards, copies, self.job.least_decayed_dims)
 
     @property
     def num_shards(self) -> int:
@@ -238,15 +241,15 @@ def costing(graph: OperatorGraph, cluster: Cluster, job: Job) -> Costing:
 def body_costs(graph: OperatorGraph, cluster: Cluster, job: Job) -> BodyCosts:
     """`graph`, as the job's runtime runs it and with the layers that it leaves out, with the costs of its ranges of
     operators; raises as `costing` does. Of the same graph, cluster and way to compute it is worked out once."""
-    asked = _Asked(graph, cluster, job.runtime, job.products, job.compiled)
+    asked = _Asked(graph, cluster, job.runtime, job.products, job.compiled, job.kept)
     for known, body in tuple(_KNOWN):
         if known.graph is asked.graph and known[1:] == asked[1:]:
             return body
-    few = job.profile.rewrite(graph)
+    few = job.rewritten(graph)
     try:
         copies = copies_of(few)
     except IrregularLayers:  # a kernel reaches from one layer into the next
-        few, copies = job.profile.rewrite(expanded(graph)), None
+        few, copies = job.rewritten(expanded(graph)), None
     body = BodyCosts(few, costing(few, cluster, job), copies)
     _KNOWN.append((asked, body))
     return body
@@ -258,6 +261,7 @@ class _Asked(NamedTuple):
     runtime: str
     products: str | None
     compiled: bool
+    kept: OptimizerState
 
 
 _KNOWN: deque[tuple[_Asked, BodyCosts]] = deque(maxlen=8)

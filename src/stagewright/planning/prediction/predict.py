@@ -244,6 +244,7 @@ def _update_seconds(line: Pipeline, reduced: Collection[int] = ()) -> list[tuple
             rest = _exposed(rest, sum(one.backward_s for one in summaries), num_layers)
             spread = _exposed(spread, sum(one.forward_s for one in summaries), num_layers)
         updating = _rank_optimizer_seconds(line, rank, sum(gradients.values()), len(gradients)) + spread
+        updating += _product_seconds(line, rank)
         found.append((rest + _tied_seconds(line, gradients, holders), updating))
     return found
 
@@ -304,11 +305,27 @@ def _rank_optimizer_seconds(line: Pipeline, rank: int, gradient_bytes: float, nu
     return host_step_seconds(job, gradient_bytes, device, host) + job.profile.host.step_s
 
 
+def _product_seconds(line: Pipeline, rank: int) -> float:
+    """Of the matrix products that the optimizer of a rank computes, in bf16 where its device has that.
+
+    Source: Newton-Schulz iterations as `torch.optim.Muon` runs them. Ignores: ramping up; that a host is slower.
+    """
+    kept, device = line.job.kept, line.device_of(rank)
+    if not any(kept.products):
+        return 0.0
+    trained = {
+        value: stage.value(value).meta for stage in line.stages_of(rank) for value, _ in stage.gradients
+    }
+    flop = sum(kept.product_flop(meta.shape) for meta in trained.values())
+    dtype = "bf16" if device.peak_flops.get("bf16") else line.job.computed_in
+    return (device.pace or 1.0) * flop / device.matmul_flops(dtype)
+
+
 def host_step_seconds(job: Job, gradient_bytes: float, device: Device, host: Host) -> float:
     """AdamW of one rank on its host."""
     sizes = ITEM_BYTES[job.precision.gradient], ITEM_BYTES[job.torch_name]
     clips = job.clip_norm is not None
-    return host_optimizer_seconds(gradient_bytes / sizes[0], device, host, *sizes, clips=clips)
+    return host_optimizer_seconds(gradient_bytes / sizes[0], device, host, *sizes, clips=clips, kept=job.kept)
 
 
 def host_of(cluster: Cluster, rank: int) -> Host:
@@ -332,7 +349,7 @@ def optimizer_step_seconds(job: Job, gradient_bytes: float, device: Device, num_
         return device.memory_seconds(step_bytes * num_parameters)
     has_master = ITEM_BYTES[job.torch_name] < ITEM_BYTES["float32"]
     clips = job.clip_norm is not None
-    return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients)
+    return optimizer_seconds(num_parameters, device, has_master, clips, num_gradients, job.kept)
 
 
 def _lower_bound(line: Pipeline, body: BodyCosts) -> float:

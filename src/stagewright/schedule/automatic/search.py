@@ -15,8 +15,9 @@ from stagewright.schedule.automatic.orders import Finalists, Patterns, choose_pa
 from stagewright.schedule.automatic.patterns import patterns
 from stagewright.schedule.families.linear import zb_h1, zb_h2
 from stagewright.schedule.families.v_shaped import zb_v
+from stagewright.schedule.list_scheduler.priorities import NO_BACKLOG
 from stagewright.schedule.list_scheduler.stage_times import KINDS, StageTimes, program_of, stages_of
-from stagewright.schedule.list_scheduler.terms import TINY, Floats, Order, Stages
+from stagewright.schedule.list_scheduler.terms import TINY, Floats, Ints, Order, Stages
 from stagewright.schedule.placement import Placement, linear, v
 from stagewright.schedule.program import Program
 
@@ -201,8 +202,9 @@ def _handmade(placement: Placement, num_microbatches: int) -> Order:
     )
 
 
-def _windows(stages: Stages) -> Floats:
+def _windows(stages: Stages) -> Ints:
     """Most microbatches in flight per stage, for list schedules: multiples of the stages to go."""
     num_ranks, num_stages = len(stages.limit), len(stages.rank)
     to_go = (num_stages - 1 - np.arange(num_stages)) * num_ranks / num_stages
-    return np.array([*(np.ceil(factor * to_go) + 1 for factor in WINDOWS), np.full(num_stages, np.inf)])
+    windows = [np.ceil(factor * to_go) + 1 for factor in WINDOWS]
+    return np.array([*windows, np.full(num_stages, NO_BACKLOG)], np.int64)

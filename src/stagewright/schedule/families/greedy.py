@@ -51,7 +51,7 @@ def greedy(
     if placement.num_ranks != num_ranks:
         raise ScheduleError(f"greedy: a placement on {placement.num_ranks} ranks for {num_ranks} ranks")
     stages = stages_of(placement, times or StageTimes.uniform(placement.num_stages), np.inf)
-    rule = Rule(True, False, False, np.inf, 0.0, NO_BACKLOG, delays_unhidden, 0.0)
+    rule = Rule(1, False, False, np.inf, 0.0, NO_BACKLOG, delays_unhidden, 0.0)
     window = np.full(placement.num_stages, NO_BACKLOG)
     window[0] = max_in_flight or NO_BACKLOG
     due = due_dates(stages, rule, np.zeros((4, placement.num_stages)))

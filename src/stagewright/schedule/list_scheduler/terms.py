@@ -47,6 +47,8 @@ class Rule(NamedTuple):
     when more than `backlog` wait. `holds_back` is AdaPtis' rule against transfers that could not hide.
 
     With a positive `stretch` all this gives way to due dates: see `due_dates`.
+
+    Numbers are of the types given here, never a bool for an int: what is compiled is compiled anew for other types.
     """
 
     forward_next: int

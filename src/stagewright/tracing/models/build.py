@@ -25,11 +25,13 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 
 @dataclass(frozen=True)
 class Job:
-    """Shape and precision of one microbatch: samples, tokens per sample, and the type of parameters."""
+    """Shape and precision of one microbatch: samples, tokens per sample, and the type of parameters; and what a model is
+    given beside the inputs that it needs."""
 
     microbatch_size: int
     sequence_length: int
     dtype: str = "float32"
+    further_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_count(self.microbatch_size, MOST_SAMPLES, "microbatch_size", "give another number of samples")
@@ -65,6 +67,7 @@ def build(
     seed: int = 0,
     fake: bool = False,
     fake_mode: FakeTensorMode | None = None,
+    further_inputs: tuple[str, ...] = (),
 ) -> BuiltModel:
     """The model of `reference` on the CPU, in training mode, with `dtype` parameters drawn from `seed`.
 
@@ -72,9 +75,10 @@ def build(
     make single tensors alike.
 
     With `fake` (or a `fake_mode` to use) nothing is allocated or initialised: parameters and inputs are fake
-    tensors. Raises `InputError` for what the model class or factory refuses.
+    tensors. A causal language model takes `further_inputs`, as `stagewright.tracing.cache.trace` says. Raises `InputError`
+    for what the model class or factory refuses.
     """
-    job = Job(microbatch_size, sequence_length, dtype)
+    job = Job(microbatch_size, sequence_length, dtype, further_inputs)
     if fake and fake_mode is None:
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode = DrawingByPlace(_reseeding(seed)) if fake_mode is None else fake_mode
@@ -149,6 +153,11 @@ def _build(
 ) -> BuiltModel:
     grouped_mm.allow_tracing()
     with torch.random.fork_rng(devices=[]), mode, converting_in_place():
+        if reference.kind == "factory" and job.further_inputs:
+            raise InputError(
+                f"factory '{reference.text}' makes its own inputs, so nothing can be added to them: plan without "
+                "documents_apart, and let it return position_ids and labels among them, which are then given"
+            )
         if reference.kind == "factory":
             from stagewright.tracing.models.factories import build_from_factory
 

@@ -36,9 +36,7 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     `dtype` (a `torch.dtype`) that it has parameters for; torch's default dtype is the job's meanwhile. Inputs
     of another batch size are repeated or cut to size. Raises `InputError` naming the line that failed.
     """
-    name = split_factory(reference.text)
-    assert name is not None
-    factory = _function(name, reference.text)
+    factory = function_of(reference.text)
     arguments = _arguments(factory, reference, job)
     default = torch.get_default_dtype()
     torch.set_default_dtype(job.torch_dtype)
@@ -47,7 +45,7 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     except StagewrightError:
         raise
     except Exception as error:
-        raise InputError(f"factory '{reference.text}' failed at {_where(error)}: {_what(error)}") from error
+        raise InputError(f"factory '{reference.text}' failed at {failed_at(error)}") from error
     finally:
         torch.set_default_dtype(default)
     net, inputs, loss_fn = _unpack(result, reference.text)
@@ -59,13 +57,24 @@ def build_from_factory(reference: ModelReference, job: Job) -> tuple[nn.Module, 
     return FactoryModel(net, taken, loss_fn, reference.text), named, job.microbatch_size * per_sample
 
 
-def _function(name: FactoryName, text: str) -> Callable[..., Any]:
+def function_of(text: str) -> Callable[..., Any]:
+    """The function that `text` names, whose module is imported. Raises `InputError` where that fails."""
+    name = split_factory(text)
+    assert name is not None
+    return load_function(name, text)
+
+
+def failed_at(error: BaseException) -> str:
+    """Where in the user's own code an error was raised, and which."""
+    return f"{_where(error)}: {_what(error)}"
+
+
+def load_function(name: FactoryName, text: str) -> Callable[..., Any]:
     try:
         module = _load_file(Path(name.module).expanduser()) if name.is_file else _load_module(name.module)
     except Exception as error:
         raise InputError(
-            f"factory '{text}' cannot be imported, at {_where(error)}: {_what(error)}; "
-            "correct it or install what it needs"
+            f"factory '{text}' cannot be imported, at {failed_at(error)}; correct it or install what it needs"
         ) from error
     function = getattr(module, name.function, None)
     if function is None:

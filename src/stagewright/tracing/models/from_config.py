@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -67,13 +69,21 @@ def build_from_config(
         return losses.ImageClassifier(net), _image_inputs(config, job), job.microbatch_size
     num_tokens = job.microbatch_size * job.sequence_length
     tokens = _tokens(config, job)
+    if job.further_inputs and kind != "causal":
+        raise InputError(
+            f"'{reference.name}' takes no further {', '.join(job.further_inputs)}: it has its own labels"
+        )
     if kind == "masked":
         return losses.MaskedLanguageModel(net), {"input_ids": tokens, "labels": _hidden(tokens)}, num_tokens
     if kind == "seq2seq":
         start = getattr(config, "decoder_start_token_id", None)
         module = losses.SequenceToSequence(net, start if start is not None else config.pad_token_id or 0)
         return module, {"input_ids": tokens, "labels": _tokens(config, job)}, 2 * num_tokens
-    return losses.CausalLanguageModel(net), {"input_ids": tokens}, num_tokens
+    further = {name: _tokens(config, job) for name in job.further_inputs}
+    if "position_ids" in further:
+        _check_keeps_apart(reference, net)
+        further["position_ids"] = torch.arange(job.sequence_length).repeat(job.microbatch_size, 1)
+    return losses.CausalLanguageModel(net), {"input_ids": tokens, **further}, num_tokens
 
 
 def _config(reference: ModelReference) -> PretrainedConfig:
@@ -154,6 +164,21 @@ def _check(reference: ModelReference, config: PretrainedConfig, net: nn.Module, 
         )
     if hasattr(config, "vocab_size"):
         check_positions(net, job.sequence_length)
+
+
+def _check_keeps_apart(reference: ModelReference, net: nn.Module) -> None:
+    """Raises `InputError` where documents that share a sample would see each other in spite of their position ids: where no
+    mask is made of these, or a convolution over time or a recurrence, which comes with one, passes from one to the next."""
+    makes_mask = hasattr(sys.modules[type(net).__module__], "create_causal_mask")
+    takes_positions = "position_ids" in inspect.signature(net.forward).parameters
+    crosses = next((path for path, module in net.named_modules() if isinstance(module, nn.Conv1d)), None)
+    if makes_mask and takes_positions and crosses is None:
+        return
+    why = f"'{crosses}' looks back over them" if crosses else "it makes no mask of position_ids"
+    raise InputError(
+        f"'{reference.name}' cannot keep documents of a sample apart ({why}): plan without documents_apart, or give a "
+        "document per sample as package.module:factory"
+    )
 
 
 def check_positions(net: nn.Module, sequence_length: int) -> None:

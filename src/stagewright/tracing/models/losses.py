@@ -62,19 +62,23 @@ class LanguageModel(nn.Module):
         """The mean loss of what the model predicts for `inputs`, with the loss that balances its experts."""
 
         def call() -> Any:
-            with as_run():
+            with as_run(packed="position_ids" in inputs):
                 return self.net(**inputs)
 
         return _with_auxiliary_loss(*self.loss_of(self.net, call, labels, self.cross_entropy), self.net)
 
 
 class CausalLanguageModel(LanguageModel):
-    """Predicts each next token of `input_ids` (batch, sequence)."""
+    """Predicts each next token of `input_ids` (batch, sequence), or of `labels`: the same tokens, with -100 for those that
+    are not asked for. Where `position_ids` begin anew, another document begins, which does not see those before."""
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, position_ids: Tensor | None = None
+    ) -> Tensor:
         # Shifting labels instead of logits spares a copy of the largest tensor of the model.
-        labels = functional.pad(input_ids[:, 1:], (0, 1), value=IGNORED)
-        return self.loss(labels, input_ids=input_ids, use_cache=False)
+        labels = functional.pad((input_ids if labels is None else labels)[:, 1:], (0, 1), value=IGNORED)
+        further = {} if position_ids is None else {"position_ids": position_ids}
+        return self.loss(labels, input_ids=input_ids, use_cache=False, **further)
 
 
 class MaskedLanguageModel(LanguageModel):

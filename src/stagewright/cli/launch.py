@@ -1,0 +1,42 @@
+"""`stagewright launch`: a training script of one's own, in one process per rank of a plan."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.consent import say_what_runs
+from stagewright.cli.options import PlanFile
+from stagewright.errors import InputError
+
+
+def launch(
+    plan: PlanFile,
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A Python file that makes a stagewright.Trainer.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[ARGUMENT]...", help="The script's own, behind --.")] = None,
+    start_timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds until every rank must have made its Trainer.")] = 300.0,
+) -> None:  # fmt: skip
+    """Run a script on this machine, one process per rank of a plan.
+
+    `stagewright.Trainer()` in it takes the plan that is given here. On several machines start the script with torchrun.
+    """
+    from stagewright.execution.launch import refuse_what_is_not_run
+    from stagewright.execution.processes import start_ranks
+    from stagewright.execution.trainer import PLAN
+    from stagewright.planning.plan import load_plan
+
+    loaded = load_plan(plan)
+    if not script.is_file():
+        raise InputError(f"script '{script}' is not there: check the path")
+    refuse_what_is_not_run(loaded, str(plan))
+    say_what_runs(loaded.model.text)
+    os.environ[PLAN] = str(Path(plan).resolve())
+    ranks = [loaded.rank_on(device) for device in range(loaded.num_ranks)]
+    start_ranks(
+        "stagewright.execution.script", [str(script), *(arguments or [])], ranks, start_timeout, can_stop=True
+    )

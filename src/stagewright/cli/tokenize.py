@@ -1,0 +1,45 @@
+"""`stagewright tokenize`: makes token ids of documents once, for many runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.options import Json
+from stagewright.cli.output import print_document, show
+
+
+def tokenize(
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="Text, .jsonl, .parquet, a datasets folder, or a folder of such files.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder for the tokens.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="tokenizer.json or the folder of a Hugging Face tokenizer; default bytes."),
+    ] = None,
+    text_field: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Which field of each record is its text; default what its keys say.")
+    ] = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Write the tokens of documents to a folder, which `run --data FOLDER` trains on.
+
+    The folder is there whole or not at all. A run tokenises by itself, too, and keeps the tokens in the cache.
+    """
+    from stagewright.execution.data.prepared import tokenised
+    from stagewright.execution.data.tokenizers import load_tokenizer
+
+    made = tokenised(
+        data, load_tokenizer(None if tokenizer is None else str(tokenizer)), text_field, output
+    ).manifest
+    if as_json:
+        print_document({"path": str(output), **made.model_dump()})
+        return
+    learnt = f", {made.num_learnt:,} of them to be learnt" if made.is_masked else ""
+    show(
+        f"Wrote {output}: {made.num_documents:,} documents of {made.num_tokens:,} tokens{learnt}; the longest has "
+        f"{made.longest:,}."
+    )

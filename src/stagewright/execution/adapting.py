@@ -1,0 +1,184 @@
+"""When a run should go on under another plan, because ranks are no longer as fast as its plan took them to be.
+
+The search is done by another process (this module run with three files), so that the ranks train on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagewright.errors import StagewrightError
+from stagewright.planning.plan import Plan, load_plan
+from stagewright.units import format_seconds
+
+_SHIFT = 1.2
+"""Times a rank must be slower or faster, beside the others, than the present plan takes it to be."""
+
+_STEPS = 5
+"""In so many steps one after the other."""
+
+_PAUSE = 10
+"""Steps after a look or a change in which nothing is looked at: what comes of it has to show first."""
+
+_LEAST_GAIN = 0.05
+"""Of a step; less is within the error of predictions."""
+
+_PAYS = 2.0
+"""Times its cost that a change must be worth in the steps that are left."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A plan that is worth changing to, and why, in words."""
+
+    plan: Plan
+    reason: str
+
+
+class Adaptation:
+    """Hears on the first rank how every rank does, and has a proposal when another plan is worth its change.
+
+    Args:
+        folder: where its files go.
+        change_s: what a change is thought to cost until one has been made.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, change_s: float) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.change_s = change_s
+        self._assumed = [1.0] * plan.num_ranks
+        """Of every rank the pace that the present plan was made for, beside its device's figures."""
+        self._recent: list[Sequence[float]] = []
+        self._streak = 0
+        self._quiet_until = 0
+        self._search: subprocess.Popen[bytes] | None = None
+        self._wanted: list[float] = []
+        self._proposal: Proposal | None = None
+        self._seconds: list[float] = []
+        self._before: float | None = None
+
+    @property
+    def has_proposal(self) -> bool:
+        return self._proposal is not None
+
+    def after(self, step: int, paces: Sequence[float], seconds: float, num_left: int) -> list[str]:
+        """Step number `step` is done, in which each rank took `paces` times as long as planned to compute (zero where that
+        was not looked at); `num_left` are to come. Returns what should be said."""
+        if not all(paces):
+            return []
+        self._recent = [*self._recent[-_STEPS + 1 :], paces]
+        self._seconds = [*self._seconds[-_STEPS + 1 :], seconds]
+        if self._search is not None:
+            if self._search.poll() is not None:
+                self._hear(step, num_left)
+            return []
+        self._streak = self._streak + 1 if _is_shifted(paces) else 0
+        if step < self._quiet_until:
+            return self._told(step)
+        if self._streak >= _STEPS:
+            self._look(step)
+        return []
+
+    def changed(self, step: int, plan: Plan, seconds: float) -> None:
+        """The run goes on under `plan`, which took so long."""
+        self.plan, self.change_s, self._proposal = plan, seconds, None
+        self._assumed = self._wanted
+        self._before = statistics.median(self._seconds)
+        self._recent, self._seconds, self._streak = [], [], 0
+        self._quiet_until = step + _PAUSE
+
+    def close(self) -> None:
+        """No search goes on any more."""
+        if self._search is not None:
+            self._search.kill()
+            self._search.wait()
+
+    def _told(self, step: int) -> list[str]:
+        if self._before is None or len(self._seconds) < _STEPS or step < self._quiet_until - 1:
+            return []
+        before, self._before = self._before, None
+        return [
+            f"a step takes {format_seconds(statistics.median(self._seconds))} since; it took {format_seconds(before)}"
+        ]
+
+    def _look(self, step: int) -> None:
+        """Have another plan searched for, for ranks as they are now."""
+        now = [statistics.median(one) for one in zip(*self._recent, strict=True)]
+        self._wanted = [assumed * pace for assumed, pace in zip(self._assumed, now, strict=True)]
+        self._quiet_until = step + _PAUSE
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.plan.save(self.folder / "now.json")
+        by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
+        (self.folder / "paces.json").write_text(json.dumps(by_device))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STAGEWRIGHT_PLAN": ""}
+        command = [sys.executable, "-m", "stagewright.execution.adapting", str(self.folder)]
+        quiet = subprocess.DEVNULL
+        self._search = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def _hear(self, step: int, num_left: int) -> None:
+        """What the search has found."""
+        assert self._search is not None
+        failed, self._search = self._search.returncode != 0, None
+        self._streak, self._quiet_until = 0, step + _PAUSE
+        if failed:
+            return
+        found = json.loads((self.folder / "found.json").read_text())
+        gain = found["stays_s"] - found["seconds"]
+        pays = gain * num_left > _PAYS * self.change_s
+        if gain < _LEAST_GAIN * found["stays_s"] or not pays:
+            return
+        plan = load_plan(self.folder / "next.json")
+        slow = max(range(len(self._wanted)), key=lambda rank: self._wanted[rank] / self._assumed[rank])
+        shift = self._wanted[slow] / self._assumed[slow] / statistics.median_low(self._recent[-1])
+        what = "other cuts" if plan.cuts != self.plan.cuts else "another order of passes"
+        self._proposal = Proposal(
+            plan,
+            f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others; goes on with {what}: "
+            f"{gain / found['stays_s']:.0%} less time a step, as predicted",
+        )
+
+    @property
+    def proposal(self) -> Proposal:
+        """The one there is."""
+        assert self._proposal is not None, "there is a proposal"
+        return self._proposal
+
+
+def _is_shifted(paces: Sequence[float]) -> bool:
+    """Whether a rank is slower or faster, beside the middle one, than planned.
+
+    >>> _is_shifted([1.1, 1.0, 1.15]), _is_shifted([1.0, 2.1, 1.0]), _is_shifted([2.0, 1.0, 2.1])
+    (False, True, True)
+    """
+    middle = statistics.median(paces)
+    return max(paces) > _SHIFT * middle or min(paces) * _SHIFT < middle
+
+
+def main(folder: Path) -> int:
+    """Search for a plan: reads ``now.json`` and ``paces.json``, writes ``next.json`` and ``found.json``."""
+    from stagewright.cluster import paced
+    from stagewright.planning.replanning import replanned
+
+    plan = load_plan(folder / "now.json")
+    paces = {int(device): pace for device, pace in json.loads((folder / "paces.json").read_text()).items()}
+    try:
+        found = replanned(plan, paced(plan.cluster.load(), paces))
+    except StagewrightError as error:
+        (folder / "failed.txt").write_text(str(error))
+        return 1
+    found.plan.save(folder / "next.json")
+    (folder / "found.json").write_text(json.dumps({"seconds": found.seconds, "stays_s": found.stays_s}))
+    return 0
+
+
+if __name__ == "__main__":
+    os.nice(5)
+    sys.exit(main(Path(sys.argv[1])))

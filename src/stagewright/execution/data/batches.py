@@ -1,0 +1,90 @@
+"""Microbatches: sample `index` of `step` is the same whatever the plan, and made by each rank that needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from stagewright.errors import InputError
+from stagewright.execution.data.order import OnceThrough, Order, number_of
+from stagewright.execution.data.own import OwnSample
+from stagewright.execution.data.samples import Sample, Samples
+from stagewright.graph import OperatorGraph
+from stagewright.graph.tensor import TensorMeta
+from stagewright.planning.job import Job
+from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.models.losses import IGNORED
+
+
+class Batches:
+    """Samples of one or several sources, mixed by weight.
+
+    Args:
+        sources: of each the samples of a length.
+        weights: of the sources.
+        job: says seed, batch and lengths of steps.
+        is_once: take every sample once, in the order of the sources, whatever their weights: for evaluation.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Callable[[int], Samples]],
+        weights: Sequence[float],
+        job: Job,
+        is_once: bool = False,
+    ) -> None:
+        self._sources, self._weights, self._job, self._is_once = sources, weights, job, is_once
+        self._of_length: dict[int, tuple[list[Samples], Order | OnceThrough]] = {}
+
+    @property
+    def num_samples(self) -> int:
+        """Of all sources, as long as the job's longest. Raises `InputError` where only reading them all would tell."""
+        sizes = [samples(self._job.sequence_length).size for samples in self._sources]
+        if any(size is None for size in sizes):
+            raise InputError("evaluation needs data that says how much it is: give its dataset a __len__")
+        return sum(size for size in sizes if size is not None)
+
+    def microbatch(
+        self, step: int, first: int, graph: OperatorGraph, names: Collection[str] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Those of the inputs that are named, or all, from sample `first` of the step on."""
+        metas = {name: graph.values[value].meta for name, value in graph.inputs.items()}
+        wanted = [name for name in metas if names is None or name in names]
+        rows = metas[wanted[0]].shape[0] if wanted else 0
+        samples = [self._sample(step, first + row) for row in range(rows)]
+        return {name: torch.stack([row_of(sample, name, metas) for sample in samples]) for name in wanted}
+
+    def _sample(self, step: int, index: int) -> Sample | OwnSample:
+        job = self._job
+        length = job.length_of(step)
+        if length not in self._of_length:
+            of_length = [samples(length) for samples in self._sources]
+            sizes = [samples.size for samples in of_length]
+            once = OnceThrough([size or 0 for size in sizes]) if self._is_once else None
+            self._of_length[length] = of_length, once or Order(sizes, self._weights, job.seed)
+        of_length, order = self._of_length[length]
+        source, place = order[number_of(step, job.sequence_lengths, job.global_batch) + index]
+        return of_length[source][place]
+
+
+def row_of(sample: Sample | OwnSample, name: str, metas: Mapping[str, TensorMeta]) -> torch.Tensor:
+    """What a sample has for one of the model's inputs, whose layouts in a microbatch are `metas`."""
+    if isinstance(sample, OwnSample):
+        return sample.row(name, list(metas), metas[name])
+    return torch.from_numpy(_row(name, sample)).to(DTYPES[metas[name].dtype])
+
+
+def _row(name: str, sample: Sample) -> np.ndarray:
+    if name == "position_ids":
+        return np.arange(len(sample.ids)) if sample.positions is None else sample.positions
+    if name == "labels" and sample.learnt is not None:
+        return np.where(sample.learnt, sample.ids, IGNORED)
+    return sample.ids
+
+
+def counted(labels: torch.Tensor, is_next: bool) -> torch.Tensor:
+    """How many of `labels` (batch, sequence) a loss counts: all that are given, or, where each place predicts the next,
+    those behind the first."""
+    return ((labels[:, 1:] if is_next else labels) != IGNORED).sum()

@@ -1,0 +1,306 @@
+"""What is asked for, made ready: every source known by its contents, its text tokenised, and all of it fit for the model.
+
+This happens before any process is started. Nothing here imports torch, but for models that were never traced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from stagewright.cluster.strict import StrictModel
+from stagewright.errors import InputError
+from stagewright.execution.data.documents import data_files, documents_of, has_records, refuse_no_text
+from stagewright.execution.data.encoding import Encoded, encoded
+from stagewright.execution.data.request import DataRequest, SourceRequest
+from stagewright.execution.data.store import VERSION, TokenStore, is_store, open_store, write_store
+from stagewright.execution.data.tokenizers import Tokenizer, load_tokenizer
+from stagewright.execution.data_identity import DataIdentity, contents_digest, identity_of, tokens_of
+from stagewright.files import cache_folder
+from stagewright.graph.tensor import TensorMeta
+from stagewright.planning.plan import Plan
+from stagewright.text import say
+from stagewright.tracing.cache import inputs_of
+from stagewright.tracing.models.reference import ModelReference
+from stagewright.tracing.models.source import factory_source, split_factory
+
+LABELS = "labels"
+_OF_TOKENS = ("input_ids", LABELS, "decoder_input_ids", "position_ids")
+
+
+class PreparedSource(StrictModel):
+    """A source as ranks open it: a file of tokens (text, whose bytes they are, or ``.npy``), a store of documents, or the
+    factory of a dataset."""
+
+    kind: Literal["tokens", "store", "factory"]
+    path: str
+    weight: float = 1.0
+
+
+class PreparedData(StrictModel):
+    """What ranks open, what it is, whether some of its tokens are not learnt, and what the model is given beside its own
+    inputs."""
+
+    sources: tuple[PreparedSource, ...]
+    identity: DataIdentity
+    is_masked: bool = False
+    is_apart: bool = False
+    """Whether documents of a sample are kept apart."""
+    further_inputs: tuple[str, ...] = ()
+
+
+Data = PreparedData | DataRequest | str | Path | Sequence[str | Path] | None
+"""What a run is trained on, ready or as it was asked for; None: synthetic samples."""
+
+
+def ready(data: Data, plan: Plan) -> PreparedData | None:
+    """`data` prepared for the model of a plan, if it is not yet."""
+    return data if isinstance(data, PreparedData) else prepared(DataRequest.of(data), plan)
+
+
+def ready_beside(data: Data, trained: PreparedData | None, plan: Plan) -> PreparedData | None:
+    """Data that is held out, prepared. Raises `InputError` where it needs other inputs of the model than what is `trained`
+    on gives."""
+    found = ready(data, plan)
+    given = () if trained is None else trained.further_inputs
+    if found is not None and set(found.further_inputs) - set(given):
+        raise InputError(
+            f"what is held out ({found.identity}) has tokens that are not learnt, and what is trained on has none: hold out "
+            "text alone, or evaluate a checkpoint with `stagewright evaluate`"
+        )
+    return found
+
+
+def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
+    """What is asked for, ready for the model of a plan; None where nothing is.
+
+    Raises:
+        InputError: it cannot be read, or holds too little, or tokens that the model does not have, or the model is none of
+            tokens.
+    """
+    if request is None:
+        return None
+    model = plan.model.resolved()
+    inputs = inputs_of(model, {"microbatch_size": plan.microbatch_size, **plan.traced()})
+    if not all(is_factory(source.path) for source in request.sources):
+        _check_takes_tokens(inputs, request)
+        _check_makes_labels(inputs, model, plan)
+    tokenizer = load_tokenizer(request.tokenizer)
+    found = [_found(source, request, tokenizer, plan, model, inputs) for source in request.sources]
+    masked = next((source.path for source, _, is_masked in found if is_masked), None)
+    is_causal = model.kind == "config" and set(inputs) == {"input_ids"}  # with labels of its own making
+    if masked is not None and LABELS not in inputs and not is_causal:
+        raise InputError(
+            f"'{model.name}' takes no labels, so that nothing of '{masked}' can be left out of its loss: let its factory "
+            "return labels among the inputs, or give texts alone"
+        )
+    return PreparedData(
+        sources=tuple(source for source, *_ in found),
+        identity=_together([identity for _, identity, _ in found], request.sources),
+        is_masked=masked is not None or plan.job.documents_apart,
+        is_apart="position_ids" in inputs,
+        further_inputs=(LABELS,) if masked is not None and is_causal else (),
+    )
+
+
+# -- sources ------------------------------------------------------------------------------------------------------------
+
+
+def is_factory(path: str) -> bool:
+    """Whether a source is code that makes a dataset."""
+    return split_factory(path) is not None and not Path(path).expanduser().exists()
+
+
+def _found(
+    source: SourceRequest,
+    request: DataRequest,
+    tokenizer: Tokenizer,
+    plan: Plan,
+    model: ModelReference,
+    inputs: dict[str, TensorMeta],
+) -> tuple[PreparedSource, DataIdentity, bool]:
+    """A source, what it is, and whether some of its tokens are not learnt."""
+    path = Path(source.path).expanduser()
+    if is_factory(source.path):
+        identity, is_masked = _checked_factory(source.path, plan, model, inputs)
+        return PreparedSource(kind="factory", path=source.path, weight=source.weight), identity, is_masked
+    if has_tokens(path, request):
+        prepared = PreparedSource(kind="tokens", path=str(path.resolve()), weight=source.weight)
+        return prepared, _checked_tokens(path, plan, model), False
+    store = open_store(path) if is_store(path) else tokenised(path, tokenizer, request.text_field)
+    _check_store(store, source, plan, model)
+    prepared = PreparedSource(kind="store", path=str(store.path.resolve()), weight=source.weight)
+    return prepared, _identity_of_store(store), store.manifest.is_masked
+
+
+def has_tokens(path: Path, request: DataRequest) -> bool:
+    """Whether a file is trained on as it is: ids, or a text of which bytes are asked for."""
+    return path.suffix == ".npy" or (request.tokenizer is None and not has_records(path))
+
+
+def tokenised(path: Path, tokenizer: Tokenizer, field: str | None, folder: Path | None = None) -> TokenStore:
+    """The token store of a file or folder: in `folder`, or in the cache, where what was tokenised before is found again.
+
+    Raises:
+        InputError: it cannot be read or written.
+    """
+    files = data_files(path)
+    documents = (document for file in files for document in documents_of(file, field))
+
+    def write(target: Path) -> TokenStore:
+        say(f"tokenising '{path}' with {tokenizer.name}")
+        return write_store(target, _some(encoded(documents, tokenizer), path), tokenizer, path.name)
+
+    if folder is not None:
+        return write(folder)
+    try:
+        contents = [
+            (str(file.relative_to(path)) if path.is_dir() else "", contents_digest(file)) for file in files
+        ]
+    except OSError as error:
+        raise InputError(f"data file '{path}' cannot be read: {error.strerror or error}") from None
+    facts = json.dumps([VERSION, contents, tokenizer.digest, field])
+    target = cache_folder("tokens") / hashlib.sha256(facts.encode()).hexdigest()[:32]
+    with _alone(target):
+        if is_store(target):
+            return open_store(target)
+        return write(target)
+
+
+def _some(documents: Iterable[Encoded], path: Path) -> Iterator[Encoded]:
+    """All documents. Raises `InputError` where there is none."""
+    count = 0
+    for one in documents:
+        count += 1
+        yield one
+    if not count:
+        raise InputError(f"data '{path}' holds no documents: give some")
+
+
+@contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """Inside, no other process of this user writes `target`: one tokenises, those beside it wait and find it done."""
+    handle = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    except OSError as error:
+        raise InputError(
+            f"'{target.parent}' cannot be used ({error.strerror or error}): set STAGEWRIGHT_CACHE"
+        ) from None
+    finally:
+        os.close(handle)
+
+
+# -- what fits the model ------------------------------------------------------------------------------------------------
+
+
+def _check_takes_tokens(inputs: dict[str, TensorMeta], request: DataRequest) -> None:
+    for name, meta in inputs.items():
+        if name not in _OF_TOKENS or meta.dtype not in ("int64", "int32") or len(meta.shape) != 2:
+            raise InputError(
+                f"'{request.sources[0].path}' gives tokens, and the model's input '{name}' ({meta}) is not made of tokens: "
+                "give a dataset of your own as package.module:factory, or leave --data out for random samples"
+            )
+
+
+def _check_makes_labels(inputs: dict[str, TensorMeta], model: ModelReference, plan: Plan) -> None:
+    """Raises `InputError` for models of masked tokens and from sequence to sequence, which would learn to copy a text."""
+    if model.kind == "config" and LABELS in inputs and not plan.job.documents_apart:
+        raise InputError(
+            f"'{model.name}' takes labels that are other than its input_ids, and nothing says which: give a dataset that "
+            "has both as package.module:factory"
+        )
+
+
+def _checked_factory(
+    text: str, plan: Plan, model: ModelReference, inputs: dict[str, TensorMeta]
+) -> tuple[DataIdentity, bool]:
+    """Known by its source and number of samples, once its first sample fits the model; and whether its samples have labels
+    of tokens, some of which may be none."""
+    from stagewright.execution.data.batches import row_of
+    from stagewright.execution.data.own import own_samples
+
+    samples = own_samples(text, plan.job.sequence_length, plan.job.seed)
+    first = samples[0]
+    for name in inputs:
+        row_of(first, name, inputs)
+    has_labels = model.kind == "config" and "input_ids" in inputs and (LABELS in inputs or first.has(LABELS))
+    if has_labels:
+        row_of(first, LABELS, {LABELS: inputs["input_ids"], **inputs})
+    digest = hashlib.sha256(factory_source(text).encode()).hexdigest()
+    return DataIdentity(kind="factory", name=text, sha256=digest, num_documents=samples.size), has_labels
+
+
+def _checked_tokens(path: Path, plan: Plan, model: ModelReference) -> DataIdentity:
+    if path.suffix != ".npy" and path.is_file():
+        refuse_no_text(path)
+    tokens = tokens_of(path)
+    _check_length(len(tokens), f"data file '{path}'", plan)
+    least, largest = int(tokens.min()), int(tokens.max())
+    if least < 0:
+        raise InputError(
+            f"data file '{path}' holds token {least}, but token ids begin at 0: leave such tokens out"
+        )
+    _check_vocabulary(largest, f"data file '{path}'", model)
+    return identity_of(path)
+
+
+def _check_store(store: TokenStore, source: SourceRequest, plan: Plan, model: ModelReference) -> None:
+    manifest, what = store.manifest, f"data '{source.path}'"
+    _check_vocabulary(manifest.largest, what, model)
+    if not manifest.is_masked:
+        _check_length(manifest.num_tokens, what, plan)
+    elif not manifest.num_learnt:
+        raise InputError(
+            f"{what} has no token that is to be learnt: give records with a completion, or an assistant's turns"
+        )
+
+
+def _check_length(num_tokens: int, what: str, plan: Plan) -> None:
+    if num_tokens < plan.job.sequence_length:
+        raise InputError(
+            f"{what} holds {num_tokens} tokens, fewer than one sample of {plan.job.sequence_length}: give a longer text or "
+            "a smaller sequence length"
+        )
+
+
+def _check_vocabulary(largest: int, what: str, model: ModelReference) -> None:
+    config = model.config or {}
+    nested = config.get("text_config")
+    vocabulary = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise InputError(
+            f"{what} holds token {largest}, but the model's vocabulary has {vocabulary}: give the model's own tokenizer "
+            "with --tokenizer, or plan with --set vocab_size=N"
+        )
+
+
+# -- what it is ---------------------------------------------------------------------------------------------------------
+
+
+def _identity_of_store(store: TokenStore) -> DataIdentity:
+    manifest = store.manifest
+    return DataIdentity(
+        kind="store",
+        name=manifest.source,
+        sha256=manifest.sha256,
+        dtype=manifest.dtype,
+        num_tokens=manifest.num_tokens,
+        num_documents=manifest.num_documents,
+    )
+
+
+def _together(identities: list[DataIdentity], sources: tuple[SourceRequest, ...]) -> DataIdentity:
+    if len(identities) == 1:
+        return identities[0]
+    total = sum(source.weight for source in sources)
+    shares = (source.weight / total for source in sources)
+    parts = (one.model_copy(update={"weight": share}) for one, share in zip(identities, shares, strict=True))
+    return DataIdentity(kind="mixture", parts=tuple(parts))

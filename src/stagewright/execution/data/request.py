@@ -1,0 +1,70 @@
+"""What `run` is asked to train on, as a value. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from stagewright.cluster.strict import StrictModel
+from stagewright.errors import InputError
+
+MOST_WEIGHT = 1e6
+"""Of one source beside another; a share of less than a millionth would hardly be seen."""
+
+
+class SourceRequest(StrictModel):
+    """A file, folder or factory of samples; of several, each gives the share that its `weight` says."""
+
+    path: str
+    weight: float = Field(default=1.0, gt=0, le=MOST_WEIGHT)
+
+    @classmethod
+    def parse(cls, text: str) -> SourceRequest:
+        """``PATH`` or ``PATH=WEIGHT``.
+
+        >>> SourceRequest.parse("books.jsonl=0.3")
+        SourceRequest(path='books.jsonl', weight=0.3)
+        """
+        path, equals, weight = text.rpartition("=")
+        number = None
+        if equals and path and not Path(text).exists():
+            with contextlib.suppress(ValueError):
+                number = float(weight)
+        if number is None:
+            return cls(path=text)
+        if not 1 / MOST_WEIGHT <= number <= MOST_WEIGHT:
+            raise InputError(f"data '{text}': a weight is a number from 1e-6 to 1e6, such as {path}=0.5")
+        return cls(path=path, weight=number)
+
+
+class DataRequest(StrictModel):
+    """Sources that are mixed, and how their text becomes tokens: by a `tokenizer` (a path; None takes bytes), from
+    `text_field` of each record (None: what the record's own keys say)."""
+
+    sources: tuple[SourceRequest, ...] = Field(min_length=1)
+    tokenizer: str | None = None
+    text_field: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        data: DataRequest | str | Path | Sequence[str | Path] | None,
+        tokenizer: str | Path | None = None,
+        text_field: str | None = None,
+    ) -> DataRequest | None:
+        """Of one source or several, each as `SourceRequest.parse` takes it; None without any."""
+        if isinstance(data, DataRequest):
+            return data
+        several = [data] if isinstance(data, str | Path) else list(data or ())
+        if not several:
+            if tokenizer is not None or text_field is not None:
+                option = "--tokenizer" if tokenizer is not None else "--text-field"
+                raise InputError(f"{option} needs --data: without it samples are random")
+            return None
+        sources = tuple(SourceRequest.parse(str(one)) for one in several)
+        return cls(
+            sources=sources, tokenizer=None if tokenizer is None else str(tokenizer), text_field=text_field
+        )

@@ -1,0 +1,176 @@
+"""Token ids of many documents in a folder: written once, whole or not at all, and read where they are looked at.
+
+``tokens.bin`` has the ids, ``learnt.bin`` a byte for each where not all are to be learnt, ``ends.bin`` where each document
+ends, and ``store.json`` what they are. All are plain arrays of little-endian numbers, for `numpy.memmap`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from stagewright.cluster.strict import StrictModel, validated
+from stagewright.documents import read_sealed_json, sealed
+from stagewright.errors import InputError
+from stagewright.execution.data.encoding import Encoded
+from stagewright.execution.data.tokenizers import Tokenizer
+
+MANIFEST = "store.json"
+VERSION = 1
+_TOKENS, _LEARNT, _ENDS = "tokens.bin", "learnt.bin", "ends.bin"
+
+
+class StoreManifest(StrictModel):
+    """The content of ``store.json``."""
+
+    version: Literal[1] = VERSION
+    source: str
+    """Name of what the documents were read from."""
+    tokenizer: str
+    dtype: Literal["uint16", "uint32"]
+    num_tokens: int = Field(ge=0)
+    num_documents: int = Field(ge=0)
+    num_learnt: int = Field(ge=0)
+    """Tokens that a loss counts."""
+    longest: int = Field(ge=0)
+    """Tokens of the longest document."""
+    largest: int = Field(ge=0)
+    """The largest token id."""
+    pad: int = Field(ge=0)
+    is_masked: bool
+    """Whether ``learnt.bin`` is there."""
+    sha256: str = Field(pattern="^[0-9a-f]{64}$")
+    """Of all tokens, of what is learnt of them, and of where documents end."""
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """A store that is whole; its arrays are mapped into memory when they are first looked at."""
+
+    path: Path
+    manifest: StoreManifest
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        return self._array(_TOKENS, np.dtype(self.manifest.dtype).newbyteorder("<"))
+
+    @cached_property
+    def learnt(self) -> np.ndarray | None:
+        return self._array(_LEARNT, np.dtype(np.bool_)) if self.manifest.is_masked else None
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        return self._array(_ENDS, np.dtype("<i8"))
+
+    def _array(self, name: str, dtype: np.dtype) -> np.ndarray:
+        path = self.path / name
+        return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.array([], dtype)
+
+
+def is_store(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def open_store(path: Path) -> TokenStore:
+    """The store in a folder. Raises `InputError` where it is damaged or of another version."""
+    fix = "tokenise the data again"
+    content = read_sealed_json(path / MANIFEST, "store", fix)
+    if isinstance(content, dict) and content.get("version") != VERSION:
+        version = content.get("version")
+        raise InputError(
+            f"'{path}' is of version {version}, and this stagewright reads version {VERSION}: {fix}"
+        )
+    manifest = validated(StoreManifest, content, f"'{path / MANIFEST}'")
+    sizes = {
+        _TOKENS: manifest.num_tokens * np.dtype(manifest.dtype).itemsize,
+        _ENDS: manifest.num_documents * 8,
+    }
+    if manifest.is_masked:
+        sizes[_LEARNT] = manifest.num_tokens
+    for name, size in sizes.items():
+        has = (path / name).stat().st_size if (path / name).is_file() else None
+        if has != size:
+            said = "is missing" if has is None else f"has {has} bytes, and {size} were written"
+            raise InputError(f"'{path}' is damaged: {name} {said}: {fix}")
+    return TokenStore(path, manifest)
+
+
+def write_store(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> TokenStore:
+    """Writes all documents to a new `folder`, beside which they lie until they are whole.
+
+    Raises:
+        InputError: the folder is there, or cannot be written.
+    """
+    if os.path.lexists(folder):
+        raise InputError(f"'{folder}' is there already: name a new folder for the tokens, or remove it")
+    scratch = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch.mkdir()
+        manifest = _write(scratch, documents, tokenizer, source)
+        (scratch / MANIFEST).write_text(sealed(manifest.model_dump_json(indent=1)) + "\n")
+        os.rename(scratch, folder)
+    except OSError as error:
+        raise InputError(
+            f"the tokens cannot be written to '{folder}' ({error.strerror or error}): make room there, or name another"
+        ) from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return TokenStore(folder, manifest)
+
+
+def _write(folder: Path, documents: Iterable[Encoded], tokenizer: Tokenizer, source: str) -> StoreManifest:
+    dtype = np.dtype("<u2" if tokenizer.vocabulary <= 2**16 else "<u4")
+    tokens_digest, learnt_digest = hashlib.sha256(), hashlib.sha256()
+    ends: list[int] = []
+    total = num_learnt = longest = largest = start = 0
+    is_masked = False
+    with (folder / _TOKENS).open("wb") as tokens, (folder / _LEARNT).open("wb") as learnt:
+        for one in documents:
+            ids = one.ids.astype(dtype).tobytes()
+            marks = np.ones(len(one.ids), np.bool_) if one.learnt is None else one.learnt.astype(np.bool_)
+            is_masked = is_masked or one.learnt is not None
+            tokens.write(ids)
+            learnt.write(marks.tobytes())
+            tokens_digest.update(ids)
+            learnt_digest.update(marks.tobytes())
+            total += len(one.ids)
+            num_learnt += int(marks.sum())
+            largest = max(largest, int(one.ids.max(initial=0)))
+            if one.is_end:
+                longest = max(longest, total - start)
+                if total > start:
+                    ends.append(total)
+                start = total
+    if not is_masked:
+        (folder / _LEARNT).unlink()
+    places = np.array(ends, "<i8").tobytes()
+    (folder / _ENDS).write_bytes(places)
+    parts = [
+        tokens_digest.hexdigest(),
+        learnt_digest.hexdigest() if is_masked else "",
+        hashlib.sha256(places).hexdigest(),
+    ]
+    return StoreManifest(
+        source=source,
+        tokenizer=tokenizer.name,
+        dtype="uint16" if dtype.itemsize == 2 else "uint32",
+        num_tokens=total,
+        num_documents=len(ends),
+        num_learnt=num_learnt,
+        longest=longest,
+        largest=largest,
+        pad=tokenizer.pad,
+        is_masked=is_masked,
+        sha256=hashlib.sha256(" ".join([str(dtype.itemsize), *parts]).encode()).hexdigest(),
+    )

@@ -1,0 +1,182 @@
+"""From text to token ids: bytes, a ``tokenizer.json``, or the folder of a Hugging Face tokenizer with its chat template.
+
+Nothing is downloaded, and no code of a tokenizer's folder is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stagewright.errors import InputError
+from stagewright.execution.data.chats import Rendered, rendered
+from stagewright.execution.data.documents import Chat
+from stagewright.files import digest_of
+
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]", "[SEP]")
+"""How texts end in tokenizers whose file does not say, those in use most first."""
+_OF_TOKENIZERS = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "config.json",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Token ids of a text, and of each the characters it stands for: from `starts` to `ends`, the same where none."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+class Tokenizer(ABC):
+    """Makes token ids of texts.
+
+    `digest` tells tokenizers apart, `vocabulary` is above every id, `end` closes a document (None: nothing does), `pad`
+    fills what is left of a sample.
+    """
+
+    name: str
+    digest: str
+    vocabulary: int
+    end: int | None
+    pad: int
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
+        """Of each text; with what opens and closes one where it `is_whole`."""
+
+    def render(self, chat: Chat) -> Rendered:
+        """The text of a chat. Raises `InputError` where there is no template for it."""
+        raise InputError(
+            f"{self.name} has no chat template, which records of messages need: give a Hugging Face folder that has one "
+            "with --tokenizer, or records of prompt and completion"
+        )
+
+
+def load_tokenizer(path: str | None) -> Tokenizer:
+    """The tokenizer at `path`, a file or a folder; bytes where it is None. Raises `InputError` where it cannot be read."""
+    if path is None:
+        return Bytes()
+    found = Path(path).expanduser()
+    if found.is_dir():
+        return HuggingFace(found)
+    if found.is_file():
+        return TokenizerFile(found)
+    raise InputError(
+        f"there is no tokenizer '{path}': give a tokenizer.json, or a folder that save_pretrained() has written"
+    )
+
+
+class Bytes(Tokenizer):
+    """The bytes of UTF-8 text are its tokens."""
+
+    name, digest, vocabulary, end, pad = "bytes", "bytes", 256, None, 0
+
+    def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
+        return [self._encoding(text) for text in texts]
+
+    def _encoding(self, text: str) -> Encoding:
+        ids = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8).astype(np.int64)
+        starts = np.cumsum((ids & 0xC0) != 0x80) - 1  # a character's first byte is no continuation
+        return Encoding(ids, starts, starts + 1)
+
+
+class TokenizerFile(Tokenizer):
+    """A ``tokenizer.json`` of the tokenizers library."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain exceptions
+            raise InputError(
+                f"'{path}' is no tokenizer.json ({_one_line(error)}): give one, or its folder"
+            ) from None
+        self._inner.no_truncation()
+        self._inner.no_padding()
+        self.name = f"tokenizer '{path}'"
+        self.digest = digest_of(path)
+        self.vocabulary = max(self._inner.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        known = (self._inner.token_to_id(one) for one in _ENDS)
+        self.end = next((one for one in known if one is not None), None)
+        pad = next(
+            (one for name in ("<pad>", "[PAD]", "<|pad|>") if (one := self._inner.token_to_id(name))), None
+        )
+        self.pad = next((one for one in (pad, self.end) if one is not None), 0)
+
+    def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
+        made = self._inner.encode_batch(list(texts), add_special_tokens=is_whole)
+        return [_encoding(one.ids, one.offsets) for one in made]
+
+
+class HuggingFace(Tokenizer):
+    """The tokenizer in a folder, as `AutoTokenizer.save_pretrained` writes it."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        if not any((folder / name).is_file() for name in _OF_TOKENIZERS[:-1]):
+            raise InputError(
+                f"folder '{folder}' holds no tokenizer: give one that AutoTokenizer.save_pretrained() has written, or a "
+                "tokenizer.json"
+            )
+        try:
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, use_fast=True
+            )
+        except Exception as error:  # of many types, all about what lies in the folder
+            raise InputError(
+                f"the tokenizer in '{folder}' cannot be read ({_one_line(error)}): save it again"
+            ) from None
+        if not self._inner.is_fast:
+            raise InputError(
+                f"the tokenizer in '{folder}' has no tokenizer.json: save it as a fast tokenizer"
+            )
+        self.name = f"tokenizer '{folder}'"
+        files = [
+            *(folder / name for name in _OF_TOKENIZERS),
+            *sorted((folder / "additional_chat_templates").glob("*")),
+        ]
+        digests = [f"{path.name} {digest_of(path)}" for path in files if path.is_file()]
+        self.digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+        self.vocabulary = max(self._inner.get_vocab().values(), default=0) + 1
+        self.end = (
+            self._inner.eos_token_id if self._inner.eos_token_id is not None else self._inner.sep_token_id
+        )
+        pad = self._inner.pad_token_id
+        self.pad = next((one for one in (pad, self.end) if one is not None), 0)
+
+    def encode(self, texts: Sequence[str], is_whole: bool = True) -> list[Encoding]:
+        made = self._inner(
+            list(texts),
+            add_special_tokens=is_whole,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            truncation=False,
+            padding=False,
+            verbose=False,
+        )
+        return [_encoding(*one) for one in zip(made["input_ids"], made["offset_mapping"], strict=True)]
+
+    def render(self, chat: Chat) -> Rendered:
+        if not self._inner.chat_template:
+            return super().render(chat)
+        return rendered(self._inner, chat, self.name)
+
+
+def _encoding(ids: Sequence[int], offsets: Sequence[tuple[int, int]]) -> Encoding:
+    places = np.array(offsets, np.int64).reshape(-1, 2)
+    return Encoding(np.array(ids, np.int64), places[:, 0], places[:, 1])
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

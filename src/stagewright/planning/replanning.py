@@ -1,0 +1,122 @@
+"""Another plan for a run that goes on, on devices that are no longer as fast as the plan took them to be.
+
+Widths, ranks and what is kept stay; the order of passes, the deferral of weight gradients and the cuts may change. What that
+is worth is judged as any plan is: by predictions on the cluster as it is now. Reconstruction of the dynamic side of AdaPtis,
+whose text is not known to us: cheap changes are tried beside dear ones, and the caller weighs gain against cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from stagewright.cluster import Cluster
+from stagewright.errors import PlanError, ScheduleError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.planning.candidate import in_flight
+from stagewright.planning.estimate import graph_of
+from stagewright.planning.partition.line import cuts_to_try
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import cut_names, stage_cuts
+from stagewright.planning.planned_line import planned_line
+from stagewright.planning.prediction.pipeline import Pipeline, body_costs
+from stagewright.planning.prediction.predict import predict, rank_memories
+from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.placement import Placement
+from stagewright.schedule.program import Program
+
+
+@dataclass(frozen=True)
+class Replanned:
+    """The best plan found for devices as they are now, what a step of it takes, and what one of the plan that runs does."""
+
+    plan: Plan
+    seconds: float
+    stays_s: float
+
+
+def replanned(plan: Plan, cluster: Cluster) -> Replanned:
+    """The best that a run of `plan` could go on under on `cluster`, its devices as fast as they are now; that may be `plan`.
+
+    Raises:
+        InputError: the model cannot be resolved.
+        PlanError: it has changed.
+    """
+    body = body_costs(graph_of(plan), cluster, plan.job)
+    line = planned_line(plan, body, cluster)
+    stays = plan.model_copy(update={"predictions": predict(line, body)})
+    best, now = plan, stays
+    for cuts in (tuple(stage_cuts(plan, body.graph)), *_cuts(plan, line, body)):
+        moved = _judged(plan.model_copy(update={"cuts": cut_names(body.graph, list(cuts))}), body, cluster)
+        if moved is None:
+            continue
+        for found in (moved, _judged(_ordered(moved, line, body), body, cluster)):
+            if found is not None and found.predictions.step_seconds < now.predictions.step_seconds:
+                best = now = found
+    return Replanned(best, now.predictions.step_seconds, stays.predictions.step_seconds)
+
+
+def _ordered(plan: Plan, line: Pipeline, body: BodyCosts) -> Plan:
+    """`plan` with the order of passes that suits what they take, on `line`'s devices; as it is where parameters or gradients
+    come and go within a batch, or stages recompute, which another order would have to be laid out for anew."""
+    costs = plan.predictions.costs
+    is_plain = all(level < 2 for level in plan.sharding) and all(
+        policy == "keep" for policy in plan.memory_policy
+    )
+    if costs is None or not is_plain:
+        return plan
+    ends = [0, *stage_cuts(plan, body.graph), len(body.graph.body)]
+    saved = np.diff(np.asarray(body.saved_bytes, float)[ends])
+    between = {(one.source, one.target): one.value_seconds for one in costs.transfers}
+    hops = [between.get((stage, stage + 1), 0.0) for stage in range(plan.num_stages - 1)]
+    times = StageTimes(
+        np.array(costs.forward_seconds), np.array(costs.input_grad_seconds), np.array(costs.weight_grad_seconds),
+        np.array(hops), saved, saved,
+    )  # fmt: skip
+    counts, placement = in_flight(line.program), Placement(plan.placement)
+    room = []
+    for memory in rank_memories(line):
+        kept = sum(counts[stage] * saved[stage] for stage in placement.stages_of(memory.rank))
+        room.append(line.usable_bytes(memory.rank) - memory.peak_bytes + kept)
+    try:
+        program = automatic(
+            placement, plan.num_microbatches, times, np.array(room), num_moves=_MOVES, num_patterns=_PATTERNS
+        )
+    except ScheduleError:
+        return plan
+    return _with_program(plan, program)
+
+
+_MOVES, _PATTERNS = 1000, 100
+"""Of the search for an order: a run waits for it."""
+
+
+def _with_program(plan: Plan, program: Program) -> Plan:
+    actions = tuple(tuple(map(str, actions)) for actions in program.ranks)
+    return plan.model_copy(update={"schedule": program.name, "program": actions})
+
+
+def _cuts(plan: Plan, line: Pipeline, body: BodyCosts) -> list[tuple[int, ...]]:
+    """Cuts that suit the devices of `line`; none where what stages recompute is said operator by operator."""
+    if not all(isinstance(policy, str) for policy in plan.memory_policy):
+        return []
+    shared = plan.num_holders if plan.sharding and min(plan.sharding) >= 1 else 1
+    counts = in_flight(line.program)
+    found = cuts_to_try(line, rank_memories(line), body, counts, (), state_share=1.0 / shared, offload=False)
+    return found[:_MOST_CUTS]
+
+
+_MOST_CUTS = 3
+
+
+def _judged(plan: Plan, body: BodyCosts, cluster: Cluster) -> Plan | None:
+    """`plan` with its predictions; None where it does not run, or a rank lacks memory."""
+    try:
+        line = planned_line(plan, body, cluster)
+    except (PlanError, ScheduleError):
+        return None
+    memories = rank_memories(line)
+    if line.missing_bytes(memories) > 0:
+        return None
+    return plan.model_copy(update={"predictions": predict(line, body, memories)})

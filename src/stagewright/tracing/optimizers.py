@@ -1,0 +1,343 @@
+"""Optimizers by the names of `torch.optim`, or from a factory, and what they keep: asked of torch, on small parameters."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
+
+from stagewright.errors import InputError, nearest
+from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.models.factories import load_function
+from stagewright.tracing.models.source import split_factory
+
+Groups = Sequence[Mapping[str, Any]]
+"""Parameter groups: ``params``, pairs of name and parameter, and their ``weight_decay``."""
+
+Make = Callable[[Groups], list[Optimizer]]
+
+_SIZES = (3, 5, 7, 11, 13)
+"""Of the dimensions of a small parameter: each tells which one it is."""
+_LARGE = 64
+_NOT_TAKEN = {
+    "lbfgs": "needs the loss again within a step",
+    "sparseadam": "takes sparse gradients only",
+}
+
+
+def optimizer_names() -> dict[str, Callable[..., Optimizer]]:
+    """Those of torch by their names in small letters.
+
+    >>> optimizer_names()["adamw"]
+    <class 'torch.optim.adamw.AdamW'>
+    """
+    classes = (one for one in vars(torch.optim).values() if inspect.isclass(one))
+    return {
+        one.__name__.lower(): one for one in classes if issubclass(one, Optimizer) and one is not Optimizer
+    }
+
+
+def maker(
+    name: str, learning_rate: float, options: Mapping[str, Any], device: torch.device | None = None
+) -> Make:
+    """What makes the optimizers of parameter groups: one, or of a factory perhaps several that share the parameters out.
+
+    Fused where the optimizer has that for parameters on `device` (by default the CPU), else working on all tensors of a
+    group at once where it can. ``muon`` has matrices alone: all other parameters are AdamW's.
+
+    Raises:
+        InputError: there is no such optimizer, or it has no such option; a factory cannot be loaded.
+    """
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    if split_factory(name) is not None:
+        return _of_factory(name, learning_rate, given)
+    known = {key: one for key, one in optimizer_names().items() if key not in _NOT_TAKEN}
+    if name in _NOT_TAKEN:
+        raise InputError(f"optimizer '{name}' {_NOT_TAKEN[name]}: use one of {', '.join(known)}")
+    if name not in known:
+        raise InputError(
+            f"no optimizer '{name}'{nearest(name, known)}: use one of {', '.join(known)}, or package.module:factory"
+        )
+    kind = known[name]
+    own = [key for key in inspect.signature(kind).parameters if key not in ("params", "lr", "weight_decay")]
+    for key in given:
+        if key not in own:
+            raise InputError(
+                f"optimizer '{name}' has no option '{key}'{nearest(key, own)}: it has {', '.join(own)}; learning_rate and "
+                "weight_decay are the job's"
+            )
+    arguments = {"lr": learning_rate, **given}
+    way = {} if "fused" in given or "foreach" in given else _fastest(kind, str(device or "cpu"))
+    if name == "muon":
+        return lambda groups: _with_muon(kind, arguments, groups)
+    has_decay = "weight_decay" in inspect.signature(kind).parameters
+    return lambda groups: [kind(_checked(groups, has_decay, name), **arguments, **way)]
+
+
+def _checked(groups: Groups, has_decay: bool, name: str) -> list[dict[str, Any]]:
+    if has_decay:
+        return [dict(group) for group in groups]
+    if any(group["weight_decay"] for group in groups):
+        raise InputError(f"optimizer '{name}' has no weight decay: leave weight_decay out, or 0")
+    return [{"params": group["params"]} for group in groups]
+
+
+def _with_muon(
+    kind: Callable[..., Optimizer], arguments: Mapping[str, Any], groups: Groups
+) -> list[Optimizer]:
+    parts: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for group in groups:
+        for is_matrix in (True, False):
+            params = [(name, one) for name, one in group["params"] if (one.dim() == 2) == is_matrix]
+            if params:
+                parts[is_matrix].append({**group, "params": params})
+    found: list[Optimizer] = []
+    if parts[True]:
+        found.append(kind(parts[True], **arguments))
+    if parts[False]:
+        found.append(torch.optim.AdamW(parts[False], lr=arguments["lr"], betas=(0.9, 0.95), fused=True))
+    return found
+
+
+def _of_factory(name: str, learning_rate: float, options: Mapping[str, Any]) -> Make:
+    text = split_factory(name)
+    assert text is not None
+    function = load_function(text, name)
+
+    def make(groups: Groups) -> list[Optimizer]:
+        try:
+            made = function([dict(group) for group in groups], lr=learning_rate, **options)
+        except TypeError as error:
+            raise InputError(
+                f"optimizer factory '{name}' failed: {error}; it is called with parameter groups of pairs of name and "
+                "parameter, lr and the job's optimizer_options"
+            ) from error
+        found = list(made) if isinstance(made, list | tuple) else [made]
+        if not all(isinstance(one, Optimizer) for one in found):
+            raise InputError(f"'{name}' must return a torch.optim.Optimizer, or a list of them")
+        return found
+
+    return make
+
+
+@cache
+def _fastest(kind: Callable[..., Optimizer], device: str) -> dict[str, bool]:
+    taken = inspect.signature(kind).parameters
+    for way in ({"fused": True}, {"foreach": True}):
+        if not set(way) <= set(taken):
+            continue
+        parameter = torch.nn.Parameter(torch.ones(2, 2, device=device))
+        parameter.grad = torch.ones_like(parameter)
+        try:
+            kind([parameter], **way).step()
+        except (RuntimeError, ValueError, NotImplementedError):
+            continue
+        return way
+    return {}
+
+
+# -- asking ---------------------------------------------------------------------------------------------------------------
+
+
+def asked(
+    name: str, learning_rate: float, options: Mapping[str, Any], dtype_name: str, takes_decay: bool = False
+) -> dict[str, Any]:
+    """What an optimizer keeps of parameters of a type, and what a step moves, as a few steps on small parameters show: the
+    fields of `stagewright.estimation.optimizer.OptimizerState`.
+
+    With `takes_decay` weights decay.
+
+    Ignores: that a factory may tell parameters apart by their names; what other devices do in other ways; matrices as
+    small as the product of two others.
+
+    Raises:
+        InputError: as `maker`; or it keeps what is neither a tensor nor a number, or takes no parameter of any kind.
+    """
+    made, dtype = maker(name, learning_rate, options), DTYPES[dtype_name]
+    decay = 0.1 if takes_decay else 0.0
+
+    def make(groups: Groups) -> list[Optimizer]:
+        return made([{**group, "weight_decay": decay} for group in groups])
+
+    try:
+        make(_parameters([_SIZES[:2]], dtype)[1])
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"optimizer '{name}' refuses its options: {error}") from error
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        is_elementwise = _is_elementwise(make)
+        kept: dict[int, tuple[dict[str, Any], ...]] = {}
+        fault: Exception | None = None
+        for dims in (1,) if is_elementwise else range(len(_SIZES) + 1):
+            try:
+                kept[dims] = _kept(make, _SIZES[:dims], dtype, name)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError) as error:
+                fault = error
+        if not kept:
+            raise InputError(f"optimizer '{name}' takes no parameters: {fault}")
+        shape = (4 * _LARGE, _LARGE) if 2 in kept else (4 * _LARGE * _LARGE,)
+        one, two = (_Step.of(make, [shape] * count, dtype) for count in (1, 2))
+        of_all = max(0.0, two.transient - one.transient)
+        return {
+            "is_elementwise": is_elementwise,
+            "of_dims": kept,
+            "passes": one.passes,
+            "calls": one.calls,
+            "transient": of_all,
+            "transient_of_largest": max(0.0, one.transient - of_all),
+            "products": _products(make, dtype) if 2 in kept else (0.0, 0.0),
+        }
+
+
+def _parameters(
+    shapes: Iterable[Sequence[int]], dtype: torch.dtype
+) -> tuple[list[torch.nn.Parameter], Groups]:
+    made = [torch.nn.Parameter(torch.randn(tuple(shape), dtype=dtype)) for shape in shapes]
+    named = [(f"weight_{index}", one) for index, one in enumerate(made)]
+    return made, [{"params": named, "weight_decay": 0.0}]
+
+
+def _stepped(
+    make: Make, shapes: Iterable[Sequence[int]], dtype: torch.dtype, num_steps: int = 2
+) -> tuple[list[torch.nn.Parameter], list[Optimizer]]:
+    parameters, groups = _parameters(shapes, dtype)
+    optimizers = make(groups)
+    for _ in range(num_steps):
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        for optimizer in optimizers:
+            optimizer.step()
+    return parameters, optimizers
+
+
+def state_of(optimizers: Iterable[Optimizer], parameter: torch.nn.Parameter) -> dict[str, Any]:
+    """What the one of `optimizers` that has `parameter` keeps of it."""
+    for optimizer in optimizers:
+        if parameter in optimizer.state:
+            return optimizer.state[parameter]
+    return {}
+
+
+def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> tuple[dict[str, Any], ...]:
+    (parameter,), optimizers = _stepped(make, [shape], dtype)
+    found = []
+    for key, value in state_of(optimizers, parameter).items():
+        if isinstance(value, torch.Tensor):
+            found.append(_described(value, shape, dtype))
+        elif value is not None and not isinstance(value, bool | int | float):
+            raise InputError(
+                f"optimizer '{name}' keeps '{key}', a {type(value).__name__}: only tensors and numbers can be planned and "
+                "stored"
+            )
+    return tuple(found)
+
+
+def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+    dims, factor = [], 1
+    for size in tensor.shape:
+        if size in shape:
+            dims.append(shape.index(size))
+        else:
+            factor *= size
+    own = str(tensor.dtype).removeprefix("torch.")
+    return {"dims": tuple(dims), "factor": factor, "dtype": None if tensor.dtype == dtype and dims else own}
+
+
+def _is_elementwise(make: Make) -> bool:
+    """Whether a matrix and two ranges of its elements learn the same."""
+    torch.manual_seed(1)
+    try:
+        (whole, first, second), groups = _parameters([(6, 4), (9,), (15,)], torch.float64)
+        optimizers = make(groups)
+        with torch.no_grad():
+            first.copy_(whole.flatten()[:9])
+            second.copy_(whole.flatten()[9:])
+        for _ in range(3):
+            whole.grad = torch.randn_like(whole)
+            first.grad, second.grad = whole.grad.flatten().clone().split([9, 15])
+            for optimizer in optimizers:
+                optimizer.step()
+    except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError):
+        return False
+    sizes = [
+        value.numel() for value in state_of(optimizers, whole).values() if isinstance(value, torch.Tensor)
+    ]
+    together = torch.cat([first, second])
+    return set(sizes) <= {1, whole.numel()} and torch.allclose(whole.flatten(), together, rtol=1e-9, atol=0)
+
+
+class _Step(TorchDispatchMode):
+    """Counts what a step reads and writes, and what is there at most beside what was there before, in bytes of one of
+    the parameters, all of which are alike."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.num_parameters, self.num_bytes = len(parameters), parameters[0].nbytes
+        self.calls = 0.0
+        self._moved = self._most = 0
+        self._alive: dict[int, tuple[weakref.ReferenceType[torch.UntypedStorage], int]] = {}
+
+    @classmethod
+    def of(cls, make: Make, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> _Step:
+        """Of the third step on parameters of `shapes`."""
+        parameters, optimizers = _stepped(make, shapes, dtype)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        with cls(parameters) as counted:
+            for optimizer in optimizers:
+                optimizer.step()
+        return counted
+
+    @property
+    def passes(self) -> float:
+        return round(self._moved / self.num_bytes / self.num_parameters, 2)
+
+    @property
+    def transient(self) -> float:
+        return round(self._most / self.num_bytes, 2)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        schema = func._schema
+        aliases = [one.alias_info for one in schema.returns]
+        if any(one is not None and not one.is_write for one in aliases):
+            return result  # a view
+        given = dict(zip((one.name for one in schema.arguments), args, strict=False)) | (kwargs or {})
+        moved: list[int] = []
+        for argument in schema.arguments:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            times = 2 if is_written and argument.name != "grads" else 1
+            moved += times * [tensor.nbytes for tensor in _tensors(given.get(argument.name))]
+        if not any(aliases):
+            made = _tensors(result)
+            moved += [tensor.nbytes for tensor in made]
+            for storage in (tensor.untyped_storage() for tensor in made):
+                self._alive[id(storage)] = weakref.ref(storage), storage.nbytes()
+        self._moved += sum(moved)
+        self.calls += bool(moved) and max(moved) >= self.num_bytes
+        self._alive = {key: one for key, one in self._alive.items() if one[0]() is not None}
+        self._most = max(self._most, sum(size for _, size in self._alive.values()))
+        return result
+
+
+def _tensors(found: Any) -> list[torch.Tensor]:
+    return [one for one in tree_iter(found) if isinstance(one, torch.Tensor)]
+
+
+def _products(make: Make, dtype: torch.dtype) -> tuple[float, float]:
+    """The factors of s s l and of s s s in the FLOP of a step, from those of two matrices."""
+    flop = []
+    for shape in ((_LARGE, _LARGE), (_LARGE, 2 * _LARGE)):
+        with FlopCounterMode(display=False) as counter:
+            _stepped(make, [shape], dtype, num_steps=1)
+        flop.append(counter.get_total_flops() / _LARGE**3)
+    along = flop[1] - flop[0]
+    return along, max(0.0, flop[0] - along)

@@ -1,0 +1,131 @@
+"""A run whose ranks are no longer as fast as planned goes on under another plan, once, with the same losses."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import SMALL_LLAMA
+
+import stagewright
+from multiprocess import run_ranks
+from stagewright.cluster import Cluster, load_cluster, paced
+from stagewright.execution.adapting import Adaptation
+from stagewright.planning.plan import Plan
+from stagewright.planning.replanning import replanned
+from stagewright.tracing.models.reference import resolve
+
+
+def cpus(count: int) -> Cluster:
+    """Processors that are taken to be as fast as GPUs, which nobody looks at here."""
+    found = load_cluster("4x-a10g")
+    (node,) = found.nodes
+    device = node.device.model_copy(update={"kind": "cpu", "name": "cpu"})
+    only = node.model_copy(update={"device": device, "devices_per_node": count})
+    return found.model_copy(update={"name": "here", "nodes": (only,)})
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    job = stagewright.Job(global_batch=8, sequence_length=32, dtype="fp32", num_steps=45)
+    model = resolve("tiny-llama", dict(SMALL_LLAMA))
+    found = stagewright.plan(
+        model,
+        cpus(2),
+        job,
+        pp=2,
+        dp=1,
+        tp=1,
+        schedules="1f1b",
+        recompute="none",
+        microbatch=1,
+        is_improved=False,
+    )
+    return found.plans[0]
+
+
+def test_a_slow_device_gets_less_of_the_model(plan: Plan) -> None:
+    found = replanned(plan, paced(cpus(2), {0: 1.0, 1: 2.0}))
+    assert found.seconds < 0.9 * found.stays_s
+    assert found.plan.cuts != plan.cuts
+    assert (found.plan.num_ranks, found.plan.job, found.plan.placement) == (
+        plan.num_ranks,
+        plan.job,
+        plan.placement,
+    )
+    again = replanned(found.plan, paced(cpus(2), {0: 1.0, 1: 2.0}))
+    assert again.seconds == pytest.approx(found.seconds, rel=0.03)
+
+
+def test_nothing_is_looked_at_while_ranks_are_as_planned(plan: Plan, tmp_path: Path) -> None:
+    """Nor where one is slow for a few steps, or all are alike slow."""
+    watch = Adaptation(plan, tmp_path / "adapting", 1.0)
+    for step in range(200):
+        paces = [1.0, 2.0] if step % 6 < 4 else [1.7, 1.8]
+        assert watch.after(step, paces, 1.0, 1000) == [] and not watch.has_proposal
+    assert not (tmp_path / "adapting").exists()
+
+
+@pytest.mark.multiprocess
+def test_a_run_changes_its_plan_once_when_a_rank_becomes_slow(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    stayed = run_ranks(train, 2, str(tmp_path), False, timeout=120)
+    found = run_ranks(train, 2, str(tmp_path), True, timeout=200)
+    assert found[0]["losses"] == pytest.approx(stayed[0]["losses"], rel=1e-4)
+    assert stayed[0]["cuts"] == [list(plan.cuts)]
+    first, last = found[0]["cuts"]
+    assert first == list(plan.cuts) != last
+    assert found[0]["cuts"] == found[1]["cuts"]
+    said = [text for text in found[0]["said"] if "goes on with other cuts" in text]
+    assert len(said) == 1 and said[0].startswith("rank 1 takes 2.2 times as long as the plan took it to")
+    assert any(text.startswith("a step takes ") for text in found[0]["said"])
+
+
+def train(rank: int, num_ranks: int, folder: str, adapts: bool) -> dict[str, Any]:
+    """Train the plan; from the seventh step on the second rank takes 2.2 times as long as its device's figures say."""
+    import time
+
+    from stagewright.execution import session
+    from stagewright.execution.trainer import Trainer
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    done = [0]
+
+    def pace(batch: Any, now: Plan, pipeline_rank: int, length: int) -> float:
+        done[0] += 1
+        slow = 2.2 if pipeline_rank == 1 and done[0] > 6 else 1.0
+        return slow / assumed[0] if pipeline_rank == 1 else 1.0
+
+    session.pace_of = pace
+    assumed, cuts = [1.0], []
+    with warnings.catch_warnings(record=True) as said:
+        trainer = Trainer(
+            f"{folder}/plan.json", out=f"{folder}/{adapts}", device="cpu", random_weights=True, adapt=adapts
+        )
+        if trainer._adaptation is not None:
+            trainer._adaptation.change_s = 0.0  # steps are short here
+        adopt = trainer.adopt
+
+        def adopted(plan: Plan) -> None:
+            adopt(plan)
+            cuts.append(list(plan.cuts))
+            assumed[0] = 2.2
+
+        trainer.adopt = adopted
+        cuts.append(list(trainer.plan.cuts))
+        steps = trainer.step
+
+        def step(batch: Any = None) -> Any:
+            time.sleep(0.3)  # in which the search may go on
+            return steps(batch)
+
+        trainer.step = step
+        record = trainer.fit()
+    return {
+        "losses": [] if record is None else list(record.losses),
+        "cuts": cuts,
+        "said": [str(one.message) for one in said],
+    }
