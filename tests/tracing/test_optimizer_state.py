@@ -11,9 +11,14 @@ import torch
 from stagewright.errors import InputError
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
 from stagewright.planning.job import Job, load_job
-from stagewright.tracing.optimizers import asked, maker, optimizer_names
+from stagewright.tracing.optimizers import asked as fields_of
+from stagewright.tracing.optimizers import maker, optimizer_names
 
 TORCH = sorted(set(optimizer_names()) - {"lbfgs", "sparseadam"})
+
+
+def asked(*given: Any) -> OptimizerState:
+    return OptimizerState.model_validate(fields_of(*given))
 
 
 @pytest.fixture(scope="module")
