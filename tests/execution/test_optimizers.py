@@ -14,7 +14,7 @@ from plans import make_plan
 from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
 from stagewright.errors import RunError
-from stagewright.execution.data import SyntheticBatches
+from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.launch import run
 from stagewright.execution.record import load_record
 from stagewright.planning.estimate import estimate
