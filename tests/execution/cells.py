@@ -21,6 +21,7 @@ from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.schedule import Action
+from stagewright.tracing.models.lora import Lora
 
 NUM_STEPS = 2
 SMALL_GPT2 = (("num_hidden_layers", 2), ("n_embd", 32), ("vocab_size", 96))
@@ -48,6 +49,7 @@ class Cell:
     shard_size: int | None = None
     host_optimizer: tuple[int, ...] = ()
     num_units: int = 1
+    lora: Lora | None = None
 
     def __str__(self) -> str:
         model = self.model.rpartition(":")[2]
@@ -60,7 +62,7 @@ class Cell:
             path, self.model, self.schedule, self.pp, self.dp, self.num_microbatches, self.dtype, NUM_STEPS,
             overrides=dict(self.overrides), microbatch_size=2, sharding=self.sharding, num_chunks=self.num_chunks,
             policy=self.policy, sequence_length=16, reduce_dtype=self.reduce_dtype, shard_size=self.shard_size,
-            host_optimizer=self.host_optimizer, num_units=self.num_units,
+            host_optimizer=self.host_optimizer, num_units=self.num_units, lora=self.lora,
         )  # fmt: skip
         return path
 
@@ -104,6 +106,7 @@ def _traffic_of(plan: Plan, line: Pipeline, rank: int) -> Traffic:
             action.kind == "REDUCE" and action.stage in stages for action in line.program.actions(rank)
         )
         sums = sums if flat.level >= 2 and len(flat.stages) == 1 else 1
+        sums = sums if flat.is_trained else 0
         traffic.num_gathers += gathers
         traffic.gathered_bytes += gathers * part * ITEM_BYTES[flat.dtype]
         traffic.num_reductions += sums
@@ -206,7 +209,6 @@ class Plain:
         from stagewright.execution.data.synthetic import SyntheticBatches
         from stagewright.tracing.cache import trace
         from stagewright.tracing.models.build import build
-        from stagewright.tracing.models.reference import resolve
 
         job, share = plan.job, plan.num_microbatches
         self.size, self.seed = plan.microbatch_size, job.seed
@@ -214,7 +216,7 @@ class Plain:
         self.count = plan.dp * share
         self.scale = job.loss_scale if job.dtype == "fp16" else 1.0
         self.added_in = torch.float32 if job.torch_name in ("bfloat16", "float16") else None
-        reference = resolve(plan.model.text, plan.model.overrides)
+        reference = plan.model.reference()
         self.graph = trace(reference, plan.microbatch_size, **job.traced(plan.cluster.kind))
         built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
         self.module = built.module

@@ -24,6 +24,7 @@ from stagewright.schedule.families import build as build_schedule
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.schedule.subdivide import subdivided
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import resolve
 from stagewright.version import __version__
 
@@ -61,6 +62,7 @@ def make_plan(
     host_optimizer: Sequence[int] = (),
     num_units: int = 1,
     options: Mapping[str, object] | None = None,
+    lora: Lora | None = None,
 ) -> Plan:
     """A plan with equal numbers of operators per stage, written to `path`.
 
@@ -82,7 +84,7 @@ def make_plan(
         "loss_scale_window": 2,
     }
     job = load_job(None, keys | dict(options or {})).with_state()
-    reference = resolve(model, overrides)
+    reference = resolve(model, overrides).adapted(lora)
     traced = job.traced("cuda") | shared_layers(tp, sequence_parallel)  # as for clusters nothing describes
     graph = trace(reference, microbatch_size, **traced)
     whole = build_schedule(schedule, pp, num_microbatches, num_chunks)

@@ -223,6 +223,22 @@ def test_other_versions_are_told_from_damage(run_folder: Path) -> None:
         read_checkpoint(checkpoint)
 
 
+def test_checkpoints_say_what_they_are_of(run_folder: Path) -> None:
+    checkpoints = run_folder / "checkpoints"
+    done = CliRunner().invoke(app, ["checkpoint", "show", str(checkpoints), "--json"])
+    found = json.loads(done.stdout)["checkpoints"]
+    assert [(one["step"], one["model"], one["pp"], one["dtype"]) for one in found] == [
+        (1, "tiny-llama", 2, "fp32"), (2, "tiny-llama", 2, "fp32"),
+    ]  # fmt: skip
+    assert found[1]["bytes"] > 10_000 and "text" in found[1]["data"]
+    said = " ".join(
+        CliRunner().invoke(app, ["checkpoint", "show", str(checkpoints / "step-000002")]).stdout.split()
+    )
+    assert said.startswith("step 2: tiny-llama in fp32, pp 2 x dp 1 x tp 1, 1f1b, zero 0, adamw")
+    none = CliRunner().invoke(app, ["checkpoint", "show", str(run_folder)])
+    assert none.exit_code == 2 and "there is no checkpoint in" in " ".join(none.stderr.split())
+
+
 def test_the_command_names_what_is_damaged(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "500")  # a line each, however long the paths
     checkpoints = run_folder / "checkpoints"

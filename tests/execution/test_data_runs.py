@@ -68,9 +68,11 @@ def plain_losses(plan: Plan, request: DataRequest) -> list[float]:
     module = build(model, 1, job.sequence_length, job.torch_name, seed=job.seed).module
     graph = trace(model, 1, further_inputs=data.further_inputs, **plan.traced())
     batches = open_batches(data, job)
-    adamw = torch.optim.AdamW(
-        module.parameters(), lr=job.learning_rate, betas=job.betas, eps=job.eps, weight_decay=job.weight_decay
-    )
+    groups = [
+        {"params": [one for one in module.parameters() if one.dim() >= 2], "weight_decay": job.weight_decay},
+        {"params": [one for one in module.parameters() if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=job.learning_rate, betas=job.betas, eps=job.eps)
     losses, masked = [], 0
     for step in range(STEPS):
         samples = [batches.microbatch(step, sample, graph) for sample in range(job.global_batch)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import pytest
 from cells import SMALL_GPT2, SMALL_LLAMA
 from plans import make_plan
+from typer.testing import CliRunner
 
 from multiprocess import run_ranks
+from stagewright.cli.app import app
+from stagewright.execution.launch import run
 from stagewright.planning.plan import load_plan
 
 NET = """
@@ -107,26 +111,66 @@ def plain(plan: Any, path: Path, session: Any) -> tuple[float, list[list[float]]
     import torch
     from safetensors.torch import load_file
 
+    from stagewright.execution.data.synthetic import SyntheticBatches
     from stagewright.tracing.models.build import build
     from stagewright.tracing.models.reference import resolve
 
     reference, job = resolve(plan.model.text, plan.model.overrides), plan.job
-    built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=1)
+    built = build(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
     net: Any = built.module.net
     stored: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("model-*.safetensors")):
         stored |= load_file(file)
     assert not net.load_state_dict(stored, strict=False).unexpected_keys
     built.module.eval()
-    losses, rows = [], []
+    losses, rows, batches = [], [], SyntheticBatches(built.inputs, job.seed)
     with torch.no_grad():
         for step in (7, 8):
             for number in range(plan.num_microbatches * plan.dp):
                 graph = session.graph
-                inputs = session.batches.microbatch(step, number * plan.microbatch_size, graph)
+                inputs = batches.microbatch(step, number * plan.microbatch_size, graph)
                 losses.append(float(built.module(**inputs)))
                 if "input_ids" in inputs:
                     logits = net(input_ids=inputs["input_ids"]).logits.log_softmax(-1)
                     following = inputs["input_ids"][:, 1:, None]
                     rows += logits[:, :-1].gather(-1, following)[..., 0].tolist()
     return sum(losses) / len(losses), rows
+
+
+@pytest.mark.multiprocess
+def test_a_checkpoint_is_evaluated_under_any_plan(tmp_path: Path) -> None:
+    """By the verb: what `run` said of held-out data at its end, under another plan, and the log-probabilities behind it."""
+    text = tmp_path / "held-out.txt"
+    text.write_bytes(bytes(range(96)) * 5)
+    small = partial(
+        make_plan, overrides=dict(SMALL_LLAMA), sequence_length=16, num_steps=2, num_microbatches=4
+    )
+    small(tmp_path / "run.json", pp=2)
+    small(tmp_path / "other.json", pp=1, dp=2, num_microbatches=2, sharding=1)
+    run(
+        tmp_path / "run.json", text, out=tmp_path / "run", device="cpu", checkpoint=tmp_path / "checkpoints",
+        held_out=text, evaluate_every=1,
+    )  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    held_out = [line for line in lines if "held_out_loss" in line]
+    assert [line["step"] for line in held_out] == [1, 2] and held_out[0]["held_out_tokens"] == 30 * 15
+    words = ["--data", str(text), "--checkpoint", str(tmp_path / "checkpoints"), "--json"]
+    rows = tmp_path / "rows.jsonl"
+    done = CliRunner().invoke(
+        app, ["evaluate", str(tmp_path / "other.json"), *words, "--log-probabilities", str(rows)]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["loss"] == pytest.approx(held_out[-1]["held_out_loss"], rel=1e-5) and found["step"] == 2
+    told = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert [line["sample"] for line in told] == list(range(30))
+    assert found["num_tokens"] == sum(line["num_tokens"] for line in told) == 450
+    assert found["loss"] == pytest.approx(-sum(line["sum"] for line in told) / 450)
+    some = CliRunner().invoke(app, ["evaluate", str(tmp_path / "run.json"), *words, "--samples", "3"])
+    assert json.loads(some.stdout)["loss"] == pytest.approx(
+        -sum(line["sum"] for line in told[:3]) / 45, rel=1e-5
+    )
+    none = CliRunner().invoke(
+        app, ["evaluate", str(tmp_path / "run.json"), "--data", str(text), "--checkpoint", str(tmp_path)]
+    )
+    assert none.exit_code == 2 and "there is no checkpoint in" in " ".join(none.stderr.split())

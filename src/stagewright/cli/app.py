@@ -14,6 +14,7 @@ from stagewright.cli import (
     compare,
     demo,
     estimate,
+    evaluate,
     launch,
     lists,
     plan,
@@ -86,7 +87,7 @@ def stagewright(
 
 _VERBS = (
     plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize,
-    run.run, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
+    run.run, evaluate.evaluate, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
     profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 

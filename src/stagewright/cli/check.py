@@ -97,12 +97,11 @@ def _checks(
 
 def _without_model(plan: Plan) -> str | None:
     """Why the model of a plan is not built unless that is asked for: it is code, or it is not here. None: it is built."""
-    from stagewright.tracing.models.reference import resolve
 
     if plan.model.is_code:
         return f"as building it runs {plan.model.text}; --with-model allows it"
     try:
-        resolve(plan.model.text, plan.model.overrides)
+        plan.model.reference()
     except InputError as error:
         return f"as it is not here: {error}"
     return None

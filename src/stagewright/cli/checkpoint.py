@@ -16,8 +16,58 @@ if TYPE_CHECKING:
     from stagewright.execution.checkpoint_folder import Verified
 
 checkpoint = typer.Typer(
-    name="checkpoint", help="Checkpoints of runs: verify.", no_args_is_help=True, rich_markup_mode=None
+    name="checkpoint",
+    help="Checkpoints of runs: show, verify and export.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
+
+
+@checkpoint.command("show")
+def show_all(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="A run's checkpoint folder, or one step's folder in it.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """What the checkpoints of a run are of: steps, model, plan, data, and how large they are.
+
+    Their files are not read; `verify` does.
+    """
+    from stagewright.execution.checkpoint_folder import checkpoints_in
+
+    found = [_described(path) for path in checkpoints_in(folder)]
+    if as_json:
+        print_document({"checkpoints": found})
+    else:
+        show(*(_in_words(one) for one in found))
+
+
+def _described(path: Path) -> dict[str, Any]:
+    from stagewright.execution.manifest import read_checkpoint
+
+    manifest = read_checkpoint(path).manifest
+    plan = manifest.plan
+    job, model = plan.get("job", {}), plan.get("model", {})
+    return {
+        "path": str(path),
+        "step": manifest.step,
+        "model": model.get("name"),
+        **{name: plan.get(name) for name in ("pp", "dp", "tp", "schedule", "sharding")},
+        **{name: job.get(name) for name in ("dtype", "optimizer", "global_batch", "sequence_length")},
+        "data": str(manifest.data),
+        "files": len(manifest.files),
+        "bytes": sum(one.bytes for one in manifest.files.values()),
+    }
+
+
+def _in_words(one: dict[str, Any]) -> str:
+    zero = max(one["sharding"] or (0,))
+    return (
+        f"step {one['step']}: {one['model']} in {one['dtype']}, pp {one['pp']} x dp {one['dp']} x tp {one['tp']}, "
+        f"{one['schedule']}, zero {zero}, {one['optimizer']}, batches of {one['global_batch']} x {one['sequence_length']}, "
+        f"data {one['data']}; {one['files']} files, {format_bytes(one['bytes'])}"
+    )
 
 
 @checkpoint.command()
@@ -42,6 +92,44 @@ def verify(
         show(*map(_line, found))
     if not is_ok:
         raise typer.Exit(1)
+
+
+@checkpoint.command()
+def export(
+    folder: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT", help="One step's folder, or a run's, whose newest is taken."),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder for the model.")],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Add adapters to the weights that they are for.")
+    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Only adapters, as peft loads them.")] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            "--base",
+            metavar="MODEL",
+            help="The model that adapters are for; default where it was at the run.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the model of a checkpoint in Hugging Face's layout.
+
+    Of a run with --lora that is the model with the adapters in the folder `adapter` beside it, unless one of --merge and
+    --adapter is given.
+    """
+    with Progress("exporting") as progress:
+        progress("importing torch")
+        from stagewright.execution.model_export import export as exported
+
+        found = exported(folder, out, merges=merge, adapter_only=adapter, base=base, report=progress)
+    if as_json:
+        print_document({"path": str(found.path), "step": found.step, "files": found.files})
+        return
+    size = format_bytes(sum(found.files.values()))
+    show(f"Wrote the model of step {found.step} to '{found.path}': {len(found.files)} files, {size}.")
 
 
 def _document(one: Verified) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
+from stagewright.cli.groups import grouped
+from stagewright.cli.lora import LoraOptions
 from stagewright.cli.options import Json, Settings, parse_settings
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
 
+@grouped
 def estimate(
     context: typer.Context,
     subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model, or a plan.json.")],
@@ -62,6 +65,8 @@ def estimate(
     settings: Settings = None,
     with_model: WithModel = False,
     as_json: Json = False,
+    *,
+    tuning: LoraOptions,
 ) -> None:  # fmt: skip
     """Estimate time and memory of one configuration.
 
@@ -90,7 +95,7 @@ def estimate(
             left = on.num_devices // (pp or on.num_devices) // (tp or 1) // (cp or 1)
             replicas = (max(left, 1) if dp is None else dp) * (cp or 1)
             refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=tp in (None, 1))
-            reference = resolve(subject, parse_settings(settings))
+            reference = tuning.adapted(context, resolve(subject, parse_settings(settings)))
             found = estimating.estimate(
                 reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, ep=ep or 1,
                 sequence_parallel=sequence_parallel, microbatch=microbatch or 1, chunks=chunks,

@@ -12,6 +12,7 @@ import typer
 
 from stagewright.cli import options
 from stagewright.cli.groups import grouped
+from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_unshared
@@ -153,6 +154,7 @@ def plan(
     output: options.Output = None,
     as_json: options.Json = False,
     *,
+    tuning: LoraOptions,
     widths: WidthOptions,
     scheduling: ScheduleOptions,
     objective: ObjectiveOptions,
@@ -182,7 +184,7 @@ def plan(
         is_one_rank_a_layer=width == 1,
     )
     space = _space(widths, width, scheduling)
-    reference = resolve(model, options.parse_settings(settings))
+    reference = tuning.adapted(context, resolve(model, options.parse_settings(settings)))
     even: BreakEven | None = None
     with Progress(f"planning {model}") as progress:
         if objective.objective == "batch" or scheduling.host_stages:

@@ -78,6 +78,11 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in that folder.")] = False,
     other_data: Annotated[
         bool, typer.Option("--other-data", help="With --resume: go on though the data is other than before.")] = False,
+    held_out: Annotated[
+        list[str] | None, typer.Option("--held-out", metavar="PATH", help="Data to evaluate at the end, each sample once.")
+    ] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option("--evaluate-every", min=1, metavar="N", help="And after every N steps.")] = None,
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
     on_nan: Annotated[
@@ -111,6 +116,7 @@ def run(
         plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
         start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
         resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
+        held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)), evaluate_every=evaluate_every,
         adapt=adapt, rates=vars(rates), on_nan=cast("OnNan", on_nan),
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
@@ -133,6 +139,13 @@ def run(
     if record.stopped_by is not None:
         print(_stopped(record, steps or loaded.job.num_steps, checkpoint), file=sys.stderr)
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
+
+
+def _as_trained(
+    held_out: list[str] | None, tokenizer: Path | None, field: str | None
+) -> tuple[Path | None, str | None]:
+    """How held-out text becomes tokens: as what is trained on."""
+    return (tokenizer, field) if held_out else (None, None)
 
 
 def _stopped(record: Record, num_steps: int, checkpoint: Path | None) -> str:

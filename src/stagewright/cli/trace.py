@@ -9,12 +9,15 @@ from typing import Annotated
 import typer
 
 from stagewright.cli import options
+from stagewright.cli.groups import grouped
+from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse_unshared
 from stagewright.files import write_whole
 
 
+@grouped
 def trace(
     context: typer.Context,
     model: options.Model,
@@ -30,6 +33,8 @@ def trace(
     output: options.Output = None,
     use_cache: Annotated[bool, typer.Option("--cache/--no-cache", help="Reuse and keep the trace.")] = True,
     as_json: options.Json = False,
+    *,
+    tuning: LoraOptions,
 ) -> None:
     """Trace a model into its operator graph.
 
@@ -40,16 +45,18 @@ def trace(
     from stagewright.planning.plan import shared_layers
     from stagewright.report.graphs import graph_document, graph_summary, listing
     from stagewright.tracing import cache
+    from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
     refuse_unshared(context, is_one_replica=False, is_one_rank_a_layer=(tp or 1) == 1)
     begun = time.perf_counter()
-    overrides, element_type = options.parse_settings(settings), options.torch_dtype(dtype)
+    reference = tuning.adapted(context, resolve(model, options.parse_settings(settings)))
+    element_type = options.torch_dtype(dtype)
     profile = load_runtime(runtime or STAGEWRIGHT)
     shared = shared_layers(tp or 1, sequence_parallel, cp or 1, ep or 1)
     with Progress(f"tracing {model}") as progress:
         graph = cache.trace(
-            model, microbatch, sequence_length, element_type, overrides, report=progress, use_cache=use_cache,
+            reference, microbatch, sequence_length, element_type, report=progress, use_cache=use_cache,
             **profile.traced, **shared,
         )  # fmt: skip
         graph = profile.rewrite(graph)

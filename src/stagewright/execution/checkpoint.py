@@ -3,7 +3,7 @@
 Beside the model files (`stagewright.execution.model_files`) and ``checkpoint.json``, a folder has one
 ``rank-00003.safetensors`` for each rank that holds something no rank before it holds: weights as the optimizer updates
 them with AdamW's moments, whole or in shards, parameters that are not trained, and buffers that the forward changes.
-Random numbers and data are keyed by the step, so they have no state.
+Random numbers and data are keyed by the step, so they have no state. Of a model with adapters, what is frozen is left out.
 
 A folder is there whole or not at all: it gets its name when every rank has written its files.
 """
@@ -26,7 +26,7 @@ from stagewright.execution.checkpoint_folder import Kept
 from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import exchange
 from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
-from stagewright.execution.model_files import write_index
+from stagewright.execution.model_files import write_documents
 from stagewright.execution.session import Session
 from stagewright.execution.state import Held, held, resumed
 from stagewright.execution.tensor_files import Sources, Stored, rank_file, write_tensors
@@ -89,7 +89,7 @@ class Saver:
         if is_first and not faults:
             files = {name: FileRecord(**record) for one in told for name, record in one["files"].items()}
             try:
-                _complete(pending, self.session.reference.config, files)
+                _complete(pending, self.session.model_files.documents, files)
                 pending.scratch.rename(self.folder / folders.folder_name(step))
                 _sync(self.folder)
                 if self.kept is not None:
@@ -106,7 +106,7 @@ class Saver:
         rank, files = self.session.mesh.rank, self.session.model_files
         now = {
             rank_file(rank): {one.key: one.tensor for one in held(self.session) if one.writer == rank},
-            files.name: files.tensors(self.session),
+            **files.written(self.session),
         }
         on_gpu = self.session.device.type == "cuda"
         for file, tensors in now.items():
@@ -249,13 +249,16 @@ def _described(session: Session, step: int) -> Manifest:
         step=step,
         plan=plan,
         data=session.data,
+        base=session.base_model if session.mesh.rank == 0 else None,
         loss_scale=None if scale is None else scale.value,
         num_good=0 if scale is None else scale.num_good,
         files={},
     )
 
 
-def _complete(pending: _Pending, config: Mapping[str, Any] | None, files: Mapping[str, FileRecord]) -> None:
+def _complete(
+    pending: _Pending, documents: Mapping[str, Mapping[str, Any]], files: Mapping[str, FileRecord]
+) -> None:
     """The files that describe the others, once all of these are there."""
     scratch = pending.scratch
     for name, record in files.items():
@@ -263,7 +266,7 @@ def _complete(pending: _Pending, config: Mapping[str, Any] | None, files: Mappin
             raise RunError(
                 f"file '{name}' that another rank wrote is not there: all ranks must share the file system"
             )
-    described = write_index(scratch, config)
+    described = write_documents(scratch, documents)
     records = {**files, **{path.name: FileRecord.of(path) for path in described}}
     manifest = pending.manifest.model_copy(update={"files": records})
     for path in (*described, *write_manifest(scratch, manifest), scratch):

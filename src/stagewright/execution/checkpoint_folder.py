@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from stagewright.errors import InputError, StagewrightWarning
+from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
+from stagewright.execution.weight_files import base_model_of
 from stagewright.files import make_writable
 from stagewright.planning.plan import Plan
 
@@ -109,15 +111,21 @@ class Verified:
         return cls(path, None, len(files), sum(one.bytes for one in files))
 
 
-def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
-    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
-    none."""
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The folders of all checkpoints of a run, the oldest first, or the one that `folder` is. Raises `InputError` where
+    there is none."""
     is_one = (folder / MANIFEST).exists() or _STEP.fullmatch(folder.name)
     found = [folder] if is_one else steps_of(folder)[::-1]
     if not found or not folder.is_dir():
         raise InputError(f"there is no checkpoint in '{folder}': name the folder that --checkpoint was given")
+    return found
+
+
+def verified(folder: Path, report: Callable[[str], None] = lambda text: None) -> list[Verified]:
+    """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
+    none."""
     checked = []
-    for path in found:
+    for path in checkpoints_in(folder):
         report(f"reading {path.name}")
         checked.append(Verified.of(path))
     return checked
@@ -173,7 +181,11 @@ class Checkpointing:
 
 
 def check_start(
-    asked: Checkpointing, plan: Plan, num_steps: int, data: DataIdentity | str | Path | None = None
+    asked: Checkpointing,
+    plan: Plan,
+    num_steps: int,
+    data: DataIdentity | str | Path | None = None,
+    random_weights: bool = False,
 ) -> None:
     """Before any process is started. Raises `InputError` where the options do not go together; there is nothing to go on
     from, or it is damaged, of another model or data, or of as many steps as are asked for; or a run that starts afresh
@@ -197,11 +209,21 @@ def check_start(
             f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
         )
     _check_plan(found, plan, num_steps, asked.is_other_data)
+    _check_base(found, base_model_of(plan.model.resolved(), plan.job.seed, random_weights))
     was = found.manifest.data
     if not asked.is_other_data and not was.is_same(now := identity_of(data)):
         raise InputError(
             f"checkpoint '{found.path}' is of a run on other data: it was {was}, and this is {now}: give the same data, or "
             "go on with this with --other-data"
+        )
+
+
+def _check_base(found: Checkpoint, now: BaseModelIdentity | None) -> None:
+    was = found.manifest.base
+    if was is not None and now is not None and not was.is_same(now):
+        raise InputError(
+            f"checkpoint '{found.path}' has adapters for {was}, and this plan's model starts from {now}, which has other "
+            "weights: plan for those that they were trained with"
         )
 
 

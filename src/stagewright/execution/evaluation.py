@@ -10,6 +10,7 @@ import torch
 
 from stagewright.estimation.memory import stage_edges
 from stagewright.execution.collectives import exchange
+from stagewright.execution.data.batches import Batches
 from stagewright.execution.rank_runner import Inputs
 from stagewright.execution.session import Session
 from stagewright.graph.carving import carve
@@ -54,36 +55,51 @@ class Evaluator:
         self.runner = session.runner_of(stages, program)
         self.runner.release()
 
-    def run(
-        self, batches: Iterable[Sequence[Inputs]], first_sample: int = 0, wants_tokens: bool = False
+    def over(
+        self, batches: Batches, wants_tokens: bool = False, most_samples: int | None = None
     ) -> Evaluation:
-        """The loss of `batches`, each this replica's microbatches of one global batch, whose samples are counted on from
-        `first_sample`."""
+        """The loss of every sample of `batches`, or of the first so many, once. Of a model whose loss is not one of tokens,
+        the last samples are left out that fill no microbatch."""
+        session, each = self.session, self.session.plan.job.global_batch
+        num_samples = min(batches.num_samples, most_samples or batches.num_samples)
+        steps = range(-(-num_samples // each))
+        graph = session.lengths.turn_to(session.plan.job.sequence_length).graph
+        return self.run(
+            (session.microbatches(step, graph, batches) for step in steps), wants_tokens, num_samples
+        )
+
+    def run(
+        self,
+        batches: Iterable[Sequence[Inputs]],
+        wants_tokens: bool = False,
+        num_samples: int | None = None,
+    ) -> Evaluation:
+        """The loss of `batches`, each this replica's microbatches of one global batch; samples from number `num_samples` on
+        only fill the last one."""
         session = self.session
         plan, size = session.plan, session.plan.microbatch_size
         total = torch.zeros(2, dtype=torch.float64, device=session.device)
         found: dict[int, list[float | None]] = {}
-        num_microbatches = 0
+        first_sample = 0
         session.runner.release()
         self.runner.restore()
         for batch in batches:
             result = self.runner.run_batch(0, batch)
             for microbatch, loss in result.losses.items():
+                place = first_sample + (session.mesh.replica * plan.num_microbatches + microbatch) * size
+                num_rows = size if num_samples is None else min(size, max(0, num_samples - place))
                 if not self.is_by_token:
-                    total += torch.stack((loss.double(), torch.ones_like(loss, dtype=torch.float64)))
+                    if num_rows == size:
+                        total += torch.stack((loss.double(), torch.ones_like(loss, dtype=torch.float64)))
                     continue
-                counts = loss != NOT_COUNTED
-                total += torch.stack((torch.where(counts, loss, 0).double().sum(), counts.double().sum()))
+                rows = loss.reshape(size, -1)[:num_rows]
+                counts = rows != NOT_COUNTED
+                total += torch.stack((torch.where(counts, rows, 0).double().sum(), counts.double().sum()))
                 if wants_tokens:
-                    place = (
-                        first_sample + session.mesh.replica * plan.num_microbatches * size + microbatch * size
-                    )
-                    rows = loss.reshape(size, -1).tolist()
                     found |= {
                         place + row: [None if one == NOT_COUNTED else -one for one in tokens]
-                        for row, tokens in enumerate(rows)
+                        for row, tokens in enumerate(rows.tolist())
                     }
-            num_microbatches += plan.num_microbatches
             first_sample += plan.job.global_batch
             self.runner.drop()
         self.runner.release()

@@ -12,7 +12,7 @@ from typing import Any
 
 from stagewright.errors import InputError, RunError, nearest
 from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_start, steps_of
-from stagewright.execution.data.prepared import prepared
+from stagewright.execution.data.prepared import Data, prepared, ready_beside
 from stagewright.execution.data.request import DataRequest
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.no_number import ON_NAN, OnNan
@@ -42,6 +42,8 @@ def run(
     other_data: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    held_out: Data = None,
+    evaluate_every: int | None = None,
     adapt: bool = False,
     rates: Mapping[str, Any] | None = None,
     on_nan: OnNan = "warn",
@@ -69,6 +71,8 @@ def run(
         other_data: do so also if the data is not what that one was trained on.
         keep_last: how many of the newest checkpoints to keep; None keeps all.
         keep_every: keep those after a multiple of so many steps besides.
+        held_out: data that is evaluated, every sample of it once, at the end.
+        evaluate_every: and after every so many steps.
         adapt: go on under another plan where ranks stay slower or faster than planned and that is worth it.
         rates: keys of the job that say the learning rate, in place of those of the plan's.
         on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
@@ -95,6 +99,8 @@ def run(
     asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data, kept)
     asked.check()
     check_weights(loaded, random_weights, resume)
+    if evaluate_every is not None and held_out is None:
+        raise InputError("--evaluate-every needs --held-out PATH, the data to evaluate")
     if keep_every is not None and kept is None:
         raise InputError("--keep-every needs --keep-last N: without it all checkpoints are kept")
     folder = default_folder(loaded) if out is None else Path(out)
@@ -109,6 +115,7 @@ def run(
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
+        "held_out": None, "evaluate_every": evaluate_every,
         "adapt": adapt, "rates": dict(rates or {}), "on_nan": on_nan,
     }  # fmt: skip
     if ranks is not None:
@@ -118,8 +125,10 @@ def run(
     num_steps = steps or loaded.job.num_steps
     with in_use(checkpoint, "--checkpoint"):
         found = prepared(DataRequest.of(data), loaded)
-        check_start(asked, loaded, num_steps, None if found is None else found.identity)
+        check_start(asked, loaded, num_steps, None if found is None else found.identity, random_weights)
+        aside = ready_beside(held_out, found, loaded)
         options["data"] = None if found is None else found.model_dump(mode="json")
+        options["held_out"] = None if aside is None else aside.model_dump(mode="json")
         with in_use(folder, "--out"):
             if is_launched:
                 return _join(options, folder)

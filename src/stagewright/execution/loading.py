@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from stagewright.errors import InputError, RunError, StagewrightWarning
+from stagewright.execution.conversions import Conversions
 from stagewright.execution.quantised import FIX, leftovers_of, method_of, parts_of, scheme
 from stagewright.execution.weight_files import WeightFiles, open_weights, reading
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.tracing.arguments import from_contents
+from stagewright.tracing.models.adapter_names import base_name, is_adapter
 from stagewright.tracing.models.build import DeferredModel
 
 
@@ -27,7 +29,7 @@ def starting_tensors(
     stored: StoredWeights | None = None,
     part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of `stages` by name: as they are `stored`, or from the seed where nothing is.
+    """Parameters and buffers of `stages` by name: as they are `stored`, or from the seed where nothing is; adapters always.
 
     Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter. Raises `InputError`
     where a parameter is in none of the files, or cannot be read."""
@@ -35,7 +37,9 @@ def starting_tensors(
     buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
     # One by one, because a whole one may be many times a part.
     found = {
-        name: part(name, model.tensors((name,))[name] if stored is None else stored.read(name))
+        name: part(
+            name, model.tensors((name,))[name] if stored is None or is_adapter(name) else stored.read(name)
+        )
         for name in parameters
     }
     kept = {} if stored is None else stored.lasting(buffers)
@@ -94,40 +98,56 @@ class StoredWeights:
         self._layouts = {**dict(module.named_parameters(remove_duplicate=False)), **buffers}
         self._lasting = buffers.keys() & module.state_dict(keep_vars=True).keys()
         self._known = {_key(name) for name in self._layouts}
+        self._conversions = Conversions(getattr(module, "net", None), self._files.where, self._known)
         self._stored = sorted(self._files.where)
         self._readers: dict[str, Any] = {}
 
     def has(self, name: str) -> bool:
         """Whether the files have tensor `name` of the model."""
-        return bool(parts_of(_key(name), self._files.where, self._method))
+        return self._is_plain(_key(name)) or bool(self._conversions.sources(_key(name)))
 
     def read(self, name: str) -> torch.Tensor:
         """Tensor `name` of the model, of its shape and type. Raises `InputError` where it is in no file, cannot be read, or
         is stored as something else."""
         key, layout = _key(name), self._layouts[name]
-        parts = parts_of(key, self._files.where, self._method)
-        if not parts:
+        if self._is_plain(key):
+            sources, whole = [key], self._stored_as(key, layout.dtype)
+        elif sources := self._conversions.sources(key):
+            whole = self._conversions.made(key, lambda source: self._stored_as(source, layout.dtype))
+        else:
             raise InputError(
                 f"'{self._files.folder}' has no tensor '{key}': the files belong to another model, or store it under "
                 "another name; run with --random-weights to start from the seed"
             )
+        if whole.shape != layout.shape:
+            raise InputError(
+                f"tensor '{key}' in {self._file(sources[0])} has shape {list(whole.shape)}, expected "
+                f"{list(layout.shape)}: the files belong to another model"
+            )
+        return whole
+
+    def _is_plain(self, key: str) -> bool:
+        """Whether a tensor is stored under its own name."""
+        return bool(parts_of(key, self._files.where, self._method))
+
+    def _file(self, key: str) -> str:
+        return f"'{self._files.where[parts_of(key, self._files.where, self._method)[0]]}'"
+
+    def _stored_as(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        """A stored tensor, in memory of its own, as numbers of type `dtype`. Raises as `read`."""
+        parts = parts_of(key, self._files.where, self._method)
         if left := [one for one in leftovers_of(key, self._stored, self._known) if one not in parts]:
             raise InputError(
                 f"'{self._files.folder}' has '{left[0]}' beside '{key}', which is therefore quantised, in a way that its "
                 f"config.json does not name: {FIX}"
             )
-        whole = dequantised(key, [self._get(part) for part in parts], self._scheme, layout.dtype)
-        if whole.shape != layout.shape:
+        whole = dequantised(key, [self._get(part) for part in parts], self._scheme, dtype)
+        if _kind(whole) != _kind(torch.empty((), dtype=dtype)):
             raise InputError(
-                f"tensor '{key}' in '{self._files.where[parts[0]]}' has shape {list(whole.shape)}, expected "
-                f"{list(layout.shape)}: the files belong to another model"
+                f"tensor '{key}' in {self._file(key)} is stored as {whole.dtype}, and the model has {dtype} there, so that "
+                f"its numbers are not those of the model: {FIX}"
             )
-        if _kind(whole) != _kind(layout):
-            raise InputError(
-                f"tensor '{key}' in '{self._files.where[parts[0]]}' is stored as {whole.dtype}, and the model has "
-                f"{layout.dtype} there, so that its numbers are not those of the model: {FIX}"
-            )
-        return whole.to(layout.dtype, copy=len(parts) == 1)  # what is read plainly is memory of the file
+        return whole.to(dtype, copy=len(parts) == 1)  # what is read plainly is memory of the file
 
     def lasting(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         """The buffers among `names` that belong to the model's state, by name; a warning names those in no file."""
@@ -151,7 +171,7 @@ class StoredWeights:
 
 
 def _key(name: str) -> str:
-    return name.removeprefix("net.")
+    return base_name(name).removeprefix("net.")
 
 
 def _kind(tensor: torch.Tensor) -> str:

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,34 +71,41 @@ class StepLog:
     Args:
         folder: where the file goes, beside ``record.json``.
         first: steps done before; a run that goes on from some adds its lines to those that are there.
+        keeps: whether this is the process that writes them.
     """
 
-    def __init__(self, folder: Path, first: int) -> None:
+    def __init__(self, folder: Path, first: int, keeps: bool = True) -> None:
         self.printed = 0.0
         self.is_incomplete = False
         self.path = folder / STEPS
-        if not first:
+        if keeps and not first:
             self.path.unlink(missing_ok=True)
 
     def __call__(self, step: Step) -> None:
-        self._keep(step)
+        skipped = {"skipped": True} if step.is_skipped else {}
+        self._keep({"step": step.number, **step.figures, **skipped})
         now = time.monotonic()
         if 1 < step.number < step.num_steps and step.num_steps > 50 and now - self.printed < 1.0:
             return
         self.printed = now
         print(step, file=sys.stderr, flush=True)
 
-    def _keep(self, step: Step) -> None:
+    def evaluated(self, number: int, loss: float, num_tokens: int) -> None:
+        """What held-out data came to behind step `number`, counted from 1; no tokens where the loss is not one of tokens."""
+        self._keep({"step": number, "held_out_loss": finite(loss), "held_out_tokens": num_tokens})
+        over = f" over {num_tokens:,} tokens" if num_tokens else ""
+        print(f"held-out loss after step {number}: {loss:.4f}{over}", file=sys.stderr, flush=True)
+
+    def _keep(self, line: Mapping[str, Any]) -> None:
         """A file that takes no more ends no training: that is said once, and tried again with every step."""
         try:
             with open(self.path, "a", encoding="utf-8", opener=through_no_link) as file:
-                skipped = {"skipped": True} if step.is_skipped else {}
-                file.write(json.dumps({"step": step.number, **step.figures, **skipped}) + "\n")
+                file.write(json.dumps(line) + "\n")
         except OSError as error:
             if not self.is_incomplete:
                 self.is_incomplete = True
                 warnings.warn(
-                    f"steps from {step.number} on are missing in '{self.path}' ({error.strerror or error}); the run goes on"
+                    f"steps from {line['step']} on are missing in '{self.path}' ({error.strerror or error}); the run goes on"
                     ": make room there, or its record cannot be written either",
                     StagewrightWarning,
                     stacklevel=2,

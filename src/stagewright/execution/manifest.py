@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import parse_json, read_text
 from stagewright.errors import InputError
+from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.data_identity import DataIdentity
 from stagewright.files import digest_of, inside, write_whole
 
@@ -49,6 +50,8 @@ class Manifest(StrictModel):
     """What results depend on to the last bit."""
     data: DataIdentity
     """What the run was trained on."""
+    base: BaseModelIdentity | None = None
+    """Of adapters, the model that they are for."""
     loss_scale: float | None = None
     num_good: int = 0
     """Steps since the loss scale last changed."""

@@ -4,6 +4,9 @@ Each pipeline rank's first replica writes ``model-00001-of-00002.safetensors`` w
 stages, gathered where replicas or tensor parallel ranks hold parts of them; ``model.safetensors.index.json`` says which
 file has which tensor. A tied parameter is written once, by its first name.
 
+Of a model with adapters only these are written, all of them by the first rank, as peft does; the model itself is frozen, and
+lies where the run found it.
+
 Source: the layout of sharded checkpoints in the documentation of transformers, "Sharded checkpoints".
 """
 
@@ -21,12 +24,15 @@ from safetensors import safe_open
 
 from stagewright.execution.collectives import exchange
 from stagewright.execution.loading import StoredWeights, unused_tensors
-from stagewright.execution.weight_files import CONFIG, INDEX
+from stagewright.execution.weight_files import CONFIG, INDEX, lasting_text
 from stagewright.files import write_whole
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import GROUP, TensorShard, parallelism
 from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.models.adapter_names import ADAPTER, ADAPTER_CONFIG
+from stagewright.tracing.models.adapters import adapter_config, peft_names
 from stagewright.tracing.models.build import DeferredModel
+from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.tensor_parallel.operators import group_of
 
 if TYPE_CHECKING:
@@ -41,27 +47,37 @@ class ModelFiles:
     """What a rank writes of the model.
 
     `name` is that of its pipeline rank's file, `names` are the tensors in it as the graph calls them, `unused` those among
-    them that no stage uses, so that the model has all its tensors.
+    them that no stage uses, so that the model has all its tensors. Of adapters, `adapters` has the names in peft's file;
+    where `is_adapter`, the model itself is not written. `documents` are what describes the files, by name: the model's
+    config, where it has one, and what peft reads of adapters.
     """
 
     name: str
     names: frozenset[str]
     unused: Mapping[str, torch.Tensor]
+    adapters: Mapping[str, str]
+    is_adapter: bool
+    documents: Mapping[str, Mapping[str, Any]]
 
     @classmethod
     def of(
         cls,
         model: DeferredModel,
+        reference: ModelReference,
         stages: Sequence[Stage],
         placement: Sequence[int],
         rank: int,
         stored: StoredWeights | None,
     ) -> ModelFiles:
         """For pipeline rank `rank`; `stored` is what the run starts from, None where it starts from the seed."""
-        # Parameters, tied ones by their first name, and the buffers that belong to the module's state.
-        state, module = model.module.state_dict(keep_vars=True), model.module
-        lasting = {name for name, _ in module.named_parameters()}
-        lasting |= {name for name, _ in module.named_buffers(remove_duplicate=False)} & state.keys()
+        is_adapter = reference.lora is not None
+        adapters = peft_names(model.module)
+        lasting = set(adapters) if is_adapter else lasting_names(model.module)
+        documents: dict[str, Mapping[str, Any]] = {}
+        if adapters:
+            documents[ADAPTER_CONFIG] = adapter_config(model.module, lasting_text(reference))
+        if reference.config is not None and not is_adapter:
+            documents[CONFIG] = described_config(reference.config)
         owners: dict[str, int] = {}
         for stage in stages:
             here = placement[stage.index]
@@ -76,13 +92,29 @@ class ModelFiles:
             f"model-{number:05d}-of-{len(writers):05d}.safetensors",
             frozenset(name for name, owner in owners.items() if owner == rank),
             unused_tensors(model, unused, stored) if rank == 0 else {},
+            adapters,
+            is_adapter,
+            documents,
         )
 
-    def tensors(self, session: Session) -> dict[str, torch.Tensor]:
-        """What this rank's file holds, on the CPU: nothing but on the first replica and tensor parallel rank.
+    def written(self, session: Session) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of every file that this rank writes, on the CPU. Every rank must call this."""
+        own = self._tensors(session)
+        files = {} if self.is_adapter else {self.name: {_own_name(name): one for name, one in own.items()}}
+        if self.adapters:
+            adapters = {self.adapters[name]: one for name, one in own.items() if name in self.adapters}
+            files[ADAPTER] = _on_first_rank(session, adapters)
+        return files
 
-        Every rank must call this.
-        """
+    def whole(self, session: Session) -> dict[str, torch.Tensor]:
+        """All that is written of the model, or where it is not its adapters, on the CPU of the first rank; nothing on the
+        others. Every rank must call this."""
+        own = self._tensors(session)
+        called = self.adapters.__getitem__ if self.is_adapter else _own_name
+        return _on_first_rank(session, {called(name): tensor for name, tensor in own.items()})
+
+    def _tensors(self, session: Session) -> dict[str, torch.Tensor]:
+        """What this rank has of what it writes, on the CPU: nothing but on the first replica and tensor parallel rank."""
         mesh, found = session.mesh, dict(self.unused)
         is_writer = mesh.replica == 0 and mesh.tensor_rank == 0
         shared = parallelism(session.graph)
@@ -93,13 +125,12 @@ class ModelFiles:
             whole = held if how is None else _merged(held, how, mesh.tp)
             if is_writer:
                 found[name] = whole.detach().to("cpu")
-        return {name.removeprefix("net."): tensor for name, tensor in found.items()} if is_writer else {}
+        return found if is_writer else {}
 
 
-def on_first_rank(session: Session) -> dict[str, torch.Tensor]:
-    """All that the model files would hold, on the CPU of the first rank; nothing on the others. Every rank must call
-    this."""
-    own, device = session.model_files.tensors(session), session.device
+def _on_first_rank(session: Session, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What all ranks have of their `own`, on the CPU of the first; every rank must call this."""
+    device = session.device
     told = exchange(
         [[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in own.items()]
     )
@@ -116,8 +147,29 @@ def on_first_rank(session: Session) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:
-    """The index of the model files in `folder`, and the model's config where it has one; returns what was written."""
+def lasting_names(module: torch.nn.Module) -> set[str]:
+    """Of parameters, tied ones by their first name, and of the buffers that belong to the module's state."""
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name for name, _ in module.named_parameters()} | (
+        buffers & module.state_dict(keep_vars=True).keys()
+    )
+
+
+def described_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a model whose weights are in such files."""
+    return {key: value for key, value in config.items() if key not in _OF_STORAGE}
+
+
+def write_documents(folder: Path, documents: Mapping[str, Mapping[str, Any]]) -> list[Path]:
+    """`documents` in `folder`, and an index of the model files there if there are any; returns what was written."""
+    index = _index(folder)
+    every = {**documents, **({INDEX: index} if index["weight_map"] else {})}
+    for name, document in every.items():
+        write_whole(folder / name, json.dumps(document, indent=2, sort_keys=True) + "\n")
+    return [folder / name for name in every]
+
+
+def _index(folder: Path) -> dict[str, Any]:
     where: dict[str, str] = {}
     total = 0
     for file in sorted(folder.glob("model-*.safetensors")):
@@ -126,12 +178,11 @@ def write_index(folder: Path, config: Mapping[str, Any] | None) -> list[Path]:
         with file.open("rb") as opened:
             header = int.from_bytes(opened.read(8), "little")
         total += file.stat().st_size - 8 - header  # all but the header, whose bytes the first eight count
-    documents: dict[str, Any] = {INDEX: {"metadata": {"total_size": total}, "weight_map": where}}
-    if config is not None:
-        documents[CONFIG] = {key: value for key, value in config.items() if key not in _OF_STORAGE}
-    for name, document in documents.items():
-        write_whole(folder / name, json.dumps(document, indent=2, sort_keys=True) + "\n")
-    return [folder / name for name in documents]
+    return {"metadata": {"total_size": total}, "weight_map": where}
+
+
+def _own_name(name: str) -> str:
+    return name.removeprefix("net.")
 
 
 def _tensors(session: Session) -> Iterator[tuple[str, torch.Tensor]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 
 from stagewright.errors import InputError, RunError
 from stagewright.execution.allocation import cause_of
+from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.collectives import exchange
-from stagewright.execution.data.batches import counted
+from stagewright.execution.data.batches import Batches, counted
 from stagewright.execution.data.opening import open_batches
 from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
@@ -33,6 +35,7 @@ from stagewright.execution.pace import pace_of
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
+from stagewright.execution.weight_files import base_model_of
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
 from stagewright.graph.carving import carve
@@ -114,6 +117,7 @@ class Session:
             {"further_inputs": data.further_inputs} if data is not None and data.further_inputs else {}
         )
         traced: dict[str, Any] = plan.traced() | self._further
+        self.is_from_files = reference.weights is not None and not random_weights
         self.graph = trace(reference, plan.microbatch_size, device=device.type, report=report, **traced)
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
@@ -137,11 +141,11 @@ class Session:
         every = flats(self.stages, plan.sharding, shards, copies, dims) if plan.dp > 1 else ()
         mine = of_stages(every, (stage.index for stage in own))
         stored = None
-        if reference.weights is not None and not random_weights:
+        if reference.weights is not None and self.is_from_files:
             stored = StoredWeights(reference.weights, model.module, reference.config or {})
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
         self.weights = Weights(own, starting_tensors(model, own, stored, self.part), device, accumulate, mine)
-        self.model_files = ModelFiles.of(model, self.stages, plan.placement, rank, stored)
+        self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
         del model, stored
         self.watch("making process groups")
         self.groups = Groups.of(self.mesh)
@@ -165,6 +169,11 @@ class Session:
             on_nan != "warn",
         )
         self.metering = Metering()
+
+    @cached_property
+    def base_model(self) -> BaseModelIdentity | None:
+        """Of adapters, the model that they are for, whose files are read for it."""
+        return base_model_of(self.reference, self.plan.job.seed, not self.is_from_files)
 
     def watch(self, position: str) -> None:
         """This rank is now at `position`."""
@@ -234,17 +243,20 @@ class Session:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return scale / (self.plan.num_microbatches * self.plan.dp)
 
-    def microbatches(self, step: int, graph: OperatorGraph) -> list[dict[str, torch.Tensor]]:
-        """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`."""
-        plan = self.plan
-        if self.batches is None:
+    def microbatches(
+        self, step: int, graph: OperatorGraph, batches: Batches | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`, out of
+        `batches` in place of the data trained on if they are given."""
+        plan, source = self.plan, self.batches if batches is None else batches
+        if source is None or not self._needed:
             return [{} for _ in range(plan.num_microbatches)]
         first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
-        batches = (
-            self.batches.microbatch(step, first + index * plan.microbatch_size, graph, self._needed)
+        found = (
+            source.microbatch(step, first + index * plan.microbatch_size, graph, self._needed)
             for index in range(plan.num_microbatches)
         )
-        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in batches]
+        return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in found]
 
     def own_part(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """This replica's microbatches of a whole batch, by the name of the model's input. Raises `InputError` where it does
@@ -253,6 +265,11 @@ class Session:
         if missing := [name for name in graph.inputs if name not in batch]:
             raise InputError(
                 f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"
+            )
+        if unknown := [name for name in batch if name not in graph.inputs]:
+            raise InputError(
+                f"the batch has '{unknown[0]}', which the model as it was traced does not take: it takes "
+                f"{', '.join(map(repr, graph.inputs))}"
             )
         size, first = plan.microbatch_size, self.mesh.replica * plan.num_microbatches * plan.microbatch_size
         for name, value in graph.inputs.items():

@@ -147,10 +147,14 @@ def held(session: Session) -> Iterator[Held]:
             )
             for own, region, piece in _of_flat(group.entries, span, tensor):
                 yield from placed(own, part, region, sharer, piece)
-    for value, tensor in weights.parameters.items():
+    if session.model_files.is_adapter:
+        frozen, parts = {}, {}  # are those that the run started from
+    else:
+        frozen, parts = weights.parameters, session.shards.parts(are_trained=False)
+    for value, tensor in frozen.items():
         if value not in weights.trained:
             yield from placed(value, "weight", Region.whole(tensor.shape), 0, tensor)
-    for value, tensor in session.shards.parts(are_trained=False).items():
+    for value, tensor in parts.items():
         flat = session.shards.flat_of(value)
         for own, region, piece in _of_flat(flat.entries, flat.shard(sharer), tensor):
             yield from placed(own, "weight", region, sharer, piece)

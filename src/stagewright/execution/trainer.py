@@ -20,7 +20,7 @@ from stagewright.execution.checkpoint_folder import (
     check_start,
     has_same_stages,
 )
-from stagewright.execution.data.prepared import Data, PreparedData, ready
+from stagewright.execution.data.prepared import Data, PreparedData, ready, ready_beside
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.launch import default_folder, refuse_what_is_not_run
 from stagewright.execution.logs import Callback, Step, StepLog
@@ -74,6 +74,8 @@ class Trainer:
         other_data: do so also if the data, or which of it comes when, is not what that one was trained on.
         timeout: seconds a rank may stay at one action.
         start_timeout: seconds until every rank must have joined the others.
+        held_out: data that `evaluate` takes every sample of once, of the same kinds of records as `data`.
+        evaluate_every: steps after which `fit` evaluates it each time, and at the end.
         adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be and that
             is worth more than it costs: another order of passes, or other cuts.
         rates: keys of the job that say the learning rate, in place of those of the plan's.
@@ -103,6 +105,8 @@ class Trainer:
         other_data: bool = False,
         timeout: float = 1800.0,
         start_timeout: float = 300.0,
+        held_out: Data = None,
+        evaluate_every: int | None = None,
         adapt: bool = False,
         rates: Mapping[str, Any] | None = None,
         on_nan: OnNan = "warn",
@@ -128,6 +132,8 @@ class Trainer:
         self._stack = ExitStack()
         self._is_open = True
         found = ready(data, loaded)
+        self._held_out = ready_beside(held_out, found, loaded)
+        self._evaluate_every = evaluate_every
         if not _is_checked:
             self._check(found, random_weights)
         launched = int(os.environ["RANK"])
@@ -155,7 +161,8 @@ class Trainer:
             alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update({**alone, "MASTER_PORT": str(_free_port())})
         self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
-        check_start(self._asked, self.plan, self.num_steps, None if data is None else data.identity)
+        identity = None if data is None else data.identity
+        check_start(self._asked, self.plan, self.num_steps, identity, random_weights)
         self._stack.enter_context(in_use(self.out, "out"))
 
     def _set_up(self, data: PreparedData | None, random_weights: bool, callbacks: Iterable[Callback]) -> None:
@@ -199,8 +206,9 @@ class Trainer:
         self._results: list[StepResult] = []
         self._evaluator: Evaluator | None = None
         self._callbacks: list[Callback] = []
+        self._log = StepLog(self.out, self.first_step, keeps=self.is_first)
         if self.is_first:
-            self._callbacks = [StepLog(self.out, self.first_step), *callbacks]
+            self._callbacks = [self._log, *callbacks]
 
     def _ask_ranks(self) -> None:
         """What every rank says after each step."""
@@ -231,6 +239,10 @@ class Trainer:
                     self._change()
                 if _RECORD in result.votes and not is_last:
                     self._record(is_going_on=True)
+            if self._held_out is not None and self._is_due(is_last):
+                found = self.evaluate()
+                if self.is_first:
+                    self._log.evaluated(self.step_number, found.loss, found.num_tokens)
             if is_last:
                 break
         with self._at_work():
@@ -239,6 +251,11 @@ class Trainer:
             record = self._record() if self._results else None
         self.close()
         return record
+
+    def _is_due(self, is_last: bool) -> bool:
+        """Whether held-out data is evaluated behind this step."""
+        every = self._evaluate_every
+        return is_last or (every is not None and self.step_number % every == 0)
 
     def step(self, batch: Mapping[str, torch.Tensor] | None = None) -> StepResult:
         """One optimizer step.
@@ -270,19 +287,30 @@ class Trainer:
             return result
 
     def evaluate(
-        self, batches: Iterable[Mapping[str, torch.Tensor]], wants_tokens: bool = False
+        self,
+        batches: Iterable[Mapping[str, torch.Tensor]] | None = None,
+        wants_tokens: bool = False,
+        most_samples: int | None = None,
     ) -> Evaluation:
-        """The loss of whole batches, as `step` takes them, as ``module.eval()`` computes it; nothing is trained.
+        """The loss as ``module.eval()`` computes it; nothing is trained.
 
         Args:
+            batches: whole batches, as `step` takes them; None takes every sample of the data that is held out, once.
             wants_tokens: whether log-probabilities of all tokens are wanted too.
+            most_samples: of held-out data, take the first so many.
         """
+        from stagewright.execution.data.opening import open_batches
         from stagewright.execution.evaluation import Evaluator
 
         with self._at_work():
             if self._evaluator is None:
                 self._evaluator = Evaluator(self.session)
-            return self._evaluator.run(map(self.session.own_part, batches), wants_tokens=wants_tokens)
+            if batches is not None:
+                return self._evaluator.run(map(self.session.own_part, batches), wants_tokens)
+            if self._held_out is None:
+                raise InputError("evaluate() needs batches, or the trainer data that is held out")
+            once = open_batches(self._held_out, self.plan.job, is_once=True)
+            return self._evaluator.over(once, wants_tokens, most_samples)
 
     def adopt(self, plan: Plan) -> None:
         """Go on under another plan of the same model for as many ranks: state moves between ranks directly. What is to come
@@ -350,11 +378,9 @@ class Trainer:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters and lasting buffers by its own names, whole and on the CPU, on the first rank; nothing on
-        the others."""
-        from stagewright.execution.model_files import on_first_rank
-
+        the others. Of a model with adapters these alone, by peft's names."""
         with self._at_work():
-            return on_first_rank(self.session)
+            return self.session.model_files.whole(self.session)
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on under the same plan: tensors of its own state, copied, and the number of steps."""

@@ -91,7 +91,7 @@ def verify(
         RunError: a rank failed, or the model cannot be trained plainly.
     """
     refuse_what_is_not_run(plan, "the plan")
-    original = resolve(model, plan.model.overrides)
+    original = resolve(model, plan.model.overrides).adapted(plan.model.lora)
     if original.digest != plan.model.digest:
         raise InputError(
             f"the plan was made for model '{plan.model.text}', and '{model}' differs from it: give that model, or plan again"
@@ -112,7 +112,7 @@ def verify(
     worst = max(found, key=lambda name: _order(found[name]))
     return Verification(
         model=reduced.model.name,
-        num_layers=layers_of(resolve(reduced.model.text, reduced.model.overrides)),
+        num_layers=layers_of(reduced.model.reference()),
         num_parameters=num_parameters,
         dtype=dtype,
         sequence_length=reduced.job.sequence_length,
@@ -153,6 +153,8 @@ def _train_plainly(
     """The reduced plan, its graph, the loss of the plain run and how many parameters it trained: in float64, or in float32
     where an operator lacks float64."""
     reference = reduced_model(original, plan.num_stages, num_layers)
+    if reference.lora is not None:
+        reference = with_drawn_adapters(reference)
     if plan.tp > 1:
         reference = without_dropout(reference)
     dtypes: tuple[Dtype, ...] = ("fp64", "fp32")
@@ -223,14 +225,21 @@ def reduced_model(original: ModelReference, num_stages: int, num_layers: int | N
     wanted = min(have, max(2, num_stages)) if num_layers is None else num_layers
     if wanted == have:
         return original
-    return resolve(original.text, {**original.overrides, "num_hidden_layers": wanted})
+    return resolve(original.text, {**original.overrides, "num_hidden_layers": wanted}).adapted(original.lora)
 
 
 def without_dropout(reference: ModelReference) -> ModelReference:
     """The model without dropout, which draws other numbers for what ranks share; a factory as it is."""
     if reference.config is None:
         return reference
-    return resolve(reference.text, {**reference.overrides, DROPOUT: 0.0})
+    lora = reference.lora and reference.lora.model_copy(update={"dropout": 0.0})
+    return resolve(reference.text, {**reference.overrides, DROPOUT: 0.0}).adapted(lora)
+
+
+def with_drawn_adapters(reference: ModelReference) -> ModelReference:
+    """The model with adapters of which no part is zero, nor its gradient."""
+    lora = reference.lora and reference.lora.model_copy(update={"is_drawn": True})
+    return resolve(reference.text, reference.overrides).adapted(lora)
 
 
 def layers_of(reference: ModelReference) -> int | None:

@@ -16,12 +16,13 @@ from safetensors import SafetensorError, safe_open
 
 from stagewright.documents import read_json
 from stagewright.errors import InputError
+from stagewright.execution.base_model import BaseFile, BaseModelIdentity
 from stagewright.execution.manifest import MANIFEST, Manifest, check_contents, read_manifest
 from stagewright.execution.quantised import method_of, refuse_quantised
 from stagewright.files import inside
 from stagewright.planning.plan import Plan
 from stagewright.text import say
-from stagewright.tracing.models.reference import OTHER_FORMATS
+from stagewright.tracing.models.reference import OTHER_FORMATS, ModelReference, bundled_names
 
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
@@ -119,6 +120,32 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
     folder = str(reference.weights)
     method = method_of(reference.config or {}, folder)
     refuse_quantised(WeightFiles.of(reference.weights).types(), method, folder)
+
+
+def base_model_of(reference: ModelReference, seed: int, random_weights: bool) -> BaseModelIdentity | None:
+    """Of the frozen model under adapters; None where all of the model is trained. `seed` is what it is drawn from where it
+    has no files, or `random_weights` are asked for. Raises `InputError` where a file cannot be read."""
+    if reference.lora is None:
+        return None
+    if reference.weights is None or random_weights:
+        return BaseModelIdentity(text=lasting_text(reference), seed=seed)
+    files = WeightFiles.of(reference.weights)
+    try:
+        found = {name: BaseFile.of(files.path(name)) for name in files.names}
+    except OSError as error:
+        raise InputError(
+            f"weights in '{reference.weights}' cannot be read: {error.strerror or error}"
+        ) from None
+    return BaseModelIdentity(
+        text=lasting_text(reference), folder=str(reference.weights.resolve()), files=found
+    )
+
+
+def lasting_text(reference: ModelReference) -> str:
+    """A model's name as it is called from every folder."""
+    path = Path(reference.text).expanduser()
+    is_path = reference.text not in bundled_names() and path.exists()
+    return str(path.resolve()) if is_path else reference.text
 
 
 def open_weights(path: Path, framework: str) -> safe_open:

@@ -34,6 +34,8 @@ def work(
     resume: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
+    held_out: Mapping[str, Any] | None = None,
+    evaluate_every: int | None = None,
     adapt: bool = False,
     rates: Mapping[str, Any] | None = None,
     on_nan: OnNan = "warn",
@@ -51,7 +53,8 @@ def work(
         plan, None if data is None else PreparedData(**data), steps=steps, out=out, device=device,
         random_weights=random_weights, timeout=timeout, start_timeout=start_timeout, devices=devices,
         checkpoint=checkpoint, checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
-        adapt=adapt, rates=rates, on_nan=on_nan,
+        held_out=None if held_out is None else PreparedData(**held_out), evaluate_every=evaluate_every, adapt=adapt,
+        rates=rates, on_nan=on_nan,
         resume=resume, _is_checked=True,
     ).fit()  # fmt: skip
 

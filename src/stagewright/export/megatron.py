@@ -7,7 +7,6 @@ from itertools import groupby
 
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
-from stagewright.tracing.models.reference import resolve
 
 RUNTIME = "megatron-core+te"
 """The runtime that is today's Megatron-LM."""
@@ -51,7 +50,7 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
         yield f"--context-parallel-size {plan.cp}"
     yield f"--pipeline-model-parallel-size {plan.pp}"
     yield from _stages(plan, counts)
-    config = resolve(plan.model.text, plan.model.overrides).config or {}
+    config = plan.model.reference().config or {}
     if any(config.get(key) for key in _EXPERTS):
         yield f"--expert-model-parallel-size {plan.ep}"
         yield "--expert-tensor-parallel-size 1"

@@ -147,7 +147,7 @@ def graph_of(plan: Plan, report: Report = lambda stage: None, trace: Trace = cac
         PlanError: the model has changed since.
         TraceError: the model cannot be traced.
     """
-    reference = resolve(plan.model.text, plan.model.overrides)
+    reference = plan.model.reference()
     if reference.digest != plan.model.digest:
         raise PlanError(
             f"model '{plan.model.text}' has changed since the plan was made (digest {reference.digest[:12]}, "

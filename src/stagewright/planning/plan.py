@@ -19,6 +19,7 @@ from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_ST
 from stagewright.planning.job import Job
 from stagewright.planning.loss_pieces import in_pieces
 from stagewright.planning.predictions import Bytes, LengthPrediction, Predictions, StepCosts
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import split_factory
 
@@ -34,6 +35,8 @@ class ModelSection(StrictModel):
     overrides: dict[str, Any] = Field(default_factory=dict)
     digest: str
     name: str
+    lora: Lora | None = None
+    """Adapters that are trained in place of the model."""
 
     @property
     def is_code(self) -> bool:
@@ -48,7 +51,12 @@ class ModelSection(StrictModel):
             overrides=dict(reference.overrides),
             digest=reference.digest,
             name=reference.name,
+            lora=reference.lora,
         )
+
+    def reference(self) -> ModelReference:
+        """The model as it is now, which may have changed. Raises `InputError` where there is none any more."""
+        return resolve(self.text, self.overrides).adapted(self.lora)
 
     def resolved(self) -> ModelReference:
         """The model itself.
@@ -56,7 +64,7 @@ class ModelSection(StrictModel):
         Raises:
             InputError: there is none any more, or it has changed.
         """
-        reference = resolve(self.text, self.overrides)
+        reference = self.reference()
         if reference.digest != self.digest:
             raise InputError(
                 f"model '{self.text}' is not the one the plan was made for (its config or source changed): plan again"

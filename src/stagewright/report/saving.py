@@ -13,7 +13,6 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import RankPrediction, StagePrediction
 from stagewright.report.tables import byte_unit, figure, numbered, plural, table
-from stagewright.tracing.models.reference import resolve
 from stagewright.units import format_bytes, format_seconds
 
 _NAMED = 3
@@ -71,7 +70,7 @@ def loss_lines(plan: Plan) -> list[str]:
     if plan.loss_pieces == 1:
         return []
     tokens = plan.microbatch_size * plan.job.sequence_length
-    whole = logits_bytes(resolve(plan.model.text, plan.model.overrides), tokens, plan.tp)
+    whole = logits_bytes(plan.model.reference(), tokens, plan.tp)
     return [
         f"The loss is evaluated in {plan.loss_pieces} pieces (+L), with the backward: logits of {format_bytes(whole)} a "
         f"microbatch, in float32, are there {format_bytes(whole // plan.loss_pieces)} at a time."

@@ -16,6 +16,7 @@ from typing import Any
 from stagewright.errors import StagewrightError
 from stagewright.machine import free_bytes, num_cores
 from stagewright.tracing.cache import note_refused, to_trace, trace
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 _FEWEST = 2
@@ -101,7 +102,9 @@ class Ahead:
             stdin=subprocess.PIPE, stdout=self._to_done, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         assert worker.stdin is not None
-        told = [self._queue, self._model.text, dict(self._model.overrides), self._model.digest, self._asked]
+        model, lora = self._model, self._model.lora
+        adapters = None if lora is None else lora.model_dump(mode="json")
+        told = [self._queue, model.text, dict(model.overrides), adapters, model.digest, self._asked]
         worker.stdin.write(json.dumps(told) + "\n")
         worker.stdin.flush()
         return worker
@@ -146,9 +149,9 @@ def _work() -> None:
     """What one process does, as long as the one that started it is there."""
     told = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed is no word of a graph
-    queue, text, overrides, digest, asked = json.loads(sys.stdin.readline())
+    queue, text, overrides, adapters, digest, asked = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    model = resolve(text, overrides)
+    model = resolve(text, overrides).adapted(None if adapters is None else Lora.model_validate(adapters))
     if model.digest != digest:  # its file has changed meanwhile
         return
     while (place := _next(queue, None)) is not None:

@@ -23,6 +23,7 @@ __all__ = [
     "argument_place",
     "checkpoints_recomputed_by",
     "checkpoints_run_within",
+    "converting_in_place",
     "has_autocast_kernel",
     "is_composite",
     "is_mutable",
@@ -43,6 +44,45 @@ def is_composite(op: torch._ops.OpOverload) -> bool:
     return op._can_decompose() and torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), "CompositeImplicitAutograd"
     )
+
+
+@contextlib.contextmanager
+def converting_in_place() -> Iterator[None]:
+    """While it is open, ``module.to(...)`` replaces the fake parameters of a module, and leaves those that are as wanted.
+
+    PyTorch would swap their contents, which it refuses where something refers weakly to them.
+    """
+    convert = torch.nn.Module._apply
+    known: dict[
+        tuple[int, int], tuple[Any, ...]
+    ] = {}  # with what the numbers identify, so that it stays alive
+
+    def converted(
+        fn: Callable[[torch.Tensor], torch.Tensor], whole: torch.nn.Parameter
+    ) -> torch.nn.Parameter:
+        if (id(fn), id(whole)) not in known:  # what is tied stays so
+            with torch.no_grad():
+                made = fn(whole)
+            parameter = whole if made is whole else torch.nn.Parameter(made, whole.requires_grad)
+            known[id(fn), id(whole)] = (parameter, fn, whole)
+        return known[id(fn), id(whole)][0]
+
+    def apply(
+        self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
+        held = {name: one for name, one in self._parameters.items() if isinstance(one, FakeTensor)}
+        for name in held:
+            self._parameters[name] = None
+        convert(self, fn, recurse)
+        for name, whole in held.items():
+            self._parameters[name] = converted(fn, whole)
+        return self
+
+    torch.nn.Module._apply = apply
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = convert
 
 
 def storage_key(tensor: torch.Tensor) -> int:

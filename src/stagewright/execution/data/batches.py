@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 import torch
 
-from stagewright.execution.data.order import Order, number_of
+from stagewright.errors import InputError
+from stagewright.execution.data.order import OnceThrough, Order, number_of
 from stagewright.execution.data.own import OwnSample
 from stagewright.execution.data.samples import Sample, Samples
 from stagewright.graph import OperatorGraph
@@ -24,13 +25,26 @@ class Batches:
         sources: of each the samples of a length.
         weights: of the sources.
         job: says seed, batch and lengths of steps.
+        is_once: take every sample once, in the order of the sources, whatever their weights: for evaluation.
     """
 
     def __init__(
-        self, sources: Sequence[Callable[[int], Samples]], weights: Sequence[float], job: Job
+        self,
+        sources: Sequence[Callable[[int], Samples]],
+        weights: Sequence[float],
+        job: Job,
+        is_once: bool = False,
     ) -> None:
-        self._sources, self._weights, self._job = sources, weights, job
-        self._of_length: dict[int, tuple[list[Samples], Order]] = {}
+        self._sources, self._weights, self._job, self._is_once = sources, weights, job, is_once
+        self._of_length: dict[int, tuple[list[Samples], Order | OnceThrough]] = {}
+
+    @property
+    def num_samples(self) -> int:
+        """Of all sources, as long as the job's longest. Raises `InputError` where only reading them all would tell."""
+        sizes = [samples(self._job.sequence_length).size for samples in self._sources]
+        if any(size is None for size in sizes):
+            raise InputError("evaluation needs data that says how much it is: give its dataset a __len__")
+        return sum(size for size in sizes if size is not None)
 
     def microbatch(
         self, step: int, first: int, graph: OperatorGraph, names: Collection[str] | None = None
@@ -47,10 +61,9 @@ class Batches:
         length = job.length_of(step)
         if length not in self._of_length:
             of_length = [samples(length) for samples in self._sources]
-            self._of_length[length] = (
-                of_length,
-                Order([samples.size for samples in of_length], self._weights, job.seed),
-            )
+            sizes = [samples.size for samples in of_length]
+            once = OnceThrough([size or 0 for size in sizes]) if self._is_once else None
+            self._of_length[length] = of_length, once or Order(sizes, self._weights, job.seed)
         of_length, order = self._of_length[length]
         source, place = order[number_of(step, job.sequence_lengths, job.global_batch) + index]
         return of_length[source][place]

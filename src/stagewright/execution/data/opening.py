@@ -14,10 +14,11 @@ from stagewright.execution.data_identity import tokens_of
 from stagewright.planning.job import Job
 
 
-def open_batches(data: PreparedData, job: Job) -> Batches:
-    """The microbatches of a job. Raises `InputError` where what was prepared is not there any more."""
+def open_batches(data: PreparedData, job: Job, is_once: bool = False) -> Batches:
+    """The microbatches of a job, or with `is_once` every sample once, for evaluation. Raises `InputError` where what was
+    prepared is not there any more."""
     samples = [_samples_of(source, data.is_apart, job.seed) for source in data.sources]
-    return Batches(samples, [source.weight for source in data.sources], job)
+    return Batches(samples, [source.weight for source in data.sources], job, is_once)
 
 
 def _samples_of(source: PreparedSource, is_apart: bool, seed: int) -> Callable[[int], Samples]:

@@ -6,6 +6,7 @@ Nothing here imports torch.
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate
@@ -109,3 +110,22 @@ def number_of(step: int, lengths: Sequence[int], global_batch: int) -> int:
     rounds, place = divmod(step, len(lengths))
     length = lengths[place]
     return (rounds * lengths.count(length) + lengths[:place].count(length)) * global_batch
+
+
+class OnceThrough:
+    """Of sample `number`: every sample of every source once, one source after the other; then from the beginning again, to
+    fill the last batch.
+
+    >>> once = OnceThrough([2, 1])
+    >>> [once[number] for number in range(4)], once.size
+    ([(0, 0), (0, 1), (1, 0), (0, 0)], 3)
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._ends = list(accumulate(sizes))
+        self.size = self._ends[-1]
+
+    def __getitem__(self, number: int) -> tuple[int, int]:
+        place = number % self.size
+        source = bisect_right(self._ends, place)
+        return source, place - (self._ends[source - 1] if source else 0)

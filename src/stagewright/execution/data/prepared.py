@@ -64,6 +64,19 @@ def ready(data: Data, plan: Plan) -> PreparedData | None:
     return data if isinstance(data, PreparedData) else prepared(DataRequest.of(data), plan)
 
 
+def ready_beside(data: Data, trained: PreparedData | None, plan: Plan) -> PreparedData | None:
+    """Data that is held out, prepared. Raises `InputError` where it needs other inputs of the model than what is `trained`
+    on gives."""
+    found = ready(data, plan)
+    given = () if trained is None else trained.further_inputs
+    if found is not None and set(found.further_inputs) - set(given):
+        raise InputError(
+            f"what is held out ({found.identity}) has tokens that are not learnt, and what is trained on has none: hold out "
+            "text alone, or evaluate a checkpoint with `stagewright evaluate`"
+        )
+    return found
+
+
 def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
     """What is asked for, ready for the model of a plan; None where nothing is.
 

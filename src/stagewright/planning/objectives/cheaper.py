@@ -15,7 +15,6 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.planning.space import SCHEDULES
 from stagewright.schedule import FAMILIES
-from stagewright.tracing.models.reference import resolve
 from stagewright.units import format_bytes
 
 LESS = 0.9
@@ -29,7 +28,7 @@ def nearest_cheaper(known: Plan, pipeline_rank: int, length: int) -> Plan | None
     Tried are, at the same widths: the same microbatches with what is saved recomputed or offloaded as far as it must be,
     then replicas that share out more, then smaller microbatches.
     """
-    reference = resolve(known.model.text, known.model.overrides)
+    reference = known.model.reference()
     promised = known.at_length(length).predictions.ranks[pipeline_rank]
     limit = int(LESS * promised.reserved_peak_bytes)
     job = known.job.model_copy(update={"memory_limit": limit})

@@ -18,6 +18,7 @@ from stagewright.tracing.keys import key
 from stagewright.tracing.models import grouped_mm
 from stagewright.tracing.models.deferred import DrawingByPlace, NotOnTape, Tape
 from stagewright.tracing.models.reference import ModelReference
+from stagewright.tracing.private import converting_in_place
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float64", "float16")}
 
@@ -124,6 +125,18 @@ class DeferredModel:
         return {name: tensors[name].detach() for name in wanted}
 
 
+def _add_adapters(module: nn.Module, reference: ModelReference, job: Job) -> None:
+    from stagewright.tracing.models.adapters import add_adapters
+
+    assert reference.lora is not None and isinstance(module.net, nn.Module)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(job.torch_dtype)
+    try:
+        add_adapters(module.net, reference.lora, reference.name)
+    finally:
+        torch.set_default_dtype(default)
+
+
 def _named(module: nn.Module) -> dict[str, Tensor]:
     return {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -139,7 +152,7 @@ def _build(
     reference: ModelReference, job: Job, mode: contextlib.AbstractContextManager[Any], initialise: bool
 ) -> BuiltModel:
     grouped_mm.allow_tracing()
-    with torch.random.fork_rng(devices=[]), mode:
+    with torch.random.fork_rng(devices=[]), mode, converting_in_place():
         if reference.kind == "factory" and job.further_inputs:
             raise InputError(
                 f"factory '{reference.text}' makes its own inputs, so nothing can be added to them: plan without "
@@ -153,6 +166,8 @@ def _build(
             from stagewright.tracing.models.from_config import build_from_config
 
             module, inputs, num_tokens = build_from_config(reference, job, initialise)
+            if reference.lora is not None:
+                _add_adapters(module, reference, job)
     count = sum(parameter.numel() for parameter in module.parameters())
     if count > MOST_PARAMETERS:
         raise InputError(

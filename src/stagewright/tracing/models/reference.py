@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, Literal
 from stagewright.documents import parse_json, read_json
 from stagewright.errors import InputError, nearest
 from stagewright.tracing.models.hub import hub_config
+from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.overrides import apply_overrides, check_sizes
 from stagewright.tracing.models.source import factory_source, split_factory
 
@@ -40,7 +41,7 @@ class ModelReference:
     them as keyword arguments); `weights` is the directory of the config where a file in it has weights, in
     whatever format, or an index speaks of them; `digest` is a SHA-256 over everything that determines the
     model's structure; `unconfirmed` are the overridden keys that the config does not mention, which only the
-    model's config class can judge.
+    model's config class can judge; `lora` are the adapters that are trained in place of the model.
     """
 
     text: str
@@ -51,6 +52,22 @@ class ModelReference:
     digest: str
     overrides: Mapping[str, Any] = field(default_factory=dict)
     unconfirmed: frozenset[str] = frozenset()
+    lora: Lora | None = None
+
+    def adapted(self, lora: Lora | None) -> ModelReference:
+        """This model with adapters, which alone are trained; itself where `lora` is None.
+
+        Raises:
+            InputError: the factory's code says itself what is trained.
+        """
+        if lora is None:
+            return self
+        if self.kind == "factory":
+            raise InputError(
+                f"'{self.text}' is a factory, whose model is trained as it returns it: call peft.get_peft_model in it, and "
+                "leave out --lora"
+            )
+        return replace(self, lora=lora, digest=_digest([self.digest, lora.model_dump(mode="json")]))
 
 
 def bundled_names() -> list[str]:

@@ -1,0 +1,83 @@
+"""`stagewright evaluate`: the loss of a checkpoint on some data, under the pipeline of a plan."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stagewright.cli.consent import say_what_runs
+from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.output import print_document, show
+from stagewright.errors import InputError
+
+
+def evaluate(
+    plan: PlanFile,
+    data: Annotated[
+        list[str], typer.Option(metavar="PATH", help="What `run --data` takes; every sample is evaluated once.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="PATH", help="tokenizer.json or a Hugging Face folder; default bytes.")] = None,
+    text_field: Annotated[str | None, typer.Option(metavar="NAME", help="Which field of records is the text.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A run's checkpoints; default the model's own weights.")] = None,
+    log_probabilities: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a JSON line per sample with those of its tokens.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, metavar="N", help="The first N samples; default all.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until every rank must have joined.")] = 300.0,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """The loss of a model on data, as in `eval` mode, under the pipeline of a plan; nothing is trained.
+
+    The plan may be any of the checkpoint's model. Exit code 2 if plan, checkpoint and data do not go together.
+    """
+    from stagewright.execution.checkpoint_folder import newest
+    from stagewright.execution.data.prepared import prepared
+    from stagewright.execution.data.request import DataRequest
+    from stagewright.execution.device import kind_of
+    from stagewright.execution.launch import refuse_what_is_not_run
+    from stagewright.execution.processes import start_ranks
+    from stagewright.execution.weight_files import check_weights
+    from stagewright.files import make_writable
+    from stagewright.planning.plan import load_plan
+
+    loaded = load_plan(plan)
+    refuse_what_is_not_run(loaded, str(plan))
+    if checkpoint is not None and newest(checkpoint) is None:
+        raise InputError(
+            f"there is no checkpoint in '{checkpoint}': name the folder that --checkpoint was given"
+        )
+    check_weights(loaded, False, checkpoint is not None)
+    if log_probabilities is not None:
+        make_writable(log_probabilities.parent, "--log-probabilities")
+    say_what_runs(loaded.model.text)
+    request = DataRequest.of(data, tokenizer, text_field)
+    found = prepared(request, loaded)
+    assert found is not None, "there is data"
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = Path(folder) / "outcome.json"
+        options = {
+            "plan": str(Path(plan).resolve()), "data": found.model_dump(mode="json"), "outcome": str(outcome),
+            "device": kind_of(device, loaded, loaded.num_ranks), "most_samples": samples, "start_timeout": start_timeout,
+            "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
+            "log_probabilities": None if log_probabilities is None else str(log_probabilities.resolve()),
+        }  # fmt: skip
+        ranks = [loaded.rank_on(place) for place in range(loaded.num_ranks)]
+        start_ranks("stagewright.execution.evaluation_worker", [json.dumps(options)], ranks, start_timeout)
+        told = json.loads(outcome.read_text())
+    tokens = told["num_tokens"]
+    if tokens:
+        told["perplexity"] = math.exp(min(told["loss"], 700.0))
+    if as_json:
+        print_document(told)
+        return
+    of = "the model's own weights" if checkpoint is None else f"the checkpoint after step {told['step']}"
+    over = f" over {tokens:,} tokens (perplexity {told['perplexity']:,.4g})" if tokens else ""
+    show(f"Loss {told['loss']:.4f}{over}, of {of}.")
+    if log_probabilities is not None:
+        show(f"Wrote {log_probabilities}.")

@@ -1,0 +1,43 @@
+"""The options of verbs that take a model of which only adapters may be trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stagewright.cli.refuse import refuse
+
+if TYPE_CHECKING:
+    from stagewright.tracing.models.reference import ModelReference
+
+
+# fmt: off
+@dataclass(frozen=True)
+class LoraOptions:
+    """Fine-tuning."""
+
+    lora: Annotated[
+        int | None, typer.Option("--lora", metavar="RANK", min=1,
+            help="Train only adapters of this rank (LoRA, by peft); the model itself is frozen.")] = None
+    lora_alpha: Annotated[
+        float | None, typer.Option("--lora-alpha", metavar="A",
+            help="What adapters add is multiplied by A / RANK; default twice the rank.")] = None
+    lora_targets: Annotated[
+        str | None, typer.Option("--lora-targets", metavar="NAME,NAME|all-linear",
+            help="Linear layers that get adapters, as q_proj,v_proj; default peft's for the kind of model.")] = None
+    lora_dropout: Annotated[
+        float, typer.Option("--lora-dropout", metavar="P", help="Dropout of what enters adapters.")] = 0.0
+# fmt: on
+
+    def adapted(self, context: typer.Context, reference: ModelReference) -> ModelReference:
+        """`reference` with the adapters that are asked for. Raises `InputError` for options that would do nothing, or are
+        out of range."""
+        from stagewright.tracing.models.lora import Lora
+
+        if self.lora is None:
+            others = ["lora_alpha", "lora_targets", "lora_dropout"]
+            refuse(context, others, "without adapters all of the model is trained", "give their rank with --lora")
+            return reference
+        return reference.adapted(Lora.of(self.lora, self.lora_alpha, self.lora_targets, self.lora_dropout))

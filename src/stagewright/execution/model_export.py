@@ -1,0 +1,255 @@
+"""The model of a checkpoint in a folder of its own, as Hugging Face's libraries read it: whole, with adapters merged or
+beside it, or the adapters alone. Computed from files, by one process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from stagewright.cluster.strict import validated
+from stagewright.errors import InputError, RunError
+from stagewright.execution.checkpoint_folder import UNFINISHED, newest
+from stagewright.execution.conversions import as_published
+from stagewright.execution.loading import StoredWeights
+from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
+from stagewright.execution.model_files import described_config, lasting_names, write_documents
+from stagewright.execution.tensor_files import write_tensors
+from stagewright.execution.weight_files import CONFIG, INDEX, base_model_of
+from stagewright.planning.job import Job
+from stagewright.planning.plan import ModelSection
+from stagewright.tracing.models.adapter_names import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    adapter_names_of,
+    base_name,
+    is_adapter,
+    peft_name,
+)
+from stagewright.tracing.models.adapters import is_transposed
+from stagewright.tracing.models.build import DeferredModel
+from stagewright.tracing.models.reference import ModelReference, resolve
+
+BESIDE = "adapter"
+"""The folder of adapters beside a whole model."""
+_FILE_BYTES = 4 * 2**30
+_OF_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+"""What else is read from a model's folder, which training does not change."""
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: sizes of files by their names in the folder `path`, and the step that the checkpoint is of."""
+
+    path: Path
+    step: int
+    files: dict[str, int]
+
+
+def export(
+    folder: Path,
+    out: Path,
+    *,
+    merges: bool = False,
+    adapter_only: bool = False,
+    base: str | None = None,
+    report: Report = lambda text: None,
+) -> Exported:
+    """Write the model of a checkpoint to the new folder `out`, whole or not at all.
+
+    Args:
+        folder: of the checkpoint, or of a run's, whose newest is taken.
+        merges: whether adapters are added to the weights; else they are in the folder ``adapter`` beside them.
+        adapter_only: whether only adapters are written.
+        base: where the model lies that adapters were trained for; default where it lay then.
+
+    Raises:
+        InputError: there is no checkpoint, or it is damaged; it has no adapters; their model has changed; `out` is there.
+        RunError: `out` cannot be written.
+    """
+    found = _checkpoint(folder)
+    _check(found, out, merges, adapter_only, base)
+    scratch = out.parent / f".{out.name}{UNFINISHED}"
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        if adapter_only:
+            _copy(found, scratch, (ADAPTER, ADAPTER_CONFIG))
+        elif found.manifest.base is not None:
+            _write_adapted(found, scratch, out, merges, base, report)
+        elif CONFIG in found.manifest.files:
+            _write(_whole(found, resolve(str(found.path)), False), scratch, report)
+        else:  # of a factory, whose names and adapters are its own
+            names = [name for name in found.manifest.files if name == INDEX or name.startswith("model-")]
+            _copy(found, scratch, names)
+        if out.exists():
+            out.rmdir()
+        scratch.rename(out)
+    except OSError as error:
+        raise RunError(f"'{out}' cannot be written ({error.strerror or error}): make room there") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    files = sorted(path for path in out.rglob("*") if path.is_file())
+    return Exported(
+        out, found.manifest.step, {str(path.relative_to(out)): path.stat().st_size for path in files}
+    )
+
+
+def _checkpoint(folder: Path) -> Checkpoint:
+    if (folder / MANIFEST).exists():
+        return read_checkpoint(folder)
+    found = newest(folder) if folder.is_dir() else None
+    if found is None:
+        raise InputError(
+            f"there is no checkpoint in '{folder}': name the folder of one, or that --checkpoint was given"
+        )
+    return found
+
+
+def _check(found: Checkpoint, out: Path, merges: bool, adapter_only: bool, base: str | None) -> None:
+    if merges and adapter_only:
+        raise InputError(
+            "--merge and --adapter: adapters that are merged are no longer alone; leave one of the two out"
+        )
+    given = {"--adapter": adapter_only, "--merge": merges, "--base": base is not None}
+    if ADAPTER not in found.manifest.files and any(given.values()):
+        option = next(option for option, value in given.items() if value)
+        raise InputError(
+            f"{option}: checkpoint '{found.path}' has no adapters, since all of its model was trained; leave it out"
+        )
+    if found.manifest.base is None and (merges or base is not None):
+        raise InputError(
+            f"checkpoint '{found.path}' is of a factory, which adds adapters to its model by itself: leave out "
+            "--merge and --base, and merge them by peft's merge_and_unload"
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"'{out}' is there already: name a new folder")
+
+
+def _copy(found: Checkpoint, scratch: Path, names: Sequence[str]) -> None:
+    check_contents(found.path, found.manifest, names)
+    for name in names:
+        shutil.copyfile(found.path / name, scratch / name)
+
+
+def _write(whole: _Whole, scratch: Path, report: Report) -> None:
+    """A model's files, its config and, where they lie beside its weights, those of its tokenizer."""
+    files = list(whole.files())
+    for number, names in enumerate(files, 1):
+        report(f"writing file {number} of {len(files)}")
+        held = {name: tensor for own in names for name, tensor in whole.published(own).items()}
+        write_tensors(scratch / f"model-{number:05d}-of-{len(files):05d}.safetensors", held)
+    write_documents(scratch, {CONFIG: whole.config()})
+    for name in _OF_TOKENIZER:
+        if whole.folder is not None and (whole.folder / name).is_file():
+            shutil.copyfile(whole.folder / name, scratch / name)
+
+
+def _whole(
+    found: Checkpoint, reference: ModelReference, is_drawn: bool, adapters: Path | None = None
+) -> _Whole:
+    job = validated(Job, found.manifest.plan["job"], f"'{found.path / MANIFEST}'")
+    model = DeferredModel(reference, 1, job.sequence_length, job.torch_name, seed=job.seed)
+    return _Whole(reference, model, None if is_drawn else reference.weights, adapters)
+
+
+def _write_adapted(
+    found: Checkpoint, scratch: Path, out: Path, merges: bool, base: str | None, report: Report
+) -> None:
+    check_contents(found.path, found.manifest, (ADAPTER, ADAPTER_CONFIG))
+    report("building the model without weights")
+    reference, is_drawn = _base(found, base)
+    _write(_whole(found, reference, is_drawn, found.path if merges else None), scratch, report)
+    if not merges:
+        (scratch / BESIDE).mkdir()
+        shutil.copyfile(found.path / ADAPTER, scratch / BESIDE / ADAPTER)
+        described = json.loads((found.path / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        described["base_model_name_or_path"] = str(out.resolve())
+        write_documents(scratch / BESIDE, {ADAPTER_CONFIG: described})
+
+
+def _base(found: Checkpoint, given: str | None) -> tuple[ModelReference, bool]:
+    """The model that the adapters of a checkpoint are for, and whether it is drawn from a seed. Raises `InputError` where it
+    is no longer what it was."""
+    was, place = found.manifest.base, f"'{found.path / MANIFEST}'"
+    assert was is not None, "only such checkpoints are exported so"
+    section = validated(ModelSection, {**found.manifest.plan["model"], "text": given or was.text}, place)
+    hint = "" if given else "; name where it lies now with --base"
+    try:
+        reference = section.reference()
+    except InputError as error:
+        raise InputError(f"the model that the adapters are for is not there: {error}{hint}") from None
+    is_drawn = was.seed is not None
+    is_alike = reference.digest == section.digest
+    now = base_model_of(reference, was.seed or 0, is_drawn) if is_alike else None
+    if now is None or not was.is_same(now):
+        raise InputError(
+            f"the adapters of '{found.path}' were trained for {was}, and '{section.text}' is another model or has other "
+            f"weights{hint}"
+        )
+    return reference, is_drawn
+
+
+class _Whole:
+    """The tensors of a model without adapters, or with what they add to its weights.
+
+    Args:
+        model: with adapters, if it has some, as it was built for training.
+        folder: of its weights; None where it was drawn from a seed.
+        adapters: the folder of those that are added; None if none are.
+    """
+
+    def __init__(
+        self, reference: ModelReference, model: DeferredModel, folder: Path | None, adapters: Path | None
+    ) -> None:
+        self.folder = folder
+        self._reference, self._model = reference, model
+        self._net: Any = model.module.net
+        self._stored = None if folder is None else StoredWeights(folder, model.module, reference.config or {})
+        self._adapters = None if adapters is None else safe_open(str(adapters / ADAPTER), framework="pt")
+        state = model.module.state_dict(keep_vars=True)
+        names = sorted(name for name in lasting_names(model.module) if not is_adapter(name))
+        self._bytes = {name: state[name].numel() * state[name].element_size() for name in names}
+
+    def config(self) -> dict[str, Any]:
+        """Content of the model's config.json."""
+        return {"architectures": [type(self._net).__name__], **described_config(self._reference.config or {})}
+
+    def files(self) -> Iterator[list[str]]:
+        """The names of all tensors, in files of a few GiB."""
+        held: list[str] = []
+        for name, size in self._bytes.items():
+            if held and sum(map(self._bytes.__getitem__, held)) + size > _FILE_BYTES:
+                yield held
+                held = []
+            held.append(name)
+        if held:
+            yield held
+
+    def published(self, name: str) -> dict[str, torch.Tensor]:
+        """A tensor of the model, by the names that published files have."""
+        return as_published(self._net, base_name(name).removeprefix("net."), self._read(name))
+
+    def _read(self, name: str) -> torch.Tensor:
+        is_stored = self._stored is not None and self._stored.has(name)
+        whole = self._stored.read(name) if self._stored and is_stored else self._model.tensors((name,))[name]
+        lora, names = self._reference.lora, adapter_names_of(name)
+        if self._adapters is None or lora is None or names is None:
+            return whole
+        wide = torch.float64 if whole.dtype == torch.float64 else torch.float32
+        into, out_of = (self._adapters.get_tensor(peft_name(f"{one}.weight")).to(wide) for one in names)
+        added = lora.alpha / lora.rank * (out_of @ into)
+        layer = self._model.module.get_submodule(name.rpartition(".")[0])
+        return (whole.to(wide) + (added.t() if is_transposed(layer) else added)).to(whole.dtype)
