@@ -14,10 +14,11 @@ import json
 import tempfile
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from figures import machine, write
 
-WAYS = {
+WAYS: dict[str, dict[str, Any]] = {
     "one process": {},
     "PP 4": {"pp": 4},
     "PP 2 x DP 2": {"pp": 2, "dp": 2},
@@ -52,14 +53,14 @@ def main() -> None:
         draw(curves, options.picture)
 
 
-def curve(folder: Path, way: dict[str, int], num_steps: int) -> list[float]:
+def curve(folder: Path, way: dict[str, Any], num_steps: int) -> list[float]:
     """The losses of all steps of a run."""
     import stagewright
 
     job = stagewright.Job(
         global_batch=BATCH, sequence_length=SEQUENCE, dtype="fp32", learning_rate=1e-3, num_steps=num_steps
     )
-    widths = {"pp": way.get("pp", 1), "dp": way.get("dp", 1), "tp": way.get("tp", 1)}
+    widths: dict[str, Any] = {"pp": way.get("pp", 1), "dp": way.get("dp", 1), "tp": way.get("tp", 1)}
     cluster = local(widths["pp"] * widths["dp"] * widths["tp"])
     found = stagewright.plan("tiny-llama", cluster, job, zero=way.get("zero", 0), **widths)
     folder.mkdir(parents=True)
@@ -70,7 +71,7 @@ def curve(folder: Path, way: dict[str, int], num_steps: int) -> list[float]:
     return [loss or float("nan") for loss in record.losses]
 
 
-def local(num_devices: int):
+def local(num_devices: int) -> Any:
     """Processors of this machine, of whom nobody knows how fast they are; the plans are not judged by their times."""
     import stagewright
 

@@ -11,18 +11,19 @@ import torch
 from stagewright.errors import InputError
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
 from stagewright.planning.job import Job, load_job
-from stagewright.tracing.optimizers import asked, maker, optimizer_names
+from stagewright.tracing.optimizers import asked as fields_of
+from stagewright.tracing.optimizers import maker, optimizer_names
 
 TORCH = sorted(set(optimizer_names()) - {"lbfgs", "sparseadam"})
 
 
-def described(*asking: Any) -> OptimizerState:
-    return OptimizerState(**asked(*asking))
+def asked(*given: Any) -> OptimizerState:
+    return OptimizerState.model_validate(fields_of(*given))
 
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, OptimizerState]:
-    return {name: described(name, 1e-3, {}, "float32") for name in TORCH}
+    return {name: asked(name, 1e-3, {}, "float32") for name in TORCH}
 
 
 def test_adamw_is_what_is_taken_for_known(known: dict[str, OptimizerState]) -> None:
@@ -40,9 +41,9 @@ def test_every_optimizer_of_torch_is_asked(known: dict[str, OptimizerState]) -> 
 
 
 def test_options_change_what_is_kept() -> None:
-    assert described("sgd", 1e-3, {"momentum": 0.9}, "float32").passes == 5
-    assert described("adamw", 1e-3, {"amsgrad": True}, "float32").num_moments == 3
-    assert described("rmsprop", 1e-3, {"centered": True, "momentum": 0.5}, "float32").num_moments == 3
+    assert asked("sgd", 1e-3, {"momentum": 0.9}, "float32").passes == 5
+    assert asked("adamw", 1e-3, {"amsgrad": True}, "float32").num_moments == 3
+    assert asked("rmsprop", 1e-3, {"centered": True, "momentum": 0.5}, "float32").num_moments == 3
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -213,11 +213,11 @@ def read_job(path: Path | None, **options: Any) -> Job:
         names = " and ".join(f"--{key.replace('_', '-')}" for key in missing)
         raise InputError(f"the job is incomplete: give {names}, or a job file with --job")
     job = load_job(path, given)
-    if not job.is_plain_adamw:
+    if job.has_factory:
         from stagewright.cli.consent import say_what_runs
 
         say_what_runs(job.optimizer)
-    return job.with_state()
+    return job
 
 
 def check_one_length(job: Job, what: str) -> None:

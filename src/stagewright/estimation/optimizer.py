@@ -11,6 +11,7 @@ from pydantic import Field
 from stagewright.cluster.strict import StrictModel
 from stagewright.errors import InputError
 from stagewright.graph import OperatorGraph
+from stagewright.graph.layers import pattern_of
 from stagewright.graph.tensor import ITEM_BYTES
 
 _Amount = Annotated[float, Field(ge=0, le=1e6)]
@@ -37,8 +38,9 @@ class OptimizerState(StrictModel):
     """What an optimizer keeps and moves.
 
     * `of_dims`: state of a parameter by its number of dimensions; of an element-wise optimizer by that of 1, for all.
-    * `is_elementwise`: whether an element is updated by its own gradient and state alone, so that ranks may have any part of
-      a parameter.
+    * `of_names`: of parameters whose state is not that: by name, numbers in it replaced as `pattern_of` does.
+    * `is_elementwise`: whether an element is updated by its own gradient and state alone, whatever its
+      parameter's name, so that ranks may have any part of a parameter.
     * `passes`: times that a step reads or writes as many elements as there are parameters.
     * `calls`: operators that do so, one after the other.
     * `transient`: elements that are there for a moment, for each of all parameters; `transient_of_largest`: of the largest.
@@ -47,6 +49,7 @@ class OptimizerState(StrictModel):
 
     is_elementwise: bool = True
     of_dims: dict[int, tuple[KeptTensor, ...]]
+    of_names: dict[str, tuple[KeptTensor, ...]] = Field(default_factory=dict)
     passes: _Amount
     calls: _Amount = 1.0
     transient: _Amount = 0.0
@@ -67,22 +70,23 @@ class OptimizerState(StrictModel):
             )
         return self.of_dims[dims]
 
-    def storages(self, shape: Sequence[int], item: int, num_spans: int = 1) -> Iterator[int]:
+    def storages(self, shape: Sequence[int], item: int, num_spans: int = 1, name: str = "") -> Iterator[int]:
         """Bytes of each tensor that is kept of a parameter; of one in several spans each has its own numbers.
 
         >>> list(ADAMW.storages((3, 5), 4))
         [4, 60, 60]
         """
+        own = self.of_names.get(pattern_of(name))
         size = (math.prod(shape),) if self.is_elementwise else shape
-        for one in self.of(shape):
+        for one in self.of(shape) if own is None else own:
             yield from [one.num_bytes(size, item)] * (1 if one.dims else num_spans)
 
     @property
     def num_moments(self) -> int:
-        """Tensors as large as the parameter that are kept of a matrix."""
+        """Tensors as large as the parameter that are kept of a matrix, at the least."""
         dims = 1 if self.is_elementwise else 2
-        kept = self.of_dims.get(dims, ())
-        return sum(one.dtype is None and one.dims == tuple(range(dims)) for one in kept)
+        ways = (self.of_dims.get(dims, ()), *self.of_names.values())
+        return min(sum(one.dtype is None and len(one.dims) >= dims for one in kept) for kept in ways)
 
     def transient_bytes(self, sizes: Collection[int]) -> int:
         """For weights of so many bytes each."""

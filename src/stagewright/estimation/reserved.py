@@ -115,18 +115,23 @@ class _Replay:
         if self.host_optimizer:
             self._allocate(fixed, gradients, self.state_bytes)
             return []
-        updated = [(meta.shape, runtime.precision(meta.dtype), 1) for meta in own.values()]
+        names = {value: stage.value(value).name for stage in self.stages for value in stage.parameters}
+        updated = [
+            (meta.shape, runtime.precision(meta.dtype), 1, names[value]) for value, meta in own.items()
+        ]
         for one in shared:
             if one.is_trained:
                 kind, num_spans = runtime.precision(one.dtype), len(one.groups)
-                updated += [((count,), kind, num_spans) for count in _cut(one, runtime)]
+                updated += [((count,), kind, num_spans, "") for count in _cut(one, runtime)]
         kept = optimizer_of(self.stages[0].graph)
         states = [
             num_bytes
-            for shape, kind, num_spans in updated
-            for num_bytes in kept.storages(shape, ITEM_BYTES[kind.state], num_spans)
+            for shape, kind, num_spans, name in updated
+            for num_bytes in kept.storages(shape, ITEM_BYTES[kind.state], num_spans, name)
         ]
-        masters = [math.prod(shape) * ITEM_BYTES[kind.state] for shape, kind, _ in updated if kind.has_master]
+        masters = [
+            math.prod(shape) * ITEM_BYTES[kind.state] for shape, kind, *_ in updated if kind.has_master
+        ]
         made: list[Block] = []
         if runtime.optimizer.moves_parameters and all(one.level >= OPTIMIZER for one in trained_flats):
             made = [self.allocator.allocate(num_bytes) for num_bytes in _fixed(self.stages, frozenset())]

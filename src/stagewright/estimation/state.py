@@ -82,8 +82,10 @@ def resident_bytes(
         for value in (*stage.buffers, *stage.constants):
             constants[value] = stage.graph.storage_bytes[stage.value(value).storage]
         for value in {value for value, _ in stage.gradients} - moved:
-            meta = stage.value(value).meta
-            gradient = _add_optimizer(sizes, value, meta.shape, runtime.precision(meta.dtype), kept)
+            meta, name = stage.value(value).meta, stage.value(value).name
+            gradient = _add_optimizer(
+                sizes, value, meta.shape, runtime.precision(meta.dtype), kept, name=name
+            )
             if value not in summed:
                 sizes["gradients"][value] = gradient
     for flat in flats:
@@ -150,11 +152,12 @@ def _add_optimizer(
     precision: Precision,
     kept: OptimizerState,
     num_spans: int = 1,
+    name: str = "",
 ) -> int:
     """Adds the optimizer's state of a tensor, and what it would be on the host; the bytes of its gradient."""
     num_elements = math.prod(shape)
     state = num_elements * ITEM_BYTES[precision.state]
-    sizes["optimizer"][key] = sum(kept.storages(shape, ITEM_BYTES[precision.state], num_spans))
+    sizes["optimizer"][key] = sum(kept.storages(shape, ITEM_BYTES[precision.state], num_spans, name))
     sizes["host"][key] = sizes["optimizer"][key] + 2 * state
     sizes["updated"][key] = state
     if precision.has_master:

@@ -116,6 +116,8 @@ class Updater:
         groups = [self._group(is_decayed) for is_decayed in (True, False)]
         groups = [group for group in groups if group["params"]]
         self.optimizers = self.make(groups) if groups else []
+        # A factory may give some parameters a rate of their own, which follows the schedule too.
+        self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
         self._numbers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     def _group(self, is_decayed: bool, targets: Iterable[Target] | None = None) -> dict[str, Any]:
@@ -138,9 +140,10 @@ class Updater:
         for target in self.targets:
             gradient = gradients.get(target.value)
             target.parameter.grad = None if gradient is None else target.within(gradient)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
+        for optimizer, rates in zip(self.optimizers, self._rates, strict=True):
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                is_jobs = rate == self.job.learning_rate
+                group["lr"] = learning_rate if is_jobs else rate * (learning_rate / self.job.learning_rate)
             optimizer.step()
         self.round()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -100,3 +101,12 @@ def _pieces(begins: Sequence[int], size: int) -> list[int]:
     for number, (start, stop) in enumerate(pairwise([*begins, size])):
         found[start:stop] = [number] * (stop - start)
     return found
+
+
+def pattern_of(name: str) -> str:
+    """What the names of a parameter in all layers have in common.
+
+    >>> pattern_of("model.layers.12.mlp.up_proj.weight")
+    'model.layers.N.mlp.up_proj.weight'
+    """
+    return re.sub(r"\d+", "N", name)

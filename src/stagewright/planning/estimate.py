@@ -88,8 +88,6 @@ def estimate(
     if job is None:
         raise InputError("an estimate of a model needs a job: give global_batch and sequence_length")
     job.check_runtime()
-    job = job.with_state()
-    job.check_whole(tp, zero or 0)
     job.check_devices(cluster)
     if job.runtime != STAGEWRIGHT and loss_pieces == "auto":
         loss_pieces = 1
@@ -100,6 +98,8 @@ def estimate(
     check_shard_size(zero, shard_size)
     check_shard_units(zero, shard_units)
     reference = subject if isinstance(subject, ModelReference) else resolve(subject)
+    job = job.with_state(reference)
+    job.check_whole(tp, zero or 0)
     choice = replace(
         _choice(cluster, job, dp, pp, tp, cp, microbatch, schedule),
         sequence_parallel=sequence_parallel and tp > 1,

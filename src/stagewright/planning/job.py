@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -20,7 +20,11 @@ from stagewright.estimation.runtime import STAGEWRIGHT, Runtime, load_runtime
 from stagewright.graph import OperatorGraph
 from stagewright.limits import MOST_BYTES, MOST_SAMPLES, MOST_STEPS, MOST_TOKENS
 from stagewright.planning.learning_rate import LearningRateSchedule, rate_fraction
+from stagewright.tracing.models.source import split_factory
 from stagewright.units import format_bytes
+
+if TYPE_CHECKING:
+    from stagewright.tracing.models.reference import ModelReference
 
 _TORCH_NAMES = {
     "fp32": "float32", "tf32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "bfloat16", "fp64": "float64",
@@ -127,7 +131,7 @@ class Job(StrictModel):
                 raise ValueError(
                     f"{key} is AdamW's, and the optimizer is '{name}': give it in optimizer_options, if that has it"
                 )
-        decays = ":" in name or name in _OWN_DECAY or "weight_decay" in document
+        decays = split_factory(name) is not None or name in _OWN_DECAY or "weight_decay" in document
         return document if decays else {**document, "weight_decay": 0.0}
 
     @model_validator(mode="before")
@@ -186,6 +190,11 @@ class Job(StrictModel):
         return self.optimizer == ADAMW_NAME and not self.optimizer_options
 
     @property
+    def has_factory(self) -> bool:
+        """Whether the optimizer is a factory's."""
+        return split_factory(self.optimizer) is not None
+
+    @property
     def kept(self) -> OptimizerState:
         """What the optimizer keeps and moves.
 
@@ -200,8 +209,9 @@ class Job(StrictModel):
             )
         return self.optimizer_state
 
-    def with_state(self) -> Job:
-        """This job with what its optimizer keeps, which torch is asked for; that runs the code of a factory.
+    def with_state(self, model: ModelReference | None = None) -> Job:
+        """This job with what its optimizer keeps of the parameters of `model`, which torch is asked for; that runs the code
+        of a factory, which may tell parameters apart by their names.
 
         Raises:
             InputError: there is no such optimizer or option, or a runtime is predicted with AdamW only.
@@ -214,13 +224,16 @@ class Job(StrictModel):
             )
         if self.optimizer_state is not None:
             return self
-        from stagewright.tracing.optimizers import asked
+        from stagewright.tracing.optimizers import asked, dims_of_parameters
 
+        named: dict[str, int] = {}
+        if model is not None and self.has_factory:
+            named = dims_of_parameters(model, self.sequence_length, self.torch_name)
         state = asked(
             self.optimizer, self.learning_rate, self.optimizer_arguments, self.precision_of_weights,
-            takes_decay=self.weight_decay > 0,
+            takes_decay=self.weight_decay > 0, named=named,
         )  # fmt: skip
-        return self.model_copy(update={"optimizer_state": OptimizerState(**state)})
+        return self.model_copy(update={"optimizer_state": OptimizerState.model_validate(state)})
 
     @property
     def optimizer_arguments(self) -> dict[str, Any]:

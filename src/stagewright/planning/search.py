@@ -144,7 +144,7 @@ def plan(
     space = space or Space.of(**within)
     job.check_stages()
     job.check_runtime()
-    job = job.with_state()
+    job = job.with_state(reference)
     job.check_devices(cluster)
     checked(space.host_optimizer, cluster)
     space.check(cluster, job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
@@ -15,12 +16,18 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from stagewright.errors import InputError, nearest
+from stagewright.graph.layers import pattern_of
 from stagewright.tracing.arguments import DTYPES
+from stagewright.tracing.models.build import build
 from stagewright.tracing.models.factories import load_function
+from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import split_factory
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups: ``params``, pairs of name and parameter, and their ``weight_decay``."""
+
+Kept = dict[str, Any]
+"""A tensor of the state of a parameter, as `stagewright.estimation.optimizer.KeptTensor` has it."""
 
 Make = Callable[[Groups], list[Optimizer]]
 
@@ -148,15 +155,20 @@ def _fastest(kind: Callable[..., Optimizer], device: str) -> dict[str, bool]:
 
 
 def asked(
-    name: str, learning_rate: float, options: Mapping[str, Any], dtype_name: str, takes_decay: bool = False
+    name: str,
+    learning_rate: float,
+    options: Mapping[str, Any],
+    dtype_name: str,
+    takes_decay: bool = False,
+    named: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """What an optimizer keeps of parameters of a type, and what a step moves, as a few steps on small parameters show: the
     fields of `stagewright.estimation.optimizer.OptimizerState`.
 
-    With `takes_decay` weights decay.
+    With `takes_decay` weights decay, but for those of one dimension. `named` are the dimensions of a model's parameters by
+    name, for factories that tell them apart by those; what a step moves is then that of parameters of no such name.
 
-    Ignores: that a factory may tell parameters apart by their names; what other devices do in other ways; matrices as
-    small as the product of two others.
+    Ignores: what other devices do in other ways; matrices as small as the product of two others.
 
     Raises:
         InputError: as `maker`; or it keeps what is neither a tensor nor a number, or takes no parameter of any kind.
@@ -174,7 +186,7 @@ def asked(
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         is_elementwise = _is_elementwise(make)
-        kept: dict[int, tuple[dict[str, Any], ...]] = {}
+        kept: dict[int, list[Kept]] = {}
         fault: Exception | None = None
         for dims in (1,) if is_elementwise else range(len(_SIZES) + 1):
             try:
@@ -184,9 +196,9 @@ def asked(
         if not kept:
             raise InputError(f"optimizer '{name}' takes no parameters: {fault}")
         shape = (4 * _LARGE, _LARGE) if 2 in kept else (4 * _LARGE * _LARGE,)
-        one, two = (_Step.of(make, [shape] * count, dtype) for count in (1, 2))
-        of_all = max(0.0, two.transient - one.transient)
-        return {
+        one, two, four = (_Step.of(make, [shape] * count, dtype) for count in (1, 2, 4))
+        of_all = max(0.0, (four.transient - two.transient) / 2)
+        found = {
             "is_elementwise": is_elementwise,
             "of_dims": kept,
             "passes": one.passes,
@@ -195,6 +207,73 @@ def asked(
             "transient_of_largest": max(0.0, one.transient - of_all),
             "products": _products(make, dtype) if 2 in kept else (0.0, 0.0),
         }
+        return _with_names(found, made, named, dtype, decay) if named else found
+
+
+def dims_of_parameters(reference: ModelReference, sequence_length: int, dtype_name: str) -> dict[str, int]:
+    """Of every parameter of a model that is trained, by its name."""
+    module = build(reference, 1, sequence_length, dtype_name, fake=True).module
+    return {name: one.dim() for name, one in module.named_parameters() if one.requires_grad}
+
+
+def _with_names(
+    state: dict[str, Any], make: Make, named: Mapping[str, int], dtype: torch.dtype, decay: float
+) -> dict[str, Any]:
+    """`state` with what is other for some of the parameters. Where they are treated in several ways, by name or dimensions,
+    they cannot be ranges of buffers, which have neither."""
+    parameters = {
+        name: torch.nn.Parameter(torch.randn(_SIZES[:dims], dtype=dtype)) for name, dims in named.items()
+    }
+    groups = [
+        {
+            "params": [(name, one) for name, one in parameters.items() if (one.dim() >= 2) == is_decayed],
+            "weight_decay": decay if is_decayed else 0.0,
+        }
+        for is_decayed in (True, False)
+    ]
+    optimizers = make([group for group in groups if group["params"]])
+    for parameter in parameters.values():
+        parameter.grad = torch.randn_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.step()
+    ways = {
+        (index, str({key: value for key, value in group.items() if key not in _OF_GROUP}))
+        for index, optimizer in enumerate(optimizers)
+        for group in optimizer.param_groups
+    }
+    decays = {
+        (one.dim() >= 2, group.get("weight_decay", 0.0))
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
+    }
+    by_itself = bool(state["is_elementwise"])
+    usual = state["of_dims"]
+    if by_itself:
+        usual = {dims: _of_any_shape(usual[1], dims) for dims in range(len(_SIZES) + 1)}
+    others: dict[str, list[Kept]] = {}
+    for name, parameter in parameters.items():
+        shape = tuple(parameter.shape)
+        kept = _kept_of(state_of(optimizers, parameter), shape, dtype, name)
+        if _sizes(kept, shape) != _sizes(usual.get(len(shape), []), shape):
+            others[pattern_of(name)] = kept
+    if by_itself and (len(ways) > 1 or len(decays) > 2):
+        return state | {"is_elementwise": False, "of_dims": usual, "of_names": others}
+    return state | {"of_names": others}
+
+
+_OF_GROUP = ("params", "param_names", "weight_decay")
+
+
+def _sizes(kept: Iterable[Kept], shape: Sequence[int]) -> list[tuple[int, str | None]]:
+    return [(one["factor"] * math.prod(shape[dim] for dim in one["dims"]), one["dtype"]) for one in kept]
+
+
+def _of_any_shape(kept: Iterable[Kept], dims: int) -> list[Kept]:
+    """Of an element-wise optimizer, what it keeps of a parameter of so many dimensions."""
+    whole = tuple(range(dims))
+    return [{**one, "dims": whole} if one["dims"] else one for one in kept]
 
 
 def _parameters(
@@ -226,10 +305,14 @@ def state_of(optimizers: Iterable[Optimizer], parameter: torch.nn.Parameter) -> 
     return {}
 
 
-def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> tuple[dict[str, Any], ...]:
+def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> list[Kept]:
     (parameter,), optimizers = _stepped(make, [shape], dtype)
+    return _kept_of(state_of(optimizers, parameter), shape, dtype, name)
+
+
+def _kept_of(state: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype, name: str) -> list[Kept]:
     found = []
-    for key, value in state_of(optimizers, parameter).items():
+    for key, value in state.items():
         if isinstance(value, torch.Tensor):
             found.append(_described(value, shape, dtype))
         elif value is not None and not isinstance(value, bool | int | float):
@@ -237,10 +320,10 @@ def _kept(make: Make, shape: Sequence[int], dtype: torch.dtype, name: str) -> tu
                 f"optimizer '{name}' keeps '{key}', a {type(value).__name__}: only tensors and numbers can be planned and "
                 "stored"
             )
-    return tuple(found)
+    return found
 
 
-def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
+def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> Kept:
     dims, factor = [], 1
     for size in tensor.shape:
         if size in shape:
@@ -248,7 +331,8 @@ def _described(tensor: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -
         else:
             factor *= size
     own = str(tensor.dtype).removeprefix("torch.")
-    return {"dims": tuple(dims), "factor": factor, "dtype": None if tensor.dtype == dtype and dims else own}
+    is_wide = tensor.dtype == dtype and len(dims) > 0
+    return {"dims": tuple(dims), "factor": factor, "dtype": None if is_wide else own}
 
 
 def _is_elementwise(make: Make) -> bool:

@@ -41,7 +41,8 @@ def largest_batch(
         InputError: the model, device or a width cannot be used as given.
         PlanError: not even microbatches of one sample fit.
     """
-    job = job.with_state()
+    reference = model if isinstance(model, ModelReference) else resolve(model)
+    job = job.with_state(reference)
     space = (space or Space.of(**within)).of_runtime(job)
     if space.microbatch is not None:
         raise InputError(
@@ -58,7 +59,6 @@ def largest_batch(
     )
     tried: list[tuple[int, Sizes, Replicas, Found]] = []
     refused: PlanError | InputError | None = None
-    reference = model if isinstance(model, ModelReference) else resolve(model)
 
     def at(size: int, one: Sizes, left: Replicas, within: Space, keep: int | None) -> Found:
         grown = job.model_copy(update={"global_batch": job.global_batch * size})

@@ -36,6 +36,7 @@ def plan_with_hosts(
         InputError: an input that cannot be used, or hosts that are not described.
         PlanError: nothing fits, with or without hosts.
     """
+    job = job.with_state(reference)
     space, whole = space or Space.of(**within), with_hosts(cluster)
     options: dict[str, Any] = {"interruptible": interruptible, "keep": keep, "report": report}
     refused: PlanError | None = None
