@@ -19,6 +19,7 @@ from stagewright.execution.regions import Region, in_whole, stretches
 from stagewright.graph.tensor import TensorMeta
 from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.planning.plan import load_plan
+from stagewright.tracing.models.lora import Lora
 
 MICROBATCHES = 4
 TOLERANCE = 1e-13
@@ -107,12 +108,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 OF_GPT2 = ("pp2", "zero1", "tp2-zero2", "one")
 """Tied weights, and queries, keys and values in one matrix."""
+OF_ADAPTERS = ("pp2", "zero3", "tp2")
+"""Frozen weights, which each rank reads anew."""
 
 
 def plans_of(folder: Path) -> dict[int, dict[str, list[str]]]:
     """Plans that take the same samples in each step: by number of processes, then by model."""
     found: dict[int, dict[str, list[str]]] = {}
-    for model, make, names in (("llama", llama, WAYS), ("gpt2", gpt2, OF_GPT2)):
+    adapted = partial(llama, lora=Lora(rank=4, alpha=8, targets="all-linear", is_drawn=True))
+    kinds = (("llama", llama, WAYS), ("gpt2", gpt2, OF_GPT2), ("adapted", adapted, OF_ADAPTERS))
+    for model, make, names in kinds:
         for name in names:
             way = {"pp": 1, "dp": 1, **WAYS[name]}
             plan = make(folder / f"{model}-{name}.json", num_microbatches=MICROBATCHES // way["dp"], **way)
@@ -145,7 +150,7 @@ def test_any_plan_goes_on_from_any_other(tmp_path: Path) -> None:
         for told in run_ranks(go_on, num_ranks, str(tmp_path), wanted, timeout=600):
             assert {pair: by for pair, by in told.items() if by > TOLERANCE} == {}
         pairs += len(wanted)
-    assert pairs == len(WAYS) ** 2 + len(OF_GPT2) ** 2
+    assert pairs == len(WAYS) ** 2 + len(OF_GPT2) ** 2 + len(OF_ADAPTERS) ** 2
 
 
 def write(rank: int, num_ranks: int, folder: str, names: list[str]) -> None:

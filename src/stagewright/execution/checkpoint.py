@@ -168,11 +168,12 @@ def restore(session: Session, folder: Path) -> int:
     reads, and a share of the others.
 
     Raises:
-        InputError: the checkpoint is damaged.
+        InputError: the checkpoint is damaged, or has adapters for another model than the session's.
         RunError: ranks do not see the same one.
     """
     session.watch("looking for the newest checkpoint")
     found = _agreed(folder)
+    _check_base(session, found)
     session.watch(f"reading checkpoint {found.path.name}")
     own = list(held(session))
     stored, sources = _agreed_sources(found, own)
@@ -184,6 +185,18 @@ def restore(session: Session, folder: Path) -> int:
         session.loss_scale.num_good = found.manifest.num_good
     resumed(session)
     return found.manifest.step
+
+
+def _check_base(session: Session, found: Checkpoint) -> None:
+    """That adapters are for this model, as the first rank sees it; every rank must call this."""
+    fault = None
+    if session.mesh.rank == 0 and found.manifest.base is not None:
+        try:
+            folders.check_base(found, session.base_model)
+        except InputError as error:
+            fault = str(error)
+    if (fault := exchange(fault)[0]) is not None:
+        raise InputError(fault)
 
 
 def _agreed_sources(found: Checkpoint, own: Sequence[Held]) -> tuple[Stored, list[Sources]]:

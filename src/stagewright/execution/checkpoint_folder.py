@@ -209,7 +209,7 @@ def check_start(
             f"there is no checkpoint in '{asked.folder}', so nothing to resume: check the path, or start without --resume"
         )
     _check_plan(found, plan, num_steps, asked.is_other_data)
-    _check_base(found, base_model_of(plan.model.resolved(), plan.job.seed, random_weights))
+    check_base(found, base_model_of(plan.model.resolved(), plan.job.seed, random_weights))
     was = found.manifest.data
     if not asked.is_other_data and not was.is_same(now := identity_of(data)):
         raise InputError(
@@ -218,7 +218,8 @@ def check_start(
         )
 
 
-def _check_base(found: Checkpoint, now: BaseModelIdentity | None) -> None:
+def check_base(found: Checkpoint, now: BaseModelIdentity | None) -> None:
+    """Raises `InputError` where a checkpoint has adapters for another model than `now`."""
     was = found.manifest.base
     if was is not None and now is not None and not was.is_same(now):
         raise InputError(
