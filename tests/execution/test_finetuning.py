@@ -11,11 +11,15 @@ from cells import SMALL_GPT2, SMALL_LLAMA, Cell
 from plans import make_plan
 from test_matrix import check
 
+from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
+from stagewright.estimation.stages import BodyCosts
+from stagewright.estimation.time import Costing
 from stagewright.execution.model_export import export
 from stagewright.execution.trainer import Trainer
 from stagewright.execution.weight_files import WeightFiles
 from stagewright.planning.plan import Plan
+from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import resolve
@@ -233,3 +237,15 @@ def test_what_cannot_have_adapters_is_named() -> None:
         resolve(f"{__file__}:make").adapted(Lora.of(4))
     with pytest.raises(InputError, match="rank = 0"):
         Lora.of(0)
+
+
+def test_partitions_and_bounds_know_what_is_frozen() -> None:
+    """Of frozen weights there are the weights alone, of adapters all that is trained with them."""
+    graph = trace(resolve("tiny-llama", dict(SMALL_LLAMA)).adapted(Lora.of(4)), 1, 16, "bfloat16")
+    body = BodyCosts(graph, Costing(graph, load_cluster("8x-h100").device))
+    trained = sum(
+        graph.values[one].meta.num_elements for one in graph.parameter_values if one in graph.gradients
+    )
+    assert 0 < trained == body.trained_bytes[-1] / 18 < graph.num_parameters / 4
+    assert body.state_bytes[-1] == 18 * trained + 2 * (graph.num_parameters - trained)
+    assert body.parameter_bytes[-1] == 2 * graph.num_parameters

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -183,17 +183,24 @@ class BodyCosts:
     @cached_property
     def state_bytes(self) -> Floats:
         """A parameter that several places use counts where it is used first."""
+        frozen = self._first_uses.keys() - self.few.gradients.keys()
+        return self.trained_bytes + self._of_parameters(frozen, ITEM_BYTES.__getitem__)
+
+    @cached_property
+    def trained_bytes(self) -> Floats:
+        """Of `state_bytes`, what belongs to parameters that are trained."""
         precision, moments = runtime_of(self.few).precision, optimizer_of(self.few).num_moments
         return self._of_parameters(
-            lambda dtype: replace(precision(dtype), num_moments=moments).bytes_per_parameter
+            self.few.gradients.keys(),
+            lambda dtype: replace(precision(dtype), num_moments=moments).bytes_per_parameter,
         )
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        return self._of_parameters(ITEM_BYTES.__getitem__)
+        return self._of_parameters(self._first_uses.keys(), ITEM_BYTES.__getitem__)
 
-    def _of_parameters(self, item_bytes: Callable[[str], float]) -> Floats:
-        first = self._first_uses
+    def _of_parameters(self, counted: Collection[int], item_bytes: Callable[[str], float]) -> Floats:
+        first = {value: place for value, place in self._first_uses.items() if value in counted}
         metas = [self.few.values[value].meta for value in first]
         sizes = [meta.num_elements * item_bytes(meta.dtype) for meta in metas]
         return self._prefix(np.array(list(first.values()), np.int64), np.array(sizes, np.float64))

@@ -456,7 +456,7 @@ def network_seconds(
 
 def _waits_for_network(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) -> bool:
     """Whether small units would have ranks wait for the network for longer than they compute."""
-    parameters = float(body.state_bytes[-1]) / job.precision.bytes_per_parameter / choice.pp
+    parameters = float(body.parameter_bytes[-1]) / ITEM_BYTES[job.torch_name] / choice.pp
     busy_s = float(body.seconds[-1]) * choice.num_microbatches / choice.pp
     return network_seconds(choice, parameters, cluster, job, in_units=True) > _HIDDEN * busy_s
 

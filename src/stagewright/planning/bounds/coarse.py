@@ -188,8 +188,8 @@ class Coarse:
         return network_seconds(choice, parameters, cluster, self.job, in_units=not has_room)
 
     def _parameters(self, choice: Choice, one: Sizes) -> float:
-        """Of a rank, as if all had as many."""
-        return float(self.costs(one).state_bytes.sum()) / self.job.precision.bytes_per_parameter / choice.pp
+        """That are trained, of a rank, as if all had as many."""
+        return float(self.costs(one).trained_bytes.sum()) / self.job.precision.bytes_per_parameter / choice.pp
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 

@@ -29,13 +29,15 @@ class LayerCosts:
 
     * `forward`, `backward`: what `together` makes seconds from, in five columns; what is recomputed is in the second;
     * `state_bytes`: parameters, gradients and optimizer state;
-    * `saved_bytes`: what the forward leaves for the backward.
+    * `saved_bytes`: what the forward leaves for the backward;
+    * `trained_bytes`: of `state_bytes`, what belongs to parameters that are trained.
     """
 
     forward: Floats
     backward: Floats
     state_bytes: Floats
     saved_bytes: Floats
+    trained_bytes: Floats
     boundary_bytes: float
     """What one layer hands to the next."""
 
@@ -109,7 +111,7 @@ class Layers:
         state = np.diff(body.state_bytes[ends])
         columns = (
             self._spent(stage.forward.nodes, stage, body.costing), self._spent(backward, stage, body.costing),
-            state, self._saved(stage),
+            state, self._saved(stage), np.diff(body.trained_bytes[ends]),
         )  # fmt: skip
         repeated = (np.repeat(column, self._counts, axis=0) for column in columns)
         return LayerCosts(*repeated, boundary_bytes=self._boundary_bytes)

@@ -371,7 +371,7 @@ def lower_bound_seconds(
     total = float(body.seconds[-1])
     chain = total - float(body.weight_grad_seconds[-1]) if pp > 1 else total
     precision = job.precision
-    gradients = body.state_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
+    gradients = body.trained_bytes[-1] / precision.bytes_per_parameter * ITEM_BYTES[precision.gradient]
     step = optimizer_step_seconds(job, float(gradients) / pp / num_shards, body.costing.device)
     return max(total * num_microbatches / pp, chain) + step
 
