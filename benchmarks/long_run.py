@@ -68,9 +68,10 @@ def main() -> int:
             or more["threads"] > 0
             or more["children"] > 0
         )
+        grown, whole = (one["bytes"] / 2**20 for one in (more, late))
         print(
-            f"rank {rank}: from step 20 to {options.steps}: {more['bytes'] / 2**20:+.1f} MiB of "
-            f"{late['bytes'] / 2**20:.0f}, {more['files']:+d} files of {late['files']}, {more['threads']:+d} threads, {more['children']:+d} processes"
+            f"rank {rank}: from step 20 to {options.steps}: {grown:+.1f} MiB of {whole:.0f}, {more['files']:+d} files of "
+            f"{late['files']}, {more['threads']:+d} threads, {more['children']:+d} processes"
         )
     print(f"left in shared memory: {', '.join(left) or 'nothing'}; {'GREW' if grew else 'nothing grew'}")
     return int(grew)
