@@ -7,9 +7,10 @@ import runpy
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 
-from stagewright.errors import StagewrightError
+from stagewright.errors import StagewrightError, StagewrightWarning
 from stagewright.execution.member import end_process, exit_code
 
 
@@ -19,6 +20,7 @@ def main(script: str, arguments: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's to answer
     if os.environ["RANK"] != "0":
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    warnings.showwarning = _shown
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
 
@@ -34,6 +36,15 @@ def main(script: str, arguments: list[str]) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+
+
+def _shown(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+    """A line for what Stagewright says; all else as Python does."""
+    if issubclass(category, StagewrightWarning):
+        text = f"warning: rank {os.environ['RANK']}: {message}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno)
+    sys.stderr.write(text)
 
 
 if __name__ == "__main__":
