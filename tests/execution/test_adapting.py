@@ -119,7 +119,9 @@ def train(rank: int, num_ranks: int, folder: str, adapts: bool) -> dict[str, Any
         steps = trainer.step
 
         def step(batch: Any = None) -> Any:
-            time.sleep(0.3)  # in which the search may go on
+            ours = trainer._adaptation
+            while ours is not None and ours._search is not None and ours._search.poll() is None:
+                time.sleep(0.05)  # steps are short here, and the search is not
             return steps(batch)
 
         trainer.step = step

@@ -36,7 +36,7 @@ def evaluate(
 
     The plan may be any of the checkpoint's model. Exit code 2 if plan, checkpoint and data do not go together.
     """
-    from stagewright.execution.checkpoint_folder import newest
+    from stagewright.execution.checkpoint_folder import differences, identity, newest
     from stagewright.execution.data.prepared import prepared
     from stagewright.execution.data.request import DataRequest
     from stagewright.execution.device import kind_of
@@ -48,10 +48,17 @@ def evaluate(
 
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
-    if checkpoint is not None and newest(checkpoint) is None:
-        raise InputError(
-            f"there is no checkpoint in '{checkpoint}': name the folder that --checkpoint was given"
-        )
+    if checkpoint is not None:
+        stored = newest(checkpoint)
+        if stored is None:
+            raise InputError(
+                f"there is no checkpoint in '{checkpoint}': name the folder that --checkpoint was given"
+            )
+        was, now = ({"model": one.get("model")} for one in (stored.manifest.plan, identity(loaded)))
+        if differing := list(differences(was, now)):
+            raise InputError(
+                f"checkpoint '{stored.path}' is of another model ({'; '.join(differing)}): give a plan of the one it is of"
+            )
     check_weights(loaded, False, checkpoint is not None)
     if log_probabilities is not None:
         make_writable(log_probabilities.parent, "--log-probabilities")

@@ -35,6 +35,7 @@ def launch(
         raise InputError(f"script '{script}' is not there: check the path")
     refuse_what_is_not_run(loaded, str(plan))
     say_what_runs(loaded.model.text)
+    say_what_runs(loaded.job.optimizer)
     os.environ[PLAN] = str(Path(plan).resolve())
     ranks = [loaded.rank_on(device) for device in range(loaded.num_ranks)]
     start_ranks(

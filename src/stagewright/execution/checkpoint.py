@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Thread
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagewright.errors import InputError, RunError, StagewrightError
+from stagewright.errors import InputError, RunError, StagewrightError, StagewrightWarning
 from stagewright.execution import checkpoint_folder as folders
 from stagewright.execution.checkpoint_folder import Kept
 from stagewright.execution.clock import synchronize
@@ -92,14 +93,21 @@ class Saver:
                 _complete(pending, self.session.model_files.documents, files)
                 pending.scratch.rename(self.folder / folders.folder_name(step))
                 _sync(self.folder)
-                if self.kept is not None:
-                    self.kept.prune(self.folder)
             except (OSError, StagewrightError) as error:
                 faults = [f"rank 0: {error}"]
         if faults := exchange(faults)[0] or faults:
             if is_first:
                 shutil.rmtree(pending.scratch, ignore_errors=True)
             raise _not_written(self.folder, step, faults[0])
+        if is_first and self.kept is not None:
+            try:
+                self.kept.prune(self.folder)
+            except OSError as error:
+                warnings.warn(
+                    f"older checkpoints stay in '{self.folder}': {error.strerror or error}",
+                    StagewrightWarning,
+                    stacklevel=2,
+                )
 
     def _copied(self) -> dict[str, dict[str, torch.Tensor]]:
         """What this rank writes, by file, as it is now, in memory of the host that the next checkpoint uses again."""
@@ -148,14 +156,14 @@ class _Pending:
             self._written = {
                 name: write_tensors(self.scratch / name, held) for name, held in self._files.items()
             }
-        except (OSError, RunError) as error:
-            self._fault = getattr(error, "strerror", None) or str(error)
+        except Exception as error:  # of whatever kind: what is not written must not count as whole
+            self._fault = getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def save(session: Session, folder: Path, step: int) -> Path:
+def save(session: Session, folder: Path, step: int, kept: Kept | None = None) -> Path:
     """Write the state after `step` steps to ``folder/step-...`` and wait until it is there; every rank must call this.
     Raises as `Saver.finish`."""
-    saver = Saver(session, folder)
+    saver = Saver(session, folder, kept)
     saver.start(step)
     saver.finish()
     return folder / folders.folder_name(step)

@@ -88,21 +88,16 @@ def run(
     """
     from stagewright.execution.device import kind_of
 
-    if on_nan not in ON_NAN:
-        raise InputError(f"--on-nan {on_nan}{nearest(on_nan, ON_NAN)}: give one of {', '.join(ON_NAN)}")
+    check_options(keep_last, keep_every, held_out, evaluate_every, on_nan)
     loaded = load_plan(plan)
     loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
     refuse_what_is_not_run(loaded, str(plan))
     checkpoints = None if checkpoint is None else Path(checkpoint)
-    resume = resume or _is_restarted(checkpoints)
+    resume = resume or is_restarted(checkpoints)
     kept = None if keep_last is None else Kept(keep_last, keep_every)
     asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data, kept)
     asked.check()
     check_weights(loaded, random_weights, resume)
-    if evaluate_every is not None and held_out is None:
-        raise InputError("--evaluate-every needs --held-out PATH, the data to evaluate")
-    if keep_every is not None and kept is None:
-        raise InputError("--keep-every needs --keep-last N: without it all checkpoints are kept")
     folder = default_folder(loaded) if out is None else Path(out)
     is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     # Of all ranks of the plan, or those that a launcher says it starts here.
@@ -137,12 +132,24 @@ def run(
             return _start(loaded, options, folder, start_timeout)
 
 
+def check_options(
+    keep_last: int | None, keep_every: int | None, held_out: Data, evaluate_every: int | None, on_nan: str
+) -> None:
+    """Raises `InputError` where one would be ignored, or is unknown."""
+    if on_nan not in ON_NAN:
+        raise InputError(f"--on-nan {on_nan}{nearest(on_nan, ON_NAN)}: give one of {', '.join(ON_NAN)}")
+    if evaluate_every is not None and held_out is None:
+        raise InputError("--evaluate-every needs --held-out PATH, the data to evaluate")
+    if keep_every is not None and keep_last is None:
+        raise InputError("--keep-every needs --keep-last N: without it all checkpoints are kept")
+
+
 def default_folder(plan: Plan) -> Path:
     """Where a run of `plan` leaves its files if nobody says where."""
     return Path("runs") / f"{plan.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def _is_restarted(checkpoints: Path | None) -> bool:
+def is_restarted(checkpoints: Path | None) -> bool:
     """Whether a launcher has started this run again after a failure, and it can go on from a checkpoint of its own."""
     is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return is_again and checkpoints is not None and bool(steps_of(checkpoints))

@@ -58,9 +58,7 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
     launched, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank = launched if rank is None else rank
     meeting = Meeting.joined()
-    # Before any other thread is started, so that the watch alone hears the signals.
     ends_on = (signal.SIGTERM,) if meeting is not None else (signal.SIGTERM, signal.SIGINT)
-    signal.pthread_sigmask(signal.SIG_BLOCK, ends_on)
     host = None if meeting is not None else hosted_store()
 
     def end(message: str) -> None:
@@ -82,7 +80,10 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
         target = _joined(watch, kind, limits, meeting)
         yield watch, target
     except Exception as error:
-        raise _failure(error, rank, watch) from error
+        failure = _failure(error, rank, watch)
+        if meeting is None and world == 1:  # nobody else ends with it, so this process may go on
+            _leave(watch)
+        raise failure from error
     # The run ended well, for this rank also if another one is lost now: its launcher says so.
     import torch.distributed as dist
 
@@ -92,6 +93,14 @@ def member(kind: str, limits: Limits, rank: int | None = None) -> Iterator[tuple
     dist.destroy_process_group()
     _clear_up(meeting)
     del host
+
+
+def _leave(watch: Watch) -> None:
+    import torch.distributed as dist
+
+    watch.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _clear_up(meeting: Meeting | None) -> None:

@@ -30,6 +30,8 @@ def main(script: str, arguments: list[str]) -> int:
     try:
         return exit_code(run)
     except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except StagewrightError:
         raise

@@ -134,7 +134,8 @@ class Session:
             self.batches = (
                 SyntheticBatches(model.inputs, job.seed) if data is None else open_batches(data, job)
             )
-        is_masked = job.documents_apart or (data is not None and data.is_masked)
+        takes_labels = {LABELS, "input_ids"} <= self.graph.inputs.keys()  # which a loop of one's own may mask
+        is_masked = job.documents_apart or takes_labels or (data is not None and data.is_masked)
         self._is_weighted = is_masked and reference.kind == "config"
         shards = self.mesh.num_shards
         copies, dims = plan.dp // shards, job.least_decayed_dims
@@ -258,10 +259,13 @@ class Session:
         )
         return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in found]
 
-    def own_part(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """This replica's microbatches of a whole batch, by the name of the model's input. Raises `InputError` where it does
-        not have all inputs, or another number of samples."""
-        plan, graph = self.plan, self.graph
+    def own_part(
+        self, batch: Mapping[str, torch.Tensor], length: int | None = None
+    ) -> list[dict[str, torch.Tensor]]:
+        """This replica's microbatches of a whole batch, by the name of the model's input, of samples as long as the longest
+        or of another `length`. Raises `InputError` where it does not have all inputs, or another number of samples."""
+        plan = self.plan
+        graph = self.lengths.turn_to(length or plan.job.sequence_length).graph
         if missing := [name for name in graph.inputs if name not in batch]:
             raise InputError(
                 f"the batch has no '{missing[0]}': the model takes {', '.join(map(repr, graph.inputs))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
@@ -22,7 +23,12 @@ from stagewright.execution.checkpoint_folder import (
 )
 from stagewright.execution.data.prepared import Data, PreparedData, ready, ready_beside
 from stagewright.execution.folder_lock import in_use
-from stagewright.execution.launch import default_folder, refuse_what_is_not_run
+from stagewright.execution.launch import (
+    check_options,
+    default_folder,
+    is_restarted,
+    refuse_what_is_not_run,
+)
 from stagewright.execution.logs import Callback, Step, StepLog
 from stagewright.execution.member import member
 from stagewright.execution.no_number import OnNan, no_number
@@ -122,6 +128,8 @@ class Trainer:
         self.num_steps = loaded.job.num_steps
         self._on_nan: OnNan = on_nan
         self.out = default_folder(loaded) if out is None else Path(out)
+        check_options(keep_last, keep_every, held_out, evaluate_every, on_nan)
+        resume = resume or is_restarted(None if checkpoint is None else Path(checkpoint))
         kept = None if keep_last is None else Kept(keep_last, keep_every)
         asked = Checkpointing(
             None if checkpoint is None else Path(checkpoint), checkpoint_every, resume, other_data, kept
@@ -160,6 +168,7 @@ class Trainer:
                 )
             alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             os.environ.update({**alone, "MASTER_PORT": str(_free_port())})
+            self._stack.callback(lambda: [os.environ.pop(name, None) for name in (*alone, "MASTER_PORT")])
         self._stack.enter_context(in_use(self._asked.folder, "checkpoint"))
         identity = None if data is None else data.identity
         check_start(self._asked, self.plan, self.num_steps, identity, random_weights)
@@ -170,10 +179,12 @@ class Trainer:
 
         from stagewright.execution.adapting import Adaptation
         from stagewright.execution.checkpoint import Saver, restore
+        from stagewright.execution.data.opening import open_batches
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.pace import PaceWatch
         from stagewright.execution.reference import SpeedWatch
         from stagewright.execution.session import Session
+        from stagewright.tracing.evaluation import evaluated
 
         warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
         if (threads := num_threads(self.plan, self._launched)) is not None:
@@ -188,6 +199,7 @@ class Trainer:
             self.first_step = restore(self.session, self._asked.folder)
         self.step_number = watch.num_steps = self.first_step
         """Steps that are done."""
+        self._saved = self.first_step if self._asked.is_resumed else None
         self.is_stopping = False
         """Whether somebody has asked the run to end behind the last step, by Ctrl-C or SIGTERM; all ranks see the same."""
         self._saver = (
@@ -203,6 +215,9 @@ class Trainer:
         self._metered = metered_steps(self.plan.job, self.num_steps, self.first_step)
         self._speed = SpeedWatch(self.device, _probed_reference(self.plan, self._launched, self.device.type))
         self._paces = PaceWatch()
+        if self._held_out is not None:  # what cannot be evaluated is said now, and not behind the last step
+            evaluated(self.session.graph)
+            _ = open_batches(self._held_out, self.plan.job, is_once=True).num_samples
         self._results: list[StepResult] = []
         self._evaluator: Evaluator | None = None
         self._callbacks: list[Callback] = []
@@ -234,23 +249,36 @@ class Trainer:
                 if self._saver is not None and self._saver.is_open and _WRITING not in result.votes:
                     self._saver.finish()
                 if self._saver is not None and (is_last or (every and self.step_number % every == 0)):
-                    self._saver.start(self.step_number)
-                if _ADAPT in result.votes and not is_last:
-                    self._change()
+                    self._start_saving()
                 if _RECORD in result.votes and not is_last:
                     self._record(is_going_on=True)
+                if _ADAPT in result.votes and not is_last:
+                    self._change()
+            if is_last:
+                self._finish()
             if self._held_out is not None and self._is_due(is_last):
                 found = self.evaluate()
                 if self.is_first:
                     self._log.evaluated(self.step_number, found.loss, found.num_tokens)
             if is_last:
                 break
-        with self._at_work():
-            if self._saver is not None:
-                self._saver.finish()
-            record = self._record() if self._results else None
+        record = self._finish()
         self.close()
         return record
+
+    def _finish(self) -> Record | None:
+        """The last checkpoint is whole and the record written."""
+        with self._at_work():
+            if self._saver is not None:
+                if self._results and self._saved != self.step_number and not self._saver.is_open:
+                    self._start_saving()
+                self._saver.finish()
+            return self._record() if self._results else None
+
+    def _start_saving(self) -> None:
+        assert self._saver is not None
+        self._saved = self.step_number
+        self._saver.start(self.step_number)
 
     def _is_due(self, is_last: bool) -> bool:
         """Whether held-out data is evaluated behind this step."""
@@ -264,9 +292,9 @@ class Trainer:
             batch: samples of the whole batch by the name of the model's input, ``[global_batch, ...]``, of which this
                 rank takes its own; None takes the next ones of the data.
         """
+        number, first = self.step_number, self.first_step
+        inputs = None if batch is None else self.session.own_part(batch, self.plan.job.length_of(number))
         with self._at_work():
-            number, first = self.step_number, self.first_step
-            inputs = None if batch is None else self.session.own_part(batch)
             result = self.session.train_step(number, number in self._metered, inputs)
             self._results.append(result)
             self.is_stopping = _STOP in result.votes
@@ -302,13 +330,13 @@ class Trainer:
         from stagewright.execution.data.opening import open_batches
         from stagewright.execution.evaluation import Evaluator
 
+        if batches is None and self._held_out is None:
+            raise InputError("evaluate() needs batches, or the trainer data that is held out")
         with self._at_work():
             if self._evaluator is None:
                 self._evaluator = Evaluator(self.session)
-            if batches is not None:
-                return self._evaluator.run(map(self.session.own_part, batches), wants_tokens)
-            if self._held_out is None:
-                raise InputError("evaluate() needs batches, or the trainer data that is held out")
+            if batches is not None or self._held_out is None:
+                return self._evaluator.run(map(self.session.own_part, batches or ()), wants_tokens)
             once = open_batches(self._held_out, self.plan.job, is_once=True)
             return self._evaluator.over(once, wants_tokens, most_samples)
 
@@ -319,11 +347,14 @@ class Trainer:
         Raises:
             InputError: the plan is of another model, another number of ranks, or other samples in each step.
         """
+        import torch
+
         from stagewright.execution.checkpoint import Saver
         from stagewright.execution.handover import give, take
 
         if differing := list(changed_state(self.plan, plan)):
             raise InputError(f"a run cannot go on under this plan: {'; '.join(differing)}")
+        plan = plan.model_copy(update={"job": self.plan.job})
         with self._at_work():
             if self._saver is not None:
                 self._saver.finish()
@@ -332,15 +363,19 @@ class Trainer:
                 self.plan = plan
                 self.session.follow(plan)
                 return
-            before, taken = self.session, take(self.session)
-            before.close()
-            del self.session, before  # so that there is room for the other
-            self._evaluator = None
+            taken, metering = take(self.session), self.session.metering
+            self.session.close()
+            saves, self._saver, self._evaluator = self._saver is not None, None, None
+            del self.session
+            gc.collect()  # so that there is room for the other
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
             self.plan = plan
             self.session = self._new_session(plan)
+            self.session.metering = metering
             give(self.session, taken)
             self._ask_ranks()
-            if self._saver is not None:
+            if saves:
                 assert self._asked.folder is not None
                 self._saver = Saver(self.session, self._asked.folder, self._asked.kept)
             self._metered = frozenset((*self._metered, self.step_number))
@@ -367,6 +402,8 @@ class Trainer:
     def save(self, folder: str | Path | None = None) -> Path:
         """Write a checkpoint of the steps done to `folder`, by default the trainer's, and wait until it is there."""
         from stagewright.execution.checkpoint import save
+        from stagewright.execution.checkpoint_folder import folder_name
+        from stagewright.execution.collectives import exchange as from_all
 
         found = self._asked.folder if folder is None else Path(folder)
         if found is None:
@@ -374,7 +411,10 @@ class Trainer:
         with self._at_work():
             if self._saver is not None:
                 self._saver.finish()
-            return save(self.session, found, self.step_number)
+            there = found / folder_name(self.step_number)
+            if any(from_all(there.is_dir())):
+                return there
+            return save(self.session, found, self.step_number, self._asked.kept if folder is None else None)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The model's parameters and lasting buffers by its own names, whole and on the CPU, on the first rank; nothing on
@@ -389,6 +429,9 @@ class Trainer:
         return {
             "step": self.step_number,
             "state": {one.key: one.tensor.detach().clone() for one in held(self.session)},
+            "loss_scale": None
+            if (scale := self.session.loss_scale) is None
+            else (scale.value, scale.num_good),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -403,6 +446,8 @@ class Trainer:
         with self._at_work():
             for key, tensor in own.items():
                 tensor.copy_(state["state"][key])
+            if self.session.loss_scale is not None and state["loss_scale"] is not None:
+                self.session.loss_scale.value, self.session.loss_scale.num_good = state["loss_scale"]
             resumed(self.session)
             self.step_number = self._watch.num_steps = state["step"]
 

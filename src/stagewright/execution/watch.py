@@ -74,6 +74,7 @@ class Watch:
         self._since = time.monotonic()
         self._beat = 0
         self._failure: Failure | None = None
+        self._restore: Callable[[], None] = lambda: None
         self._stopped = threading.Event()
         self._failing = threading.Lock()
         self._posting = threading.RLock()  # a post that fails ends in another
@@ -93,6 +94,8 @@ class Watch:
         """The run ended well: positions no longer matter."""
         self.position = FINISHED
         self._stopped.set()
+        self._restore()
+        self._restore = lambda: None
         if (
             self._thread.is_alive()
         ):  # in a call of the store when the interpreter ends, it would abort the process
@@ -100,19 +103,38 @@ class Watch:
         self._post()
 
     def listen_for_signals(self, *signals: signal.Signals) -> None:
-        """Answer `signals`, even while blocked in a transfer: with a report where another rank is gone, else by stopping
-        behind the present step. A second one ends the process at once.
+        """Answer `signals` until `stop`, even while blocked in a transfer: with a report where another rank is gone, else by
+        stopping behind the present step. A second one ends the process at once.
 
-        Must be called before other threads are started, so that they inherit the blocked signals.
+        Whichever thread the system interrupts, also one that a library has started before, writes the signal's number to a
+        pipe. Outside the main thread nothing is answered: Python has handlers there only.
         """
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        if threading.current_thread() is not threading.main_thread():
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        before = {number: signal.signal(number, lambda *_: None) for number in signals}
+        woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
 
         def wait() -> None:
-            received = signal.sigwait(signals)
-            threading.Thread(target=self._judge, args=(received,), daemon=True).start()
-            os._exit(128 + signal.sigwait(signals))
+            received = os.read(read, 1)
+            if received:
+                threading.Thread(target=self._judge, args=(signal.Signals(received[0]),), daemon=True).start()
+                if again := os.read(read, 1):
+                    os._exit(128 + again[0])
+            os.close(read)
 
-        threading.Thread(target=wait, daemon=True, name="stagewright-signals").start()
+        thread = threading.Thread(target=wait, daemon=True, name="stagewright-signals")
+        thread.start()
+
+        def restore() -> None:
+            if threading.current_thread() is threading.main_thread():
+                signal.set_wakeup_fd(woken)
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+            os.close(write)  # which ends the thread
+
+        self._restore = restore
 
     def stopped_by(self) -> str:
         """The signal that asked the run to stop, where a rank was asked, this one or another."""
