@@ -83,6 +83,10 @@ def run(
     ] = None,
     evaluate_every: Annotated[
         int | None, typer.Option("--evaluate-every", min=1, metavar="N", help="And after every N steps.")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Figures of every step for TensorBoard.")] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="And for Weights & Biases.")] = None,
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
     on_nan: Annotated[
@@ -117,6 +121,8 @@ def run(
         start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
         resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
         held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)), evaluate_every=evaluate_every,
+        tensorboard=tensorboard,
+        wandb=wandb,
         adapt=adapt, rates=vars(rates), on_nan=cast("OnNan", on_nan),
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":

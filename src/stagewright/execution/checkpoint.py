@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -183,8 +183,7 @@ def restore(session: Session, folder: Path) -> int:
     found = _agreed(folder)
     _check_base(session, found)
     session.watch(f"reading checkpoint {found.path.name}")
-    own = list(held(session))
-    stored, sources = _agreed_sources(found, own)
+    own, stored, sources = _agreed_sources(session, found)
     _verify(session, found, {file for files in sources for file, _ in files})
     for one, files in zip(own, sources, strict=True):
         stored.read(one, files)
@@ -207,19 +206,20 @@ def _check_base(session: Session, found: Checkpoint) -> None:
         raise InputError(fault)
 
 
-def _agreed_sources(found: Checkpoint, own: Sequence[Held]) -> tuple[Stored, list[Sources]]:
-    """What a checkpoint holds, and where in it everything is that this rank has; every rank must call this, and all raise
-    `InputError` where one does not find something."""
-    stored, sources, fault = None, [], None
+def _agreed_sources(session: Session, found: Checkpoint) -> tuple[list[Held], Stored, list[Sources]]:
+    """What this rank has, what a checkpoint holds, and where in it everything of the first is; every rank must call this,
+    and all raise `InputError` where one does not find something."""
+    own, stored, sources, fault = [], None, [], None
     try:
         stored = Stored(found)
+        own = list(held(session, stored.index))
         sources = [stored.sources(one.name, one.region) for one in own]
     except InputError as error:
         fault = str(error)
     if faults := [told for told in exchange(fault) if told is not None]:
         raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
     assert stored is not None
-    return stored, sources
+    return own, stored, sources
 
 
 def _agreed(folder: Path) -> Checkpoint:

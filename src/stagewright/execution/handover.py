@@ -49,7 +49,7 @@ def give(session: Session, taken: Taken) -> None:
             index.add(name, Region(tuple(start), tuple(shape)), source)
     wanted: list[tuple[int, str, Region, Region]] = []
     places: list[torch.Tensor] = []
-    for one in held(session):
+    for one in held(session, index):
         for source, region in index.sources(one.name, one.region):
             both = one.region.overlap(region)
             if both is None:

@@ -45,6 +45,8 @@ def run(
     held_out: Data = None,
     evaluate_every: int | None = None,
     adapt: bool = False,
+    tensorboard: str | Path | None = None,
+    wandb: str | None = None,
     rates: Mapping[str, Any] | None = None,
     on_nan: OnNan = "warn",
 ) -> Record | None:
@@ -74,6 +76,8 @@ def run(
         held_out: data that is evaluated, every sample of it once, at the end.
         evaluate_every: and after every so many steps.
         adapt: go on under another plan where ranks stay slower or faster than planned and that is worth it.
+        tensorboard: folder for the figures of every step, for TensorBoard.
+        wandb: project of Weights & Biases that they go to.
         rates: keys of the job that say the learning rate, in place of those of the plan's.
         on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
             (``skip``), or end the run (``stop``).
@@ -111,7 +115,8 @@ def run(
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
         "held_out": None, "evaluate_every": evaluate_every,
-        "adapt": adapt, "rates": dict(rates or {}), "on_nan": on_nan,
+        "tensorboard": None if tensorboard is None else str(tensorboard), "wandb": wandb, "adapt": adapt,
+        "rates": dict(rates or {}), "on_nan": on_nan,
     }  # fmt: skip
     if ranks is not None:
         devices = read_rank_file(ranks, loaded.cluster.load(), loaded.num_ranks)

@@ -126,8 +126,10 @@ class TensorBoardLog:
         for name, figure in step.figures.items():
             if figure is not None:
                 self._writer.add_scalar(f"train/{name}", figure, step.number)
-        if step.number == step.num_steps:
-            self._writer.flush()
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 class WandbLog:
@@ -143,3 +145,6 @@ class WandbLog:
     def __call__(self, step: Step) -> None:
         figures = {f"train/{name}": figure for name, figure in step.figures.items() if figure is not None}
         self._run.log(figures, step=step.number)
+
+    def close(self) -> None:
+        self._run.finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -164,11 +164,12 @@ class Updater:
                     "exp_avg_sq": target.within(second),
                 }
 
-    def _state_of(self, target: Target) -> dict[str, Any]:
-        """What is kept of a target; before the first step, what that would make of no gradient, so that it can be read from
-        a checkpoint."""
+    def _state_of(self, target: Target, is_read: bool) -> dict[str, Any]:
+        """What is kept of a target; where it `is_read` from a checkpoint before the first step, room for what that would
+        make of no gradient."""
         self.begin()
-        if state := state_of(self.optimizers, target.parameter):
+        state = state_of(self.optimizers, target.parameter)
+        if state or not is_read:
             return state
         alone = torch.nn.Parameter(target.parameter.detach().clone())
         alone.grad = torch.zeros_like(alone)
@@ -180,13 +181,16 @@ class Updater:
                 owner.state[target.parameter] = optimizer.state[alone]
         return state_of(self.optimizers, target.parameter)
 
-    def states(self) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
-        """For each target, by name, all that a step changes, but for what is rounded from it. What of it is filled from a
-        checkpoint takes effect with `restored`."""
+    def states(
+        self, is_read: Callable[[int], bool] = lambda value: False
+    ) -> Iterator[tuple[Target, dict[str, torch.Tensor]]]:
+        """For each target, by name, all that a step changes, but for what is rounded from it. Before the first step, which
+        makes the state of most optimizers, that of parameters which a checkpoint has and `is_read`, there to be filled. What
+        is filled takes effect with `restored`."""
         self._numbers = []
         for target in self.targets:
             found = {"weight": target.parameter.detach()}
-            state = self._state_of(target)
+            state = self._state_of(target, is_read(target.value))
             for key, value in state.items():
                 if isinstance(value, torch.Tensor):
                     found[key] = value

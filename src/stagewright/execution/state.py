@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -66,6 +66,7 @@ class RegionIndex(Generic[Source]):
 
     def __init__(self) -> None:
         self._where: dict[str, dict[Region, Source]] = {}
+        self._with_state: set[str] | None = None
 
     def add(self, name: str, region: Region, source: Source) -> None:
         """`source` has this region; who was added before goes first."""
@@ -84,6 +85,13 @@ class RegionIndex(Generic[Source]):
             )
         return found
 
+    def has_state(self, parameter: str) -> bool:
+        """Whether there is more of a parameter than its weight."""
+        if self._with_state is None:
+            parts = (name.rpartition(":") for name in self._where)
+            self._with_state = {name for name, _, part in parts if part != "weight"}
+        return parameter in self._with_state
+
     def known_as(self, name: str) -> str:
         """Under which name it is there: of statistics that each replica has of its own, where there were fewer of them, the
         first replica's."""
@@ -100,8 +108,9 @@ def overlap(one: Region, other: Region) -> Region:
     return found
 
 
-def held(session: Session) -> Iterator[Held]:
-    """All that training changes and that this rank has."""
+def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[Held]:
+    """All that training changes and that this rank has; where it is to be read from what `index` has, with room for state
+    of the optimizer that only its first step makes."""
     mesh, weights, names = session.mesh, session.weights, session.weights.names
     shared = parallelism(session.graph)
     shards = shared.shards if shared else {}
@@ -133,7 +142,9 @@ def held(session: Session) -> Iterator[Held]:
             )
 
     sharer = mesh.replica % mesh.num_shards
-    for target, state in session.optimizer.updater.states():
+    for target, state in session.optimizer.updater.states(
+        lambda value: index is not None and index.has_state(names[value])
+    ):
         value = target.value
         flat = session.shards.flat_of(value) if value in session.optimizer.sharded else None
         for part, tensor in state.items():

@@ -37,11 +37,11 @@ class Stored:
 
     def __init__(self, found: Checkpoint) -> None:
         self.path = found.path
-        self._index = RegionIndex[str]()
+        self.index = RegionIndex[str]()
         self._readers: dict[str, safe_open] = {}
         for file in sorted(name for name in found.manifest.files if name.startswith(RANK)):
             for name, region in _regions(found.path, file):
-                self._index.add(name, region, file)
+                self.index.add(name, region, file)
 
     def sources(self, name: str, wanted: Region) -> Sources:
         """Which files have which regions of what is `wanted` of a tensor.
@@ -50,13 +50,13 @@ class Stored:
             InputError: some of it is in none.
         """
         try:
-            return self._index.sources(name, wanted)
+            return self.index.sources(name, wanted)
         except InputError as error:
             raise InputError(f"checkpoint '{self.path}': {error}") from None
 
     def read(self, held: Held, sources: Sources) -> None:
         """Fill what a rank holds."""
-        name = self._index.known_as(held.name)
+        name = self.index.known_as(held.name)
         try:
             for file, region in sources:
                 if file not in self._readers:

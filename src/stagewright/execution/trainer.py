@@ -29,7 +29,7 @@ from stagewright.execution.launch import (
     is_restarted,
     refuse_what_is_not_run,
 )
-from stagewright.execution.logs import Callback, Step, StepLog
+from stagewright.execution.logs import Callback, Step, StepLog, TensorBoardLog, WandbLog
 from stagewright.execution.member import member
 from stagewright.execution.no_number import OnNan, no_number
 from stagewright.execution.record import Record, finite
@@ -87,6 +87,8 @@ class Trainer:
         rates: keys of the job that say the learning rate, in place of those of the plan's.
         on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
             (``skip``), or end the run (``stop``).
+        tensorboard: folder for the figures of every step, for TensorBoard.
+        wandb: project of Weights & Biases that they go to.
         callbacks: called on the first rank with every `Step` that is done.
 
     Raises:
@@ -116,6 +118,8 @@ class Trainer:
         adapt: bool = False,
         rates: Mapping[str, Any] | None = None,
         on_nan: OnNan = "warn",
+        tensorboard: str | Path | None = None,
+        wandb: str | None = None,
         callbacks: Iterable[Callback] = (),
         devices: Sequence[int] | None = None,
         _is_checked: bool = False,
@@ -135,6 +139,7 @@ class Trainer:
             None if checkpoint is None else Path(checkpoint), checkpoint_every, resume, other_data, kept
         )
         self._asked = asked
+        self._tensorboard, self._wandb = tensorboard, wandb
         self._began = time.monotonic()
         self._adapts = adapt
         self._stack = ExitStack()
@@ -224,6 +229,12 @@ class Trainer:
         self._log = StepLog(self.out, self.first_step, keeps=self.is_first)
         if self.is_first:
             self._callbacks = [self._log, *callbacks]
+            if self._tensorboard is not None:
+                self._callbacks.append(log := TensorBoardLog(Path(self._tensorboard)))
+                self._stack.callback(log.close)
+            if self._wandb is not None:
+                self._callbacks.append(log := WandbLog(self._wandb, self.out.name, self.out))
+                self._stack.callback(log.close)
 
     def _ask_ranks(self) -> None:
         """What every rank says after each step."""
@@ -436,9 +447,12 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Raises `InputError` where it is of another plan."""
-        from stagewright.execution.state import held, resumed
+        from stagewright.execution.state import RegionIndex, held, named_by, resumed
 
-        own = {one.key: one.tensor for one in held(self.session)}
+        index = RegionIndex[int]()
+        for key, tensor in state["state"].items():
+            index.add(*named_by(key, tuple(tensor.shape)), 0)
+        own = {one.key: one.tensor for one in held(self.session, index)}
         if own.keys() != state["state"].keys():
             raise InputError(
                 "the state is of another plan: write a checkpoint under one, and resume under the other"

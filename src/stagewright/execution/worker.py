@@ -37,6 +37,8 @@ def work(
     held_out: Mapping[str, Any] | None = None,
     evaluate_every: int | None = None,
     adapt: bool = False,
+    tensorboard: str | None = None,
+    wandb: str | None = None,
     rates: Mapping[str, Any] | None = None,
     on_nan: OnNan = "warn",
 ) -> None:
@@ -54,7 +56,7 @@ def work(
         random_weights=random_weights, timeout=timeout, start_timeout=start_timeout, devices=devices,
         checkpoint=checkpoint, checkpoint_every=checkpoint_every, keep_last=keep_last, keep_every=keep_every,
         held_out=None if held_out is None else PreparedData(**held_out), evaluate_every=evaluate_every, adapt=adapt,
-        rates=rates, on_nan=on_nan,
+        tensorboard=tensorboard, wandb=wandb, rates=rates, on_nan=on_nan,
         resume=resume, _is_checked=True,
     ).fit()  # fmt: skip
 
