@@ -11,6 +11,7 @@ from cells import SMALL_LLAMA
 from programs import even_cuts
 
 from in_turn import Pipeline, run_plain
+from multiprocess import run_ranks
 from stagewright.errors import InputError
 from stagewright.execution.data.encoding import Encoded
 from stagewright.execution.data.samples import Windows
@@ -29,10 +30,17 @@ MODELS = [
 ]
 
 
+@pytest.mark.multiprocess
 @pytest.mark.parametrize(("model", "overrides"), MODELS)
 def test_a_packed_sample_has_the_loss_of_its_documents_alone(
     model: str, overrides: dict[str, object]
 ) -> None:
+    """In a process of its own, in which no other test has traced a model."""
+    run_ranks(check_packed, 1, model, overrides, timeout=60)
+
+
+def check_packed(rank: int, num_ranks: int, model: str, overrides: dict[str, object]) -> None:
+    """The loss of a packed sample, and its gradients in a pipeline, beside plain PyTorch."""
     reference = resolve(model, overrides)
     built = build(reference, 1, 24, "float64", seed=3, further_inputs=APART)
     ids, sizes = built.inputs["input_ids"], (10, 3, 11)

@@ -148,7 +148,11 @@ class Trainer:
         self._held_out = ready_beside(held_out, found, loaded)
         self._evaluate_every = evaluate_every
         if not _is_checked:
-            self._check(found, random_weights)
+            try:
+                self._check(found, random_weights)
+            except InputError:
+                self._stack.close()
+                raise
         launched = int(os.environ["RANK"])
         kind = _kind(device, loaded)
         self._watch, self.device = self._stack.enter_context(
