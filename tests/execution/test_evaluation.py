@@ -16,6 +16,8 @@ from multiprocess import run_ranks
 from stagewright.cli.app import app
 from stagewright.execution.launch import run
 from stagewright.planning.plan import load_plan
+from stagewright.tracing.cache import trace
+from stagewright.tracing.evaluation import evaluated, is_by_token
 
 NET = """
 import torch
@@ -135,6 +137,21 @@ def plain(plan: Any, path: Path, session: Any) -> tuple[float, list[list[float]]
                     following = inputs["input_ids"][:, 1:, None]
                     rows += logits[:, :-1].gather(-1, following)[..., 0].tolist()
     return sum(losses) / len(losses), rows
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_token"),
+    [("ce(out, y())", True), ("ce(out, y()) / 2", False), ("ce(out, y()) + ce(-out, y())", False)],
+)
+def test_only_a_plain_cross_entropy_is_one_of_tokens(loss: str, is_token: bool, tmp_path: Path) -> None:
+    """What a model scales or adds to it is its own loss, and reported as that."""
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\nfrom torch.nn.functional import cross_entropy as ce\n"
+        "def y():\n    return torch.tensor([1, 0, 2, 1])\n"
+        f"def make():\n    return nn.Linear(8, 3), (torch.randn(4, 8),), lambda out: {loss}\n"
+    )
+    graph = trace(f"{tmp_path / 'net.py'}:make", 4, 1, use_cache=False)
+    assert is_by_token(evaluated(graph)) is is_token
 
 
 @pytest.mark.multiprocess

@@ -22,9 +22,12 @@ _NLL = "aten.nll_loss_forward.default"
 _WHERE = "aten.where.self"
 _SUMS = frozenset({"aten.sum.default", "aten.mean.default"})
 _SHARE = "aten.div.Tensor"
-_JOINING = frozenset({"aten.add.Tensor", _SHARE, "aten._to_copy.default"})
+_CAST = "aten._to_copy.default"
+_JOINING = frozenset({"aten.add.Tensor", _SHARE, _CAST})
 _REDUCTION, _IGNORED = 3, 4
 """Places of these arguments of `_NLL`."""
+_MEAN = 1
+"""The reduction to a mean."""
 
 
 def evaluated(graph: OperatorGraph) -> OperatorGraph:
@@ -138,6 +141,8 @@ def _terms(graph: OperatorGraph) -> Iterator[tuple[int, int | None]]:
         if node.op == _NLL:
             if node.args[2] is not None:
                 return  # classes have weights, so that the sum is not that of the tokens' losses
+            if node.args[_REDUCTION] == _MEAN and node.id != _uncast(graph, graph.loss):
+                return  # a mean that is scaled, or added to another loss
             found[node.id] = None
         elif node.op in _SUMS:
             source = graph.nodes[graph.values[node.inputs[0]].node]
@@ -148,6 +153,12 @@ def _terms(graph: OperatorGraph) -> Iterator[tuple[int, int | None]]:
         loss = graph.nodes[place].outputs[0]
         assert loss is not None, "what the loss is made of is used"
         yield loss, found[place]
+
+
+def _uncast(graph: OperatorGraph, value: int) -> int:
+    """The operator that makes a value, but for casts."""
+    node = graph.nodes[graph.values[value].node]
+    return _uncast(graph, node.inputs[0]) if node.op == _CAST else node.id
 
 
 def _above(graph: OperatorGraph, loss: int) -> Iterable[Node]:
