@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from stagewright.cli.consent import say_what_runs
-from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.options import Json, PlanFile, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 from stagewright.errors import InputError
 
@@ -20,9 +20,8 @@ def evaluate(
     plan: PlanFile,
     data: Annotated[
         list[str], typer.Option(metavar="PATH", help="What `run --data` takes; every sample is evaluated once.")],
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="PATH", help="tokenizer.json or a Hugging Face folder; default bytes.")] = None,
-    text_field: Annotated[str | None, typer.Option(metavar="NAME", help="Which field of records is the text.")] = None,
+    tokenizer: TokenizerPath = None,
+    text_field: TextField = None,
     checkpoint: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A run's checkpoints; default the model's own weights.")] = None,
     log_probabilities: Annotated[
@@ -36,12 +35,11 @@ def evaluate(
 
     The plan may be any of the checkpoint's model. Exit code 2 if plan, checkpoint and data do not go together.
     """
-    from stagewright.execution.checkpoint_folder import differences, identity, newest
+    from stagewright.execution.checkpoint_folder import differences, identity, newest_in
     from stagewright.execution.data.prepared import prepared
     from stagewright.execution.data.request import DataRequest
     from stagewright.execution.device import kind_of
-    from stagewright.execution.launch import refuse_what_is_not_run
-    from stagewright.execution.processes import start_ranks
+    from stagewright.execution.launch import refuse_what_is_not_run, start_plan
     from stagewright.execution.weight_files import check_weights
     from stagewright.files import make_writable
     from stagewright.planning.plan import load_plan
@@ -49,11 +47,7 @@ def evaluate(
     loaded = load_plan(plan)
     refuse_what_is_not_run(loaded, str(plan))
     if checkpoint is not None:
-        stored = newest(checkpoint)
-        if stored is None:
-            raise InputError(
-                f"there is no checkpoint in '{checkpoint}': name the folder that --checkpoint was given"
-            )
+        stored = newest_in(checkpoint)
         was, now = ({"model": one.get("model")} for one in (stored.manifest.plan, identity(loaded)))
         if differing := list(differences(was, now)):
             raise InputError(
@@ -74,8 +68,8 @@ def evaluate(
             "checkpoint": None if checkpoint is None else str(checkpoint.resolve()),
             "log_probabilities": None if log_probabilities is None else str(log_probabilities.resolve()),
         }  # fmt: skip
-        ranks = [loaded.rank_on(place) for place in range(loaded.num_ranks)]
-        start_ranks("stagewright.execution.evaluation_worker", [json.dumps(options)], ranks, start_timeout)
+        words = [json.dumps(options)]
+        start_plan(loaded, "stagewright.execution.evaluation_worker", words, start_timeout, can_stop=False)
         told = json.loads(outcome.read_text())
     tokens = told["num_tokens"]
     if tokens:

@@ -25,8 +25,7 @@ def launch(
 
     `stagewright.Trainer()` in it takes the plan that is given here. On several machines start the script with torchrun.
     """
-    from stagewright.execution.launch import refuse_what_is_not_run
-    from stagewright.execution.processes import start_ranks
+    from stagewright.execution.launch import refuse_what_is_not_run, start_plan
     from stagewright.execution.trainer import PLAN
     from stagewright.planning.plan import load_plan
 
@@ -37,7 +36,4 @@ def launch(
     say_what_runs(loaded.model.text)
     say_what_runs(loaded.job.optimizer)
     os.environ[PLAN] = str(Path(plan).resolve())
-    ranks = [loaded.rank_on(device) for device in range(loaded.num_ranks)]
-    start_ranks(
-        "stagewright.execution.script", [str(script), *(arguments or [])], ranks, start_timeout, can_stop=True
-    )
+    start_plan(loaded, "stagewright.execution.script", [str(script), *(arguments or [])], start_timeout)

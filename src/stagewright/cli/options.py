@@ -25,6 +25,13 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL",
         help="A bundled name (`stagewright models`), config.json, Hugging Face directory or id, or "
         "package.module:factory.")]
+TokenizerPath = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="tokenizer.json or the folder of a Hugging Face tokenizer; default bytes."),
+]
+TextField = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Which field of each record is its text; default what its keys say.")
+]
 PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan.json that `stagewright plan` wrote.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE",

@@ -14,7 +14,7 @@ import typer
 
 from stagewright.cli.consent import say_what_runs
 from stagewright.cli.groups import grouped
-from stagewright.cli.options import Json, PlanFile
+from stagewright.cli.options import Json, PlanFile, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 
 if TYPE_CHECKING:
@@ -50,13 +50,8 @@ def run(
         typer.Option(metavar="PATH[=WEIGHT]", help="Text, .jsonl, .parquet, a datasets folder, token ids (.npy, stagewright "
                      "tokenize) or package.module:factory; several are mixed by weight. Default: random samples."),
     ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="tokenizer.json or the folder of a Hugging Face tokenizer; default bytes."),
-    ] = None,
-    text_field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which field of each record is its text; default what its keys say.")
-    ] = None,
+    tokenizer: TokenizerPath = None,
+    text_field: TextField = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps; default the job's.")] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Where record.json goes; default runs/MODEL-TIME.")] = None,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from stagewright.cli.options import Json
+from stagewright.cli.options import Json, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 
 
@@ -16,13 +16,8 @@ def tokenize(
         Path, typer.Argument(metavar="DATA", help="Text, .jsonl, .parquet, a datasets folder, or a folder of such files.")
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder for the tokens.")],
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="tokenizer.json or the folder of a Hugging Face tokenizer; default bytes."),
-    ] = None,
-    text_field: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which field of each record is its text; default what its keys say.")
-    ] = None,
+    tokenizer: TokenizerPath = None,
+    text_field: TextField = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Write the tokens of documents to a folder, which `run --data FOLDER` trains on.

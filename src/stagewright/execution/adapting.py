@@ -118,7 +118,7 @@ class Adaptation:
         self.plan.save(self.folder / "now.json")
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
         (self.folder / "paces.json").write_text(json.dumps(by_device))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "STAGEWRIGHT_PLAN": ""}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "stagewright.execution.adapting", str(self.folder)]
         quiet = subprocess.DEVNULL
         self._search = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet)

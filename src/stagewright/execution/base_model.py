@@ -5,20 +5,20 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 from pydantic import Field
 
 from stagewright.cluster.strict import StrictModel
+from stagewright.execution.data_identity import contents_digest
 
-_BLOCK_BYTES = 2**20
 _NUM_BLOCKS = 64
+"""Of 1 MiB, that are looked at of a large file."""
 
 
 class BaseFile(StrictModel):
-    """A file of weights. `sha256` is of its size and all of it up to 64 MiB; of a larger one of its size and 64 blocks of
-    1 MiB: the first, with names and shapes, the last and those evenly between."""
+    """A file of weights. `sha256` is of all of it up to 64 MiB; of a larger one of its size and 64 blocks of 1 MiB: the
+    first, with names and shapes, the last and those evenly between."""
 
     bytes: int = Field(ge=0)
     sha256: str
@@ -26,16 +26,7 @@ class BaseFile(StrictModel):
     @classmethod
     def of(cls, path: Path) -> BaseFile:
         """Raises `OSError` where it cannot be read."""
-        size = path.stat().st_size
-        found = hashlib.sha256(str(size).encode())
-        with path.open("rb", buffering=0) as file:
-            if size <= _BLOCK_BYTES * _NUM_BLOCKS:
-                found.update(file.read())
-            else:
-                for block in range(_NUM_BLOCKS):
-                    file.seek((size - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1))
-                    found.update(file.read(_BLOCK_BYTES))
-        return cls(bytes=size, sha256=found.hexdigest())
+        return cls(bytes=path.stat().st_size, sha256=contents_digest(path, _NUM_BLOCKS))
 
 
 class BaseModelIdentity(StrictModel):

@@ -187,10 +187,8 @@ def restore(session: Session, folder: Path) -> int:
     _verify(session, found, {file for files in sources for file, _ in files})
     for one, files in zip(own, sources, strict=True):
         stored.read(one, files)
-    if session.loss_scale is not None and found.manifest.loss_scale is not None:
-        session.loss_scale.value = found.manifest.loss_scale
-        session.loss_scale.num_good = found.manifest.num_good
-    resumed(session)
+    scale = found.manifest.loss_scale
+    resumed(session, None if scale is None else (scale, found.manifest.num_good))
     return found.manifest.step
 
 
@@ -216,10 +214,15 @@ def _agreed_sources(session: Session, found: Checkpoint) -> tuple[list[Held], St
         sources = [stored.sources(one.name, one.region) for one in own]
     except InputError as error:
         fault = str(error)
-    if faults := [told for told in exchange(fault) if told is not None]:
-        raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
+    _raise_together(fault, found)
     assert stored is not None
     return own, stored, sources
+
+
+def _raise_together(fault: str | None, found: Checkpoint) -> None:
+    """Raises `InputError` on all ranks where one found a fault in a checkpoint; every rank must call this."""
+    if faults := [told for told in exchange(fault) if told is not None]:
+        raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
 
 
 def _agreed(folder: Path) -> Checkpoint:
@@ -258,8 +261,7 @@ def _verify(session: Session, found: Checkpoint, read: set[str]) -> None:
         check_contents(found.path, found.manifest, (*sorted(read), *share))
     except InputError as error:
         fault = str(error)
-    if faults := [told for told in exchange(fault) if told is not None]:
-        raise InputError(f"{faults[0]}; {folders.instead_of(found.path)}")
+    _raise_together(fault, found)
 
 
 def _described(session: Session, step: int) -> Manifest:

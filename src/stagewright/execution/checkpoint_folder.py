@@ -80,6 +80,14 @@ def newest(folder: Path) -> Checkpoint | None:
         raise InputError(f"{error}; {instead_of(found[0])}") from None
 
 
+def newest_in(folder: Path) -> Checkpoint:
+    """As `newest`; raises `InputError` where there is none, too."""
+    found = newest(folder)
+    if found is None:
+        raise InputError(f"there is no checkpoint in '{folder}': name the folder that --checkpoint was given")
+    return found
+
+
 def instead_of(path: Path) -> str:
     """What to do about a damaged checkpoint: which one before it has all its files, and how to go on from that."""
     found = steps_of(path.parent)

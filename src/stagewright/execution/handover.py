@@ -9,11 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from stagewright.errors import InputError
 from stagewright.execution.collectives import exchange
 from stagewright.execution.regions import Region
 from stagewright.execution.session import Session
-from stagewright.execution.state import RegionIndex, held, key_of, resumed
+from stagewright.execution.state import (
+    LossScaleState,
+    RegionIndex,
+    held,
+    key_of,
+    loss_scale_of,
+    overlap,
+    resumed,
+)
 
 
 @dataclass(frozen=True)
@@ -22,16 +29,15 @@ class Taken:
 
     regions: Mapping[str, tuple[str, Region, torch.Tensor]]
     """By `key_of`: name, region, contents."""
-    loss_scale: tuple[float, int] | None
+    loss_scale: LossScaleState | None
 
 
 def take(session: Session) -> Taken:
     """A copy of the part of a session's state that this rank stands for; the session may go then."""
     own = [one for one in held(session) if one.writer == session.mesh.rank]
-    scale = session.loss_scale
     return Taken(
         {one.key: (one.name, one.region, one.tensor.detach().to("cpu", copy=True)) for one in own},
-        None if scale is None else (scale.value, scale.num_good),
+        loss_scale_of(session),
     )
 
 
@@ -51,9 +57,7 @@ def give(session: Session, taken: Taken) -> None:
     places: list[torch.Tensor] = []
     for one in held(session, index):
         for source, region in index.sources(one.name, one.region):
-            both = one.region.overlap(region)
-            if both is None:
-                raise InputError(f"the state has no '{one.name}': it is of another model")
+            both = overlap(one.region, region)
             wanted.append((source, key_of(index.known_as(one.name), region), region, both))
             places.append(one.tensor[both.within(one.region)] if both.shape else one.tensor)
     asked = exchange(
@@ -78,9 +82,7 @@ def give(session: Session, taken: Taken) -> None:
             part.view(-1).view(torch.uint8).copy_(packed[offset : offset + size])
             place.copy_(part)
             offset += size
-    if session.loss_scale is not None and taken.loss_scale is not None:
-        session.loss_scale.value, session.loss_scale.num_good = taken.loss_scale
-    resumed(session)
+    resumed(session, taken.loss_scale)
 
 
 def _parts(requests: Sequence[Any], rank: int, taken: Taken) -> Iterator[torch.Tensor]:

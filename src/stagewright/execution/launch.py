@@ -137,6 +137,14 @@ def run(
             return _start(loaded, options, folder, start_timeout)
 
 
+def start_plan(
+    plan: Plan, module: str, arguments: Sequence[str], start_timeout: float, can_stop: bool = True
+) -> None:
+    """`stagewright.execution.processes.start_ranks` for the ranks of a plan, each on the device that it has there."""
+    ranks = [plan.rank_on(device) for device in range(plan.num_ranks)]
+    start_ranks(module, arguments, ranks, start_timeout, can_stop)
+
+
 def check_options(
     keep_last: int | None, keep_every: int | None, held_out: Data, evaluate_every: int | None, on_nan: str
 ) -> None:
@@ -208,8 +216,7 @@ def _join(options: dict[str, Any], folder: Path) -> Record | None:
 
 def _start(plan: Plan, options: dict[str, Any], folder: Path, start_timeout: float) -> Record:
     began = time.time()
-    ranks = [plan.rank_on(device) for device in range(plan.num_ranks)]
-    start_ranks("stagewright.execution.worker", [json.dumps(options)], ranks, start_timeout, can_stop=True)
+    start_plan(plan, "stagewright.execution.worker", [json.dumps(options)], start_timeout)
     record = folder / "record.json"
     if not record.exists() or record.stat().st_mtime < began - 1:
         raise RunError(f"the run ended without a record in '{folder}'")

@@ -71,14 +71,13 @@ class StepLog:
     Args:
         folder: where the file goes, beside ``record.json``.
         first: steps done before; a run that goes on from some adds its lines to those that are there.
-        keeps: whether this is the process that writes them.
     """
 
-    def __init__(self, folder: Path, first: int, keeps: bool = True) -> None:
+    def __init__(self, folder: Path, first: int) -> None:
         self.printed = 0.0
         self.is_incomplete = False
         self.path = folder / STEPS
-        if keeps and not first:
+        if not first:
             self.path.unlink(missing_ok=True)
 
     def __call__(self, step: Step) -> None:

@@ -15,8 +15,9 @@ from safetensors import safe_open
 
 from stagewright.cluster.strict import validated
 from stagewright.errors import InputError, RunError
-from stagewright.execution.checkpoint_folder import UNFINISHED, newest
+from stagewright.execution.checkpoint_folder import UNFINISHED, newest_in
 from stagewright.execution.conversions import as_published
+from stagewright.execution.data.tokenizers import TOKENIZER_FILES
 from stagewright.execution.loading import StoredWeights
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.execution.model_files import described_config, lasting_names, write_documents
@@ -39,10 +40,8 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 BESIDE = "adapter"
 """The folder of adapters beside a whole model."""
 _FILE_BYTES = 4 * 2**30
-_OF_TOKENIZER = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
-    "preprocessor_config.json", "processor_config.json",
+_BESIDE_WEIGHTS = (
+    *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
 """What else is read from a model's folder, which training does not change."""
 
@@ -79,7 +78,7 @@ def export(
         InputError: there is no checkpoint, or it is damaged; it has no adapters; their model has changed; `out` is there.
         RunError: `out` cannot be written.
     """
-    found = _checkpoint(folder)
+    found = read_checkpoint(folder) if (folder / MANIFEST).exists() else newest_in(folder)
     _check(found, out, merges, adapter_only, base)
     scratch = out.parent / f".{out.name}{UNFINISHED}"
     try:
@@ -105,17 +104,6 @@ def export(
     return Exported(
         out, found.manifest.step, {str(path.relative_to(out)): path.stat().st_size for path in files}
     )
-
-
-def _checkpoint(folder: Path) -> Checkpoint:
-    if (folder / MANIFEST).exists():
-        return read_checkpoint(folder)
-    found = newest(folder) if folder.is_dir() else None
-    if found is None:
-        raise InputError(
-            f"there is no checkpoint in '{folder}': name the folder of one, or that --checkpoint was given"
-        )
-    return found
 
 
 def _check(found: Checkpoint, out: Path, merges: bool, adapter_only: bool, base: str | None) -> None:
@@ -152,7 +140,7 @@ def _write(whole: _Whole, scratch: Path, report: Report) -> None:
         held = {name: tensor for own in names for name, tensor in whole.published(own).items()}
         write_tensors(scratch / f"model-{number:05d}-of-{len(files):05d}.safetensors", held)
     write_documents(scratch, {CONFIG: whole.config()})
-    for name in _OF_TOKENIZER:
+    for name in _BESIDE_WEIGHTS:
         if whole.folder is not None and (whole.folder / name).is_file():
             shutil.copyfile(whole.folder / name, scratch / name)
 

@@ -119,6 +119,10 @@ class Updater:
         # A factory may give some parameters a rate of their own, which follows the schedule too.
         self._rates = [[group["lr"] for group in one.param_groups] for one in self.optimizers]
         self._numbers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """What a kind of updater has beside that."""
 
     def _group(self, is_decayed: bool, targets: Iterable[Target] | None = None) -> dict[str, Any]:
         found = self.targets if targets is None else targets
@@ -243,15 +247,7 @@ class HostUpdater(Updater):
     host's processors itself, it is the same memory under another name: not counted as the rank's.
     """
 
-    def __init__(
-        self,
-        parameters: Tensors,
-        job: Job,
-        wide: torch.dtype | None,
-        spans: Mapping[int, Sequence[Span]] | None = None,
-        names: Mapping[int, str] | None = None,
-    ) -> None:
-        super().__init__(parameters, job, wide, spans, names)
+    def prepare(self) -> None:
         self.received = {value: _host_like(master, master.dtype) for value, master in self.masters.items()}
         self.begin()
 

@@ -10,7 +10,7 @@ import traceback
 import warnings
 from pathlib import Path
 
-from stagewright.errors import StagewrightError, StagewrightWarning
+from stagewright.errors import StagewrightWarning
 from stagewright.execution.member import end_process, exit_code
 
 
@@ -33,8 +33,6 @@ def main(script: str, arguments: list[str]) -> int:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except StagewrightError:
-        raise
     except Exception:
         traceback.print_exc()
         return 1

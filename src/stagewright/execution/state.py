@@ -58,6 +58,9 @@ def named_by(key: str, shape: tuple[int, ...]) -> tuple[str, Region]:
     return name, region
 
 
+LossScaleState = tuple[float, int]
+"""The loss scale, and the steps since it last changed."""
+
 Source = TypeVar("Source", str, int)
 
 
@@ -176,11 +179,20 @@ def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[He
         yield Held(own, Region.whole(tensor.shape), first, tensor)
 
 
-def resumed(session: Session) -> None:
-    """Everything that follows from what `held` gives is as it is now; every rank must call this."""
+def loss_scale_of(session: Session) -> LossScaleState | None:
+    """The loss scale, where there is one."""
+    scale = session.loss_scale
+    return None if scale is None else (scale.value, scale.num_good)
+
+
+def resumed(session: Session, loss_scale: LossScaleState | None) -> None:
+    """Everything that follows from what `held` gives, which was filled, and from the loss scale is as these are now; every
+    rank must call this."""
     session.optimizer.updater.restored()
     session.shards.spread()
     if session.loss_scale is not None:
+        if loss_scale is not None:
+            session.loss_scale.value, session.loss_scale.num_good = loss_scale
         session.lengths.scale_loss(session.cotangent)
     session.runner.release()  # what was computed from parameters that have changed
     session.runner.restore()

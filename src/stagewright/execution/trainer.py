@@ -230,8 +230,9 @@ class Trainer:
         self._results: list[StepResult] = []
         self._evaluator: Evaluator | None = None
         self._callbacks: list[Callback] = []
-        self._log = StepLog(self.out, self.first_step, keeps=self.is_first)
+        self._log: StepLog | None = None
         if self.is_first:
+            self._log = StepLog(self.out, self.first_step)
             self._callbacks = [self._log, *callbacks]
             if self._tensorboard is not None:
                 self._callbacks.append(log := TensorBoardLog(Path(self._tensorboard)))
@@ -256,7 +257,7 @@ class Trainer:
 
         Ctrl-C and SIGTERM end it behind the present step.
         """
-        every = self._asked.every
+        every, record = self._asked.every, None
         while self.step_number < self.num_steps:
             result = self.step()
             is_last = self.is_stopping or self.step_number == self.num_steps
@@ -269,15 +270,16 @@ class Trainer:
                     self._record(is_going_on=True)
                 if _ADAPT in result.votes and not is_last:
                     self._change()
-            if is_last:
-                self._finish()
+            if is_last:  # before an evaluation, which may fail
+                record = self._finish()
             if self._held_out is not None and self._is_due(is_last):
                 found = self.evaluate()
-                if self.is_first:
+                if self._log is not None:
                     self._log.evaluated(self.step_number, found.loss, found.num_tokens)
             if is_last:
                 break
-        record = self._finish()
+        else:
+            record = self._finish()
         self.close()
         return record
 
@@ -318,9 +320,9 @@ class Trainer:
                 raise no_number(number, result.loss, result.gradient_norm, self._saver)
             self._speed.after(number - first, result.seconds)
             if self.is_first:
-                described = self._described(number, result)
+                done = self._done(number, result)
                 for callback in self._callbacks:
-                    callback(described)
+                    callback(done)
                 said = self._paces.after(number, result.paces)
                 if self._adaptation is not None:
                     left = self.num_steps - self.step_number
@@ -418,7 +420,7 @@ class Trainer:
         """Write a checkpoint of the steps done to `folder`, by default the trainer's, and wait until it is there."""
         from stagewright.execution.checkpoint import save
         from stagewright.execution.checkpoint_folder import folder_name
-        from stagewright.execution.collectives import exchange as from_all
+        from stagewright.execution.collectives import exchange
 
         found = self._asked.folder if folder is None else Path(folder)
         if found is None:
@@ -427,7 +429,7 @@ class Trainer:
             if self._saver is not None:
                 self._saver.finish()
             there = found / folder_name(self.step_number)
-            if any(from_all(there.is_dir())):
+            if any(exchange(there.is_dir())):
                 return there
             return save(self.session, found, self.step_number, self._asked.kept if folder is None else None)
 
@@ -439,14 +441,12 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on under the same plan: tensors of its own state, copied, and the number of steps."""
-        from stagewright.execution.state import held
+        from stagewright.execution.state import held, loss_scale_of
 
         return {
             "step": self.step_number,
             "state": {one.key: one.tensor.detach().clone() for one in held(self.session)},
-            "loss_scale": None
-            if (scale := self.session.loss_scale) is None
-            else (scale.value, scale.num_good),
+            "loss_scale": loss_scale_of(self.session),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -464,9 +464,7 @@ class Trainer:
         with self._at_work():
             for key, tensor in own.items():
                 tensor.copy_(state["state"][key])
-            if self.session.loss_scale is not None and state["loss_scale"] is not None:
-                self.session.loss_scale.value, self.session.loss_scale.num_good = state["loss_scale"]
-            resumed(self.session)
+            resumed(self.session, state["loss_scale"])
             self.step_number = self._watch.num_steps = state["step"]
 
     # -- end --------------------------------------------------------------------------------------------------------
@@ -497,7 +495,7 @@ class Trainer:
 
     # -- what is said and left ----------------------------------------------------------------------------------------
 
-    def _described(self, number: int, result: StepResult) -> Step:
+    def _done(self, number: int, result: StepResult) -> Step:
         """Step `number`, counted from 0, as people should hear of it."""
         length = self.plan.job.length_of(number)
         predicted = self.plan.by_length.get(length, self.plan.predictions)

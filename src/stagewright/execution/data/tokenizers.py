@@ -17,14 +17,16 @@ import numpy as np
 from stagewright.errors import InputError
 from stagewright.execution.data.chats import Rendered, rendered
 from stagewright.execution.data.documents import Chat
+from stagewright.execution.weight_files import CONFIG
 from stagewright.files import digest_of
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|im_end|>", "[EOS]", "[SEP]")
 """How texts end in tokenizers whose file does not say, those in use most first."""
-_OF_TOKENIZERS = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "config.json",
+    "vocab.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+"""What a folder may have of a tokenizer."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ class HuggingFace(Tokenizer):
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        if not any((folder / name).is_file() for name in _OF_TOKENIZERS[:-1]):
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
             raise InputError(
                 f"folder '{folder}' holds no tokenizer: give one that AutoTokenizer.save_pretrained() has written, or a "
                 "tokenizer.json"
@@ -143,7 +145,7 @@ class HuggingFace(Tokenizer):
             )
         self.name = f"tokenizer '{folder}'"
         files = [
-            *(folder / name for name in _OF_TOKENIZERS),
+            *(folder / name for name in (*TOKENIZER_FILES, CONFIG)),
             *sorted((folder / "additional_chat_templates").glob("*")),
         ]
         digests = [f"{path.name} {digest_of(path)}" for path in files if path.is_file()]
