@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import machine
-from loss_curves import local
+from local_cluster import local
 
 MOST_GROWTH_BYTES = 24 * 2**20
 """Of a process: the allocator of the C library hands memory back as it likes."""

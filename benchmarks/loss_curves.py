@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import machine, write
+from local_cluster import local
 
 WAYS: dict[str, dict[str, Any]] = {
     "one process": {},
@@ -69,21 +70,6 @@ def curve(folder: Path, way: dict[str, Any], num_steps: int) -> list[float]:
     record = stagewright.run(folder / "plan.json", text, out=folder, device="cpu")
     assert record is not None
     return [loss or float("nan") for loss in record.losses]
-
-
-def local(num_devices: int) -> Any:
-    """Processors of this machine, of whom nobody knows how fast they are; the plans are not judged by their times."""
-    import stagewright
-
-    found = stagewright.load_cluster("4x-a10g")
-    (node,) = found.nodes
-    device = node.device.model_copy(update={"kind": "cpu", "name": "cpu"})
-    return found.model_copy(
-        update={
-            "name": "this machine",
-            "nodes": (node.model_copy(update={"device": device, "devices_per_node": num_devices}),),
-        }
-    )
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import interval, machine
-from loss_curves import local
+from local_cluster import local
 
 BAR = 1.05
 

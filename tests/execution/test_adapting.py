@@ -11,21 +11,13 @@ import pytest
 from cells import SMALL_LLAMA
 
 import stagewright
+from local_cluster import local
 from multiprocess import run_ranks
-from stagewright.cluster import Cluster, load_cluster, paced
+from stagewright.cluster import paced
 from stagewright.execution.adapting import Adaptation
 from stagewright.planning.plan import Plan
 from stagewright.planning.replanning import replanned
 from stagewright.tracing.models.reference import resolve
-
-
-def cpus(count: int) -> Cluster:
-    """Processors that are taken to be as fast as GPUs, which nobody looks at here."""
-    found = load_cluster("4x-a10g")
-    (node,) = found.nodes
-    device = node.device.model_copy(update={"kind": "cpu", "name": "cpu"})
-    only = node.model_copy(update={"device": device, "devices_per_node": count})
-    return found.model_copy(update={"name": "here", "nodes": (only,)})
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +26,7 @@ def plan() -> Plan:
     model = resolve("tiny-llama", dict(SMALL_LLAMA))
     found = stagewright.plan(
         model,
-        cpus(2),
+        local(2),
         job,
         pp=2,
         dp=1,
@@ -48,7 +40,7 @@ def plan() -> Plan:
 
 
 def test_a_slow_device_gets_less_of_the_model(plan: Plan) -> None:
-    found = replanned(plan, paced(cpus(2), {0: 1.0, 1: 2.0}))
+    found = replanned(plan, paced(local(2), {0: 1.0, 1: 2.0}))
     assert found.seconds < 0.9 * found.stays_s
     assert found.plan.cuts != plan.cuts
     assert (found.plan.num_ranks, found.plan.job, found.plan.placement) == (
@@ -56,7 +48,7 @@ def test_a_slow_device_gets_less_of_the_model(plan: Plan) -> None:
         plan.job,
         plan.placement,
     )
-    again = replanned(found.plan, paced(cpus(2), {0: 1.0, 1: 2.0}))
+    again = replanned(found.plan, paced(local(2), {0: 1.0, 1: 2.0}))
     assert again.seconds == pytest.approx(found.seconds, rel=0.03)
 
 

@@ -326,7 +326,7 @@ class Trainer:
                 said = self._paces.after(number, result.paces)
                 if self._adaptation is not None:
                     left = self.num_steps - self.step_number
-                    said = self._adaptation.after(number, result.paces, result.seconds, left)
+                    said += self._adaptation.after(number, result.paces, result.seconds, left)
                 for message in said:
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             return result
