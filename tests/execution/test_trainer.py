@@ -54,13 +54,16 @@ def own_loop(rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
         f"{folder}/plan.json", out=f"{folder}/own", device="cpu", random_weights=True, callbacks=callbacks
     ) as trainer:
         batches = [whole(trainer, step) for step in range(3)]
+        weights = trainer.weights()
+        copied = {name: tensor.clone() for name, tensor in weights.items()}
         evaluated = [trainer.evaluate(batches).loss]
         losses = [trainer.step(batches[0]).loss]
         state = trainer.state_dict()
         losses += [trainer.step(batch).loss for batch in batches[1:]]
         evaluated.append(trainer.evaluate(batches).loss)
         steps = list(seen)
-        weights = trainer.weights()
+        assert all(torch.equal(weights[name], copied[name]) for name in copied)
+        assert not any(torch.equal(tensor, copied[name]) for name, tensor in trainer.weights().items())
         trainer.load_state_dict(state)
         again = [trainer.step(batch).loss for batch in batches[1:]]
         with pytest.raises(InputError, match=r"shape \[1, 16\], and the plan is for \[4, 16\]"):

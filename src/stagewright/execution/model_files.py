@@ -107,8 +107,8 @@ class ModelFiles:
         return files
 
     def whole(self, session: Session) -> dict[str, torch.Tensor]:
-        """All that is written of the model, or where it is not its adapters, on the CPU of the first rank; nothing on the
-        others. Every rank must call this."""
+        """Copies of all that is written of the model, or where it is not its adapters, on the CPU of the first rank; nothing
+        on the others. Every rank must call this."""
         own = self._tensors(session)
         called = self.adapters.__getitem__ if self.is_adapter else _own_name
         return _on_first_rank(session, {called(name): tensor for name, tensor in own.items()})
@@ -129,7 +129,7 @@ class ModelFiles:
 
 
 def _on_first_rank(session: Session, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What all ranks have of their `own`, on the CPU of the first; every rank must call this."""
+    """Copies of what all ranks have of their `own`, on the CPU of the first; every rank must call this."""
     device = session.device
     told = exchange(
         [[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in own.items()]
@@ -138,7 +138,7 @@ def _on_first_rank(session: Session, own: Mapping[str, torch.Tensor]) -> dict[st
         for tensor in own.values():
             dist.send(tensor.to(device).contiguous(), 0)
         return {}
-    found = dict(own)
+    found = {name: one.clone() for name, one in own.items()}  # on a CPU it is what training goes on with
     for rank, described in enumerate(told[1:], 1):
         for name, shape, dtype in described:
             arrived = torch.empty(shape, dtype=DTYPES[dtype], device=device)

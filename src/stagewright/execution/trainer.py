@@ -434,8 +434,8 @@ class Trainer:
             return save(self.session, found, self.step_number, self._asked.kept if folder is None else None)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's parameters and lasting buffers by its own names, whole and on the CPU, on the first rank; nothing on
-        the others. Of a model with adapters these alone, by peft's names."""
+        """The model's parameters and lasting buffers as they are now, by its own names, whole and on the CPU, on the first
+        rank; nothing on the others. Of a model with adapters these alone, by peft's names."""
         with self._at_work():
             return self.session.model_files.whole(self.session)
 
