@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ KINDS: dict[str, dict[str, object]] = {
     "mixtral": {**SIZES, "num_local_experts": 4},
     "qwen3_moe": {**SIZES, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "qwen3": {**SIZES, "head_dim": 8},
+    "qwen2": SIZES,
+    "gemma": {**SIZES, "head_dim": 8},
 }  # fmt: skip
 TARGETS = {"gpt2": "all-linear", "llama": "all-linear", "qwen3_moe": "all-linear"}
 
@@ -189,6 +192,96 @@ def test_adapters_go_on_with_the_model_that_they_are_for(tmp_path: Path) -> None
     with pytest.raises(InputError, match="is another model or has other weights"):
         export(tmp_path / "checkpoints", tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2"])
+def test_adapters_of_peft_are_gone_on_with(kind: str, tmp_path: Path) -> None:
+    """As they were read without a step; trained further, and resumed, as if they had been a run's from the start."""
+    import torch
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from safetensors.torch import load_file
+
+    published = saved(kind, tmp_path / "published")
+    targets = ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "down_proj"]
+    config = LoraConfig(
+        r=3, lora_alpha=5, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    before = get_peft_model(published, config).eval()
+    before.save_pretrained(str(tmp_path / "adapters"))
+    tokens = torch.arange(32).view(2, 16) % 61
+    wanted = before(input_ids=tokens).logits
+    published = before.unload()  # type: ignore[operator]
+
+    lora = Lora.stored_in(tmp_path / "adapters")
+    assert (lora.rank, lora.alpha, lora.targets) == (3, 5, tuple(sorted(targets)))
+    plan = small(tmp_path / "plan.json", str(tmp_path / "published"), lora=lora, num_steps=3)
+    with Trainer(plan, out=tmp_path / "none", device="cpu") as trainer:
+        checkpoint = trainer.save(tmp_path / "untrained")
+    read, was = (
+        load_file(path / "adapter_model.safetensors") for path in (checkpoint, tmp_path / "adapters")
+    )
+    assert read.keys() == was.keys() and all(torch.equal(read[name], was[name]) for name in was)
+    again = PeftModel.from_pretrained(published, str(checkpoint)).eval()
+    assert torch.equal(again(input_ids=tokens).logits, wanted)
+
+    trained, checkpoint = run_alone(plan, tmp_path)
+    published = again.unload()  # type: ignore[operator]
+    after = PeftModel.from_pretrained(published, str(checkpoint)).eval()
+    assert torch.equal(after(input_ids=tokens).logits, trained(input_ids=tokens).logits)
+    assert not torch.allclose(after(input_ids=tokens).logits, wanted, atol=1e-3)
+
+    options: dict[str, Any] = {"out": tmp_path / "run", "device": "cpu"}
+    whole = Trainer(plan, **options).fit()
+    options["checkpoint"] = tmp_path / "resumed"
+    Trainer(plan, steps=1, **options).fit()
+    drawn = small(
+        tmp_path / "drawn.json", str(tmp_path / "published"), lora=lora.model_copy(update={"folder": None})
+    )
+    resumed = Trainer(drawn, steps=3, resume=True, **options).fit()
+    assert whole is not None and resumed is not None and resumed.losses == whole.losses[1:]
+
+
+def test_adapters_that_cannot_be_gone_on_with_are_named(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    get_peft_model(saved("llama", tmp_path / "published"), LoraConfig(r=4)).save_pretrained(
+        str(tmp_path / "adapters")
+    )
+    config = tmp_path / "adapters" / "adapter_config.json"
+    good, file = json.loads(config.read_text()), tmp_path / "adapters" / "adapter_model.safetensors"
+    for key, value in {
+        "use_dora": True,
+        "peft_type": "LOHA",
+        "rank_pattern": {"q": 2},
+        "target_modules": ".*",
+    }.items():
+        config.write_text(json.dumps({**good, key: value}))
+        with pytest.raises(InputError, match=f"has {key} = .*, and of adapters those of LoRA are trained"):
+            Lora.stored_in(tmp_path / "adapters")
+    config.write_text(json.dumps({**good, "r": 5}))
+    plan = small(
+        tmp_path / "plan.json", str(tmp_path / "published"), lora=Lora.stored_in(tmp_path / "adapters")
+    )
+    with pytest.raises(
+        InputError, match=r"of shape \[5, 32\], and .* has one of shape \[4, 32\]: the adapters are for"
+    ):
+        Trainer(plan, out=tmp_path / "run", device="cpu")
+    config.write_text(json.dumps({**good, "target_modules": ["q_proj"]}))
+    plan = small(
+        tmp_path / "plan.json", str(tmp_path / "published"), lora=Lora.stored_in(tmp_path / "adapters")
+    )
+    with pytest.raises(InputError, match="which the model has not: the adapters are for another model"):
+        Trainer(plan, out=tmp_path / "run", device="cpu")
+    with Trainer(plan, out=tmp_path / "run", device="cpu", random_weights=True) as trainer:
+        written = trainer.save(tmp_path / "checkpoints")
+    beside = small(tmp_path / "plan.json", str(tmp_path / "published"), lora=Lora.stored_in(written))
+    with pytest.raises(
+        InputError, match=r"drawn from seed 0, and this plan's model starts from .* other weights"
+    ):
+        Trainer(beside, out=tmp_path / "run", device="cpu")
+    file.rename(file.with_suffix(".bin"))
+    with pytest.raises(InputError, match=r"has 'adapter_model.bin', and only safetensors files are read"):
+        Trainer(plan, out=tmp_path / "run", device="cpu")
 
 
 FACTORY = """

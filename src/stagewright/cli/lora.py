@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,6 +22,9 @@ class LoraOptions:
     lora: Annotated[
         int | None, typer.Option("--lora", metavar="RANK", min=1,
             help="Train only adapters of this rank (LoRA, by peft); the model itself is frozen.")] = None
+    lora_from: Annotated[
+        Path | None, typer.Option("--lora-from", metavar="FOLDER",
+            help="Go on training the adapters in a folder that peft, or a run as a checkpoint, has written.")] = None
     lora_alpha: Annotated[
         float | None, typer.Option("--lora-alpha", metavar="A",
             help="What adapters add is multiplied by A / RANK; default twice the rank.")] = None
@@ -36,8 +40,11 @@ class LoraOptions:
         out of range."""
         from stagewright.tracing.models.lora import Lora
 
+        others = ["lora_alpha", "lora_targets", "lora_dropout"]
+        if self.lora_from is not None:
+            refuse(context, ["lora", *others], "the folder of --lora-from says what its adapters are", "start new ones")
+            return reference.adapted(Lora.stored_in(self.lora_from))
         if self.lora is None:
-            others = ["lora_alpha", "lora_targets", "lora_dropout"]
             refuse(context, others, "without adapters all of the model is trained", "give their rank with --lora")
             return reference
         return reference.adapted(Lora.of(self.lora, self.lora_alpha, self.lora_targets, self.lora_dropout))

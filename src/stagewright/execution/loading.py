@@ -15,11 +15,11 @@ import torch
 from stagewright.errors import InputError, RunError, StagewrightWarning
 from stagewright.execution.conversions import Conversions
 from stagewright.execution.quantised import FIX, leftovers_of, method_of, parts_of, scheme
-from stagewright.execution.weight_files import WeightFiles, open_weights, reading
+from stagewright.execution.weight_files import WeightFiles, adapter_file, open_weights, reading
 from stagewright.graph.stage import Stage
 from stagewright.graph.tensor_parallel import TensorShard
 from stagewright.tracing.arguments import from_contents
-from stagewright.tracing.models.adapter_names import base_name, is_adapter
+from stagewright.tracing.models.adapter_names import base_name, is_adapter, peft_name
 from stagewright.tracing.models.build import DeferredModel
 
 
@@ -28,20 +28,22 @@ def starting_tensors(
     stages: Sequence[Stage],
     stored: StoredWeights | None = None,
     part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
+    adapters: StoredAdapters | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of `stages` by name: as they are `stored`, or from the seed where nothing is; adapters always.
+    """Parameters and buffers of `stages` by name: as they are `stored`, of `adapters` as they lie in their folder, or from the seed
+    where nothing is.
 
     Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter. Raises `InputError`
     where a parameter is in none of the files, or cannot be read."""
     parameters = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.parameters)
     buffers = dict.fromkeys(stage.value(value).name for stage in stages for value in stage.buffers)
+
+    def whole(name: str) -> torch.Tensor:
+        source = adapters if is_adapter(name) else stored
+        return model.tensors((name,))[name] if source is None else source.read(name)
+
     # One by one, because a whole one may be many times a part.
-    found = {
-        name: part(
-            name, model.tensors((name,))[name] if stored is None or is_adapter(name) else stored.read(name)
-        )
-        for name in parameters
-    }
+    found = {name: part(name, whole(name)) for name in parameters}
     kept = {} if stored is None else stored.lasting(buffers)
     return {
         **found,
@@ -168,6 +170,34 @@ class StoredWeights:
             self._readers[name] = open_weights(self._files.verified(name), "pt")
         with reading(self._files.path(name)):
             return self._readers[name].get_tensor(key)
+
+
+class StoredAdapters:
+    """Adapters in `folder`, as peft wrote them, for those in the model `module`. Raises `InputError` where the folder has
+    others."""
+
+    def __init__(self, folder: Path, module: torch.nn.Module) -> None:
+        self._path = adapter_file(folder)
+        self._layouts = {name: one for name, one in module.named_parameters() if is_adapter(name)}
+        self._reader = open_weights(self._path, "pt")
+        self._keys = set(self._reader.keys())
+        if others := sorted(self._keys - set(map(peft_name, self._layouts))):
+            raise InputError(f"'{self._path}' has '{others[0]}', which the model has not: {_OTHERS}")
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor of an adapter, of its shape and type. Raises `InputError` where it is not there, or cannot be read."""
+        key, layout = peft_name(name), self._layouts[name]
+        with reading(self._path):
+            found = self._reader.get_tensor(key) if key in self._keys else None
+        if found is None or found.shape != layout.shape:
+            has = "no such tensor" if found is None else f"one of shape {list(found.shape)}"
+            raise InputError(
+                f"the model has '{key}' of shape {list(layout.shape)}, and '{self._path}' has {has}: {_OTHERS}"
+            )
+        return found.to(layout.dtype, copy=True)
+
+
+_OTHERS = "the adapters are for another model; give --lora-from those of this one"
 
 
 def _key(name: str) -> str:

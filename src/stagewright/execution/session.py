@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from stagewright.execution.data.prepared import LABELS, Data, ready
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.lengths import AtLength, Lengths
-from stagewright.execution.loading import StoredWeights, part_of, starting_tensors
+from stagewright.execution.loading import StoredAdapters, StoredWeights, part_of, starting_tensors
 from stagewright.execution.mesh import STAGE, Groups, Mesh
 from stagewright.execution.metering import Metering, TimedStep, taken_bytes
 from stagewright.execution.model_files import ModelFiles
@@ -144,10 +145,15 @@ class Session:
         stored = None
         if reference.weights is not None and self.is_from_files:
             stored = StoredWeights(reference.weights, model.module, reference.config or {})
+        adapters = None
+        if reference.lora is not None and reference.lora.folder is not None and not random_weights:
+            adapters = StoredAdapters(Path(reference.lora.folder), model.module)
         accumulate = torch.float32 if job.dtype in ("bf16", "fp16") else None
-        self.weights = Weights(own, starting_tensors(model, own, stored, self.part), device, accumulate, mine)
+        starting = starting_tensors(model, own, stored, self.part, adapters)
+        self.weights = Weights(own, starting, device, accumulate, mine)
+        del starting
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
-        del model, stored
+        del model, stored, adapters
         self.watch("making process groups")
         self.groups = Groups.of(self.mesh)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]

@@ -22,6 +22,7 @@ from stagewright.execution.quantised import method_of, refuse_quantised
 from stagewright.files import inside
 from stagewright.planning.plan import Plan
 from stagewright.text import say
+from stagewright.tracing.models.adapter_names import ADAPTER
 from stagewright.tracing.models.reference import OTHER_FORMATS, ModelReference, bundled_names
 
 INDEX = "model.safetensors.index.json"
@@ -111,6 +112,8 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
     reference = plan.model.resolved()
     if random_weights or reference.kind == "factory":
         return
+    if reference.lora is not None and reference.lora.folder is not None and not is_resumed:
+        _check_adapters(Path(reference.lora.folder), reference, plan.job.seed)
     if reference.weights is None:
         if not is_resumed and os.environ.get("RANK", "0") == "0":
             say(
@@ -120,6 +123,33 @@ def check_weights(plan: Plan, random_weights: bool, is_resumed: bool) -> None:
     folder = str(reference.weights)
     method = method_of(reference.config or {}, folder)
     refuse_quantised(WeightFiles.of(reference.weights).types(), method, folder)
+
+
+def adapter_file(folder: Path) -> Path:
+    """Of the adapters in a folder that peft, or a run as a checkpoint, has written; then it is to the last bit as it was.
+    Raises `InputError` where it is not, or not there."""
+    if not (folder / ADAPTER).is_file():
+        others = sorted(path.name for path in folder.glob("adapter_model*"))
+        has = f"has {_some(others)}, and only safetensors files are read" if others else "is not there"
+        raise InputError(
+            f"'{folder / ADAPTER}' {has}: give --lora-from a folder that save_pretrained() of peft has written"
+        )
+    if (folder / MANIFEST).exists():
+        _compare(folder, read_manifest(folder), [ADAPTER])
+    return folder / ADAPTER
+
+
+def _check_adapters(folder: Path, reference: ModelReference, seed: int) -> None:
+    """Before any process is started: whether adapters in `folder` can be gone on with. Raises `InputError` where they cannot
+    be read, or are of a checkpoint beside other weights."""
+    open_weights(adapter_file(folder), "np")
+    was = read_manifest(folder).base if (folder / MANIFEST).exists() else None
+    now = base_model_of(reference, seed, False)
+    if was is not None and now is not None and not was.is_same(now):
+        raise InputError(
+            f"the adapters in '{folder}' are for {was}, and this plan's model starts from {now}, which has other weights: "
+            "plan for those that they were trained with"
+        )
 
 
 def base_model_of(reference: ModelReference, seed: int, random_weights: bool) -> BaseModelIdentity | None:

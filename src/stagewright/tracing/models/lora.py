@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from stagewright.cluster.strict import StrictModel, validated
+from stagewright.documents import read_json
+from stagewright.errors import InputError
 from stagewright.limits import MOST_SIZE
+from stagewright.tracing.models.adapter_names import ADAPTER_CONFIG
 
 ALL_LINEAR = "all-linear"
 """As targets: every linear layer but the head."""
+_MOST_CONFIG_BYTES = 2**20
+_TAKEN = (
+    "peft_type", "r", "lora_alpha", "target_modules", "lora_dropout", "fan_in_fan_out", "init_lora_weights", "bias",
+)  # fmt: skip
+"""Keys of a config of peft that are looked at."""
+_OF_NO_EFFECT = (
+    "task_type", "inference_mode", "base_model_name_or_path", "revision", "auto_mapping", "peft_version",
+    "megatron_core", "qalora_group_size",
+)  # fmt: skip
+"""Those that change no adapter, or only with others that are refused."""
 
 
 class Lora(StrictModel):
@@ -28,6 +42,13 @@ class Lora(StrictModel):
     """Of what enters an adapter."""
     is_drawn: bool = False
     """Whether B is drawn too, in place of zeros, so that no gradient is zero: for verification."""
+    folder: str | None = None
+    """Of adapters that a run starts from, as peft wrote them; None draws them."""
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """All but where the adapters lie."""
+        return self.model_dump(mode="json", exclude={"folder"})
 
     @field_validator("targets")
     @classmethod
@@ -58,3 +79,40 @@ class Lora(StrictModel):
             "dropout": dropout,
         }
         return validated(cls, given, "--lora")
+
+    @classmethod
+    def stored_in(cls, folder: Path) -> Lora:
+        """Those in `folder`, as peft wrote them, to go on with.
+
+        Raises:
+            InputError: there are none, or they are of a kind or form that is not trained.
+        """
+        path = folder / ADAPTER_CONFIG
+        config = read_json(
+            path, "config of adapters", "name a folder that peft has written", _MOST_CONFIG_BYTES
+        )
+        if not isinstance(config, dict):
+            raise InputError(f"'{path}' holds no JSON object: name a folder that peft has written")
+        _refuse_other_forms(config, path)
+        given = {
+            "rank": config.get("r"),
+            "alpha": config.get("lora_alpha"),
+            "targets": config.get("target_modules"),
+            "dropout": config.get("lora_dropout", 0.0),
+            "folder": str(folder.resolve()),
+        }
+        return validated(cls, given, f"'{path}'")
+
+
+def _refuse_other_forms(config: dict[str, Any], path: Path) -> None:
+    """Raises `InputError` for what adapters of rank and alpha beside named layers do not have."""
+    expected = {"peft_type": ("LORA",), "bias": ("none", None), "init_lora_weights": (True, False, None)}
+    wrong = [key for key, values in expected.items() if config.get(key) not in values]
+    wrong += [key for key in sorted(config) if key not in (*_TAKEN, *_OF_NO_EFFECT) and config[key]]
+    if not isinstance(config.get("target_modules"), list):
+        wrong.append("target_modules")
+    if wrong:
+        raise InputError(
+            f"'{path}' has {wrong[0]} = {config.get(wrong[0])!r}, and of adapters those of LoRA are trained, of one rank "
+            "beside layers in a list: merge these into the model by peft's merge_and_unload and start anew with --lora RANK"
+        )

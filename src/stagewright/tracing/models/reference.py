@@ -67,7 +67,7 @@ class ModelReference:
                 f"'{self.text}' is a factory, whose model is trained as it returns it: call peft.get_peft_model in it, and "
                 "leave out --lora"
             )
-        return replace(self, lora=lora, digest=_digest([self.digest, lora.model_dump(mode="json")]))
+        return replace(self, lora=lora, digest=_digest([self.digest, lora.structure]))
 
 
 def bundled_names() -> list[str]:
