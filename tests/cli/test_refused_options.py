@@ -39,6 +39,10 @@ def test_days_and_dollars_are_of_a_batch_that_is_given(objective: str, option: s
     refused(*MODEL, *objective.split(), option=option, remedy="leave out --objective batch")
 
 
+def test_a_folder_of_adapters_says_what_they_are() -> None:
+    refused(*MODEL, "--lora-from", "adapters", option="--lora 8", remedy="start new ones")
+
+
 def test_a_number_is_no_file_for_ranks() -> None:
     code, shown = call(*MODEL, "--ranks", "4")
     assert code == 2 and "widths are --pp, --dp and --tp" in shown

@@ -30,7 +30,7 @@ def starting_tensors(
     part: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, whole: whole,
     adapters: StoredAdapters | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Parameters and buffers of `stages` by name: as they are `stored`, of `adapters` as they lie in their folder, or from the seed
+    """Parameters and buffers of `stages` by name: as they are `stored`, those of `adapters` as these are, or from the seed
     where nothing is.
 
     Nothing else of the model is made. ``part(name, whole)`` is what this rank keeps of a parameter. Raises `InputError`
