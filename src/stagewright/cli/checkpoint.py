@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.options import Json
+from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.units import format_bytes
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 checkpoint = typer.Typer(
     name="checkpoint",
-    help="Checkpoints of runs: show, verify and export.",
+    help="Checkpoints of runs: show, verify, export and import.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -113,6 +113,13 @@ def export(
             help="The model that adapters are for; default where it was at the run.",
         ),
     ] = None,
+    state_dict: Annotated[
+        bool,
+        typer.Option(
+            "--state-dict",
+            help="In place of that a folder that torch.distributed.checkpoint.load reads, with the optimizer's state.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write the model of a checkpoint in Hugging Face's layout.
@@ -124,12 +131,71 @@ def export(
         progress("importing torch")
         from stagewright.execution.model_export import export as exported
 
-        found = exported(folder, out, merges=merge, adapter_only=adapter, base=base, report=progress)
+        found = exported(
+            folder,
+            out,
+            merges=merge,
+            adapter_only=adapter,
+            base=base,
+            is_state_dict=state_dict,
+            report=progress,
+        )
     if as_json:
         print_document({"path": str(found.path), "step": found.step, "files": found.files})
         return
     size = format_bytes(sum(found.files.values()))
     show(f"Wrote the model of step {found.step} to '{found.path}': {len(found.files)} files, {size}.")
+
+
+@checkpoint.command("import")
+def import_(
+    plan: PlanFile,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Folder of a model in Hugging Face's layout, or of torch.distributed.checkpoint, of a plain state dict.",
+        ),
+    ],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A new folder, for `run --checkpoint`.")],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="N", help="Steps that count as done; default what the optimizer counted, or none."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write weights from elsewhere as a checkpoint, from which a run of the plan goes on with --resume.
+
+    The optimizer's state comes along if there is some under `optimizer.state`, of one like the plan's; else it starts anew.
+    """
+    from stagewright.cli.consent import say_what_runs
+    from stagewright.planning.plan import load_plan
+
+    loaded = load_plan(plan)
+    say_what_runs(loaded.model.text)
+    with Progress("importing") as progress:
+        progress("importing torch")
+        from stagewright.execution.model_import import import_weights
+
+        found = import_weights(loaded, source, folder, step, progress)
+    has = "with the optimizer's state" if found.has_optimizer_state else "of weights alone"
+    if as_json:
+        print_document(
+            {
+                "path": str(found.path),
+                "step": found.step,
+                "has_optimizer_state": found.has_optimizer_state,
+                "files": found.files,
+            }
+        )
+        return
+    size = format_bytes(sum(found.files.values()))
+    show(
+        f"Wrote a checkpoint {has} after step {found.step} to '{found.path}' ({size}): go on from it with "
+        f"`stagewright run {plan} --checkpoint {folder} --resume`."
+    )
 
 
 def _document(one: Verified) -> dict[str, Any]:

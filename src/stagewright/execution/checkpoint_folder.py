@@ -219,7 +219,8 @@ def check_start(
     _check_plan(found, plan, num_steps, asked.is_other_data)
     check_base(found, base_model_of(plan.model.resolved(), plan.job.seed, random_weights))
     was = found.manifest.data
-    if not asked.is_other_data and not was.is_same(now := identity_of(data)):
+    is_known = was.kind != "elsewhere"
+    if is_known and not asked.is_other_data and not was.is_same(now := identity_of(data)):
         raise InputError(
             f"checkpoint '{found.path}' is of a run on other data: it was {was}, and this is {now}: give the same data, or "
             "go on with this with --other-data"

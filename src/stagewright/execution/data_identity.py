@@ -22,14 +22,14 @@ class DataIdentity(StrictModel):
     """What the samples of a run were made from: `kind` says how, the rest is of the file.
 
     Of a `store` of documents `sha256` is of their tokens, which tell tokenizers apart too; of a `factory` it is of the code
-    that makes the dataset; a `mixture` is known by its parts.
+    that makes the dataset; a `mixture` is known by its parts. Of weights that came from `elsewhere` nothing is known.
 
     `sha256` is of the whole file up to 1 GiB. Of a larger one it is of its size and of 1,024 blocks of 1 MiB, the first, the
     last and those evenly between them (`is_sampled`): another file is told from it within seconds, a few changed tokens need
     not be.
     """
 
-    kind: Literal["synthetic", "text", "tokens", "store", "factory", "mixture"]
+    kind: Literal["synthetic", "text", "tokens", "store", "factory", "mixture", "elsewhere"]
     order: int = ORDER
     name: str | None = None
     bytes: int | None = None

@@ -1,11 +1,12 @@
 """The model of a checkpoint in a folder of its own, as Hugging Face's libraries read it: whole, with adapters merged or
-beside it, or the adapters alone. Computed from files, by one process."""
+beside it, or the adapters alone; or with the optimizer's state as `torch.distributed.checkpoint` reads it. Computed from
+files, by one process."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,11 @@ from stagewright.execution.data.tokenizers import TOKENIZER_FILES
 from stagewright.execution.loading import StoredWeights
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.execution.model_files import described_config, lasting_names, write_documents
-from stagewright.execution.tensor_files import write_tensors
-from stagewright.execution.weight_files import CONFIG, INDEX, base_model_of
+from stagewright.execution.model_import import STATE
+from stagewright.execution.state import OF_REPLICA
+from stagewright.execution.state_dict_folder import write_state_dict
+from stagewright.execution.tensor_files import Stored, in_files, write_tensors
+from stagewright.execution.weight_files import CONFIG, INDEX, WeightFiles, base_model_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ModelSection
 from stagewright.tracing.models.adapter_names import (
@@ -39,7 +43,6 @@ from stagewright.tracing.models.reference import ModelReference, resolve
 
 BESIDE = "adapter"
 """The folder of adapters beside a whole model."""
-_FILE_BYTES = 4 * 2**30
 _BESIDE_WEIGHTS = (
     *TOKENIZER_FILES, "generation_config.json", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
@@ -64,6 +67,7 @@ def export(
     merges: bool = False,
     adapter_only: bool = False,
     base: str | None = None,
+    is_state_dict: bool = False,
     report: Report = lambda text: None,
 ) -> Exported:
     """Write the model of a checkpoint to the new folder `out`, whole or not at all.
@@ -72,6 +76,7 @@ def export(
         folder: of the checkpoint, or of a run's, whose newest is taken.
         merges: whether adapters are added to the weights; else they are in the folder ``adapter`` beside them.
         adapter_only: whether only adapters are written.
+        is_state_dict: whether a folder of `torch.distributed.checkpoint` is written, in place of Hugging Face's layout.
         base: where the model lies that adapters were trained for; default where it lay then.
 
     Raises:
@@ -80,11 +85,18 @@ def export(
     """
     found = read_checkpoint(folder) if (folder / MANIFEST).exists() else newest_in(folder)
     _check(found, out, merges, adapter_only, base)
+    if is_state_dict and found.manifest.base is not None:
+        raise InputError(
+            f"checkpoint '{found.path}' has adapters alone, which are no state dict of a model: export them with "
+            "--merge, in Hugging Face's layout"
+        )
     scratch = out.parent / f".{out.name}{UNFINISHED}"
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        if adapter_only:
+        if is_state_dict:
+            _write_state_dict(found, scratch, report)
+        elif adapter_only:
             _copy(found, scratch, (ADAPTER, ADAPTER_CONFIG))
         elif found.manifest.base is not None:
             _write_adapted(found, scratch, out, merges, base, report)
@@ -134,7 +146,7 @@ def _copy(found: Checkpoint, scratch: Path, names: Sequence[str]) -> None:
 
 def _write(whole: _Whole, scratch: Path, report: Report) -> None:
     """A model's files, its config and, where they lie beside its weights, those of its tokenizer."""
-    files = list(whole.files())
+    files = whole.files()
     for number, names in enumerate(files, 1):
         report(f"writing file {number} of {len(files)}")
         held = {name: tensor for own in names for name, tensor in whole.published(own).items()}
@@ -143,6 +155,40 @@ def _write(whole: _Whole, scratch: Path, report: Report) -> None:
     for name in _BESIDE_WEIGHTS:
         if whole.folder is not None and (whole.folder / name).is_file():
             shutil.copyfile(whole.folder / name, scratch / name)
+
+
+def _write_state_dict(found: Checkpoint, scratch: Path, report: Report) -> None:
+    """Weights by the model's own names, as the optimizer has them, a tied one by each of its names; buffers; and the
+    optimizer's state under ``optimizer.state``."""
+    check_contents(found.path, found.manifest, found.manifest.files)
+    stored, files = Stored(found), WeightFiles.of(found.path)
+    readers = {name: safe_open(str(files.path(name)), framework="pt") for name in files.names}
+    sources: dict[str, str] = {}
+    for name in stored.index.names:
+        own, part = name.removeprefix("net.").rpartition(":")[::2]
+        if OF_REPLICA not in name:
+            sources[own if part == "weight" else f"optimizer.{STATE}{own}.{part}"] = name
+    layouts = {key: stored.layout(name) for key, name in sources.items()}
+    for name, file in files.where.items():
+        layouts.setdefault(name, readers[file].get_tensor(name).to("meta"))
+    if CONFIG in found.manifest.files:
+        for alias, first in _tied(resolve(str(found.path))).items():
+            layouts[alias] = layouts[first]
+            sources[alias] = sources[first]
+
+    def made(key: str) -> torch.Tensor:
+        report(f"writing '{key}'")
+        return stored.whole(sources[key]) if key in sources else readers[files.where[key]].get_tensor(key)
+
+    write_state_dict(scratch, layouts, made)
+
+
+def _tied(reference: ModelReference) -> dict[str, str]:
+    """The first name of each parameter that has several, by the others."""
+    net: Any = DeferredModel(reference, 1, 1).module.net
+    first = {id(parameter): name for name, parameter in net.named_parameters()}
+    every = net.named_parameters(remove_duplicate=False)
+    return {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
 
 
 def _whole(
@@ -215,16 +261,9 @@ class _Whole:
         """Content of the model's config.json."""
         return {"architectures": [type(self._net).__name__], **described_config(self._reference.config or {})}
 
-    def files(self) -> Iterator[list[str]]:
+    def files(self) -> list[list[str]]:
         """The names of all tensors, in files of a few GiB."""
-        held: list[str] = []
-        for name, size in self._bytes.items():
-            if held and sum(map(self._bytes.__getitem__, held)) + size > _FILE_BYTES:
-                yield held
-                held = []
-            held.append(name)
-        if held:
-            yield held
+        return in_files(self._bytes)
 
     def published(self, name: str) -> dict[str, torch.Tensor]:
         """A tensor of the model, by the names that published files have."""

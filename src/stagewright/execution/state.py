@@ -65,9 +65,11 @@ Source = TypeVar("Source", str, int)
 
 
 class RegionIndex(Generic[Source]):
-    """Who has which regions of which tensors: files of a checkpoint, or ranks."""
+    """Who has which regions of which tensors: files of a checkpoint, or ranks; `has_optimizer_state` where it is not weights
+    alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_optimizer_state: bool = True) -> None:
+        self.has_optimizer_state = has_optimizer_state
         self._where: dict[str, dict[Region, Source]] = {}
         self._with_state: set[str] | None = None
 
@@ -87,6 +89,15 @@ class RegionIndex(Generic[Source]):
                 "stagewright"
             )
         return found
+
+    def regions(self, name: str) -> dict[Region, Source]:
+        """Of a tensor, who has each."""
+        return self._where[name]
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._where)
 
     def has_state(self, parameter: str) -> bool:
         """Whether there is more of a parameter than its weight."""
@@ -150,6 +161,8 @@ def held(session: Session, index: RegionIndex[Any] | None = None) -> Iterator[He
     ):
         value = target.value
         flat = session.shards.flat_of(value) if value in session.optimizer.sharded else None
+        if index is not None and not index.has_optimizer_state:
+            state = {"weight": state["weight"]}
         for part, tensor in state.items():
             if flat is None:
                 yield from placed(value, part, Region.whole(tensor.shape), 0, tensor)

@@ -37,7 +37,7 @@ class Stored:
 
     def __init__(self, found: Checkpoint) -> None:
         self.path = found.path
-        self.index = RegionIndex[str]()
+        self.index = RegionIndex[str](found.manifest.has_optimizer_state)
         self._readers: dict[str, safe_open] = {}
         for file in sorted(name for name in found.manifest.files if name.startswith(RANK)):
             for name, region in _regions(found.path, file):
@@ -59,13 +59,12 @@ class Stored:
         name = self.index.known_as(held.name)
         try:
             for file, region in sources:
-                if file not in self._readers:
-                    self._readers[file] = safe_open(str(self.path / file), framework="pt")
+                reader = self._reader(file)
                 both, key = overlap(held.region, region), key_of(name, region)
                 if not region.shape or both == region:
-                    read = self._readers[file].get_tensor(key)
+                    read = reader.get_tensor(key)
                 else:
-                    read = self._readers[file].get_slice(key)[both.within(region)]
+                    read = reader.get_slice(key)[both.within(region)]
                 if read.dtype != held.tensor.dtype:
                     raise RunError(
                         f"the checkpoint has '{name}' as {read.dtype}, this run as {held.tensor.dtype}: resume with the "
@@ -77,6 +76,26 @@ class Stored:
             raise RunError(
                 f"checkpoint '{self.path}' cannot be read: {error}; {folders.instead_of(self.path)}"
             ) from None
+
+    def layout(self, name: str) -> torch.Tensor:
+        """A whole tensor without contents."""
+        regions = self.index.regions(name)
+        ends = [[first + size for first, size in zip(one.start, one.shape, strict=True)] for one in regions]
+        region, file = next(iter(regions.items()))
+        dtype = _DTYPES[self._reader(file).get_slice(key_of(name, region)).get_dtype()]
+        return torch.empty(tuple(map(max, *ends)) if len(ends) > 1 else ends[0], dtype=dtype, device="meta")
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor. Raises as `sources` and `read`."""
+        found = torch.empty_like(self.layout(name), device="cpu")
+        wanted = Region.whole(found.shape)
+        self.read(Held(name, wanted, 0, found), self.sources(name, wanted))
+        return found
+
+    def _reader(self, file: str) -> safe_open:
+        if file not in self._readers:
+            self._readers[file] = safe_open(str(self.path / file), framework="pt")
+        return self._readers[file]
 
 
 def _regions(folder: Path, file: str) -> list[tuple[str, Region]]:
@@ -107,7 +126,26 @@ _TYPES = {
     torch.float64: "F64",
     torch.complex64: "C64",
 }
+_DTYPES = {name: dtype for dtype, name in _TYPES.items()}
 _ALIGNMENT = 8
+_FILE_BYTES = 4 * 2**30
+
+
+def in_files(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Names of tensors, whose bytes are their `sizes`, in files of up to 4 GiB.
+
+    >>> in_files({"a": 3 * 2**30, "b": 2**30, "c": 1})
+    [['a', 'b'], ['c']]
+    """
+    found: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if found[-1] and held + size > _FILE_BYTES:
+            found.append([])
+            held = 0
+        found[-1].append(name)
+        held += size
+    return found
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
