@@ -1,11 +1,12 @@
 """Predicted against measured step times of schedules on two local ranks, with costs from `stagewright probe`.
 
     python benchmarks/schedule_order.py [--models tiny-llama ...] [--schedules 1f1b ...] [--rounds 12] [--microbatches 8]
-        [--hidden 256] [--layers 8] [--sequence-length 128] [--json]
+        [--hidden 256] [--layers 8] [--sequence-length 128] [--profile] [--json]
 
 Every schedule runs the same model on its own partition, as `stagewright plan` makes it. The processes hold all plans of a
 model and take their steps in turn; the machine is probed before and after, and predictions are the mean of both. A profile
-is of the machine left alone, so the mean of the faster half of the steps counts. Prints the median error and, of the pairs
+is of the machine left alone, so the mean of the faster half of the steps counts. With `--profile` every model's operators are
+timed in front of its steps, as `stagewright profile` does, and predictions made with that. Prints the median error and, of the pairs
 of schedules of a model whose predictions differ by more than 3 %, how many were measured in the predicted order.
 """
 
@@ -27,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 SCHEDULES = ["gpipe", "1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-v"]
 TOLD_APART = 0.03
 BAR = 0.08
+SECONDS_OF_PROFILE = 4.0
 
 
 def main() -> None:
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--profile", action="store_true", help="time each model's operators")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = [row for model in options.models for row in measured(model, options)]
@@ -59,6 +62,7 @@ def measured(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     from side_by_side import step_seconds
     from stagewright.execution.probe import probe
     from stagewright.execution.probe_operators import faster_half
+    from stagewright.execution.profiling import profile
     from stagewright.planning.estimate import estimate
     from stagewright.planning.job import Job
     from stagewright.planning.plan import Plan
@@ -69,6 +73,8 @@ def measured(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     job = Job(global_batch=count, sequence_length=options.sequence_length, dtype="fp32")
     reference = resolve(model, _overrides(model, options))
     before = probe("cpu", processes=2)
+    table = profile(reference, job, [1], "cpu", 2, SECONDS_OF_PROFILE) if options.profile else None
+    before = before.with_profile(table) if table else before
     with tempfile.TemporaryDirectory() as folder:
         plans: list[tuple[str, Path, Plan]] = []
         for name in options.schedules:
@@ -80,6 +86,7 @@ def measured(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             plans.append((name, path, one))
         seconds = step_seconds([path for _, path, _ in plans], 2, options.rounds)
     after = probe("cpu", processes=2)
+    after = after.with_profile(table) if table else after
     rows = []
     for (name, _, one), taken in zip(plans, seconds, strict=True):
         again = estimate(one, after).predictions.step_seconds

@@ -17,7 +17,7 @@ from stagewright.planning.partition.line import terms_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.prediction.pipeline import Pipeline, costing
 from stagewright.planning.prediction.predict import run_timeline, step_seconds
-from stagewright.planning.prediction.transfers import flight_seconds
+from stagewright.planning.prediction.transfers import flight_seconds, transfers_slow
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 
@@ -59,14 +59,15 @@ def test_a_rank_in_the_middle_posts_on_both_sides() -> None:
 
 
 def test_a_sender_is_busy_until_its_bytes_have_left() -> None:
-    """Of one microbatch that takes as long as bytes on their way beside computations; of several it holds up the sender."""
+    """Of one microbatch that takes as long as bytes on their way beside computations, but for the multiprocessors that
+    these take; of several it holds up the sender."""
     for num_microbatches, holds_up in ((1, False), (8, True)):
         job = JOB.model_copy(update={"global_batch": 2 * num_microbatches})
         beside, busy = (
             estimate(MODEL, posting(seconds), job, pp=2, schedule="gpipe").predictions.step_seconds
             for seconds in (None, 0.0)
         )
-        assert (busy > beside * 1.001) if holds_up else busy == pytest.approx(beside, rel=1e-9)
+        assert (busy > beside * 1.002) if holds_up else busy == pytest.approx(beside, rel=2e-3)
 
 
 def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
@@ -89,6 +90,18 @@ def test_a_transfer_takes_as_long_as_that_of_the_slowest_replica() -> None:
     node = load_cluster("1x8x-h100")
     slow, fast = (approximate_seconds([body] * 2, cuts, line.program, one, 2) for one in (cluster, node))
     assert slow > fast
+
+
+def test_transfers_take_multiprocessors_of_what_runs_beside_them() -> None:
+    """The stated share of a pass within a node, two multiprocessors of a device between nodes; of a processor nothing."""
+    job = JOB.model_copy(update={"dtype": "bf16"})
+    graph = trace(MODEL, 1, **job.traced("cuda"))
+    for name, share in (("1x2x-h100", 0.15), ("2x1x-h100", 2 / 132)):
+        cluster = load_cluster(name)
+        body = BodyCosts(graph, costing(graph, cluster, job))
+        line = make_candidate(body, Choice(1, 2, 1, 4, "1f1b"), cluster, job).line
+        flights = {(0, 1): 2.0, (1, 0): 1.0}
+        assert transfers_slow(line, flights).tolist() == pytest.approx([3 * share] * 2)
 
 
 def test_a_step_looks_at_every_rank_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,11 @@ from stagewright.graph.fusion import (
 STAGEWRIGHT = "stagewright"
 """The runtime that `stagewright run` is: graphs as they are traced."""
 
+_COMMUNICATION_SHARE = 0.15
+"""Of a GPU's multiprocessors. Source: 20 of 132 of an H800 serve communication (DeepSeek-V3, arXiv 2412.19437); NCCL's own
+share differs with version and width.
+"""
+
 _Count = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -98,8 +103,8 @@ class Waits(StrictModel):
     * `scattered_s`: to send a part each of what all of a group of ranks have to another node, beside the transfer.
     * `routing_s`: in a layer of experts that ranks share out, in either direction, for hosts that read how many tokens go
       where.
-    * `beside_share`: part of its processors that collectives of shared-out parameters and gradients, and hidden dispatches,
-      take from the computations they run beside.
+    * `beside_share`: part of a GPU's multiprocessors that collectives of shared-out parameters and gradients, hidden
+      dispatches and transfers within a node take from the computations they run beside.
     """
 
     product_s: Seconds = 0.0
@@ -334,7 +339,8 @@ def load_runtime(name: str) -> Runtime:
     ()
     """
     if name == STAGEWRIGHT:
-        return Runtime(name=STAGEWRIGHT, attention="traced", copies_parts=True)
+        waits = Waits(beside_share=_COMMUNICATION_SHARE)
+        return Runtime(name=STAGEWRIGHT, attention="traced", copies_parts=True, waits=waits)
     if name.endswith(".toml"):
         path = Path(name).resolve()
         if path in _BEING_READ:

@@ -25,7 +25,7 @@ from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, reserv
 from stagewright.planning.prediction.sharding import gathered_flats
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
-from stagewright.planning.prediction.transfers import Floats, flight_seconds, posting_seconds
+from stagewright.planning.prediction.transfers import Floats, flight_seconds, posting_seconds, transfers_slow
 from stagewright.planning.predictions import (
     Predictions,
     RankPrediction,
@@ -151,7 +151,7 @@ def action_costs(line: Pipeline, *, steps: bool = True) -> StepCosts:
     pass_s = line.job.profile.host.pass_s
     gather_s = [line.collectives(stage).gather(gathered_flats(line.flats, stage)) for stage in stages]
     reduce_s = [line.reduce_seconds(stage) for stage in stages]
-    slowed_s = _slowed_seconds(line, gather_s, reduce_s)
+    slowed_s = _slowed_seconds(line, gather_s, reduce_s) + transfers_slow(line, flights) / 2
     rebuild_s = np.array([summary.rebuild_s for summary in line.summaries])
     early_s, late_s = rebuild_s, 0.0 * rebuild_s
     if not line.job.profile.recomputes_ahead:
@@ -197,7 +197,7 @@ def _exposed_reduction(line: Pipeline, stage: int, reduce_s: float) -> float:
 
 def _slowed_seconds(line: Pipeline, gather_s: Sequence[float], reduce_s: Sequence[float]) -> Floats:
     """By how much a pass of each stage is slower on the average for collectives that take processors from it."""
-    share = line.job.profile.waits.beside_share
+    share = 0.0 if line.device_of(0).kind == "cpu" else line.job.profile.waits.beside_share
     taken = np.zeros(len(line.stages))
     if share:
         for kind, seconds in ((Kind.GATHER, gather_s), (Kind.REDUCE, reduce_s)):

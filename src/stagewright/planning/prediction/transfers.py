@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from stagewright.planning.prediction.pipeline import Pipeline
 
 Floats = NDArray[np.float64]
+
+_NETWORK_CHANNELS = 2
+"""Of a transfer to another node, a multiprocessor each. Source: NCCL, `ncclTopoGetNchannels`."""
+
+_MULTIPROCESSORS = 132
+"""Of a device whose description does not say: as an H100."""
 
 
 def flight_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], float]:
@@ -30,6 +36,28 @@ def flight_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tup
         on_the_way = sent if _posts(line, source) is None else 0
         found[source, target] = message_seconds(line, source, target, on_the_way) if sent else 0.0
     return found
+
+
+def transfers_slow(line: Pipeline, flights: Mapping[tuple[int, int], float]) -> Floats:
+    """By how much a forward and a backward of each stage together are slower for the transfers beside them, whose kernels
+    occupy multiprocessors at either end: as many as collectives do within a node, two of its channels between nodes.
+
+    Source: NCCL, `ncclTopoGetNchannels`, for transfers between nodes; what `Waits.beside_share` is of within one. Ignores:
+    memory traffic of transfers; that a rank may have nothing to compute while they are on their way.
+    """
+    placed = line.program.placement.rank_of_stage
+    slowed = np.zeros(len(placed))
+    within = line.job.profile.waits.beside_share
+    for (source, target), seconds in flights.items():
+        ends = line.first_rank(placed[source]), line.first_rank(placed[target])
+        between_nodes = line.cluster.node_of(ends[0]) != line.cluster.node_of(ends[1])
+        for stage in (source, target) if placed[source] != placed[target] else ():
+            device = line.device_of(placed[stage])
+            if device.kind == "cpu" or not within:
+                continue
+            num = device.products.num_multiprocessors if device.products else _MULTIPROCESSORS
+            slowed[stage] += seconds * (min(within, _NETWORK_CHANNELS / num) if between_nodes else within)
+    return slowed
 
 
 def posting_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> tuple[Floats, Floats]:
