@@ -1,7 +1,11 @@
-"""Clocks: when an action starts and ends on this rank, and how this rank's clock stands to the first rank's."""
+"""Clocks: when an action starts and ends on this rank, how this rank's clock stands to the first rank's, and one that stands
+still while other programs have the processor.
+"""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +68,31 @@ def _ask(store: dist.Store, seal: Seal, rank: int, ping: int) -> ClockOffset:
     answer = float(told)
     answered = time.perf_counter()
     return ClockOffset(answer - (asked + answered) / 2, (answered - asked) / 2)
+
+
+_SCHEDULING = "/proc/thread-self/schedstat"
+"""Of Linux: nanoseconds that a thread has run, those it was ready to run and had no processor, and its turns."""
+
+_open = threading.local()
+
+
+def waited_s() -> float:
+    """Seconds for which this thread was ready to run while other programs had the processors, since it began; 0 where the
+    system does not say. Ignores: what a hypervisor takes; other threads, for which this one may wait.
+    """
+    descriptor = getattr(_open, "descriptor", None)
+    if descriptor is None:
+        try:
+            descriptor = os.open(_SCHEDULING, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            descriptor = -1
+        _open.descriptor = descriptor
+    return 0.0 if descriptor < 0 else int(os.pread(descriptor, 128, 0).split()[1]) * 1e-9
+
+
+def undelayed_s() -> float:
+    """`time.perf_counter` that stands still while this thread has no processor to run on."""
+    return time.perf_counter() - waited_s()
 
 
 def synchronize(device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from stagewright.execution.clock import synchronize
+from stagewright.execution.clock import synchronize, undelayed_s
 from stagewright.execution.probe_operators import (
     SIZES,
     OperatorFigures,
@@ -131,10 +131,10 @@ class Stopwatch:
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
         if self.device.type == "cpu":
-            start = time.perf_counter()
+            start = undelayed_s()
             for _ in range(repeats):
                 call()
-            return time.perf_counter() - start
+            return undelayed_s() - start
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(repeats):

@@ -19,6 +19,7 @@ from scipy.optimize import nnls
 from torch import nn
 
 from stagewright.estimation.operators import Kernel, Work, work
+from stagewright.execution.clock import waited_s
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph.carving import carve
@@ -81,6 +82,7 @@ class Marks:
 
     def __init__(self) -> None:
         self.moments: list[float] = []
+        self._waited_s = waited_s()
         for _ in range(1000):
             self()
         self.cost_s = float(np.median(np.diff(self.moments)))
@@ -92,12 +94,25 @@ class Marks:
     def clear(self) -> None:
         """Forget moments so far."""
         self.moments.clear()
+        self._waited_s = waited_s()
+
+    def waited(self) -> float:
+        """Seconds since `clear` for which other programs had the processor."""
+        return waited_s() - self._waited_s
 
     def taken(self) -> np.ndarray:
         """Seconds of each operator since the last call, in order."""
         seconds = np.diff(self.moments) - self.cost_s
         self.moments.clear()
         return np.maximum(seconds, self.cost_s)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward and backward: seconds of every operator, and those for which other programs had the processor."""
+
+    seconds: np.ndarray
+    waited_s: float
 
 
 class ReferenceNetwork:
@@ -111,7 +126,7 @@ class ReferenceNetwork:
         self._marks = Marks()
         self._runner = _runner(self._stage, network, self._marks)
         self._runner.begin_step(0)
-        self._passes: list[np.ndarray] = []
+        self._passes: list[Pass] = []
         for _ in range(_WARM_UP):
             self.step()
 
@@ -124,18 +139,39 @@ class ReferenceNetwork:
     def samples(self) -> Samples:
         """Every operator, over the faster half of the passes of all runs."""
         nodes = (*self._stage.forward.nodes, *self._stage.backward.nodes)
-        mean = np.mean(faster_half(self._passes, np.sum), axis=0)
+        mean = np.mean(faster_half(undelayed(self._passes), np.sum), axis=0)
         return [
             (work(node, self._stage.value), float(taken)) for node, taken in zip(nodes, mean, strict=True)
         ]
 
-    def step(self) -> np.ndarray:
-        """Seconds of every operator of a forward and backward."""
+    def step(self) -> Pass:
+        """A forward and backward."""
         self._marks.clear()
         self._runner.forward(0, {}, {"tokens": self._tokens})
         forward = self._marks.taken()
         self._runner.backward(0, {})
-        return np.concatenate([forward, self._marks.taken()])
+        return Pass(np.concatenate([forward, self._marks.taken()]), self._marks.waited())
+
+
+def undelayed(passes: Sequence[Pass]) -> list[np.ndarray]:
+    """Seconds of the operators of each pass without those for which other programs had the processor: they are of the
+    operators that took longest beyond what they take in the middle of all passes.
+
+    >>> passes = [Pass(np.array([1.0, 1.0]), 0.0)] * 2 + [Pass(np.array([1.1, 5.0]), 4.0)]
+    >>> [taken.tolist() for taken in undelayed(passes)]
+    [[1.0, 1.0], [1.0, 1.0], [1.1, 1.0]]
+    """
+    usual = np.median([one.seconds for one in passes], axis=0)
+    return [_without(one.waited_s, one.seconds, usual) for one in passes]
+
+
+def _without(waited: float, seconds: np.ndarray, usual: np.ndarray) -> np.ndarray:
+    excess = np.maximum(seconds - usual, 0.0)
+    largest = np.argsort(-excess)
+    before = np.cumsum(excess[largest]) - excess[largest]
+    taken = seconds.copy()
+    taken[largest] -= np.clip(waited - before, 0.0, excess[largest])
+    return taken
 
 
 def faster_half(samples: Sequence[_T], seconds: Callable[[_T], float]) -> list[_T]:

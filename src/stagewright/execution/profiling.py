@@ -23,7 +23,7 @@ from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.loading import starting_tensors
 from stagewright.execution.probe import Progress, Request, checked, run_workers
 from stagewright.execution.probe_description import processor_name
-from stagewright.execution.probe_operators import Marks, faster_half
+from stagewright.execution.probe_operators import Marks, Pass, faster_half, undelayed
 from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
@@ -118,16 +118,20 @@ def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -
         done = min((time.perf_counter() - begun) / limit_s, 1.0)
         report(f"round {len(rounds) + 1}", _PREPARED + (1.0 - _PREPARED) * done)
         sizes = tuple(one.step() for one in passes)
-        watched_s = _WATCHED * sum(float(one.sum()) for one in sizes)
+        watched_s = _WATCHED * sum(float(one.seconds.sum()) for one in sizes)
         rounds.append(_Round(reference.seconds(watched_s), sizes))
-    kept = faster_half(rounds, lambda one: sum(float(size.sum()) for size in one.sizes))
+    by_size = [undelayed(found) for found in zip(*(one.sizes for one in rounds), strict=True)]
+    looks = [one.reference_s for one in rounds]
+    kept = faster_half(
+        list(zip(looks, *by_size, strict=True)), lambda one: sum(float(size.sum()) for size in one[1:])
+    )
     seconds: defaultdict[str, list[float]] = defaultdict(list)
-    for one, columns in zip(passes, zip(*(one.sizes for one in kept), strict=True), strict=True):
+    for one, columns in zip(passes, zip(*(sizes for _, *sizes in kept), strict=True), strict=True):
         for name, taken in zip(one.signatures, np.mean(columns, axis=0), strict=True):
             if name is not None:
                 seconds[name].append(float(taken))
     means = {name: statistics.fmean(found) for name, found in seconds.items()}
-    return _Found(statistics.fmean(one.reference_s for one in kept), means)
+    return _Found(statistics.fmean(look for look, *_ in kept), means)
 
 
 @dataclass(frozen=True)
@@ -141,8 +145,7 @@ class _Round:
     """One pass of every size."""
 
     reference_s: float
-    sizes: tuple[np.ndarray, ...]
-    """Seconds of the operators of each."""
+    sizes: tuple[Pass, ...]
 
 
 class _Passes:
@@ -166,15 +169,15 @@ class _Passes:
         nodes = (*self._stage.forward.nodes, *self._stage.backward.nodes)
         return [signature_of(node, self._stage.value) for node in nodes]
 
-    def step(self) -> np.ndarray:
-        """Seconds of every operator of a forward and backward."""
+    def step(self) -> Pass:
+        """A forward and backward."""
         self._marks.clear()
         self._runner.forward(0, {}, self._inputs)
         forward = self._marks.taken()
         self._runner.backward(0, {})
         backward = self._marks.taken()
         synchronize(self._device)
-        return np.concatenate([forward, backward])
+        return Pass(np.concatenate([forward, backward]), self._marks.waited())
 
 
 class _Events:
@@ -194,6 +197,10 @@ class _Events:
 
     def clear(self) -> None:
         self._events.clear()
+
+    def waited(self) -> float:
+        """A GPU is nobody else's."""
+        return 0.0
 
     def __call__(self) -> None:
         if not self._events:

@@ -1,4 +1,6 @@
-"""How fast a machine is at present: a fixed computation, timed by the probe and again between the steps of a run."""
+"""How fast a machine is at present: a fixed computation, timed by the probe and again between the steps of a run, and how long
+ranks wait for a processor that other programs have.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import time
 
 import torch
 
-from stagewright.execution.clock import synchronize
+from stagewright.execution.clock import synchronize, undelayed_s
 
 _WIDTHS = {"cpu": 256, "cuda": 2048}
 """Of the two square matrices in fp32 that are multiplied: less than a millisecond, and 48 MiB on a GPU."""
@@ -19,7 +21,7 @@ _MOST_SHARE = 0.01
 """Of a run's time that may go into looking."""
 
 _MOST_S = 0.05
-"""Of one look. It should be long beside the turns in which programs share a processor, a few milliseconds each."""
+"""Of one look."""
 
 
 class Reference:
@@ -35,21 +37,23 @@ class Reference:
         torch.mm(self._left, self._right, out=self._result)
 
     def seconds(self, during_s: float = 0.0) -> float:
-        """Of one product, as the machine is now: the mean over products for about so long."""
+        """Of one product, as the machine is now: the mean over products for about so long, in which the processor was this
+        thread's."""
         self()
         synchronize(self.device)
-        start, calls = time.perf_counter(), 0
-        while not calls or time.perf_counter() - start < during_s:
+        start, calls = undelayed_s(), 0
+        end = time.perf_counter() + during_s
+        while not calls or time.perf_counter() < end:
             for _ in range(_CALLS):
                 self()
             calls += _CALLS
             synchronize(self.device)
-        return (time.perf_counter() - start) / calls
+        return (undelayed_s() - start) / calls
 
 
 class SpeedWatch:
-    """Looks between steps how much longer the reference takes than when the machine was probed, at most one percent of the
-    time.
+    """How much longer than when the machine was probed a step takes on it: because the reference does, which is looked at
+    between steps for at most one percent of the time, and because ranks wait for a processor.
 
     Args:
         probed_s: what the probe measured; None: nothing to compare with, and nothing is looked at.
@@ -59,15 +63,19 @@ class SpeedWatch:
         self._reference = None if probed_s is None else Reference(device)
         self._probed_s = probed_s or math.inf
         self._next = 0
+        self._ratio = 1.0
         self.slowdowns: list[tuple[int, float]] = []
         """(step of this run, how many times as long as when probed)."""
 
-    def after(self, step: int, step_seconds: float) -> None:
-        """Step number `step` of this run is done, by all ranks."""
-        if self._reference is None or step < self._next:
+    def after(self, step: int, step_seconds: float, waited: float) -> None:
+        """Step number `step` of this run is done, by all ranks; this one `waited` so many seconds of it for a processor."""
+        if self._reference is None:
             return
-        wanted_s = min(_MOST_SHARE * step_seconds / 2, _MOST_S)
-        taken = self._reference.seconds(wanted_s)
-        self.slowdowns.append((step, taken / self._probed_s))
-        every = max((_CALLS + 1) * taken, wanted_s) / (_MOST_SHARE * step_seconds)
-        self._next = step + max(1, math.ceil(every))
+        if step >= self._next:
+            wanted_s = min(_MOST_SHARE * step_seconds / 2, _MOST_S)
+            taken = self._reference.seconds(wanted_s)
+            self._ratio = taken / self._probed_s
+            every = max((_CALLS + 1) * taken, wanted_s) / (_MOST_SHARE * step_seconds)
+            self._next = step + max(1, math.ceil(every))
+        left = max(step_seconds - waited, step_seconds / 100)
+        self.slowdowns.append((step, self._ratio * step_seconds / left))

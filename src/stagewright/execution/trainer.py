@@ -309,16 +309,19 @@ class Trainer:
             batch: samples of the whole batch by the name of the model's input, ``[global_batch, ...]``, of which this
                 rank takes its own; None takes the next ones of the data.
         """
+        from stagewright.execution.clock import waited_s
+
         number, first = self.step_number, self.first_step
         inputs = None if batch is None else self.session.own_part(batch, self.plan.job.length_of(number))
         with self._at_work():
+            waited = waited_s()
             result = self.session.train_step(number, number in self._metered, inputs)
             self._results.append(result)
             self.is_stopping = _STOP in result.votes
             self.step_number = self._watch.num_steps = number + 1
             if self._on_nan == "stop" and not result.is_finite:
                 raise no_number(number, result.loss, result.gradient_norm, self._saver)
-            self._speed.after(number - first, result.seconds)
+            self._speed.after(number - first, result.seconds, waited_s() - waited)
             if self.is_first:
                 done = self._done(number, result)
                 for callback in self._callbacks:
