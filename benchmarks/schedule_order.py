@@ -5,9 +5,9 @@
 
 Every schedule runs the same model on its own partition, as `stagewright plan` makes it. The processes hold all plans of a
 model and take their steps in turn; the machine is probed before and after, and predictions are the mean of both. A profile
-is of the machine left alone, so the mean of the faster half of the steps counts. With `--profile` every model's operators are
-timed in front of its steps, as `stagewright profile` does, and predictions made with that. Prints the median error and, of the pairs
-of schedules of a model whose predictions differ by more than 3 %, how many were measured in the predicted order.
+is of the machine left alone, so the mean of the faster half of the steps counts. With `--profile` every model's operators
+are timed in front of its steps, as `stagewright profile` does, and predictions made with that. Prints the median error
+and, of the pairs of schedules of a model whose predictions differ by more than 3 %, how many were measured in that order.
 """
 
 from __future__ import annotations

@@ -128,8 +128,9 @@ def test_what_runs_beside_computations_slows_them_hidden_or_not() -> None:
     summed = found.predictions.costs.reduce_seconds[0]  # as far as nothing hides it
     line = line_of(found, CLUSTER)
     assert line.reduce_seconds(0) > summed
-    own = Job(global_batch=32, sequence_length=64, dtype="bf16")
-    alone = action_costs(replace(line, job=own))
+    processors = CLUSTER.nodes[0].device.model_copy(update={"kind": "cpu"})
+    node = CLUSTER.nodes[0].model_copy(update={"device": processors})
+    alone = action_costs(replace(line, cluster=CLUSTER.model_copy(update={"nodes": (node,)})))
     slowed = action_costs(line)
     longer = slowed.forward_seconds[0] - alone.forward_seconds[0]
     share = load_runtime("torch-fsdp").waits.beside_share

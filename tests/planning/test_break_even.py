@@ -15,7 +15,7 @@ from stagewright.planning.space import Space
 from stagewright.report.plans import break_even_document, break_even_line
 from stagewright.tracing.models.reference import resolve
 
-CLUSTER = load_cluster("4x-h100")
+CLUSTER = load_cluster("4x1x-h100")
 SPACE = Space.of(pp=4, tp=1, microbatch=1, schedules=("1f1b", "interleaved-1f1b", "breadth-first"))
 
 

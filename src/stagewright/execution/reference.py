@@ -1,5 +1,5 @@
-"""How fast a machine is at present: a fixed computation, timed by the probe and again between the steps of a run, and how long
-ranks wait for a processor that other programs have.
+"""How fast a machine is at present: a fixed computation, timed by the probe and again between the steps of a run, and how
+long ranks wait for a processor that other programs have.
 """
 
 from __future__ import annotations
