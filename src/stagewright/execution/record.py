@@ -123,19 +123,25 @@ class Record(StrictModel):
     @property
     def median_step_seconds(self) -> float:
         """Median over the timed steps that were not metered (over all of them, if each was)."""
-        timed = [step for step in self.timed_steps if step not in self.metered_steps] or self.timed_steps
-        return statistics.median(self.step_seconds[step] for step in timed)
+        return statistics.median(self.step_seconds[step] for step in self._counted_steps)
 
     def slowdowns(self, rank: RankRecord) -> list[float]:
-        """Of a rank, behind the steps whose times count, the first and metered ones left out."""
-        timed = set(self.timed_steps) - set(self.metered_steps)
-        return [ratio for step, ratio in rank.slowdowns if step in timed]
+        """Of a rank, of the steps whose times count."""
+        return [ratio for step, ratio in rank.slowdowns if step in self._counted_steps]
 
     @property
     def slowdown(self) -> float | None:
         """How many times as long as when it was probed the machine took for the same work, in the middle of the timed
-        steps, on the rank where that is most: ranks wait for the slowest. None where that was not looked at."""
-        return max((_middle(found) for rank in self.ranks if (found := self.slowdowns(rank))), default=None)
+        steps; of each step on the rank where that is most: ranks wait for the slowest. None where that was not looked at."""
+        slowest: dict[int, float] = {}
+        for rank in self.ranks:
+            for step, ratio in rank.slowdowns:
+                slowest[step] = max(ratio, slowest.get(step, 0.0))
+        at_once = [step for step in self._counted_steps if step in slowest]
+        if not at_once:
+            return None
+        left = statistics.median(self.step_seconds[step] / slowest[step] for step in at_once)
+        return statistics.median(self.step_seconds[step] for step in at_once) / left
 
     @property
     def paces(self) -> dict[int, float]:
@@ -150,6 +156,11 @@ class Record(StrictModel):
         return max(self.sequence_lengths, default=None)
 
     @property
+    def _counted_steps(self) -> list[int]:
+        """Those whose times count."""
+        return [step for step in self.timed_steps if step not in self.metered_steps] or self.timed_steps
+
+    @property
     def timed_steps(self) -> list[int]:
         """The steps of that length; the actions of the last of them are recorded."""
         lengths, steps = self.sequence_lengths, range(len(self.step_seconds))
@@ -157,16 +168,6 @@ class Record(StrictModel):
 
     def save(self, path: str | Path) -> None:
         write_whole(path, sealed(self.model_dump_json(indent=1)) + "\n")
-
-
-def _middle(ratios: list[float]) -> float:
-    """The mean without the lowest and the highest quarter: of a machine that others use, single looks differ much.
-
-    >>> _middle([1.0, 2.0, 3.0, 9.0]), _middle([1.0, 2.0])
-    (2.5, 1.5)
-    """
-    quarter = len(ratios) // 4
-    return statistics.fmean(sorted(ratios)[quarter : len(ratios) - quarter])
 
 
 def load_record(path: str | Path) -> Record:
