@@ -319,13 +319,13 @@ def measure_posting(watch: Stopwatch, found: Measurements) -> None:
         return
     samples = []
     for tag in range(_POSTS):
-        posting = time.perf_counter()
+        posting = undelayed_s()
         received = dist.irecv(torch.empty(1), peer, tag=tag)
-        posted = time.perf_counter()
+        posted = undelayed_s()
         watch.networks[-1].step()
-        sending = time.perf_counter()
+        sending = undelayed_s()
         sent = dist.isend(torch.empty(1), peer, tag=tag)
-        samples.append((posted - posting + time.perf_counter() - sending) / 2)
+        samples.append((posted - posting + undelayed_s() - sending) / 2)
         watch.networks[-1].step()
         for work in (received, sent):
             assert work is not None, "every rank is in the group of all"
