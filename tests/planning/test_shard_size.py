@@ -53,7 +53,9 @@ def test_groups_of_a_node_keep_more(plans: dict[int | None, Plan]) -> None:
 
 def test_groups_are_the_largest_that_divide_the_replicas(plans: dict[int | None, Plan]) -> None:
     assert plans[3].shard_size == 2
-    peaks = [plans[size].predictions.ranks[0].allocated_peak_bytes for size in (1, 3, 8)]  # all in as many pieces
+    peaks = [
+        plans[size].predictions.ranks[0].allocated_peak_bytes for size in (1, 3, 8)
+    ]  # all in as many pieces
     assert peaks == sorted(peaks, reverse=True)
 
 
