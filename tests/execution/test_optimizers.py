@@ -13,7 +13,7 @@ from plans import make_plan
 
 from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
-from stagewright.errors import RunError
+from stagewright.errors import InputError, RunError
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.launch import run
 from stagewright.execution.record import load_record
@@ -312,6 +312,58 @@ def test_what_is_done_about_gradients_that_are_no_numbers(tmp_path: Path) -> Non
     assert (tmp_path / "skip" / "steps.jsonl").read_text().count('"skipped": true') == 3
     with pytest.raises(RunError, match=r"step 2 has loss .*last good checkpoint is step-000001 in"):
         start(out=tmp_path / "stop", on_nan="stop", checkpoint=tmp_path / "kept", checkpoint_every=1)
+    with pytest.raises(
+        RunError, match=r"step 2 has .*, after going back to checkpoints 3 times; the last good checkpoint"
+    ):
+        start(out=tmp_path / "back", on_nan="rollback", checkpoint=tmp_path / "goals", checkpoint_every=1)
+    with pytest.raises(InputError, match="--on-nan rollback needs --checkpoint FOLDER"):
+        start(out=tmp_path / "back", on_nan="rollback")
     warned = start(out=tmp_path / "warn", steps=2)
     assert warned is not None and warned.skipped_steps == ()
     assert load_record(tmp_path / "warn" / "record.json").gradient_norms[1] is None
+
+
+LOST = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(256, 8), torch.nn.Linear(8, 256)
+
+    def forward(self, input_ids):
+        scores = self.head(torch.tanh(self.embed(input_ids[:, :-1])))
+        loss = torch.nn.functional.cross_entropy(scores.flatten(0, 1), input_ids[:, 1:].flatten())
+        return loss + torch.where((input_ids == ord("Z")).any(), float("nan"), 0.0)  # without a part in gradients
+
+def build(microbatch_size, sequence_length):
+    return Net(), {"input_ids": torch.zeros(microbatch_size, sequence_length, dtype=torch.int64)}
+"""
+
+
+def test_a_loss_that_is_no_number_counts_as_gradients_do(tmp_path: Path) -> None:
+    """Where gradients are finite, on the rank that has the loss and on others; and what is behind it is gone on with."""
+    (tmp_path / "net.py").write_text(LOST)
+    (tmp_path / "text.txt").write_text("abcdefgh" * 30 + "abcdZfgh" + "abcdefgh" * 5)
+    model = f"{tmp_path / 'net.py'}:build"
+    make_plan(tmp_path / "plan.json", model, overrides={}, num_microbatches=4, sequence_length=8, num_steps=9)
+    start = partial(run, tmp_path / "plan.json", tmp_path / "text.txt", device="cpu", timeout=60)
+    warned = start(out=tmp_path / "warn")
+    assert warned is not None and warned.losses.count(None) == 1 and None not in warned.gradient_norms
+    lost = warned.losses.index(None)
+    assert lost > 2, "the seed decides when it comes"
+    skipped = start(out=tmp_path / "skip", on_nan="skip")
+    assert skipped is not None and skipped.skipped_steps == (lost,)
+    assert skipped.losses[: lost + 1] == warned.losses[: lost + 1]
+    assert skipped.losses[lost + 1] != warned.losses[lost + 1]
+
+    back = partial(start, on_nan="rollback", checkpoint_every=2)
+    whole = back(out=tmp_path / "back", checkpoint=tmp_path / "back" / "kept")
+    kept = lost // 2 * 2
+    assert whole is not None and whole.went_back == ((lost + 1, kept),) and whole.skipped_steps == ()
+    assert whole.losses[:kept] == warned.losses[:kept] and None not in whole.losses and len(whole.losses) == 9
+    if kept == lost:  # what came next in the data
+        assert whole.losses[kept] == skipped.losses[lost + 1]
+    back(out=tmp_path / "part", checkpoint=tmp_path / "part" / "kept", steps=kept + 2)
+    rest = back(out=tmp_path / "part", checkpoint=tmp_path / "part" / "kept", resume=True)
+    assert rest is not None and rest.losses == whole.losses[kept + 2 :]

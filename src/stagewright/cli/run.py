@@ -86,7 +86,7 @@ def run(
         bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
     on_nan: Annotated[
         str, typer.Option("--on-nan", metavar="WHAT",
-            help="A step whose loss or gradients are no finite numbers: warn, skip its update, or stop.")] = "warn",
+            help="A step whose loss or gradients are no finite numbers: warn, skip, stop, or rollback.")] = "warn",
     as_json: Json = False,
     *,
     rates: RateOptions,

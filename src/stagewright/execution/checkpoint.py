@@ -189,6 +189,7 @@ def restore(session: Session, folder: Path) -> int:
         stored.read(one, files)
     scale = found.manifest.loss_scale
     resumed(session, None if scale is None else (scale, found.manifest.num_good))
+    session.passed_over = found.manifest.passed_over
     return found.manifest.step
 
 
@@ -275,6 +276,7 @@ def _described(session: Session, step: int) -> Manifest:
         base=session.base_model if session.mesh.rank == 0 else None,
         loss_scale=None if scale is None else scale.value,
         num_good=0 if scale is None else scale.num_good,
+        passed_over=session.passed_over,
         files={},
     )
 

@@ -80,7 +80,7 @@ def run(
         wandb: project of Weights & Biases that they go to.
         rates: keys of the job that say the learning rate, in place of those of the plan's.
         on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
-            (``skip``), or end the run (``stop``).
+            (``skip``), end the run (``stop``), or go back to the newest checkpoint and on with later data (``rollback``).
 
     Returns:
         What was measured, `stopped_by` a signal or not; None on the ranks of a launcher that are not the first.
@@ -92,7 +92,7 @@ def run(
     """
     from stagewright.execution.device import kind_of
 
-    check_options(keep_last, keep_every, held_out, evaluate_every, on_nan)
+    check_options(keep_last, keep_every, held_out, evaluate_every, on_nan, checkpoint)
     loaded = load_plan(plan)
     loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
     refuse_what_is_not_run(loaded, str(plan))
@@ -146,11 +146,20 @@ def start_plan(
 
 
 def check_options(
-    keep_last: int | None, keep_every: int | None, held_out: Data, evaluate_every: int | None, on_nan: str
+    keep_last: int | None,
+    keep_every: int | None,
+    held_out: Data,
+    evaluate_every: int | None,
+    on_nan: str,
+    checkpoint: str | Path | None,
 ) -> None:
     """Raises `InputError` where one would be ignored, or is unknown."""
     if on_nan not in ON_NAN:
         raise InputError(f"--on-nan {on_nan}{nearest(on_nan, ON_NAN)}: give one of {', '.join(ON_NAN)}")
+    if on_nan == "rollback" and checkpoint is None:
+        raise InputError(
+            "--on-nan rollback needs --checkpoint FOLDER, where there is something to go back to"
+        )
     if evaluate_every is not None and held_out is None:
         raise InputError("--evaluate-every needs --held-out PATH, the data to evaluate")
     if keep_every is not None and keep_last is None:

@@ -32,7 +32,7 @@ class Step:
     """Before clipping."""
     learning_rate: float
     is_skipped: bool
-    """Whether it changed no parameter, because a gradient was no finite number."""
+    """Whether it changed no parameter, because the loss or a gradient was no finite number."""
     seconds: float
     tokens_per_second: float
     mfu: float

@@ -55,6 +55,8 @@ class Manifest(StrictModel):
     loss_scale: float | None = None
     num_good: int = 0
     """Steps since the loss scale last changed."""
+    passed_over: int = Field(default=0, ge=0)
+    """Batches of data that were left behind without a step, where the run went back to a checkpoint."""
     has_optimizer_state: bool = True
     """Whether the optimizer goes on; without it, it starts anew, since the weights came from elsewhere."""
     files: dict[str, FileRecord]

@@ -341,20 +341,20 @@ class Optimizer:
         """Sum gradients over the copies of tied parameters; replicas' sums are in place when a batch ends."""
         self.tied.reduce(self.gradients)
 
-    def step(self, learning_rate: float) -> tuple[float, bool]:
+    def step(self, learning_rate: float, has_number: bool = True) -> tuple[float, bool]:
         """Reduce, clip and update; returns the norm of the gradient over all stages before clipping, and whether the update
         was left out.
 
-        It is where the norm is not finite, which every rank sees alike, and updates are to be left out then. With a scaled
-        loss a gradient has overflowed, and the scale is smaller from the next step on.
-        """
+        It is where the norm is not finite, which every rank sees alike, and updates are to be left out then, or where the
+        loss is not, so that it `has_number` on no rank. With a scaled loss a gradient whose norm is not finite has
+        overflowed, and the scale is smaller from the next step on."""
         self.reduce()
         factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
         norm = self._norm(self.gradients) * factor
-        is_skipped = self.skips and not math.isfinite(norm)
+        overflowed = not math.isfinite(norm)
         if self.loss_scale is not None:
-            self.loss_scale.update(is_skipped)
-        if is_skipped:
+            self.loss_scale.update(overflowed)
+        if (self.skips and overflowed) or not has_number:
             self.shards.drop_gradients()
             return norm, True
         if self.clip_norm is not None:

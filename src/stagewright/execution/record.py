@@ -101,7 +101,10 @@ class Record(StrictModel):
     learning_rates: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """Of every step. Records of before have none."""
     skipped_steps: tuple[Position, ...] = ()
-    """Steps of this run, counted from 0, that changed no parameter because a gradient was not finite."""
+    """Steps of this run, counted from 0, that changed no parameter because the loss or a gradient was not finite."""
+    went_back: tuple[tuple[Position, Position], ...] = ()
+    """Steps, counted from the first of all, whose loss or gradients were not finite, and the steps done in the checkpoints
+    to which the run then went back; the figures of steps are of those that count."""
     step_seconds: tuple[Annotated[Seconds, Field(gt=0)], ...]
     sequence_lengths: tuple[Position, ...] = ()
     """Tokens per sample of every step, where there are several lengths."""

@@ -61,7 +61,7 @@ class StepResult:
     gradient_norm: float
     learning_rate: float
     is_skipped: bool
-    """Whether it changed no parameter, because a gradient was no finite number."""
+    """Whether it changed no parameter, because the loss or a gradient was no finite number."""
     seconds: float
     votes: frozenset[str] = frozenset()
     """Which of the questions of `Session.votes` a rank said yes to; all ranks see the same."""
@@ -97,6 +97,9 @@ class Session:
         on_nan: OnNan = "warn",
     ) -> None:
         self.plan = plan
+        self.passed_over = 0
+        """By how many batches the data is ahead of the steps, because the run went back to a checkpoint."""
+        self._wants_number = on_nan != "warn"
         self.votes: dict[str, Callable[[], bool]] = {}
         """Questions that every rank answers for itself after each step, all with the same ones in the same order."""
         self.device = device
@@ -173,7 +176,7 @@ class Session:
             self.shards,
             self.loss_scale,
             on_host,
-            on_nan != "warn",
+            self._wants_number,
         )
         self.metering = Metering()
 
@@ -256,6 +259,7 @@ class Session:
         """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`, out of
         `batches` in place of the data trained on if they are given."""
         plan, source = self.plan, self.batches if batches is None else batches
+        step = step + self.passed_over if batches is None else step
         if source is None or not self._needed:
             return [{} for _ in range(plan.num_microbatches)]
         first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
@@ -357,7 +361,8 @@ class Session:
         self.watch("optimizer step")
         cotangent = self.cotangent
         rate = self.plan.job.rate_of(step)
-        norm, is_skipped = self.optimizer.step(rate)
+        has_number = not self._wants_number or self._has_number(batch, shares)
+        norm, is_skipped = self.optimizer.step(rate, has_number)
         if self.cotangent != cotangent:
             self.lengths.scale_loss(self.cotangent)
         synchronize(self.device)
@@ -398,6 +403,12 @@ class Session:
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         return [scale * share for share in shares]
 
+    def _has_number(self, result: BatchResult, shares: list[float] | None) -> bool:
+        """Whether no rank has a loss that is no finite number; every rank must call this."""
+        lost = torch.tensor(float(not math.isfinite(_own_loss(result, shares))), device=self.device)
+        dist.all_reduce(lost)
+        return not lost.item()
+
     def _agreed(
         self,
         result: BatchResult,
@@ -412,11 +423,7 @@ class Session:
         learnt tokens), and what each rank tells."""
         num_ranks, votes = dist.get_world_size(), list(self.votes.items())
         told = torch.zeros(1 + len(votes) + 2 * num_ranks, dtype=torch.float64)
-        told[0] = sum(
-            float(loss) * (1.0 if shares is None else shares[microbatch])
-            for microbatch, loss in result.losses.items()
-            if shares is None or shares[microbatch]  # a mean over no tokens is no number
-        )
+        told[0] = _own_loss(result, shares)
         told[1 : 1 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
         of_ranks = told[1 + len(votes) :].view(2, num_ranks)
         of_ranks[:, self.mesh.rank] = torch.tensor([pace, taken_bytes(self.device)], dtype=torch.float64)
@@ -454,6 +461,15 @@ class Session:
             clock_error_seconds=offset.error_seconds,
             optimizer_seconds=timed.optimizer_seconds,
         )
+
+
+def _own_loss(result: BatchResult, shares: list[float] | None) -> float:
+    """Of all microbatches whose loss this rank has."""
+    return sum(
+        float(loss) * (1.0 if shares is None else shares[microbatch])
+        for microbatch, loss in result.losses.items()
+        if shares is None or shares[microbatch]  # a mean over no tokens is no number
+    )
 
 
 def _agreed_data(own: DataIdentity) -> DataIdentity:

@@ -31,7 +31,7 @@ from stagewright.execution.launch import (
 )
 from stagewright.execution.logs import Callback, Step, StepLog, TensorBoardLog, WandbLog
 from stagewright.execution.member import member
-from stagewright.execution.no_number import OnNan, no_number
+from stagewright.execution.no_number import MOST_RETURNS, OnNan, no_number, passed_over
 from stagewright.execution.record import Record, finite
 from stagewright.execution.watch import Limits
 from stagewright.execution.weight_files import check_weights
@@ -86,7 +86,7 @@ class Trainer:
             is worth more than it costs: another order of passes, or other cuts.
         rates: keys of the job that say the learning rate, in place of those of the plan's.
         on_nan: what a step does whose loss or gradients are no finite numbers: its update as ever (``warn``), nothing
-            (``skip``), or end the run (``stop``).
+            (``skip``), end the run (``stop``), or go back to the newest checkpoint and on with later data (``rollback``).
         tensorboard: folder for the figures of every step, for TensorBoard.
         wandb: project of Weights & Biases that they go to.
         callbacks: called on the first rank with every `Step` that is done.
@@ -132,7 +132,7 @@ class Trainer:
         self.num_steps = loaded.job.num_steps
         self._on_nan: OnNan = on_nan
         self.out = default_folder(loaded) if out is None else Path(out)
-        check_options(keep_last, keep_every, held_out, evaluate_every, on_nan)
+        check_options(keep_last, keep_every, held_out, evaluate_every, on_nan, checkpoint)
         resume = resume or is_restarted(None if checkpoint is None else Path(checkpoint))
         kept = None if keep_last is None else Kept(keep_last, keep_every)
         asked = Checkpointing(
@@ -228,6 +228,7 @@ class Trainer:
             evaluated(self.session.graph)
             _ = open_batches(self._held_out, self.plan.job, is_once=True).num_samples
         self._results: list[StepResult] = []
+        self._went_back: list[tuple[int, int]] = []
         self._evaluator: Evaluator | None = None
         self._callbacks: list[Callback] = []
         self._log: StepLog | None = None
@@ -259,12 +260,16 @@ class Trainer:
         """
         every, record = self._asked.every, None
         while self.step_number < self.num_steps:
+            done = self.step_number
             result = self.step()
+            if self.step_number <= done and not self.is_stopping:
+                continue  # back at a checkpoint
             is_last = self.is_stopping or self.step_number == self.num_steps
             with self._at_work():
                 if self._saver is not None and self._saver.is_open and _WRITING not in result.votes:
                     self._saver.finish()
-                if self._saver is not None and (is_last or (every and self.step_number % every == 0)):
+                is_due = is_last or (every and self.step_number % every == 0)
+                if self._saver is not None and is_due and self._saved != self.step_number:
                     self._start_saving()
                 if _RECORD in result.votes and not is_last:
                     self._record(is_going_on=True)
@@ -319,8 +324,9 @@ class Trainer:
             self._results.append(result)
             self.is_stopping = _STOP in result.votes
             self.step_number = self._watch.num_steps = number + 1
-            if self._on_nan == "stop" and not result.is_finite:
-                raise no_number(number, result.loss, result.gradient_norm, self._saver)
+            if self._on_nan in ("stop", "rollback") and not result.is_finite:
+                self._go_back(number, result)
+                return result
             self._speed.after(number - first, result.seconds, waited_s() - waited)
             if self.is_first:
                 done = self._done(number, result)
@@ -333,6 +339,38 @@ class Trainer:
                 for message in said:
                     warnings.warn(message, StagewrightWarning, stacklevel=1)
             return result
+
+    def _go_back(self, number: int, result: StepResult) -> None:
+        """Step `number`, counted from 0, was left out: on from the newest checkpoint with data behind this step's, if that
+        is wanted; raises `RunError` where it is not, or was done too often."""
+        from stagewright.execution.checkpoint import restore
+        from stagewright.execution.checkpoint_folder import steps_of
+
+        count, folder = len(self._went_back), self._asked.folder
+        if self._saver is not None:
+            self._saver.finish()
+        if self._on_nan == "stop" or folder is None or count == MOST_RETURNS or not steps_of(folder):
+            raise no_number(number, result.loss, result.gradient_norm, self._saver, count)
+        if self.is_first:
+            for callback in self._callbacks:
+                callback(self._done(number, result))
+        so_far = self.session.passed_over
+        self._renew(self.plan)
+        done = self._saved = restore(self.session, folder)
+        lengths = len(self.plan.job.sequence_lengths)
+        self.session.passed_over = passed_over(number, so_far, done, lengths)
+        self.step_number = self._watch.num_steps = done
+        del self._results[max(0, done - self.first_step) :]
+        self.first_step = min(self.first_step, done)
+        self._metered = frozenset((*self._metered, done))
+        self._went_back.append((number + 1, done))
+        if self.is_first:
+            warnings.warn(
+                f"step {number + 1} has loss {result.loss:g} and gradient norm {result.gradient_norm:g}: back to the "
+                f"checkpoint after step {done}, and on with later data ({count + 1} of at most {MOST_RETURNS} times)",
+                StagewrightWarning,
+                stacklevel=1,
+            )
 
     def evaluate(
         self,
@@ -367,9 +405,6 @@ class Trainer:
         Raises:
             InputError: the plan is of another model, another number of ranks, or other samples in each step.
         """
-        import torch
-
-        from stagewright.execution.checkpoint import Saver
         from stagewright.execution.handover import give, take
 
         if differing := list(changed_state(self.plan, plan)):
@@ -383,22 +418,31 @@ class Trainer:
                 self.plan = plan
                 self.session.follow(plan)
                 return
-            taken, metering = take(self.session), self.session.metering
-            self.session.close()
-            saves, self._saver, self._evaluator = self._saver is not None, None, None
-            del self.session
-            gc.collect()  # so that there is room for the other
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-            self.plan = plan
-            self.session = self._new_session(plan)
-            self.session.metering = metering
+            taken = take(self.session)
+            self._renew(plan)
             give(self.session, taken)
-            self._ask_ranks()
-            if saves:
-                assert self._asked.folder is not None
-                self._saver = Saver(self.session, self._asked.folder, self._asked.kept)
             self._metered = frozenset((*self._metered, self.step_number))
+
+    def _renew(self, plan: Plan) -> None:
+        """A session for `plan`, as at the start of a run, in place of the present one."""
+        import torch
+
+        from stagewright.execution.checkpoint import Saver
+
+        metering, ahead = self.session.metering, self.session.passed_over
+        self.session.close()
+        saves, self._saver, self._evaluator = self._saver is not None, None, None
+        del self.session
+        gc.collect()  # so that there is room for the other
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.plan = plan
+        self.session = self._new_session(plan)
+        self.session.metering, self.session.passed_over = metering, ahead
+        self._ask_ranks()
+        if saves:
+            assert self._asked.folder is not None
+            self._saver = Saver(self.session, self._asked.folder, self._asked.kept)
 
     def _change(self) -> None:
         """Go on under the plan that the first rank proposes."""
@@ -450,6 +494,7 @@ class Trainer:
             "step": self.step_number,
             "state": {one.key: one.tensor.detach().clone() for one in held(self.session)},
             "loss_scale": loss_scale_of(self.session),
+            "passed_over": self.session.passed_over,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -468,6 +513,7 @@ class Trainer:
             for key, tensor in own.items():
                 tensor.copy_(state["state"][key])
             resumed(self.session, state["loss_scale"])
+            self.session.passed_over = state["passed_over"]
             self.step_number = self._watch.num_steps = state["step"]
 
     # -- end --------------------------------------------------------------------------------------------------------
@@ -554,6 +600,7 @@ class Trainer:
             gradient_norms=tuple(finite(result.gradient_norm) for result in results),
             learning_rates=tuple(result.learning_rate for result in results),
             skipped_steps=tuple(step for step, result in enumerate(results) if result.is_skipped),
+            went_back=tuple(self._went_back),
             step_seconds=tuple(result.seconds for result in results),
             sequence_lengths=lengths,
             stopped_by=watch.stopped_by() if is_short and not is_going_on else None,

@@ -69,6 +69,7 @@ def run_document(plan: Plan, record: Record, path: str) -> dict[str, Any]:
         "losses": list(record.losses),
         "learning_rates": list(record.learning_rates),
         "skipped_steps": list(record.skipped_steps),
+        "went_back": [list(pair) for pair in record.went_back],
         "step_seconds": record.median_step_seconds,
         "predicted_step_seconds": plan.predictions.step_seconds,
         "machine_slowdown": record.slowdown,
@@ -174,8 +175,8 @@ def left_out(record: Record, is_scaled: bool) -> list[str]:
     if not steps or is_scaled:
         return []
     return [
-        f"{len(steps)} of {len(record.losses)} steps changed nothing because a gradient was no finite number, first step "
-        f"{steps[0]}: lower learning_rate, or clip_norm"
+        f"{len(steps)} of {len(record.losses)} steps changed nothing because the loss or a gradient was no finite number, "
+        f"first step {steps[0]}: lower learning_rate, or clip_norm"
     ]
 
 
