@@ -114,10 +114,19 @@ def test_every_script_is_listed_and_short() -> None:
         assert len(script.read_text().splitlines()) < 100, script
 
 
-def test_scripts_that_cannot_run_say_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_launch_says_reaches_scripts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_plan(tmp_path / "plan.json", num_microbatches=2, sequence_length=32)
     done = CliRunner().invoke(app, ["launch", str(tmp_path / "plan.json"), str(tmp_path / "none.py")])
     assert done.exit_code == 2 and "is not there: check the path" in " ".join(done.stderr.split())
+    script = "from stagewright import Trainer\nwith Trainer(out='run') as me: print(me._watch._limits.start_s, flush=True)\n"
+    (tmp_path / "limit.py").write_text(script)
+    words = ["launch", str(tmp_path / "plan.json"), str(tmp_path / "limit.py"), "--start-timeout", "123"]
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(app, words).exit_code == 0
+    said = capfd.readouterr()
+    assert (said.out + said.err).count("123.0\n") == 2
     (tmp_path / "wrong.py").write_text("raise ValueError('of the script')\n")
     done = CliRunner().invoke(app, ["launch", str(tmp_path / "plan.json"), str(tmp_path / "wrong.py")])
     assert done.exit_code == 1 and "ValueError: of the script" in capfd.readouterr().err

@@ -11,7 +11,9 @@ import pytest
 from cells import SMALL_GPT2, SMALL_LLAMA, Cell
 from plans import make_plan
 from test_matrix import check
+from typer.testing import CliRunner
 
+from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.estimation.stages import BodyCosts
@@ -189,6 +191,17 @@ def test_adapters_go_on_with_the_model_that_they_are_for(tmp_path: Path) -> None
     saved("llama", tmp_path / "published", seed=2)
     with pytest.raises(InputError, match=r"has adapters for .* other weights"):
         Trainer(plan, steps=4, resume=True, **options)
+    (tmp_path / "text.txt").write_text("a" * 64)
+    words = [
+        "evaluate",
+        tmp_path / "plan.json",
+        "--data",
+        tmp_path / "text.txt",
+        "--checkpoint",
+        tmp_path / "checkpoints",
+    ]
+    done = CliRunner().invoke(app, list(map(str, words)))
+    assert done.exit_code == 2 and "which has other weights" in " ".join(done.stderr.split())
     with pytest.raises(InputError, match="is another model or has other weights"):
         export(tmp_path / "checkpoints", tmp_path / "other")
     assert not (tmp_path / "other").exists()

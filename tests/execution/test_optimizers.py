@@ -13,10 +13,11 @@ from plans import make_plan
 
 from multiprocess import run_ranks
 from stagewright.cluster import load_cluster
-from stagewright.errors import InputError, RunError
+from stagewright.errors import InputError, RunError, StagewrightWarning
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.launch import run
 from stagewright.execution.record import load_record
+from stagewright.execution.trainer import Trainer
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import load_job
 from stagewright.planning.plan import Plan, load_plan
@@ -291,6 +292,23 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(name: str, tmp_path: Path) -> No
     rest = start(tmp_path / "two.json", out=tmp_path / "rest", checkpoint=tmp_path / "kept", resume=True)
     assert whole is not None and rest is not None
     assert rest.losses == pytest.approx(whole.losses[3:], rel=1e-6 if name == "muon" else TOLERANCE)
+
+
+def test_options_that_change_what_is_kept_are_named_before_a_run_goes_on(tmp_path: Path) -> None:
+    def planned(**given: Any) -> Plan:
+        options = {"optimizer": "sgd", "optimizer_options": given}
+        return make_plan(tmp_path / "plan.json", pp=1, overrides=dict(SMALL_LLAMA), options=options)
+
+    given: dict[str, Any] = {"out": tmp_path / "run", "device": "cpu", "checkpoint": tmp_path / "kept"}
+    Trainer(planned(momentum=0.9), steps=1, **given).fit()
+    with pytest.raises(
+        InputError, match=r'"momentum": 0\.9.*, and with {"nesterov": false} it keeps another'
+    ):
+        Trainer(planned(nesterov=False), steps=2, resume=True, **given)
+    with pytest.warns(
+        StagewrightWarning, match=r"going on with another job: job\.optimizer_options\.momentum was 0\.9"
+    ):
+        Trainer(planned(momentum=0.8), steps=2, resume=True, **given).close()
 
 
 # -- steps without a number -----------------------------------------------------------------------------------------------

@@ -35,12 +35,12 @@ def evaluate(
 
     The plan may be any of the checkpoint's model. Exit code 2 if plan, checkpoint and data do not go together.
     """
-    from stagewright.execution.checkpoint_folder import differences, identity, newest_in
+    from stagewright.execution.checkpoint_folder import check_base, differences, identity, newest_in
     from stagewright.execution.data.prepared import prepared
     from stagewright.execution.data.request import DataRequest
     from stagewright.execution.device import kind_of
     from stagewright.execution.launch import refuse_what_is_not_run, start_plan
-    from stagewright.execution.weight_files import check_weights
+    from stagewright.execution.weight_files import base_model_of, check_weights
     from stagewright.files import make_writable
     from stagewright.planning.plan import load_plan
 
@@ -53,6 +53,7 @@ def evaluate(
             raise InputError(
                 f"checkpoint '{stored.path}' is of another model ({'; '.join(differing)}): give a plan of the one it is of"
             )
+        check_base(stored, base_model_of(loaded.model.resolved(), loaded.job.seed, False))
     check_weights(loaded, False, checkpoint is not None)
     if log_probabilities is not None:
         make_writable(log_probabilities.parent, "--log-probabilities")

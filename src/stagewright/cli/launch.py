@@ -26,7 +26,7 @@ def launch(
     `stagewright.Trainer()` in it takes the plan that is given here. On several machines start the script with torchrun.
     """
     from stagewright.execution.launch import refuse_what_is_not_run, start_plan
-    from stagewright.execution.trainer import PLAN
+    from stagewright.execution.trainer import PLAN, START_TIMEOUT
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
@@ -35,5 +35,5 @@ def launch(
     refuse_what_is_not_run(loaded, str(plan))
     say_what_runs(loaded.model.text)
     say_what_runs(loaded.job.optimizer)
-    os.environ[PLAN] = str(Path(plan).resolve())
+    os.environ |= {PLAN: str(Path(plan).resolve()), START_TIMEOUT: str(start_timeout)}
     start_plan(loaded, "stagewright.execution.script", [str(script), *(arguments or [])], start_timeout)

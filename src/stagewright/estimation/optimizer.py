@@ -70,6 +70,11 @@ class OptimizerState(StrictModel):
             )
         return self.of_dims[dims]
 
+    @property
+    def by_dims(self) -> dict[int, list[str]]:
+        """What is kept of parameters, whatever the order in which it is."""
+        return {dims: sorted(map(repr, kept)) for dims, kept in self.of_dims.items()}
+
     def storages(self, shape: Sequence[int], item: int, num_spans: int = 1, name: str = "") -> Iterator[int]:
         """Bytes of each tensor that is kept of a parameter; of one in several spans each has its own numbers.
 

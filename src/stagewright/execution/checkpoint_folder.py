@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stagewright.cluster.strict import validated
 from stagewright.errors import InputError, StagewrightWarning
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.execution.weight_files import base_model_of
 from stagewright.files import make_writable
+from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 
 UNFINISHED = ".writing"
@@ -248,6 +250,7 @@ def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bo
             f"checkpoint '{found.path}' is of another model or type ({'; '.join(changed)}): resume with a plan for what it "
             "was written of, or start from its model files with another folder"
         )
+    _check_options(found, was_job, now_job)
     moved = list(differences(_of(was_job, _OF_SAMPLES), _of(now_job, _OF_SAMPLES), "job."))
     if moved and not is_other_data:
         raise InputError(
@@ -262,6 +265,24 @@ def _check_plan(found: Checkpoint, plan: Plan, num_steps: int, is_other_data: bo
     rest = set(was_job) - {*_OF_STATE, *_OF_SAMPLES}
     if changed := [*moved, *differences(_of(was_job, rest), _of(now_job, rest), "job.")]:
         warnings.warn(f"going on with another job: {'; '.join(changed)}", StagewrightWarning, stacklevel=3)
+
+
+def _check_options(found: Checkpoint, was_job: Mapping[str, Any], now_job: Mapping[str, Any]) -> None:
+    """Raises `InputError` where the optimizer, the same as before, keeps other state because of its options."""
+    options = "optimizer_options"
+    was, now = was_job.get(options, {}), now_job.get(options, {})
+    if was == now:
+        return
+    kept = [
+        validated(Job, {**now_job, options: given}, "the job").with_state().kept.by_dims
+        for given in (was, now)
+    ]
+    if kept[0] != kept[1]:
+        raise InputError(
+            f"checkpoint '{found.path}' has the state of '{now_job['optimizer']}' with {options} {json.dumps(was)}, "
+            f"and with {json.dumps(now)} it keeps another: plan with those of the checkpoint, or start from its model files "
+            "with another folder"
+        )
 
 
 def has_same_stages(before: Plan, after: Plan) -> bool:

@@ -54,6 +54,9 @@ _RECORD_EVERY_S = 60.0
 
 PLAN = "STAGEWRIGHT_PLAN"
 """Environment variable: the path of the plan that `stagewright launch` was given."""
+START_TIMEOUT = "STAGEWRIGHT_START_TIMEOUT"
+"""And its seconds until every rank must have joined."""
+_START_TIMEOUT_S = 300.0
 
 
 class Trainer:
@@ -79,7 +82,8 @@ class Trainer:
         resume: go on from the newest one in that folder.
         other_data: do so also if the data, or which of it comes when, is not what that one was trained on.
         timeout: seconds a rank may stay at one action.
-        start_timeout: seconds until every rank must have joined the others.
+        start_timeout: seconds until every rank must have joined the others; None takes those that ``stagewright launch`` was
+            given, else 300.
         held_out: data that `evaluate` takes every sample of once, of the same kinds of records as `data`.
         evaluate_every: steps after which `fit` evaluates it each time, and at the end.
         adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be and that
@@ -112,7 +116,7 @@ class Trainer:
         resume: bool = False,
         other_data: bool = False,
         timeout: float = 1800.0,
-        start_timeout: float = 300.0,
+        start_timeout: float | None = None,
         held_out: Data = None,
         evaluate_every: int | None = None,
         adapt: bool = False,
@@ -153,6 +157,8 @@ class Trainer:
             except InputError:
                 self._stack.close()
                 raise
+        if start_timeout is None:
+            start_timeout = float(os.environ.get(START_TIMEOUT, _START_TIMEOUT_S))
         launched = int(os.environ["RANK"])
         kind = _kind(device, loaded)
         self._watch, self.device = self._stack.enter_context(
