@@ -69,7 +69,7 @@ class Lora(StrictModel):
             InputError: a number is out of range, or a target has no name.
 
         >>> Lora.of(8, targets="v_proj,q_proj")
-        Lora(rank=8, alpha=16.0, targets=('q_proj', 'v_proj'), dropout=0.0, is_drawn=False)
+        Lora(rank=8, alpha=16.0, targets=('q_proj', 'v_proj'), dropout=0.0, is_drawn=False, folder=None)
         """
         names = ALL_LINEAR if targets == ALL_LINEAR else None if targets is None else targets.split(",")
         given = {
