@@ -145,7 +145,8 @@ def file_names(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_comes_back_as_it_was_read(kind: str, tmp_path: Path) -> None:
-    """Without a step: a checkpoint and what is exported of it have the logits of the folder that the run started from."""
+    """Without a step a checkpoint and what is exported of it have the logits of the folder that the run started from; after
+    some, those of the trained model."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -160,6 +161,13 @@ def test_a_model_comes_back_as_it_was_read(kind: str, tmp_path: Path) -> None:
         loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
         assert torch.equal(loaded(input_ids=tokens).logits, published(input_ids=tokens).logits)
     assert file_names(tmp_path / "whole") == file_names(tmp_path / "published")
+    trained, after = run_alone(plan, tmp_path)
+    export(after, tmp_path / "trained")
+    wanted = trained(input_ids=tokens).logits
+    for folder in (after, tmp_path / "trained"):
+        loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
+        assert torch.equal(loaded(input_ids=tokens).logits, wanted)
+    assert not torch.allclose(published(input_ids=tokens).logits, wanted, atol=1e-3)
     with pytest.raises(InputError, match="has no adapters, since all of its model was trained; leave it out"):
         export(checkpoint, tmp_path / "adapter", adapter_only=True)
 

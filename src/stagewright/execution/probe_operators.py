@@ -157,9 +157,9 @@ def undelayed(passes: Sequence[Pass]) -> list[np.ndarray]:
     """Seconds of the operators of each pass without those for which other programs had the processor: they are of the
     operators that took longest beyond what they take in the middle of all passes.
 
-    >>> passes = [Pass(np.array([1.0, 1.0]), 0.0)] * 2 + [Pass(np.array([1.1, 5.0]), 4.0)]
+    >>> passes = [Pass(np.array([1.0, 1.0]), 0.0)] * 2 + [Pass(np.array([1.25, 5.0]), 4.0)]
     >>> [taken.tolist() for taken in undelayed(passes)]
-    [[1.0, 1.0], [1.0, 1.0], [1.1, 1.0]]
+    [[1.0, 1.0], [1.0, 1.0], [1.25, 1.0]]
     """
     usual = np.median([one.seconds for one in passes], axis=0)
     return [_without(one.waited_s, one.seconds, usual) for one in passes]
