@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from plans import make_plan
+from test_evaluation import NET
 from test_finetuning import saved
 from typer.testing import CliRunner
 
@@ -39,14 +40,19 @@ def losses(plan: Plan, folder: Path, steps: int | None = None, **options: Any) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_a_folder_of_hugging_face_is_resumed_from(kind: str, tmp_path: Path) -> None:
-    """As a run that starts from these weights; also where published files have experts one by one."""
+def test_a_folder_of_hugging_face_is_resumed_from(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run that starts from these weights; also where published files have experts one by one, and of large models."""
+    monkeypatch.setattr("stagewright.execution.tensor_files._FILE_BYTES", 2**14)
     saved(kind, tmp_path / "model")
     plan = small(tmp_path / "plan.json", str(tmp_path / "model"), options={"lr_schedule": "linear"})
     wanted = losses(plan, tmp_path / "run")
     words = ["checkpoint", "import", str(tmp_path / "plan.json"), str(tmp_path / "model")]
     done = CliRunner().invoke(app, [*words, str(tmp_path / "checkpoints")])
     assert done.exit_code == 0 and "a checkpoint of weights alone after step 0" in done.output, done.output
+    written = [path.name for path in (tmp_path / "checkpoints" / "step-000000").glob("*-0*.safetensors")]
+    assert {name[:5] for name in written} == {"model", "rank-"} and len(written) > 4
     other = {"checkpoint": tmp_path / "checkpoints", "resume": True}
     assert losses(plan, tmp_path / "again", **other) == wanted
     late = import_weights(plan, tmp_path / "model", tmp_path / "late", step=3)
@@ -129,6 +135,30 @@ def test_training_in_plain_torch_is_gone_on_with(tmp_path: Path) -> None:
     assert found["both"] == pytest.approx(expected, rel=1e-12)
     assert found["weights"][0] == pytest.approx(expected[0], rel=1e-12)
     assert found["weights"][2] != pytest.approx(expected[2], rel=1e-4)
+
+
+def test_a_module_of_ones_own_is_imported_with_its_statistics(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    plan = small(tmp_path / "plan.json", f"{tmp_path / 'net.py'}:make", microbatch_size=4)
+    plain: Any = build(plan.model.reference(), 4, 16, "float32", seed=5).module.net
+    for _ in range(3):
+        plain(torch.randn(4, 8))
+    wanted = plain.state_dict()
+    dcp.save(
+        {"model": wanted, "more": {"state": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True
+    )
+    import_weights(plan, tmp_path / "saved", tmp_path / "checkpoints")
+    given = {"checkpoint": tmp_path / "checkpoints", "resume": True}
+    with Trainer(plan, out=tmp_path / "run", device="cpu", **given) as trainer:
+        found = trainer.weights()
+        trainer.step()
+        trainer.save()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    export(tmp_path / "checkpoints", tmp_path / "dict", is_state_dict=True)
+    dcp.load(wanted, checkpoint_id=tmp_path / "dict", no_dist=True)
+    assert wanted["body.1.num_batches_tracked"] == 5 and not torch.equal(
+        wanted["body.0.bias"], found["body.0.bias"]
+    )
 
 
 class _Harmful:

@@ -380,6 +380,18 @@ def test_a_loss_that_is_no_number_counts_as_gradients_do(tmp_path: Path) -> None
     kept = lost // 2 * 2
     assert whole is not None and whole.went_back == ((lost + 1, kept),) and whole.skipped_steps == ()
     assert whole.losses[:kept] == warned.losses[:kept] and None not in whole.losses and len(whole.losses) == 9
+    two = {"pp": 1, "dp": 2, "sharding": 3, "num_microbatches": 2}
+    make_plan(tmp_path / "two.json", model, overrides={}, sequence_length=8, num_steps=9, **two)
+    options: dict[str, Any] = {"device": "cpu", "timeout": 60, "on_nan": "rollback", "checkpoint_every": 2}
+    shared = run(
+        tmp_path / "two.json",
+        tmp_path / "text.txt",
+        out=tmp_path / "two",
+        checkpoint=tmp_path / "two",
+        **options,
+    )
+    assert shared is not None and shared.went_back == whole.went_back
+    assert shared.losses == pytest.approx(whole.losses, rel=1e-5)
     if kept == lost:  # what came next in the data
         assert whole.losses[kept] == skipped.losses[lost + 1]
     back(out=tmp_path / "part", checkpoint=tmp_path / "part" / "kept", steps=kept + 2)
