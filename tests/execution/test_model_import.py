@@ -98,6 +98,13 @@ def test_a_state_dict_goes_there_and_back(kind: str, dtype: str, optimizer: str,
         import_weights(plan, out, tmp_path / "counted", step=2)
     folder = tmp_path / ("counted" if optimizer == "sgd" else "again")
     assert losses(plan, tmp_path / "on", checkpoint=folder, resume=True) == wanted[2:]
+    muon = small(tmp_path / "other.json", str(tmp_path / "model"), dtype=dtype, options={"optimizer": "muon"})
+    if optimizer == "adamw":
+        with pytest.raises(
+            InputError, match=r"optimizer 'muon' keeps momentum_buffer of .*: plan with the optimizer"
+        ):
+            import_weights(muon, out, tmp_path / "wrong")
+    assert not import_weights(muon, out, tmp_path / "weights", weights_only=True).has_optimizer_state
 
 
 def test_training_in_plain_torch_is_gone_on_with(tmp_path: Path) -> None:

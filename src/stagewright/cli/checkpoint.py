@@ -164,6 +164,9 @@ def import_(
             min=0, metavar="N", help="Steps that count as done; default what the optimizer counted, or none."
         ),
     ] = None,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Leave out the optimizer's state, if there is some.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write weights from elsewhere as a checkpoint, from which a run of the plan goes on with --resume.
@@ -179,7 +182,7 @@ def import_(
         progress("importing torch")
         from stagewright.execution.model_import import import_weights
 
-        found = import_weights(loaded, source, folder, step, progress)
+        found = import_weights(loaded, source, folder, step, weights_only, progress)
     has = "with the optimizer's state" if found.has_optimizer_state else "of weights alone"
     if as_json:
         print_document(

@@ -19,11 +19,13 @@ from stagewright.execution.folder_lock import in_use
 from stagewright.execution.loading import StoredWeights
 from stagewright.execution.manifest import FileRecord, Manifest, write_manifest
 from stagewright.execution.model_files import described_config, lasting_names, write_documents
+from stagewright.execution.optimizer import Updater
 from stagewright.execution.regions import Region
 from stagewright.execution.state import OF_REPLICA, key_of
 from stagewright.execution.state_dict_folder import DESCRIPTION, StateDictFolder, same_names
 from stagewright.execution.tensor_files import in_files, rank_file, write_tensors
 from stagewright.execution.weight_files import CONFIG
+from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
@@ -50,6 +52,7 @@ def import_weights(
     source: Path,
     folder: Path,
     step: int | None = None,
+    weights_only: bool = False,
     report: Callable[[str], None] = lambda text: None,
 ) -> Imported:
     """Write the weights of `source`, and the optimizer's state if it has some, as a checkpoint to the new or empty `folder`,
@@ -59,6 +62,7 @@ def import_weights(
         plan: of the run that is to go on, under it or any other plan of its model.
         source: has the files of a model, or what `torch.distributed.checkpoint` wrote.
         step: how many steps count as done; None those that the optimizer counted, or none.
+        weights_only: whether the optimizer's state is left out.
 
     Raises:
         InputError: the weights cannot be read, or are not those of the plan's model; `folder` has checkpoints.
@@ -75,7 +79,8 @@ def import_weights(
             )
         report("building the model without weights")
         model = _Model(plan)
-        stored = _StateDict(source, model) if (source / DESCRIPTION).exists() else _Files(source, model)
+        is_state_dict = (source / DESCRIPTION).exists()
+        stored = _StateDict(source, model, weights_only) if is_state_dict else _Files(source, model)
         if step is None:
             step = stored.num_steps
         scratch = folder / f".{folder_name(step)}{UNFINISHED}"
@@ -150,7 +155,7 @@ class _Files:
 class _StateDict:
     """What `torch.distributed.checkpoint` wrote; `parts` has the stored name of each part of a parameter's state."""
 
-    def __init__(self, folder: Path, model: _Model) -> None:
+    def __init__(self, folder: Path, model: _Model, weights_only: bool) -> None:
         self._folder, self._layouts = StateDictFolder(folder), model.layouts
         own = {name.removeprefix("net."): name for name in model.layouts}
         prefix = same_names((name.removeprefix("net.") for name in model.aliases), self._folder.shapes)
@@ -163,7 +168,7 @@ class _StateDict:
             if name in self._stored:
                 self._stored.setdefault(first, self._stored[name])
         self.parts: dict[str, dict[str, str]] = {}
-        for stored in self._folder.shapes:
+        for stored in () if weights_only else self._folder.shapes:
             key, _, part = f".{stored}".partition(f".{STATE}")[2].rpartition(".")
             name = own.get(key) or own.get(key.removeprefix(prefix))
             if name is not None and name in model.aliases:
@@ -202,11 +207,7 @@ _Source = _Files | _StateDict
 def _written(
     plan: Plan, model: _Model, stored: _Source, step: int, folder: Path, report: Callable[[str], None]
 ) -> Manifest:
-    if stored.parts and (lacking := [name for name in model.trained if name not in stored.parts]):
-        raise InputError(
-            f"'{lacking[0].removeprefix('net.')}' has no state of the optimizer, and others have: save all of it, or "
-            "weights alone"
-        )
+    _check_state(plan.job, model, stored)
     records: dict[str, FileRecord] = {}
     sizes = {name: _bytes(model.layouts[name]) for name in model.lasting}
     files = in_files(sizes)
@@ -237,6 +238,28 @@ def _written(
     )
     write_manifest(folder, manifest)
     return manifest
+
+
+def _check_state(job: Job, model: _Model, stored: _Source) -> None:
+    """Raises `InputError` where there is state of an optimizer, but not all that the plan's keeps of every parameter."""
+    kept: dict[str | int, set[str]] = {}
+    for name in model.trained if stored.parts else ():
+        dims = model.layouts[name].dim()
+        kind = name if job.has_factory else dims
+        if kind not in kept:
+            kept[kind] = _parts_kept(job, name, dims)
+        if lacking := sorted(kept[kind] - stored.parts.get(name, {}).keys()):
+            raise InputError(
+                f"optimizer '{job.optimizer}' keeps {', '.join(lacking)} of '{name.removeprefix('net.')}', which is "
+                "not there: plan with the optimizer that it is of, or leave its state out with --weights-only"
+            )
+
+
+def _parts_kept(job: Job, name: str, dims: int) -> set[str]:
+    """What the optimizer keeps of a parameter of so many dimensions, by torch's names."""
+    small = Updater({0: torch.zeros((2,) * dims)}, job, None, names={0: name})
+    ((_, parts),) = small.states(lambda value: True)
+    return parts.keys() - {"weight"}
 
 
 def _state(model: _Model, stored: _Source, name: str) -> Iterator[tuple[str, torch.Tensor]]:
