@@ -186,7 +186,10 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
 
 
 def measure_reference(watch: Stopwatch, found: Measurements) -> None:
-    """The computation that runs look at again."""
+    """The computation that runs look at again; on a CPU while operators were timed, and as slow as the machine was then."""
+    if watch.device.type == "cpu":
+        found.reference_s = watch.networks[-1].reference_s
+        return
     found.reference_s = watch.seconds("reference", Reference(watch.device))
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.execution.clock import waited_s
+from stagewright.execution.reference import Reference
 from stagewright.execution.stage_runner import StageRunner
 from stagewright.execution.weights import Weights
 from stagewright.graph.carving import carve
@@ -31,6 +32,8 @@ SIZES = ((64, 64), (128, 128), (256, 256))
 _HEADS, _BLOCKS, _VOCABULARY = 4, 2, 1000
 _WARM_UP, _LEAST_PASSES = 2, 4
 _ROUNDS, _LEAST_S = 8, 1e-8
+_WATCHED = 0.1
+"""Time for the reference computation, in that of a pass."""
 
 _T = TypeVar("_T")
 Samples = list[tuple[Work, float]]
@@ -126,23 +129,34 @@ class ReferenceNetwork:
         self._marks = Marks()
         self._runner = _runner(self._stage, network, self._marks)
         self._runner.begin_step(0)
-        self._passes: list[Pass] = []
+        self._reference = Reference(torch.device("cpu"))
+        self._passes: list[tuple[Pass, float]] = []
         for _ in range(_WARM_UP):
             self.step()
 
     def run(self, seconds: float) -> None:
-        """For about `seconds`, and a few passes at least."""
+        """For about `seconds`, and a few passes at least; behind each of them the machine's speed is looked at."""
         end, least = time.perf_counter() + seconds, len(self._passes) + _LEAST_PASSES
         while len(self._passes) < least or time.perf_counter() < end:
-            self._passes.append(self.step())
+            taken = self.step()
+            self._passes.append((taken, self._reference.seconds(_WATCHED * float(taken.seconds.sum()))))
 
     def samples(self) -> Samples:
         """Every operator, over the faster half of the passes of all runs."""
         nodes = (*self._stage.forward.nodes, *self._stage.backward.nodes)
-        mean = np.mean(faster_half(undelayed(self._passes), np.sum), axis=0)
+        mean = np.mean([taken for taken, _ in self._kept()], axis=0)
         return [
             (work(node, self._stage.value), float(taken)) for node, taken in zip(nodes, mean, strict=True)
         ]
+
+    @property
+    def reference_s(self) -> float:
+        """What the reference computation took while those passes did."""
+        return float(np.mean([look for _, look in self._kept()]))
+
+    def _kept(self) -> list[tuple[np.ndarray, float]]:
+        passes, looks = zip(*self._passes, strict=True)
+        return faster_half(list(zip(undelayed(passes), looks, strict=True)), lambda one: float(one[0].sum()))
 
     def step(self) -> Pass:
         """A forward and backward."""
