@@ -58,7 +58,8 @@ def test_nothing_is_looked_at_while_ranks_are_as_planned(plan: Plan, tmp_path: P
     for step in range(200):
         paces = [1.0, 2.0] if step % 6 < 4 else [1.7, 1.8]
         assert watch.after(step, paces, 1.0, 1000) == [] and not watch.has_proposal
-    assert not (tmp_path / "adapting").exists()
+        assert not watch._searcher.is_asked
+    watch.close()
 
 
 @pytest.mark.multiprocess
@@ -112,7 +113,7 @@ def train(rank: int, num_ranks: int, folder: str, adapts: bool) -> dict[str, Any
 
         def step(batch: Any = None) -> Any:
             ours = trainer._adaptation
-            while ours is not None and ours._search is not None and ours._search.poll() is None:
+            while ours is not None and ours._searcher.is_asked and not ours._searcher.is_done:
                 time.sleep(0.05)  # steps are short here, and the search is not
             return steps(batch)
 

@@ -1,22 +1,29 @@
 """When a run should go on under another plan, because ranks are no longer as fast as its plan took them to be.
 
-The search is done by another process (this module run with three files), so that the ranks train on meanwhile.
+The search is done by another process (this module run with a folder), so that the ranks train on meanwhile. It is started
+with the run and has read the model when it is first asked.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stagewright.errors import StagewrightError
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.units import format_seconds
+
+if TYPE_CHECKING:
+    from stagewright.planning.replanning import Replanned
 
 _SHIFT = 1.2
 """Times a rank must be slower or faster, beside the others, than the present plan takes it to be."""
@@ -52,14 +59,13 @@ class Adaptation:
 
     def __init__(self, plan: Plan, folder: Path, change_s: float) -> None:
         self.plan = plan
-        self.folder = folder
+        self._searcher = Searcher(folder, plan)
         self.change_s = change_s
         self._assumed = [1.0] * plan.num_ranks
         """Of every rank the pace that the present plan was made for, beside its device's figures."""
         self._recent: list[Sequence[float]] = []
         self._streak = 0
         self._quiet_until = 0
-        self._search: subprocess.Popen[bytes] | None = None
         self._wanted: list[float] = []
         self._proposal: Proposal | None = None
         self._seconds: list[float] = []
@@ -76,8 +82,8 @@ class Adaptation:
             return []
         self._recent = [*self._recent[-_STEPS + 1 :], paces]
         self._seconds = [*self._seconds[-_STEPS + 1 :], seconds]
-        if self._search is not None:
-            if self._search.poll() is not None:
+        if self._searcher.is_asked:
+            if self._searcher.is_done:
                 self._hear(step, num_left)
             return []
         self._streak = self._streak + 1 if _is_shifted(paces) else 0
@@ -97,9 +103,7 @@ class Adaptation:
 
     def close(self) -> None:
         """No search goes on any more."""
-        if self._search is not None:
-            self._search.kill()
-            self._search.wait()
+        self._searcher.close()
 
     def _told(self, step: int) -> list[str]:
         if self._before is None or len(self._seconds) < _STEPS or step < self._quiet_until - 1:
@@ -114,35 +118,26 @@ class Adaptation:
         now = [statistics.median(one) for one in zip(*self._recent, strict=True)]
         self._wanted = [assumed * pace for assumed, pace in zip(self._assumed, now, strict=True)]
         self._quiet_until = step + _PAUSE
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.plan.save(self.folder / "now.json")
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
-        (self.folder / "paces.json").write_text(json.dumps(by_device))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "stagewright.execution.adapting", str(self.folder)]
-        quiet = subprocess.DEVNULL
-        self._search = subprocess.Popen(command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet)
+        self._searcher.ask(self.plan, by_device)
 
     def _hear(self, step: int, num_left: int) -> None:
         """What the search has found."""
-        assert self._search is not None
-        failed, self._search = self._search.returncode != 0, None
+        found = self._searcher.answer()
         self._streak, self._quiet_until = 0, step + _PAUSE
-        if failed:
+        if found is None:
             return
-        found = json.loads((self.folder / "found.json").read_text())
-        gain = found["stays_s"] - found["seconds"]
+        gain = found.stays_s - found.seconds
         pays = gain * num_left > _PAYS * self.change_s
-        if gain < _LEAST_GAIN * found["stays_s"] or not pays:
+        if gain < _LEAST_GAIN * found.stays_s or not pays:
             return
-        plan = load_plan(self.folder / "next.json")
         slow = max(range(len(self._wanted)), key=lambda rank: self._wanted[rank] / self._assumed[rank])
         shift = self._wanted[slow] / self._assumed[slow] / statistics.median_low(self._recent[-1])
-        what = "other cuts" if plan.cuts != self.plan.cuts else "another order of passes"
+        what = "other cuts" if found.plan.cuts != self.plan.cuts else "another order of passes"
         self._proposal = Proposal(
-            plan,
+            found.plan,
             f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others; goes on with {what}: "
-            f"{gain / found['stays_s']:.0%} less time a step, as predicted",
+            f"{gain / found.stays_s:.0%} less time a step, as predicted",
         )
 
     @property
@@ -162,23 +157,84 @@ def _is_shifted(paces: Sequence[float]) -> bool:
     return max(paces) > _SHIFT * middle or min(paces) * _SHIFT < middle
 
 
-def main(folder: Path) -> int:
-    """Search for a plan: reads ``now.json`` and ``paces.json``, writes ``next.json`` and ``found.json``."""
+class Searcher:
+    """A process that searches for another plan when it is asked.
+
+    Args:
+        folder: where its files go.
+        plan: of the run; its model is read before the first question.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder = folder
+        self.is_asked = False
+        folder.mkdir(parents=True, exist_ok=True)
+        plan.save(folder / _NOW)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "stagewright.execution.adapting", str(folder)]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
+        )
+
+    def ask(self, plan: Plan, paces: Mapping[int, float]) -> None:
+        """What would be best in the place of `plan`, on devices that take `paces` times as long as described, by number."""
+        assert self._process.stdin is not None, "it was started with pipes"
+        plan.save(self.folder / _NOW)
+        (self.folder / _PACES).write_text(json.dumps(paces))
+        self.is_asked = True
+        with contextlib.suppress(OSError):  # it has died, and `answer` says so
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `answer` would not wait."""
+        return bool(select.select([self._process.stdout], [], [], 0)[0])
+
+    def answer(self) -> Replanned | None:
+        """What was found; None where the search failed."""
+        from stagewright.planning.replanning import Replanned
+
+        assert self._process.stdout is not None, "it was started with pipes"
+        self.is_asked = False
+        if self._process.stdout.readline().strip() != _FOUND:
+            return None
+        found = json.loads((self.folder / _ANSWER).read_text())
+        return Replanned(load_plan(self.folder / _NEXT), found["seconds"], found["stays_s"])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+_NOW, _PACES, _NEXT, _ANSWER = "now.json", "paces.json", "next.json", "found.json"
+_FOUND, _FAILED = b"found", b"failed"
+
+
+def main(folder: Path) -> None:
+    """Answers a line of stdin with one of stdout, until there are no more."""
     from stagewright.cluster import paced
+    from stagewright.planning.estimate import graph_of
     from stagewright.planning.replanning import replanned
 
-    plan = load_plan(folder / "now.json")
-    paces = {int(device): pace for device, pace in json.loads((folder / "paces.json").read_text()).items()}
-    try:
-        found = replanned(plan, paced(plan.cluster.load(), paces))
-    except StagewrightError as error:
-        (folder / "failed.txt").write_text(str(error))
-        return 1
-    found.plan.save(folder / "next.json")
-    (folder / "found.json").write_text(json.dumps({"seconds": found.seconds, "stays_s": found.stays_s}))
-    return 0
+    graph = graph_of(load_plan(folder / _NOW))
+    for _ in sys.stdin.buffer:
+        plan = load_plan(folder / _NOW)
+        paces = {int(device): pace for device, pace in json.loads((folder / _PACES).read_text()).items()}
+        try:
+            found = replanned(plan, paced(plan.cluster.load(), paces), graph)
+        except StagewrightError as error:
+            (folder / "failed.txt").write_text(str(error))
+            answer = _FAILED
+        else:
+            found.plan.save(folder / _NEXT)
+            (folder / _ANSWER).write_text(json.dumps({"seconds": found.seconds, "stays_s": found.stays_s}))
+            answer = _FOUND
+        sys.stdout.buffer.write(answer + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
     os.nice(5)
-    sys.exit(main(Path(sys.argv[1])))
+    main(Path(sys.argv[1]))

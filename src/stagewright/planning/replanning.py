@@ -14,6 +14,7 @@ import numpy as np
 from stagewright.cluster import Cluster
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.estimation.stages import BodyCosts
+from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import in_flight
 from stagewright.planning.estimate import graph_of
 from stagewright.planning.partition.line import cuts_to_try
@@ -36,14 +37,17 @@ class Replanned:
     stays_s: float
 
 
-def replanned(plan: Plan, cluster: Cluster) -> Replanned:
+def replanned(plan: Plan, cluster: Cluster, graph: OperatorGraph | None = None) -> Replanned:
     """The best that a run of `plan` could go on under on `cluster`, its devices as fast as they are now; that may be `plan`.
+
+    Args:
+        graph: of the plan's model, where it is there.
 
     Raises:
         InputError: the model cannot be resolved.
         PlanError: it has changed.
     """
-    body = body_costs(graph_of(plan), cluster, plan.job)
+    body = body_costs(graph_of(plan) if graph is None else graph, cluster, plan.job)
     line = planned_line(plan, body, cluster)
     stays = plan.model_copy(update={"predictions": predict(line, body)})
     best, now = plan, stays
