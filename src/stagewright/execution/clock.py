@@ -90,9 +90,24 @@ def waited_s() -> float:
     return 0.0 if descriptor < 0 else int(os.pread(descriptor, 128, 0).split()[1]) * 1e-9
 
 
-def undelayed_s() -> float:
-    """`time.perf_counter` that stands still while this thread has no processor to run on."""
-    return time.perf_counter() - waited_s()
+@dataclass(frozen=True)
+class Moment:
+    """Of this thread: by its clock, and how long it had waited for a processor until then."""
+
+    clock_s: float
+    waited_s: float
+
+
+def moment() -> Moment:
+    """Now."""
+    return Moment(time.perf_counter(), waited_s())
+
+
+def undelayed_s(since: Moment) -> float:
+    """Seconds since a moment in which this thread had a processor or wanted none. What the system says of waiting is to a
+    tick of its clock, so that a tenth of the time is left at the least."""
+    taken = time.perf_counter() - since.clock_s
+    return max(taken - (waited_s() - since.waited_s), 0.1 * taken)
 
 
 def synchronize(device: torch.device) -> None:

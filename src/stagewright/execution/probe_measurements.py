@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from stagewright.execution.clock import synchronize, undelayed_s
+from stagewright.execution.clock import moment, synchronize, undelayed_s
 from stagewright.execution.probe_operators import (
     SIZES,
     OperatorFigures,
@@ -131,10 +131,10 @@ class Stopwatch:
 
     def _sample(self, call: Callable[[], object], repeats: int) -> float:
         if self.device.type == "cpu":
-            start = undelayed_s()
+            began = moment()
             for _ in range(repeats):
                 call()
-            return undelayed_s() - start
+            return undelayed_s(began)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for _ in range(repeats):
@@ -322,13 +322,13 @@ def measure_posting(watch: Stopwatch, found: Measurements) -> None:
         return
     samples = []
     for tag in range(_POSTS):
-        posting = undelayed_s()
+        posting = moment()
         received = dist.irecv(torch.empty(1), peer, tag=tag)
-        posted = undelayed_s()
+        posted = undelayed_s(posting)
         watch.networks[-1].step()
-        sending = undelayed_s()
+        sending = moment()
         sent = dist.isend(torch.empty(1), peer, tag=tag)
-        samples.append((posted - posting + undelayed_s() - sending) / 2)
+        samples.append((posted + undelayed_s(sending)) / 2)
         watch.networks[-1].step()
         for work in (received, sent):
             assert work is not None, "every rank is in the group of all"

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from stagewright.execution.clock import synchronize, undelayed_s
+from stagewright.execution.clock import moment, synchronize, undelayed_s
 
 _WIDTHS = {"cpu": 256, "cuda": 2048}
 """Of the two square matrices in fp32 that are multiplied: less than a millisecond, and 48 MiB on a GPU."""
@@ -41,14 +41,14 @@ class Reference:
         thread's."""
         self()
         synchronize(self.device)
-        start, calls = undelayed_s(), 0
+        began, calls = moment(), 0
         end = time.perf_counter() + during_s
         while not calls or time.perf_counter() < end:
             for _ in range(_CALLS):
                 self()
             calls += _CALLS
             synchronize(self.device)
-        return (undelayed_s() - start) / calls
+        return undelayed_s(began) / calls
 
 
 class SpeedWatch:
