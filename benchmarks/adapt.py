@@ -5,9 +5,10 @@
 Four ranks do not fit on two cores side by side, so devices are made that do: behind every computation a rank sleeps for as
 many times what the computation took as makes its device slow (`SLOWNESS`), which leaves the cores to others; the slowed
 rank takes twice that. All else is a real run, of a thousand steps that ends early: passes, transfers, the watch, the search
-and the change. A rank is slowed at a third of the steps looked at and freed at two thirds. Four runs: one that stays under its plan, one that adapts, one that is slow from the
-start under the plan that suits that (what there is to gain), and a quiet one that adapts. Prints how much of the gain was
-recovered from the tenth step after the event on, the number of changes, and the largest difference of losses.
+and the change. A rank is slowed at a third of the steps looked at and freed at two thirds.
+Four runs: one that stays under its plan, one that adapts, one that is slow from the start under the plan that suits that
+(what there is to gain), and a quiet one that adapts. Prints how much of the gain was recovered from the tenth step after the
+event on, the number of changes, and the largest difference of losses.
 """
 
 from __future__ import annotations
