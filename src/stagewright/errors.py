@@ -57,13 +57,23 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
+_MOST_LONGER = 3
+"""Names that begin with the given one, to be told apart in a hint."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """A hint such as `` (did you mean '8x-h100'?)`` for a misspelt `word`, or an empty string.
 
     >>> nearest("8x-h10", ["8x-h100", "8x-a100"])
     " (did you mean '8x-h100'?)"
+    >>> nearest("a100", ["h100", "a100-40", "a100-80"])
+    " (did you mean 'a100-40' or 'a100-80'?)"
     >>> nearest("zzz", ["8x-h100"])
     ''
     """
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    longer = sorted(name for name in known if word and name.lower().startswith(f"{word.lower()}-"))
+    if 0 < len(longer) <= _MOST_LONGER:
+        return f" (did you mean {' or '.join(map(repr, longer))}?)"
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f" (did you mean '{match[0]}'?)" if match else ""

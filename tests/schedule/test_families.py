@@ -58,7 +58,7 @@ def test_overlapped_pairs_round_trip():
         (("1f2b", 2, 2), {}, "did you mean '1f1b'"),
         (("1f1b", 0, 2), {}, "at least one rank"),
         (("1f1b", 2, 0), {}, "at least one microbatch"),
-        (("1f1b", 2, 2, 2), {}, "num_chunks=2 must be 1"),
+        (("1f1b", 2, 2, 2), {}, "places 1 stage on each rank: leave out num_chunks=2"),
         (("breadth-first", 2, 2, 0), {}, "at least one rank and one chunk"),
         (("gpipe", 2, 2), {"split_backwards": True}, "did you mean 'split_backward'"),
         (("hanayo", 2, 2, 3), {}, "must be even"),

@@ -96,6 +96,13 @@ class Cluster(SourcedModel):
 
     not_figures: ClassVar[frozenset[str]] = frozenset({"name", "nodes", "collectives", "cores_of_others"})
 
+    def __repr__(self) -> str:
+        """Its name and what it has; the description is long."""
+        nodes = ", ".join(f"{node.count} x {node.devices_per_node} {node.device.name}" for node in self.nodes)
+        return f"<Cluster {self.name}: {nodes}>"
+
+    __str__ = __repr__
+
     name: str = Field(min_length=1)
     nodes: tuple[NodeGroup, ...] = Field(min_length=1)
     measured: MeasuredBandwidth | None = None

@@ -21,6 +21,7 @@ from stagewright.planning.predictions import Bytes, Position, Seconds
 from stagewright.schedule.program import Program
 from stagewright.simulation import Timeline
 from stagewright.simulation.observed import observed
+from stagewright.units import format_seconds
 
 Moment = Annotated[float, Field(ge=-MOST_PREDICTED, le=MOST_PREDICTED)]
 """Seconds from some beginning."""
@@ -82,6 +83,15 @@ class RankRecord(StrictModel):
 
 class Record(StrictModel):
     """One run of a plan."""
+
+    def __repr__(self) -> str:
+        """How much is in it; a record is long."""
+        return (
+            f"<Record of {len(self.step_seconds)} steps on {len(self.ranks)} ranks, "
+            f"{format_seconds(self.median_step_seconds)} a step>"
+        )
+
+    __str__ = __repr__
 
     version: Literal[1] = 1
     stagewright: str

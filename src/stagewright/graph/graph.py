@@ -165,6 +165,10 @@ class OperatorGraph:
     )  # row-major contents of tensors the model's code makes
     facts: dict[str, Any] = field(default_factory=dict)  # microbatch, sequence, dtype, versions, tokens
 
+    def __repr__(self) -> str:
+        """Its name and size; the operators are many."""
+        return f"<OperatorGraph {self.name}: {len(self.nodes)} operators, {len(self.parameters)} parameters>"
+
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes)
 

@@ -55,6 +55,12 @@ class Found:
     next_best: Promised | None = None
     """The one of these that promises most."""
 
+    def __repr__(self) -> str:
+        """The best plan, and how many more there are."""
+        if not self.plans:
+            return f"<Found no plan; {len(self.excluded)} configurations left out>"
+        return f"<Found {len(self.plans)} plans, the best {self.plans[0]!r}; {len(self.excluded)} left out>"
+
     @property
     def is_interrupted(self) -> bool:
         """Whether Ctrl-C ended the search."""

@@ -22,6 +22,7 @@ from stagewright.planning.predictions import Bytes, LengthPrediction, Prediction
 from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import split_factory
+from stagewright.units import format_seconds
 
 VERSION = 1
 _REQUIRED_COSTS = frozenset(name for name, field in StepCosts.model_fields.items() if field.is_required())
@@ -163,6 +164,18 @@ class StagePolicy(StrictModel):
 class Plan(StrictModel):
     """A complete plan. Tensor rank `t` of pipeline rank `p` of replica `d` is global rank ``(p * dp + d) * tp + t``;
     ranks that divide a sequence are numbered as replicas are, neighbours first."""
+
+    def __repr__(self) -> str:
+        """Short: a plan's document is long."""
+        more = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
+        widths = "".join(f" x {name} {size}" for name, size in more.items() if size > 1)
+        return (
+            f"<Plan of {self.model.name} on {self.cluster.name}: pp {self.pp} x dp {self.dp}{widths}, {self.schedule}, "
+            f"{self.num_microbatches} microbatches of {self.microbatch_size}, "
+            f"{format_seconds(self.predictions.step_seconds)} a step>"
+        )
+
+    __str__ = __repr__
 
     version: Literal[1] = VERSION
     stagewright: str

@@ -15,6 +15,7 @@ from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
 from stagewright.simulation.streams import COMPUTE_STREAM
 from stagewright.simulation.structure import Structure
+from stagewright.units import format_seconds
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -45,6 +46,10 @@ class Timeline:
     structure: Structure
     token_s: Floats
     slot_s: Floats
+
+    def __repr__(self) -> str:
+        """How long it is and how busy; the actions are many."""
+        return f"<Timeline of {self.num_ranks} ranks: {format_seconds(self.makespan_s)}, bubble {self.bubble_fraction:.1%}>"
 
     @property
     def num_ranks(self) -> int:

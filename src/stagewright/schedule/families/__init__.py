@@ -91,9 +91,14 @@ def build(
         if kind in _OPTIONS and value is not None and not _OPTIONS[kind][0](value):
             raise ScheduleError(f"option {option} of {name} is {_OPTIONS[kind][1]}, not {str(value)[:40]!r}")
     if "num_chunks" not in accepted:
-        if num_chunks not in (None, 1):
-            raise ScheduleError(f"{name} places one stage per rank: num_chunks={num_chunks} must be 1")
-        return builder(num_ranks, num_microbatches, **options)
+        program = builder(num_ranks, num_microbatches, **options)
+        own = program.num_stages // num_ranks
+        if num_chunks not in (None, own):
+            raise ScheduleError(
+                f"{name} places {own} {'stage' if own == 1 else 'stages'} on each rank: leave out num_chunks={num_chunks} "
+                f"(--chunks), or give {own}"
+            )
+        return program
     if num_chunks is not None:
         options["num_chunks"] = num_chunks
     return builder(num_ranks, num_microbatches, **options)

@@ -91,6 +91,12 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     >>> resolve("llama-3-8b", {"num_hidden_layers": 2}).config["num_hidden_layers"]
     2
     """
+    if not isinstance(text, str):
+        raise InputError(
+            f"a model is given by its name, and not as {type(text).__name__}: the ranks of a run make it again, each in a "
+            "process of its own. Name a bundled model, a config.json or its folder, or the function that makes it, as "
+            "'path/to/file.py:function' or 'package.module:function'"
+        )
     overrides = dict(overrides or {})
     if (parts := split_factory(text)) is not None:
         source = factory_source(text)
