@@ -54,7 +54,7 @@ def _heading(bold: str, rest: str) -> Text:
 def _plan_large(out: Path) -> None:
     from stagewright.cluster import load_cluster
     from stagewright.planning.job import Job
-    from stagewright.report.plans import left_out, plans_table
+    from stagewright.report.plans import answer_line, left_out, plans_table
 
     show(
         _heading("1. Planning Llama-3-8B for a node of eight H100", ", from its config.json alone."),
@@ -66,7 +66,12 @@ def _plan_large(out: Path) -> None:
     found = _search(_LARGE, load_cluster("8x-h100"), job)
     path = out / "plan.json"
     found.plans[0].save(path)
-    show(plans_table(found.plans[:5]), left_out(found), f"The best is in {path}.\n")
+    show(
+        plans_table(found.plans[:5]),
+        answer_line(found.plans[0]),
+        left_out(found),
+        f"The best is in {path}.\n",
+    )
 
 
 def _probe(out: Path) -> Cluster:

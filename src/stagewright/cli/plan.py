@@ -309,6 +309,7 @@ def _tell(
     parts = [
         plans.found_heading(found),
         plans.plans_table(shown) if is_own else configurations.configurations_table(shown),
+        plans.answer_line(shown[0]),
         *plans.lengths_tables(shown[0]),
         *saving.saving_tables(shown[0]),
         *saving.loss_lines(shown[0]),

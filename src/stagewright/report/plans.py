@@ -10,14 +10,17 @@ from typing import Any
 
 from rich.table import Table
 
+from stagewright.cluster import Cluster
 from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.found import Found
 from stagewright.planning.objectives.break_even import BreakEven, Compared
 from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.prediction.bubble import Bubble, bubble
 from stagewright.planning.predictions import Predictions
 from stagewright.report.tables import byte_unit, figure, numbered, plural, table, time_unit
-from stagewright.units import GIGA, format_seconds
+from stagewright.units import GIGA, format_bytes, format_seconds
 
 _LEAST_SHARE = 0.02
 """Categories that are never more of a peak than this are shown as one; waits that are less of a step are not told."""
@@ -38,6 +41,8 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "path": None if path is None else str(path),
         **_figures(plan),
         "lower_bound_seconds": plan.predictions.lower_bound_seconds,
+        "spare_bytes": _spare_bytes(plan)[0],
+        "bubble": None if (found := _bubble(plan)) is None else asdict(found),
         "host_optimizer": list(plan.host_optimizer),
         "loss_pieces": plan.loss_pieces,
         "memory_policy": [p if isinstance(p, str) else p.model_dump() for p in plan.memory_policy],
@@ -85,6 +90,63 @@ def found_heading(found: Found) -> str:
         f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples of {lengths} tokens "
         f"per step, {job.dtype}, {job.optimizer}"
     )
+
+
+def answer_line(plan: Plan) -> str:
+    """In a sentence: whether it fits, how busy devices are, why they are idle, and how far from the best it can be."""
+    spare, rank = _spare_bytes(plan)
+    fits = f"Fits with {format_bytes(spare)} to spare" if spare >= 0 else f"Lacks {format_bytes(-spare)}"
+    predictions = plan.predictions
+    parts = [
+        f"{fits} on rank {rank}",
+        f"MFU {plan.mean_rate(lambda one: one.mfu):.1%}",
+        _bubble_text(plan),
+    ]
+    if predictions.lower_bound_seconds:
+        above = predictions.step_seconds / predictions.lower_bound_seconds - 1
+        parts.append(f"{above:.1%} above the lower bound of this width")
+    return "; ".join(parts) + "."
+
+
+def _bubble_text(plan: Plan) -> str:
+    """The bubble, and its parts where there are any."""
+    text = f"bubble {plan.predictions.bubble_fraction:.1%}"
+    found = _bubble(plan)
+    if found is None or found.total < _LEAST_BUBBLE:
+        return text
+    named = {"warm-up": found.warm_up, "imbalance": found.imbalance, "transfers": found.transfers}
+    parts = ", ".join(f"{100 * share:.1f} {name}" for name, share in named.items() if share >= _LEAST_BUBBLE)
+    return f"{text}: {parts}" if parts else text
+
+
+_LEAST_BUBBLE = 0.0005
+"""Less is 0.0 %."""
+
+
+def _bubble(plan: Plan) -> Bubble | None:
+    costs = plan.predictions.costs
+    return None if costs is None or plan.num_stages == 1 else bubble(stage_program(plan), costs)
+
+
+def _spare_bytes(plan: Plan) -> tuple[int, int]:
+    """What the fullest rank has left of its device, and its number."""
+    cluster = plan.cluster.load()
+    left = {
+        one.rank: _usable_bytes(plan, cluster, one.rank) - one.reserved_peak_bytes
+        for one in plan.predictions.ranks
+    }
+    fullest = min(left, key=lambda rank: left[rank])
+    return left[fullest], fullest
+
+
+def _usable_bytes(plan: Plan, cluster: Cluster, pipeline_rank: int) -> int:
+    """What the allocator may reserve on the least of a pipeline rank's devices."""
+    if cluster.is_homogeneous:
+        return plan.job.usable_bytes(cluster.device)
+    width = plan.num_holders * plan.tp
+    numbers = plan.devices or range(cluster.num_devices)
+    own = numbers[pipeline_rank * width : (pipeline_rank + 1) * width]
+    return min(plan.job.usable_bytes(cluster.device_of(number), cluster) for number in own)
 
 
 def left_out(found: Found) -> str:
