@@ -15,6 +15,7 @@ from stagewright.cli import (
     demo,
     estimate,
     evaluate,
+    export,
     launch,
     lists,
     plan,
@@ -88,7 +89,7 @@ def stagewright(
 _VERBS = (
     plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize,
     run.run, evaluate.evaluate, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
-    profile.profile, lists.models, lists.clusters, lists.schema, demo.demo,
+    profile.profile, export.export, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 
 for _verb in _VERBS:

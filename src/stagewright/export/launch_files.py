@@ -1,0 +1,145 @@
+"""Files that start a run of a plan on a cluster: a batch script of Slurm, a PyTorchJob of Kubernetes, a task of SkyPilot.
+
+All start `stagewright run` under `torchrun`, restart it, and let it go on from its last checkpoint.
+
+Source: Slurm's sbatch and scontrol; Kubeflow's training operator, PyTorchJob v1; SkyPilot's task YAML and its variables
+SKYPILOT_NODE_IPS, SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES.
+"""
+
+from __future__ import annotations
+
+from stagewright.errors import InputError
+from stagewright.planning.plan import Plan
+
+_SLURM = """\
+#!/bin/bash
+# {title}
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={devices}
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --output=%x-%j.log
+set -euo pipefail
+
+PLAN="${{PLAN:-{plan}}}"
+DATA="${{DATA:-train.jsonl}}"              # what to train on
+CHECKPOINT="${{CHECKPOINT:-checkpoints}}"  # a folder that all nodes share
+
+# Started again, the run goes on from its last checkpoint.
+RESUME=""
+compgen -G "$CHECKPOINT/step-*" > /dev/null && RESUME="--resume"
+
+HEAD="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node {devices} --max-restarts 3 \\
+    --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$HEAD:29400" \\
+    -m stagewright.cli run "$PLAN" --data "$DATA" --checkpoint "$CHECKPOINT" $RESUME
+"""
+
+_KUBERNETES = """\
+# {title}
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata:
+  name: {name}
+spec:
+  nprocPerNode: "{devices}"
+  pytorchReplicaSpecs:
+{replicas}
+"""
+
+_REPLICA = """\
+    {role}:
+      replicas: {count}
+      restartPolicy: OnFailure
+      template:
+        spec:
+          containers:
+            - name: pytorch
+              image: IMAGE  # one with PyTorch and Stagewright
+              command: ["bash", "-c"]
+              args:  # started again, the run goes on from its last checkpoint
+                - |
+                  RESUME=""
+                  compgen -G "/data/checkpoints/step-*" > /dev/null && RESUME="--resume"
+                  exec torchrun -m stagewright.cli run /run/plan/{plan} --data /data/train.jsonl \
+                    --checkpoint /data/checkpoints $RESUME
+              resources:
+                limits:
+                  {resource}: {devices}
+              volumeMounts:
+                - {{name: plan, mountPath: /run/plan}}
+                - {{name: data, mountPath: /data}}
+                - {{name: shared-memory, mountPath: /dev/shm}}
+          volumes:
+            - name: plan
+              configMap: {{name: {name}-plan}}  # kubectl create configmap {name}-plan --from-file={plan}
+            - name: data
+              persistentVolumeClaim: {{claimName: training-data}}
+            - name: shared-memory
+              emptyDir: {{medium: Memory}}"""
+
+_SKYPILOT = """\
+# {title}
+name: {name}
+num_nodes: {nodes}
+resources:
+  accelerators: {accelerator}:{devices}
+file_mounts:
+  /data: {{name: training-data, mode: MOUNT}}  # a bucket of yours with train.jsonl
+workdir: .  # has {plan}
+setup: |
+  pip install stagewright
+run: |
+  HEAD="$(echo "$SKYPILOT_NODE_IPS" | head -n 1)"
+  RESUME=""  # started again, the run goes on from its last checkpoint
+  compgen -G "/data/checkpoints/step-*" > /dev/null && RESUME="--resume"
+  torchrun --nnodes "$SKYPILOT_NUM_NODES" --node-rank "$SKYPILOT_NODE_RANK" --nproc-per-node {devices} \\
+    --master-addr "$HEAD" --master-port 29400 \\
+    -m stagewright.cli run {plan} --data /data/train.jsonl --checkpoint /data/checkpoints $RESUME
+"""
+
+_FILES = {"slurm": _SLURM, "kubernetes": _KUBERNETES, "skypilot": _SKYPILOT}
+
+_ACCELERATORS = {
+    "h100": "H100", "h100-hbm2e": "H100", "h200": "H200", "b200": "B200", "a100-40": "A100", "a100-80": "A100-80GB",
+    "a10g": "A10G", "l4": "L4", "l40s": "L40S", "t4": "T4", "v100-16": "V100", "v100-32": "V100-32GB", "gh200": "GH200",
+    "mi300x": "MI300X", "rtx3090": "RTX3090", "rtx4090": "RTX4090",
+}  # fmt: skip
+"""SkyPilot's names of devices of the catalog."""
+
+
+def launch_file(kind: str, plan: Plan, plan_name: str) -> str:
+    """What starts `plan`, of the file `plan_name`, under ``slurm``, ``kubernetes`` or ``skypilot``.
+
+    Raises:
+        InputError: nodes have different numbers of devices, or SkyPilot has no such device.
+    """
+    cluster = plan.cluster.load()
+    sizes = {group.devices_per_node for group in cluster.nodes}
+    if len(sizes) > 1:
+        raise InputError(
+            f"{kind}: nodes of {cluster.name} have {', '.join(map(str, sorted(sizes)))} devices, and one launch line starts "
+            "as many processes on each: start `torchrun` on each kind of node by hand"
+        )
+    (devices,) = sizes
+    nodes, left = divmod(plan.num_ranks, devices)
+    if left and nodes:
+        raise InputError(
+            f"{kind}: {plan.num_ranks} ranks do not fill nodes of {devices} devices: plan for whole nodes"
+        )
+    nodes, devices = max(nodes, 1), min(devices, plan.num_ranks)
+    device = cluster.nodes[0].device
+    accelerator = _ACCELERATORS.get(device.name)
+    if kind == "skypilot" and accelerator is None:
+        raise InputError(
+            f"skypilot: no name of it is known for '{device.name}': write `accelerators` by hand"
+        )
+    name = "".join(c if c.isalnum() else "-" for c in plan.model.name.lower()).strip("-") or "run"
+    resource = "amd.com/gpu" if device.vendor.upper().startswith("AMD") else "nvidia.com/gpu"
+    shared = {"name": name, "devices": devices, "plan": plan_name, "resource": resource}
+    roles = [("Master", 1), *([("Worker", nodes - 1)] if nodes > 1 else [])]
+    replicas = "\n".join(_REPLICA.format(role=role, count=count, **shared) for role, count in roles)
+    title = f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright"
+    return _FILES[kind].format(title=title, nodes=nodes, accelerator=accelerator, replicas=replicas, **shared)

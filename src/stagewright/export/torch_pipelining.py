@@ -1,0 +1,232 @@
+"""A plan as a small Python package for `torch.distributed.pipelining`: stages, the order of their passes, and a script.
+
+Stages are written out as straight-line code over PyTorch's operators, cut where the plan cuts, so that any cut between
+operators goes along; PyTorch's autograd makes the backward. Values that skip stages travel through those between, as
+PyTorch's stages send to their neighbours alone. What the package cannot do is said by `not_expressed`.
+
+Source: PyTorch 2.13, torch/distributed/pipelining (`PipelineStage`, `_PipelineScheduleRuntime`). Ignores: random numbers,
+which are PyTorch's own and not those of `stagewright run`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from stagewright.errors import InputError
+from stagewright.graph import Node, OperatorGraph, Ref, Symbol
+from stagewright.graph.carving import carve
+from stagewright.graph.graph import Value
+from stagewright.graph.stage import Stage
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_cuts, stage_program
+from stagewright.schedule.program import Program
+from stagewright.schedule.torch_csv import write_torch_csv
+
+_WHAT_TO_DO = "plan without it, or train with `stagewright run`"
+
+
+@dataclass(frozen=True)
+class Package:
+    """The files of a package by name, and the names of the tensors that each stage starts with."""
+
+    files: dict[str, str]
+    tensors: tuple[tuple[str, ...], ...]
+    """Per stage, those that are not parameters come last."""
+
+
+def torch_package(plan: Plan, graph: OperatorGraph) -> Package:
+    """`plan` of the model of `graph`, traced for a CPU.
+
+    Raises:
+        InputError: what the plan has that PyTorch's pipelines have not.
+    """
+    if plan.tp > 1 or plan.cp > 1 or plan.ep > 1:
+        raise InputError(
+            f"torch-pipelining: stages of tp {plan.tp}, cp {plan.cp}, ep {plan.ep} hold collectives of ours: {_WHAT_TO_DO}"
+        )
+    stages = carve(graph, list(stage_cuts(plan, graph)))
+    program = stage_program(plan)
+    passes = _arriving(stages)
+    classes = [_class(stage, passes[stage.index], passes[stage.index + 1]) for stage in stages]
+    head = _template("stages_head.txt")
+    script = _template("train.txt")
+    facts = {
+        "@NUM_STAGES@": plan.num_stages, "@NUM_MICROBATCHES@": plan.num_microbatches, "@DP@": plan.dp,
+        "@PLACEMENT@": list(program.placement.rank_of_stage), "@BATCH@": plan.num_microbatches * plan.microbatch_size,
+        "@INPUTS@": {
+            name: (list(graph.values[value].meta.shape[1:]), graph.values[value].meta.dtype)
+            for name, value in graph.inputs.items()
+        },
+    }  # fmt: skip
+    for mark, fact in facts.items():
+        script = script.replace(mark, repr(fact))
+    names = ", ".join(f"Stage{stage.index}" for stage in stages)
+    files = {
+        "stages.py": "\n\n".join([head, *classes, f"STAGES = ({names},)\n"]),
+        "train.py": script,
+        "schedule.csv": write_torch_csv(_computing(program)),
+        "README.md": _readme(plan),
+    }
+    tensors = tuple(
+        tuple(stage.value(value).name for value in (*stage.parameters, *stage.buffers)) for stage in stages
+    )
+    return Package(files, tensors)
+
+
+def not_expressed(plan: Plan) -> Iterator[str]:
+    """What of `plan` the package leaves out, a sentence each."""
+    if any(policy != "keep" for policy in plan.memory_policy):
+        yield (
+            "stages recompute or offload under the plan, and here they keep everything: wrap layers in "
+            "torch.utils.checkpoint, or leave room"
+        )
+    if any(plan.sharding):
+        yield "replicas shard state under the plan, and here each holds all of it (gradients are averaged after the batch)"
+    if plan.loss_pieces > 1:
+        yield f"the loss goes in {plan.loss_pieces} pieces under the plan, and here whole: it needs memory for all logits"
+    if plan.host_optimizer:
+        yield "the optimizer runs on the host under the plan, and here where the parameters are"
+
+
+def _template(name: str) -> str:
+    return (resources.files("stagewright.export") / "templates" / name).read_text(encoding="utf-8")
+
+
+def _computing(program: Program) -> Program:
+    """Without recomputation, gathers and reductions."""
+    kept = ("F", "I", "W", "B")
+    ranks = tuple(tuple(one for one in actions if one.kind.value in kept) for actions in program.ranks)
+    return Program(program.name, program.placement, program.num_microbatches, ranks)
+
+
+def _arriving(stages: Sequence[Stage]) -> list[tuple[int, ...]]:
+    """What each stage is given by the one before, the last by nothing: what it or a later one takes of earlier ones."""
+    arriving: list[tuple[int, ...]] = [()]
+    wanted: set[int] = set()
+    for stage in reversed(stages):
+        made = {value for node in _nodes(stage) for value in node.outputs if value is not None}
+        own = {value for transfer in stage.receives for value in transfer.values}
+        wanted = (wanted - made) | own
+        arriving.append(tuple(sorted(wanted)))
+    return arriving[::-1]
+
+
+def _nodes(stage: Stage) -> tuple[Node, ...]:
+    return (*stage.static, *stage.derived, *stage.forward.nodes)
+
+
+def _class(stage: Stage, arrives: Sequence[int], leaves: Sequence[int]) -> str:
+    """The module of a stage, as code."""
+    made = [
+        *(
+            _declared(one, f"nn.Parameter({{}}, requires_grad={one.needs_grad})")
+            for one in map(stage.value, stage.parameters)
+        ),
+        *(_declared(stage.value(value), "Buffer({})") for value in stage.buffers),
+    ]
+    named = [(f"t{value}", stage.value(value).name) for value in (*stage.parameters, *stage.buffers)]
+    body = []
+    if arrives:
+        body.append(f"{''.join(f'v{value}, ' for value in arrives)}= received")
+    used = {value for node in _nodes(stage) for value in node.inputs}
+    inputs = {value: name for name, value in stage.graph.inputs.items()}
+    body += [f"v{value} = batch[{inputs[value]!r}]" for value in stage.inputs]
+    body += [f"v{value} = self.t{value}" for value in (*stage.parameters, *stage.buffers) if value in used]
+    body += [_statement(node, stage) for node in _nodes(stage)]
+    body += [f"self.t{buffer} = v{value}.detach()" for buffer, value in stage.mutations]
+    if stage.computes_loss:
+        body.append(f"return v{stage.graph.loss}.reshape(1)  # outputs of microbatches are put together")
+    else:
+        passed = [f"v{value}" + ".clone()" * _is_view(stage.value(value), arrives) for value in leaves]
+        body.append(f"return ({''.join(f'{text}, ' for text in passed)})")
+    lines = [
+        f"class Stage{stage.index}(nn.Module):",
+        f"    NAMES = {dict(named)!r}",
+        "",
+        "    def __init__(self) -> None:",
+        "        super().__init__()",
+        *(f"        {line}" for line in made),
+        "",
+        "    def forward(self, *received, **batch):",
+        *(f"        {line}" for line in body),
+    ]
+    return "\n".join(lines)
+
+
+def _is_view(value: Value, arrives: Sequence[int]) -> bool:
+    """Whether a stage has the storage of a value from elsewhere; PyTorch detaches what a stage returns in place."""
+    return value.id in arrives or value.storage != value.id
+
+
+def _declared(value: Value, how: str) -> str:
+    meta = value.meta
+    empty = f"torch.empty({list(meta.shape)}, dtype=torch.{meta.dtype})"
+    return f"self.t{value.id} = {how.format(empty)}"
+
+
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+"""Whose place on every device is PyTorch's own choice of kernel."""
+
+
+def _statement(node: Node, stage: Stage) -> str:
+    if node.op == _ATTENTION:
+        names = ("query", "key", "value", "dropout_p", "is_causal")
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        arguments = ", ".join(f"{name}={_text(argument)}" for name, argument in given.items())
+        heads = [stage.value(value).meta.shape[1] for value in node.inputs[:2]]
+        arguments += ", enable_gqa=True" * (heads[0] != heads[1])
+        return f"v{node.outputs[0]} = F.scaled_dot_product_attention({arguments})"
+    if not node.op.startswith("aten."):
+        raise InputError(f"torch-pipelining: operator {node.op} is not one of PyTorch's: {_WHAT_TO_DO}")
+    arguments = [_text(argument) for argument in node.args]
+    arguments += [f"{key}={_text(value)}" for key, value in node.kwargs]
+    targets = ", ".join(f"v{value}" if value is not None else "_" for value in node.outputs)
+    call = f"ops.{node.op.removeprefix('aten.')}({', '.join(arguments)})"
+    return f"{targets} = {call}" if targets else call
+
+
+_SYMBOLS = {"dtype": "torch.{}", "layout": "torch.{}", "memory_format": "torch.{}"}
+
+
+def _text(argument: Any) -> str:
+    """An argument as code.
+
+    >>> _text((Ref(3), 1.5, None, Symbol("dtype", "float32"), float("-inf")))
+    "[v3, 1.5, None, torch.float32, float('-inf')]"
+    """
+    if isinstance(argument, Ref):
+        return f"v{argument.value}"
+    if isinstance(argument, Symbol):
+        return (
+            "device_of(self)" if argument.kind == "device" else _SYMBOLS[argument.kind].format(argument.name)
+        )
+    if isinstance(argument, tuple):
+        return "[" + ", ".join(_text(item) for item in argument) + "]"
+    if isinstance(argument, float):
+        return repr(argument) if math.isfinite(argument) else f"float('{argument!r}')"
+    return repr(argument)
+
+
+def _readme(plan: Plan) -> str:
+    """How to run the package, and what it leaves out."""
+    left = [f"* {one}" for one in not_expressed(plan)]
+    said = ["", "What the plan has and this package has not:", "", *left] if left else []
+    lines = [
+        f"# {plan.model.name} in {plan.num_stages} stages, for torch.distributed.pipelining",
+        "",
+        f"{plan.schedule}: {plan.num_microbatches} microbatches of {plan.microbatch_size} on {plan.pp} pipeline ranks x "
+        f"{plan.dp} replicas.",
+        "",
+        "```sh",
+        f"torchrun --nproc-per-node {plan.num_ranks} train.py --steps 10",
+        "```",
+        "",
+        "`stages.py` has the modules, `schedule.csv` the order of their passes, `stage-N.safetensors` what they start with.",
+        "Batches are random in `train.py`: put your own in the place of `batches`.",
+        *said,
+    ]
+    return "\n".join(lines) + "\n"
