@@ -190,6 +190,7 @@ class Searcher:
     @property
     def is_done(self) -> bool:
         """Whether `answer` would not wait."""
+        assert self._process.stdout is not None, "it was started with pipes"
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> Replanned | None:
