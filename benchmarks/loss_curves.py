@@ -40,7 +40,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        curves = {name: curve(Path(folder) / name, way, options.steps, options.dtype) for name, way in WAYS.items()}
+        curves = {
+            name: curve(Path(folder) / name, way, options.steps, options.dtype) for name, way in WAYS.items()
+        }
     plain = curves["one process"]
     lines = [
         f"# Loss curves of {options.steps} steps, {date.today()}", "",
