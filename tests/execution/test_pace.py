@@ -26,16 +26,22 @@ def test_a_rank_that_stays_slow_is_named_once_and_when_it_is_fast_again() -> Non
     said: list[tuple[int, str]] = []
     for step in range(30):
         slow = 1.0 if step == 3 or step >= 20 else 2.0  # a good step starts the count anew
-        said += [(step, message) for message in watch.after(step, (1.0, slow, 1.1))]
+        said += [(step, message) for message in watch.after(step, (1.0, slow, 1.1), 1.0)]
     assert [step for step, _ in said] == [8, 24]
     assert said[0][1].startswith("rank 1 takes 1.8 times as long") and "since step 5," in said[0][1]
     assert said[1][1] == "rank 1 is as fast as the others again since step 21"
 
 
+def test_short_steps_must_be_slow_for_longer() -> None:
+    watch = PaceWatch()
+    said = [step for step in range(100) for _ in watch.after(step, (1.0, 2.0, 1.1), 0.1)]
+    assert said == [29]
+
+
 def test_a_machine_that_is_slow_as_a_whole_names_nobody_and_metered_steps_do_not_count() -> None:
     watch = PaceWatch()
-    assert not any(watch.after(step, (3.0, 3.1)) for step in range(10))
-    assert not any(watch.after(step, (1.0, 2.0) if step % 3 else (0.0, 0.0)) for step in range(5))
+    assert not any(watch.after(step, (3.0, 3.1), 1.0) for step in range(10))
+    assert not any(watch.after(step, (1.0, 2.0) if step % 3 else (0.0, 0.0), 1.0) for step in range(5))
 
 
 def test_steps_are_as_long_as_the_pace_says() -> None:

@@ -338,7 +338,7 @@ class Trainer:
                 done = self._done(number, result)
                 for callback in self._callbacks:
                     callback(done)
-                said = self._paces.after(number, result.paces)
+                said = self._paces.after(number, result.paces, result.seconds)
                 if self._adaptation is not None:
                     left = self.num_steps - self.step_number
                     said += self._adaptation.after(number, result.paces, result.seconds, left)
