@@ -91,8 +91,8 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def parse_json(text: str, origin: str, fix: str = "correct it there") -> Any:
-    """The value of a JSON text from `origin`.
+def parse_json(text: str, origin: str, fix: str = "correct it there", allows_infinity: bool = False) -> Any:
+    """The value of a JSON text from `origin`; with `allows_infinity` also the words for it that Python writes.
 
     >>> parse_json('{"a": [1, 2.5]}', "here")
     {'a': [1, 2.5]}
@@ -101,7 +101,7 @@ def parse_json(text: str, origin: str, fix: str = "correct it there") -> Any:
         InputError: names the origin, the place and the rule that is broken.
     """
     try:
-        return _checked_json(text, origin, fix)
+        return _checked_json(text, origin, fix, allows_infinity)
     except json.JSONDecodeError as error:
         raise InputError(
             f"{origin} is not valid JSON at line {error.lineno}, column {error.colno} ({error.msg}): {fix}"
@@ -123,10 +123,11 @@ def parse_json_or_text(text: str, origin: str) -> Any:
         return text
 
 
-def _checked_json(text: str, origin: str, fix: str) -> Any:
+def _checked_json(text: str, origin: str, fix: str, allows_infinity: bool = False) -> Any:
+    constant = _infinite if allows_infinity else _number
     try:
         value = json.loads(
-            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=_number
+            text, object_pairs_hook=_object, parse_int=_integer, parse_float=_number, parse_constant=constant
         )
     except _Refused as error:
         raise InputError(f"{origin}: {error}{error.place(text)}: {fix}") from None
@@ -139,14 +140,18 @@ def _checked_json(text: str, origin: str, fix: str) -> Any:
 
 
 def read_json(
-    path: str | Path, what: str, fix: str = "check the path", most_bytes: int = MOST_TEXT_BYTES
+    path: str | Path,
+    what: str,
+    fix: str = "check the path",
+    most_bytes: int = MOST_TEXT_BYTES,
+    allows_infinity: bool = False,
 ) -> Any:
     """The value in a JSON file; `what` it should be and how to `fix` it are for the message.
 
     Raises:
         InputError: names the file, the place and the rule that is broken.
     """
-    return parse_json(read_text(path, what, fix, most_bytes), f"{what} '{path}'", fix)
+    return parse_json(read_text(path, what, fix, most_bytes), f"{what} '{path}'", fix, allows_infinity)
 
 
 def sealed(text: str) -> str:
@@ -307,6 +312,10 @@ def _number(digits: str) -> float:
     if number - number != 0:
         raise _Refused(f"{_cut(digits)} is no finite number", digits)
     return number
+
+
+def _infinite(word: str) -> float:
+    return float(word) if word.endswith("Infinity") else _number(word)
 
 
 def _cut(text: str, most: int = 40) -> str:

@@ -110,7 +110,7 @@ def test_a_machine_with_other_work_is_marked_and_plans_for_it_warn(
     assert load_cluster(tmp_path / "busy.toml").cores_of_others == 1.5
     job = ("--global-batch", "1", "--sequence-length", "8", "--dtype", "fp32")
     done = CliRunner().invoke(app, ["estimate", "tiny-llama", "--cluster", str(tmp_path / "busy.toml"), *job])
-    assert done.exit_code == 0 and "other programs used 1.5 cores" in done.stderr
+    assert done.exit_code == 0 and "other processes used 1.5 of the cores" in done.stderr
 
 
 def test_a_failing_process_is_named_with_its_reason() -> None:

@@ -73,25 +73,25 @@ OptimizerOptions = Annotated[
         help="A further argument of the optimizer, as momentum=0.9; repeatable.")]
 MemoryLimit = Annotated[
     str | None, typer.Option("--memory-limit", metavar="SIZE", help="Memory a rank may use, e.g. 16GiB.")]
-PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline width.")]
+PipelineWidth = Annotated[int | None, typer.Option("--pp", min=1, help="Pipeline parallelism: ranks of a pipeline.")]
 TensorWidth = Annotated[
-    int | None, typer.Option("--tp", min=1, help="Tensor-parallel width: ranks that share every layer.")]
+    int | None, typer.Option("--tp", min=1, help="Tensor parallelism: ranks that every layer is split over.")]
 SequenceParallel = Annotated[
     bool, typer.Option("--sequence-parallel", help="Ranks of --tp also split the sequence between layers.")]
 ContextWidth = Annotated[
-    int | None, typer.Option("--cp", min=1, help="Context-parallel width: ranks that divide every sample's tokens.")]
+    int | None, typer.Option("--cp", min=1, help="Context parallelism: ranks that divide every sample's tokens.")]
 ExpertWidth = Annotated[
     int | None, typer.Option("--ep", min=1,
-        help="Expert-parallel width: ranks of a stage that share every layer's experts out.")]
-DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data-parallel width.")]
+        help="Expert parallelism: ranks of a stage that every layer's experts are sharded over.")]
+DataWidth = Annotated[int | None, typer.Option("--dp", min=1, help="Data parallelism: replicas.")]
 Zero = Annotated[
     int | None, typer.Option(min=0, max=3, metavar="LEVEL",
-        help="What replicas share out: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.")]
+        help="What is sharded over replicas: 1 optimizer state, 2 gradients too, 3 parameters too; 0 nothing.")]
 ReduceDtype = Annotated[
     str | None, typer.Option(metavar="TYPE", help="Sum gradients over replicas in fp32 or bf16; default as they are.")]
 ShardSize = Annotated[
     int | None, typer.Option(min=1, metavar="N",
-        help="Replicas that share out among each other at most, say those of a node; others hold copies.")]
+        help="Replicas in a shard group at most, say those of a node; groups hold copies.")]
 ShardUnits = Annotated[
     str, typer.Option(metavar="N|auto",
         help="Pieces in which replicas gather and reduce a stage, with --zero 2 and 3; auto: the fastest in memory.")]

@@ -71,13 +71,13 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class WidthOptions:
-    """Widths: all are tried that are not options."""
+    """Parallelism: all degrees and ZeRO levels are tried that are not options."""
 
     pp: options.PipelineWidth = None
     dp: options.DataWidth = None
     tp: Annotated[
         str | None, typer.Option("--tp", metavar="N|auto",
-            help="Tensor-parallel width; auto, the default, tries all within a node.")] = None
+            help="Tensor parallelism; auto, the default, tries all degrees within a node.")] = None
     cp: options.ContextWidth = None
     ep: options.ExpertWidth = None
     sequence_parallel: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,9 +14,13 @@ from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse
 from stagewright.errors import InputError
+from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
+
+_USUAL_S = 15.0
+"""What a probe of this machine takes when nothing else runs."""
 
 _TIMEOUT_S, _CLUSTER_TIMEOUT_S = 180.0, 600.0
 """Of all measurements here; of each between the ranks of a launcher, before one is taken for lost."""
@@ -77,7 +82,22 @@ def probe(
         show(f"\nWrote {output}{matrices}; plan for it with `--cluster {output}`.")
 
 
+def _slow(seconds: float) -> list[str]:
+    """What to know of a probe of this machine that took much longer than it says it does.
+
+    >>> _slow(16.0), len(_slow(60.0))
+    ([], 1)
+    """
+    if seconds < 2 * _USUAL_S:
+        return []
+    return [
+        f"the probe took {format_seconds(seconds)}, and takes about {_USUAL_S:g} s on an idle machine: its figures may be "
+        "those of a busy one; probe again when nothing else runs"
+    ]
+
+
 def _probe_here(device: str, processes: int, timeout: float) -> Cluster:
+    began = time.monotonic()
     with Progress("importing torch") as progress:
         from stagewright.execution.probe import probe
 
@@ -85,7 +105,7 @@ def _probe_here(device: str, processes: int, timeout: float) -> Cluster:
             progress(f"measuring: {what}", fraction)
 
         found = probe(device, processes, report, time_limit_s=timeout)
-    warn(found.cautions)
+    warn([*found.cautions, *_slow(time.monotonic() - began)])
     return found
 
 

@@ -72,7 +72,7 @@ def _unstated(asked: Asked, name: str) -> Costing:
         from stagewright.cli.cost_table import layer_table, read_cost_table
 
         layers = layer_table(read_cost_table(asked.table))
-        said = f"{name} states no cuts: the layers of {asked.table} are shared out evenly by time"
+        said = f"{name} states no cuts: the layers of {asked.table} are split evenly by time"
         return Costing(lambda num_stages: _balanced(layers, num_stages), transfer, 0.0, said)
     from stagewright.simulation import StageCosts
 

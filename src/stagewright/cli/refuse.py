@@ -39,12 +39,12 @@ def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank
     if is_one_replica:
         refuse(
             context, ["zero", "reduce_dtype", "shard_size", "shard_units"],
-            "at these widths there is one replica, which shares nothing out", "plan for several (--dp N)",
+            "at these degrees of parallelism there is one replica, so nothing is sharded", "plan for several (--dp N)",
         )  # fmt: skip
     if is_one_rank_a_layer:
         refuse(
             context, ["sequence_parallel"],
-            "the sequence is split by the ranks that share a layer, and one rank has all of it", "give --tp N, at least 2",
+            "the sequence is split over tensor-parallel ranks, and there is one", "give --tp N, at least 2",
         )  # fmt: skip
 
 

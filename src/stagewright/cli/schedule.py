@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stagewright.cli.options import Json, parse_settings
+from stagewright.cli.options import Json, is_plan, parse_settings
 from stagewright.cli.output import print_document, show, timetable
 from stagewright.cli.pictures import Dark, Html, Pictures, Png, Svg, Trace
 from stagewright.cli.program_costs import Asked, CostsOf, costing_of
@@ -87,6 +87,8 @@ def schedule(
         else None
     )
     asked = Asked(costs, passes, transfer if is_given(context, "transfer") else None)
+    if is_plan(name):
+        raise InputError(f"'{name}' is a plan: `stagewright simulate {name}` shows its timetable")
     if is_program_file(name):
         program, promise = read_promised_program(Path(name))
         verify(program)

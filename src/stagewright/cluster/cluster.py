@@ -25,8 +25,8 @@ def measured_beside(cores_of_others: float | None) -> list[str]:
     if cores_of_others is None:
         return []
     return [
-        f"other programs used {cores_of_others:.1f} cores while this was measured, so that its figures are of a machine "
-        "that is slower than it would be alone: measure again when they have ended"
+        f"other processes used {cores_of_others:.1f} of the cores while this was measured; results are pessimistic: measure "
+        "again when they have ended"
     ]
 
 
@@ -113,6 +113,12 @@ class Cluster(SourcedModel):
 
     def __hash__(self) -> int:
         return hash((self.name, self.nodes))
+
+    def __repr__(self) -> str:
+        groups = " + ".join(f"{one.count} x {one.devices_per_node} {one.device.name}" for one in self.nodes)
+        return f"Cluster({self.name!r}, {groups})"
+
+    __str__ = __repr__
 
     @property
     def cautions(self) -> list[str]:

@@ -75,8 +75,21 @@ def probe(
     request = checked(device, processes, time_limit_s, seconds_per_figure)
     others = watch_others()
     found = run_workers(request, progress or (lambda what, fraction: None), _measure)
-    cluster = describe(found[: request.processes], request.device_type, request.threads)
+    try:
+        cluster = describe(found[: request.processes], request.device_type, request.threads)
+    except ValueError as error:  # of figures that no machine has
+        raise _impossible(error, others()) from None
     return cluster.model_copy(update={"cores_of_others": others()})
+
+
+def _impossible(error: ValueError, cores_of_others: float | None) -> RunError:
+    """For figures that the description of a cluster refuses: what was at work beside the measurements disturbed them."""
+    used = "" if cores_of_others is None else f": other programs used {cores_of_others:.1f} cores meanwhile"
+    which = "; ".join(str(error).splitlines()[:3])
+    return RunError(
+        f"this machine is too busy to be measured{used}. What was measured cannot be ({which}): end other programs, or "
+        "wait for them, and probe again"
+    )
 
 
 def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure: float) -> Request:

@@ -823,7 +823,10 @@ class _OwnSearch(_Search):
         if not known:
             return False
         counts, share = self._needs(one.choice)
-        return any(share >= least and (counts >= fewest).all() for fewest, least in known)
+        return any(
+            share >= least and len(counts) == len(fewest) and (counts >= fewest).all()
+            for fewest, least in known
+        )
 
     def _within_memory(
         self,

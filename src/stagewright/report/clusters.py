@@ -94,6 +94,9 @@ def cluster_summary(cluster: Cluster) -> Table:
             ("matrix products", rates),
             ("memory bandwidth", f"{device.memory_bandwidth * device.memory_efficiency / GIGA:.3g} GB/s"),
             ("operator overhead", format_seconds(device.host_overhead_s)),
-            ("between processes", f"{link.bandwidth / GIGA:.3g} GB/s after {format_seconds(link.latency_s)}"),
+            (
+                "between processes",
+                f"{link.bandwidth / GIGA:.3g} GB/s, latency {format_seconds(link.latency_s)}",
+            ),
         ]
     )

@@ -81,13 +81,19 @@ def _figures(plan: Plan) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def counts_samples(plan: Plan) -> bool:
+    """Whether its samples are of one piece, such as images, and not of tokens."""
+    return tuple(plan.job.shares) == (1,)
+
+
 def found_heading(found: Found) -> str:
     """Which model, cluster and job the plans are for."""
     best = found.plans[0]
     job = best.job
     lengths = ", ".join(map(str, job.shares))
+    of_tokens = "" if counts_samples(best) else f" of {lengths} tokens"
     return (
-        f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples of {lengths} tokens "
+        f"{best.model.name} on {best.cluster.name}: {job.global_batch} samples{of_tokens} "
         f"per step, {job.dtype}, {job.optimizer}"
     )
 
@@ -155,10 +161,22 @@ def left_out(found: Found) -> str:
     others = len(found.excluded) - lacking
     reasons = [f"{lacking} lack memory"] * (lacking > 0) + [f"{others} for other reasons"] * (others > 0)
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
-    slower = f" {found.num_bounded} more are slower{_promise(found)}." if found.num_bounded else ""
-    return (
-        f"{plural(len(found.plans), 'configuration')} found; {len(found.excluded)} left out{listed}.{slower}"
-    )
+    slower = f" {found.num_bounded} more cannot be faster{_promise(found)}." if found.num_bounded else ""
+    num_found = plural(len(found.plans), "configuration")
+    return f"{num_found} found; {len(found.excluded)} rejected{listed}.{slower}{zero_text(found.plans[0])}"
+
+
+_SHARDED = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
+"""By the level of ZeRO, from 1 on."""
+
+
+def zero_text(plan: Plan) -> str:
+    """What replicas of the plan shard; empty where there is one, or nothing is sharded."""
+    levels = sorted({level for level in plan.sharding if level})
+    if plan.dp == 1 or not levels:
+        return ""
+    named = ", ".join(map(str, levels))
+    return f" Replicas of the best shard {_SHARDED[levels[-1] - 1]} (ZeRO {named})."
 
 
 def _promise(found: Found) -> str:
@@ -166,7 +184,7 @@ def _promise(found: Found) -> str:
     return (
         ""
         if one is None
-        else f", the next by about {one.seconds / _best_s(found) - 1:.1%}: {one.configuration}"
+        else f" (the nearest by its lower bound, {one.seconds / _best_s(found) - 1:+.1%}: {one.configuration})"
     )
 
 
@@ -250,8 +268,9 @@ def plans_table(plans: Sequence[Plan]) -> Table:
         for plan, counts in zip(plans, peaks, strict=True)
     ]  # fmt: skip
     step = "mean\nstep" if any(plan.shorter_lengths for plan in plans) else "step"
+    rate = "samples/s" if plans and counts_samples(plans[0]) else "tokens/s"
     headings = (
-        "pp x\ndp", "stages", "micro-\nbatches", "schedule", step, "tokens/s", "MFU", "bubble", f"peak {unit}\nper rank",
+        "pp x\ndp", "stages", "micro-\nbatches", "schedule", step, rate, "MFU", "bubble", f"peak {unit}\nper rank",
     )  # fmt: skip
     return table("", headings, rows, text=0)
 
@@ -261,12 +280,13 @@ def estimate_heading(plan: Plan) -> str:
     predictions = plan.predictions
     shared = (f" x tp {plan.tp}" if plan.tp > 1 else "") + _more_widths(plan)
     longest = f" of {plan.job.sequence_length} tokens" if plan.shorter_lengths else ""
+    unit = "samples" if counts_samples(plan) else "tokens"
     under = "" if plan.job.runtime == STAGEWRIGHT else f", under {plan.job.runtime}"
     return (
         f"{plan.model.name} on {plan.cluster.name}: pp {plan.pp} x dp {plan.dp}{shared}, {described_schedule(plan)}, "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}{under}\n"
         f"step{longest} {format_seconds(predictions.step_seconds)}, "
-        f"{predictions.tokens_per_second:,.0f} tokens/s, MFU {predictions.mfu:.1%}, "
+        f"{predictions.tokens_per_second:,.0f} {unit}/s, MFU {predictions.mfu:.1%}, "
         f"bubble {predictions.bubble_fraction:.1%}"
     )
 

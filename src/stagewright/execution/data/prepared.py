@@ -31,6 +31,9 @@ from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import factory_source, split_factory
 
 LABELS = "labels"
+_BYTES_WORTH = 1024
+"""A vocabulary of more than so many tokens is not one of bytes and a few marks."""
+
 _OF_TOKENS = ("input_ids", LABELS, "decoder_input_ids", "position_ids")
 
 
@@ -92,6 +95,7 @@ def prepared(request: DataRequest | None, plan: Plan) -> PreparedData | None:
         _check_takes_tokens(inputs, request)
         _check_makes_labels(inputs, model, plan)
     tokenizer = load_tokenizer(request.tokenizer)
+    _say_bytes(request, model)
     found = [_found(source, request, tokenizer, plan, model, inputs) for source in request.sources]
     masked = next((source.path for source, _, is_masked in found if is_masked), None)
     is_causal = model.kind == "config" and set(inputs) == {"input_ids"}  # with labels of its own making
@@ -271,11 +275,33 @@ def _check_length(num_tokens: int, what: str, plan: Plan) -> None:
         )
 
 
-def _check_vocabulary(largest: int, what: str, model: ModelReference) -> None:
+def _vocabulary(model: ModelReference) -> int | None:
+    """How many tokens the model has; None where its configuration does not say."""
     config = model.config or {}
     nested = config.get("text_config")
-    vocabulary = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
-    if isinstance(vocabulary, int) and largest >= vocabulary:
+    found = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    return found if isinstance(found, int) else None
+
+
+def _say_bytes(request: DataRequest, model: ModelReference) -> None:
+    """Says once that bytes stand for the tokens of a model that has far more of them, which is seldom meant."""
+    vocabulary = _vocabulary(model)
+    if request.tokenizer is not None or vocabulary is None or vocabulary <= _BYTES_WORTH:
+        return
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for source in request.sources:
+        path = Path(source.path).expanduser()
+        if not (is_factory(source.path) or is_store(path) or path.suffix == ".npy"):
+            say(
+                f"warning: no --tokenizer is given, so the bytes of '{source.path}' are the tokens: 256 of the "
+                f"{vocabulary:,} that '{model.name}' has; give the model's own with --tokenizer PATH"
+            )
+
+
+def _check_vocabulary(largest: int, what: str, model: ModelReference) -> None:
+    vocabulary = _vocabulary(model)
+    if vocabulary is not None and largest >= vocabulary:
         raise InputError(
             f"{what} holds token {largest}, but the model's vocabulary has {vocabulary}: give the model's own tokenizer "
             "with --tokenizer, or plan with --set vocab_size=N"

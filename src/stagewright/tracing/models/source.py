@@ -55,7 +55,8 @@ def factory_source(text: str) -> str:
         path = Path(os.path.expanduser(name.module))
         if not os.path.isfile(path):
             raise InputError(
-                f"there is no file '{name.module}' to take '{name.function}' from: check the path"
+                f"there is no file '{name.module}' to take '{name.function}' from: check the path, which begins "
+                "at the folder that the command runs in"
             )
         return read_text(path, "factory")
     try:
