@@ -23,26 +23,11 @@ def device_names() -> tuple[str, ...]:
     )
 
 
-def meant(device: str, form: str = "{}") -> str:
-    """A hint at the devices whose names `device` begins, such as both sizes of one, or at the nearest; each in `form`.
-
-    >>> meant("a100", "8x-{}")
-    " (did you mean '8x-a100-40' or '8x-a100-80'?)"
-    >>> meant("h10")
-    " (did you mean 'h100' or 'h100-hbm2e'?)"
-    """
-    begun = [name for name in device_names() if device and name.startswith(device.lower())]
-    if not begun or device in begun:
-        return nearest(form.format(device), [form.format(name) for name in device_names()])
-    return f" (did you mean {' or '.join(repr(form.format(name)) for name in begun)}?)"
-
-
 def catalog_node(device: str) -> dict[str, Any]:
     """The document of one node of `device`; raises `InputError` naming the nearest device."""
     if device not in device_names():
-        raise InputError(
-            f"no device '{device}' in the catalog{meant(device)}; it has {', '.join(device_names())}"
-        )
+        hint = nearest(device, device_names())
+        raise InputError(f"no device '{device}' in the catalog{hint}; it has {', '.join(device_names())}")
     text = (resources.files("stagewright.cluster") / "catalog" / f"{device}.toml").read_text(encoding="utf-8")
     return tomllib.loads(text)
 

@@ -114,12 +114,6 @@ class Cluster(SourcedModel):
     def __hash__(self) -> int:
         return hash((self.name, self.nodes))
 
-    def __repr__(self) -> str:
-        groups = " + ".join(f"{one.count} x {one.devices_per_node} {one.device.name}" for one in self.nodes)
-        return f"Cluster({self.name!r}, {groups})"
-
-    __str__ = __repr__
-
     @property
     def cautions(self) -> list[str]:
         """What whoever plans for this cluster should know of its figures."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from stagewright.cluster.catalog import catalog_cluster, catalog_node, device_names, is_catalog_name, meant
+from stagewright.cluster.catalog import catalog_cluster, catalog_node, device_names, is_catalog_name
 from stagewright.cluster.cluster import Cluster, NodeGroup
 from stagewright.cluster.device import Device
 from stagewright.cluster.matrices import matrices_beside, with_matrices
@@ -68,9 +68,10 @@ def _document(name_or_path: str | Path) -> dict[str, Any]:
     if path.suffix == ".toml" or "/" in text:
         raise InputError(f"no cluster file '{text}': check the path, or name a catalog entry such as 8x-h100")
     devices = device_names()
-    hint = meant(text, "8x-{}") or nearest(text, _EXAMPLES)
+    meant = f"8x-{text}" if any(one.startswith(text.lower()) for one in devices) else text
+    known = dict.fromkeys([*_EXAMPLES, *(f"8x-{device}" for device in devices)])
     raise InputError(
-        f"no cluster '{text}'{hint}: give a TOML file or COUNTx-DEVICE, e.g. 8x-h100, "
+        f"no cluster '{text}'{nearest(meant, known)}: give a TOML file or COUNTx-DEVICE, e.g. 8x-h100, "
         f"with a device of {', '.join(devices)}"
     )
 

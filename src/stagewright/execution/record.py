@@ -133,12 +133,6 @@ class Record(StrictModel):
                 raise ValueError(f"{name} has {found} entries where step_seconds has {count}: one per step")
         return self
 
-    def __repr__(self) -> str:
-        steps = f"{len(self.step_seconds)} steps from {self.first_step}"
-        return f"Record({self.model!r}, device={self.device!r}, {steps}, {len(self.ranks)} ranks)"
-
-    __str__ = __repr__
-
     @property
     def median_step_seconds(self) -> float:
         """Median over the timed steps that were not metered (over all of them, if each was)."""

@@ -227,13 +227,6 @@ class Plan(StrictModel):
     shorter_lengths: tuple[LengthPrediction, ...] = ()
     """With several lengths, of a step of each of the others, shortest first."""
 
-    def __repr__(self) -> str:
-        widths = f"pp={self.pp}, dp={self.dp}" + f", tp={self.tp}" * (self.tp > 1)
-        step = f"step_seconds={self.predictions.step_seconds:.4g}"
-        return f"Plan({self.model.text!r} on {self.cluster.name!r}, {widths}, {self.schedule!r}, {step})"
-
-    __str__ = __repr__
-
     @model_validator(mode="before")
     @classmethod
     def _without_sharding(cls, document: Any) -> Any:
