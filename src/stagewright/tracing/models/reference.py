@@ -144,7 +144,8 @@ def _speaks_of_weights(folder: Path) -> bool:
 
 def _read(path: Path) -> Any:
     fix = "name the model's config.json, not its weights, or export it again with config.save_pretrained()"
-    return read_json(path, "config", fix, _MOST_CONFIG_BYTES)
+    # Some configurations have no end to a range, such as the time steps of Falcon-H1.
+    return read_json(path, "config", fix, _MOST_CONFIG_BYTES, allows_infinity=True)
 
 
 def _config(config: Any, origin: str) -> dict[str, Any]:
