@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
 from stagewright.execution.data.request import DataRequest
@@ -45,3 +48,23 @@ def test_a_config_may_have_a_range_without_an_end(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text.replace("Infinity", "NaN"))
     with pytest.raises(InputError, match="NaN is no finite number"):
         resolve(str(tmp_path))
+
+
+def test_doctor_names_what_will_not_work_and_how_to_mend_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from stagewright.execution import examination
+
+    facts = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["facts"]
+    assert {"torch", "backends", "processors", "memory"} <= set(facts)
+    monkeypatch.setattr(examination, "free_bytes", lambda: 2.0**20)
+    monkeypatch.setattr(examination.dist, "is_gloo_available", lambda: False)
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 1
+    assert "will not work: this torch has no gloo" in done.stdout
+    assert "only 1.0 MiB of memory are free" in done.stdout
+
+
+def test_models_say_their_family_and_size() -> None:
+    lines = CliRunner().invoke(app, ["models"]).stdout.splitlines()
+    (line,) = [one for one in lines if one.split()[:1] == ["llama-3-8b"]]
+    assert line.split() == ["llama-3-8b", "llama", "32", "4096", "32", "128256"]

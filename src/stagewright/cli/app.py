@@ -13,6 +13,7 @@ from stagewright.cli import (
     checkpoint,
     compare,
     demo,
+    doctor,
     estimate,
     evaluate,
     export,
@@ -59,7 +60,7 @@ class Verbs(TyperGroup):
 app = typer.Typer(
     cls=Verbs,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -89,7 +90,7 @@ def stagewright(
 _VERBS = (
     plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize,
     run.run, evaluate.evaluate, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
-    profile.profile, export.export, lists.models, lists.clusters, lists.schema, demo.demo,
+    profile.profile, export.export, doctor.doctor, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip
 
 for _verb in _VERBS:

@@ -2,21 +2,47 @@
 
 from __future__ import annotations
 
-import typer
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stagewright.cli.options import Json
 from stagewright.cli.output import print_document, show
 
 
 def models(as_json: Json = False) -> None:
-    """List the bundled model configurations."""
-    from stagewright.tracing.models.reference import bundled_names
+    """List the bundled model configurations with their families and sizes.
+
+    Example: stagewright models
+    """
+    from stagewright.report.tables import table
+    from stagewright.tracing.models.reference import bundled_names, resolve
 
     names = bundled_names()
     if as_json:
         print_document({"models": names})
-    else:
-        typer.echo("\n".join(names))
+        return
+    rows = []
+    for name in names:
+        config = resolve(name).config or {}
+        text = config.get("text_config")
+        inner = {**config, **text} if isinstance(text, dict) else config
+        rows.append((name, config["model_type"], *(_first(inner, keys) for keys in _SIZES.values())))
+    show(table("", ("model", "family", *_SIZES), rows, text=2))
+
+
+_SIZES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
+    "width": ("hidden_size", "n_embd", "d_model", "dim"),
+    "heads": ("num_attention_heads", "n_head", "num_heads", "n_heads", "encoder_attention_heads"),
+    "experts": ("num_local_experts", "n_routed_experts", "num_experts"),
+    "vocabulary": ("vocab_size",),
+}
+"""By what it is called here, the keys under which configurations have it."""
+
+
+def _first(config: Mapping[str, Any], keys: Sequence[str]) -> object:
+    """The first value of `keys` that is there; None where none is."""
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
 
 
 def clusters(as_json: Json = False) -> None:
