@@ -141,6 +141,9 @@ class ResultOptions:
     ranks: Annotated[
         Path | None, typer.Option("--ranks", metavar="FILE",
             help="Write node and device of every rank of the best (CSV), which `run --ranks` reads.")] = None
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE",
+            help="Write a page of the best: answer, timeline, memory, stages, alternatives; works offline.")] = None
 # fmt: on
 
 
@@ -170,6 +173,7 @@ def plan(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
+    check_writable(result.html)
     _check_ranks(result.ranks)
     _check_objective(context, objective, scheduling.host_stages)
     target = options.as_measured(load_cluster(cluster), asked.profile, asked.record)
@@ -290,6 +294,8 @@ def _tell(
 
     shown = found.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
+    if result.html is not None:
+        _write_page(result.html, shown, cluster)
     for_megatron = megatron_options(shown[0])
     if as_json:
         document = {
@@ -344,8 +350,26 @@ def _tell(
                 else f"which {shown[0].job.runtime} runs, not Stagewright."
             )
         )
-    if result.ranks is not None:
-        show(f"Wrote {result.ranks}.")
+    for written_too in (result.ranks, result.html):
+        if written_too is not None:
+            show(f"Wrote {written_too}.")
+
+
+def _write_page(path: Path, plans: Sequence[Plan], cluster: Cluster) -> None:
+    """The page of the best of `plans`."""
+    from stagewright.planning.estimate import line_of
+    from stagewright.planning.plan_stages import stage_program
+    from stagewright.planning.prediction.predict import step_costs
+    from stagewright.planning.prediction.step_times import simulated
+    from stagewright.report.pictures import html_page, scene_of
+    from stagewright.report.pictures.panels import page_title, plan_panels
+    from stagewright.report.pictures.plan_memory import plan_curves
+
+    best = plans[0]
+    line = line_of(best, cluster)
+    timeline = simulated(stage_program(best), best.predictions.costs or step_costs(line))
+    scene = dataclasses.replace(scene_of(timeline, plan_curves(line, timeline)), title=page_title(best))
+    write_whole(path, html_page(scene, *plan_panels(plans)))
 
 
 def _tensor_width(text: str) -> int | None:

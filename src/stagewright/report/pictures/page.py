@@ -17,13 +17,13 @@ from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, ink, shade
 from stagewright.report.pictures.scene import KINDS, Curve, Scene
 from stagewright.text import printable
 
-_MARK = re.compile(r"\{\{(title|style|script|data)\}\}")
+_MARK = re.compile(r"\{\{(title|style|script|data|above|below)\}\}")
 _MOST_POINTS = 20_000
 """Points of a curve; longer ones keep the highest value of each stretch."""
 
 
-def html_page(scene: Scene) -> str:
-    """The document of `scene`; a megabyte for every 50,000 actions."""
+def html_page(scene: Scene, above: str = "", below: str = "") -> str:
+    """The document of `scene`; a megabyte for every 50,000 actions. `above` and `below` are HTML around the timeline."""
     here = files("stagewright.report.pictures")
     page, style, *scripts = (
         here.joinpath(name).read_text(encoding="utf-8")
@@ -33,6 +33,7 @@ def html_page(scene: Scene) -> str:
     data = json.dumps(_data(scene), separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": escape(printable(scene.title)), "style": style, "script": "\n".join(scripts), "data": data,
+        "above": above, "below": below,
     }  # fmt: skip
     return _MARK.sub(lambda mark: parts[mark[1]], page)  # at once: a name may read as a mark
 
