@@ -37,6 +37,9 @@ class ScheduleError(StagewrightError):
 class RunError(StagewrightError):
     """A run that stopped: names the rank, the action and what it waited for."""
 
+    lost: tuple[int, ...] = ()
+    """Ranks whose processes were killed from outside, so that there is nothing wrong with the others."""
+
 
 class StagewrightWarning(RuntimeWarning):
     """What a user should know about a run that goes on; ranks print it."""

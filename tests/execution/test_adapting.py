@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cells import SMALL_LLAMA
 import stagewright
 from local_cluster import local
 from multiprocess import run_ranks
+from patience import Deadline
 from stagewright.cluster import paced
 from stagewright.execution.adapting import Adaptation
 from stagewright.planning.plan import Plan
@@ -56,10 +58,35 @@ def test_nothing_is_looked_at_while_ranks_are_as_planned(plan: Plan, tmp_path: P
     """Nor where one is slow for a few steps, or all are alike slow."""
     watch = Adaptation(plan, tmp_path / "adapting", 1.0)
     for step in range(200):
-        paces = [1.0, 2.0] if step % 6 < 4 else [1.7, 1.8]
+        paces = [1.0, 2.0] if step % 4 < 2 else [1.7, 1.8]
         assert watch.after(step, paces, 1.0, 1000) == [] and not watch.has_proposal
         assert not watch._searcher.is_asked
     watch.close()
+
+
+def test_what_was_searched_for_ranks_that_have_changed_again_is_left(plan: Plan, tmp_path: Path) -> None:
+    watch = Adaptation(plan, tmp_path / "adapting", 0.0)
+    for step in range(3):
+        watch.after(step, [1.0, 2.0], 1.0, 1000)
+    wait(watch)
+    watch.after(3, [1.0, 1.0], 1.0, 1000)
+    assert not watch.has_proposal
+    for step in range(4, 7):
+        watch.after(step, [1.0, 2.0], 1.0, 1000)
+    wait(watch)
+    for step in range(7, 9):
+        watch.after(step, [1.0, 2.1], 1.0, 1000)
+    assert watch.has_proposal
+    watch.close()
+
+
+def wait(watch: Adaptation) -> None:
+    """Until its search is done."""
+    assert watch._searcher.is_asked
+    deadline = Deadline(60)
+    while not watch._searcher.is_done and deadline:
+        time.sleep(0.05)
+    assert watch._searcher.is_done
 
 
 @pytest.mark.multiprocess
@@ -79,8 +106,6 @@ def test_a_run_changes_its_plan_once_when_a_rank_becomes_slow(plan: Plan, tmp_pa
 
 def train(rank: int, num_ranks: int, folder: str, adapts: bool) -> dict[str, Any]:
     """Train the plan; from the seventh step on the second rank takes 2.2 times as long as its device's figures say."""
-    import time
-
     from stagewright.execution import session
     from stagewright.execution.trainer import Trainer
 

@@ -84,6 +84,8 @@ def run(
         str | None, typer.Option(metavar="PROJECT", help="And for Weights & Biases.")] = None,
     adapt: Annotated[
         bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
+    replan: Annotated[
+        bool, typer.Option("--replan", help="With fewer processes or devices than ranks, plan again and go on.")] = False,
     on_nan: Annotated[
         str, typer.Option("--on-nan", metavar="WHAT",
             help="A step whose loss or gradients are no finite numbers: warn, skip, stop, or rollback.")] = "warn",
@@ -99,6 +101,7 @@ def run(
     from stagewright.cluster.cluster import measured_beside
     from stagewright.execution import launch
     from stagewright.execution.data.request import DataRequest
+    from stagewright.execution.left import newest_plan
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
@@ -118,13 +121,15 @@ def run(
         held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)), evaluate_every=evaluate_every,
         tensorboard=tensorboard,
         wandb=wandb,
-        adapt=adapt, rates=vars(rates), on_nan=cast("OnNan", on_nan),
+        adapt=adapt, replan=replan, rates=vars(rates), on_nan=cast("OnNan", on_nan),
     )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
     from stagewright.cli.options import warn
     from stagewright.report import runs as report
 
+    if len(record.ranks) != loaded.num_ranks and checkpoint is not None:  # another was made for what is left
+        loaded = load_plan(newest_plan(checkpoint, len(record.ranks)))
     path = folder / "record.json"
     document = report.run_document(loaded, record, str(path))
     warn(report.on_other_devices(record, loaded.cluster.kind, loaded.cluster.name))

@@ -13,6 +13,7 @@ from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFractio
 from stagewright.cluster.dispatch import Tokens, dispatch_seconds
 from stagewright.cluster.host import Host
 from stagewright.cluster.host_device import with_hosts
+from stagewright.cluster.left import without
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
@@ -43,4 +44,5 @@ __all__ = [
     "reduce_scatter_seconds",
     "save_cluster",
     "with_hosts",
+    "without",
 ]

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 _SHIFT = 1.2
 """Times a rank must be slower or faster, beside the others, than the present plan takes it to be."""
 
-_STEPS = 5
-"""In so many steps one after the other."""
+_SEARCHES_AFTER, _STEPS = 3, 5
+"""After so many steps one after the other in which it is, another plan is searched for, and changed to: steps go by while
+the search goes on, and what they show says whether its plan is still one for the ranks as they are."""
 
 _PAUSE = 10
 """Steps after a look or a change in which nothing is looked at: what comes of it has to show first."""
@@ -82,14 +83,14 @@ class Adaptation:
             return []
         self._recent = [*self._recent[-_STEPS + 1 :], paces]
         self._seconds = [*self._seconds[-_STEPS + 1 :], seconds]
+        self._streak = self._streak + 1 if _is_shifted(paces) else 0
         if self._searcher.is_asked:
-            if self._searcher.is_done:
+            if self._searcher.is_done and (self._streak >= _STEPS or self._streak == 0):
                 self._hear(step, num_left)
             return []
-        self._streak = self._streak + 1 if _is_shifted(paces) else 0
         if step < self._quiet_until:
             return self._told(step)
-        if self._streak >= _STEPS:
+        if self._streak >= _SEARCHES_AFTER:
             self._look(step)
         return []
 
@@ -115,16 +116,21 @@ class Adaptation:
 
     def _look(self, step: int) -> None:
         """Have another plan searched for, for ranks as they are now."""
-        now = [statistics.median(one) for one in zip(*self._recent, strict=True)]
+        now = _medians(self._recent[-_SEARCHES_AFTER:])
         self._wanted = [assumed * pace for assumed, pace in zip(self._assumed, now, strict=True)]
-        self._quiet_until = step + _PAUSE
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
         self._searcher.ask(self.plan, by_device)
 
     def _hear(self, step: int, num_left: int) -> None:
         """What the search has found."""
         found = self._searcher.answer()
-        self._streak, self._quiet_until = 0, step + _PAUSE
+        searched_for = [wanted / assumed for wanted, assumed in zip(self._wanted, self._assumed, strict=True)]
+        now = _medians(self._recent[-_SEARCHES_AFTER:])
+        is_past = not self._streak or not _are_alike(searched_for, now)
+        self._streak = 0
+        if is_past:
+            return
+        self._quiet_until = step + _PAUSE
         if found is None:
             return
         gain = found.stays_s - found.seconds
@@ -155,6 +161,20 @@ def _is_shifted(paces: Sequence[float]) -> bool:
     """
     middle = statistics.median(paces)
     return max(paces) > _SHIFT * middle or min(paces) * _SHIFT < middle
+
+
+def _medians(steps: Sequence[Sequence[float]]) -> list[float]:
+    """Of every rank, over some steps."""
+    return [statistics.median(one) for one in zip(*steps, strict=True)]
+
+
+def _are_alike(before: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether ranks stand to each other as before, as far as a search would be for the same.
+
+    >>> _are_alike([1.0, 2.0, 1.0], [1.5, 2.9, 1.6]), _are_alike([1.0, 2.0, 1.0], [1.0, 1.1, 1.0])
+    (True, False)
+    """
+    return not _is_shifted([one / other for one, other in zip(now, before, strict=True)])
 
 
 class Searcher:

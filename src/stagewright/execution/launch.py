@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_s
 from stagewright.execution.data.prepared import Data, prepared, ready_beside
 from stagewright.execution.data.request import DataRequest
 from stagewright.execution.folder_lock import in_use
+from stagewright.execution.left import path_for_what_is_left, plan_without
 from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
@@ -45,6 +47,7 @@ def run(
     held_out: Data = None,
     evaluate_every: int | None = None,
     adapt: bool = False,
+    replan: bool = False,
     tensorboard: str | Path | None = None,
     wandb: str | None = None,
     rates: Mapping[str, Any] | None = None,
@@ -76,6 +79,8 @@ def run(
         held_out: data that is evaluated, every sample of it once, at the end.
         evaluate_every: and after every so many steps.
         adapt: go on under another plan where ranks stay slower or faster than planned and that is worth it.
+        replan: where there are fewer processes or devices than the plan has ranks, plan again for those that are left, and
+            go on from the newest checkpoint; of processes that are started here also when one is killed.
         tensorboard: folder for the figures of every step, for TensorBoard.
         wandb: project of Weights & Biases that they go to.
         rates: keys of the job that say the learning rate, in place of those of the plan's.
@@ -94,9 +99,13 @@ def run(
 
     check_options(keep_last, keep_every, held_out, evaluate_every, on_nan, checkpoint)
     loaded = load_plan(plan)
+    checkpoints = None if checkpoint is None else Path(checkpoint)
+    if replan:
+        plan, given = path_for_what_is_left(loaded, plan, checkpoints, device, start_timeout, ranks), plan
+        resume = resume or (plan != given and checkpoints is not None and bool(steps_of(checkpoints)))
+        loaded = load_plan(plan)
     loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
     refuse_what_is_not_run(loaded, str(plan))
-    checkpoints = None if checkpoint is None else Path(checkpoint)
     resume = resume or is_restarted(checkpoints)
     kept = None if keep_last is None else Kept(keep_last, keep_every)
     asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data, kept)
@@ -134,7 +143,23 @@ def run(
                 return _join(options, folder)
             if sys.stderr.isatty():
                 print(starting(loaded, kind, num_steps), file=sys.stderr, flush=True)
-            return _start(loaded, options, folder, start_timeout)
+            while True:
+                try:
+                    return _start(loaded, options, folder, start_timeout)
+                except RunError as error:
+                    if not (replan and error.lost and checkpoints is not None and steps_of(checkpoints)):
+                        raise
+                    print(f"stagewright: {error}", file=sys.stderr, flush=True)
+                    lost = [loaded.devices[rank] if loaded.devices else rank for rank in error.lost]
+                    options["plan"] = str(plan_without(loaded, lost, checkpoints).resolve())
+                    loaded = load_plan(options["plan"])
+                    options |= {"devices": None, "resume": True}
+                    if kind == "cpu":
+                        refuse_without_room(loaded)
+                    again = replace(asked, is_resumed=True)
+                    check_start(
+                        again, loaded, num_steps, None if found is None else found.identity, random_weights
+                    )
 
 
 def start_plan(

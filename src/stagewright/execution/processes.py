@@ -219,7 +219,9 @@ class _Watchman:
             process = self._processes[rank]
             told = f": {words[0].message}" if words else self._liveness.others(f"rank {rank} ")
             text = f"rank {rank} (process {process.pid}) ended with {_ending(process.returncode)} at {self._position(rank)}"
-            return RunError(f"the run stopped: {printable(text + told)}")
+            error = RunError(f"the run stopped: {printable(text + told)}")
+            error.lost = tuple(rank for rank in silent if codes[rank] == -signal.SIGKILL)
+            return error
         kind = RunError if words[0].is_consequence else RUN_ERRORS.get(words[0].kind, RunError)
         return kind(f"the run stopped: {printable(words[0].message)}")
 

@@ -144,7 +144,6 @@ class Trainer:
         )
         self._asked = asked
         self._tensorboard, self._wandb = tensorboard, wandb
-        self._began = time.monotonic()
         self._adapts = adapt
         self._stack = ExitStack()
         self._is_open = True
@@ -208,7 +207,9 @@ class Trainer:
         self._new_session = lambda plan: Session(
             plan, self.device, data, random_weights, watch.at, watch.at, on_nan=self._on_nan
         )
+        began = time.monotonic()
         self.session = self._new_session(self.plan)
+        set_up_s = time.monotonic() - began  # and so it is for other cuts, in processes that are there
         self.first_step = 0
         if self._asked.folder is not None and self._asked.is_resumed:
             self.first_step = restore(self.session, self._asked.folder)
@@ -223,7 +224,6 @@ class Trainer:
         self._recorded = time.monotonic()
         self._adaptation: Adaptation | None = None
         if self._adapts and self.is_first:
-            set_up_s = time.monotonic() - self._began
             self._adaptation = Adaptation(self.plan, self.out / "adapting", set_up_s)
             self._stack.callback(self._adaptation.close)
         self._ask_ranks()

@@ -1,17 +1,19 @@
-"""Another plan for a run that goes on, on devices that are no longer as fast as the plan took them to be.
+"""Another plan for a run that goes on, on devices that are no longer as fast as the plan took them to be, or on fewer.
 
-Widths, ranks and what is kept stay; the order of passes, the deferral of weight gradients and the cuts may change. What that
-is worth is judged as any plan is: by predictions on the cluster as it is now. Reconstruction of the dynamic side of AdaPtis,
-whose text is not known to us: cheap changes are tried beside dear ones, and the caller weighs gain against cost.
+On as many devices, widths, ranks and what is kept stay; the order of passes, the deferral of weight gradients and the cuts
+may change. What that is worth is judged as any plan is: by predictions on the cluster as it is now. Reconstruction of the
+dynamic side of AdaPtis, whose text is not known to us: cheap changes are tried beside dear ones, and the caller weighs gain
+against cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from stagewright.cluster import Cluster
+from stagewright.cluster import Cluster, without
 from stagewright.errors import PlanError, ScheduleError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
@@ -59,6 +61,24 @@ def replanned(plan: Plan, cluster: Cluster, graph: OperatorGraph | None = None) 
             if found is not None and found.predictions.step_seconds < now.predictions.step_seconds:
                 best = now = found
     return Replanned(best, now.predictions.step_seconds, stays.predictions.step_seconds)
+
+
+def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
+    """The best for the model and job of `plan` on its cluster without some devices, as found in seconds: a run waits for it.
+
+    Widths, schedule, cuts and what is recomputed are all chosen anew; gradients are summed in the same type. Ignores: joint
+    search, and that state has to be read by other ranks.
+
+    Raises:
+        InputError: the model cannot be resolved, or has changed.
+        PlanError: nothing fits what is left.
+    """
+    from stagewright.planning.search import plan as searched  # a search for other paces has no need of it
+
+    left = without(plan.cluster.load(), lost)
+    reduce = plan.reduce_dtype
+    found = searched(plan.model.resolved(), left, plan.job, keep=1, is_improved=False, reduce_dtype=reduce)
+    return found.plans[0]
 
 
 def _ordered(plan: Plan, line: Pipeline, body: BodyCosts) -> Plan:

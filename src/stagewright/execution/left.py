@@ -1,0 +1,104 @@
+"""Plans for what is left of a run's devices, kept beside its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from stagewright.errors import InputError, RunError
+from stagewright.planning.plan import Plan
+from stagewright.units import format_seconds
+
+_LOOK_S = 0.2
+
+
+def path_for_what_is_left(
+    plan: Plan,
+    path: str | Path,
+    checkpoints: Path | None,
+    device: str,
+    wait_s: float,
+    rank_file: str | Path | None,
+) -> str | Path:
+    """Of the plan for the processes that a launcher has started, or for the GPUs that this machine has; `path`, that of
+    `plan` itself, where these are no fewer than its ranks. The launcher's first rank makes it, and the others wait for it.
+
+    Raises:
+        InputError: there is no folder to keep it in, or a rank file is given, which names ranks that are not there.
+        PlanError: nothing fits what is left.
+        RunError: the first rank has made none in `wait_s` seconds.
+    """
+    if checkpoints is None:
+        raise InputError(
+            "--replan needs --checkpoint FOLDER: what is left goes on from the newest checkpoint"
+        )
+    if rank_file is not None:
+        raise InputError("--replan and --ranks: a rank file is for one number of ranks; give one of them")
+    num_left = _num_left(plan, device)
+    if num_left >= plan.num_ranks:
+        return path
+    place = _place(plan, num_left, checkpoints)
+    if int(os.environ.get("RANK", "0")) == 0:
+        return plan_without(plan, range(num_left, plan.num_ranks), checkpoints)
+    began = time.monotonic()
+    while not place.exists():
+        if time.monotonic() - began > wait_s:
+            raise RunError(
+                f"the first rank has planned nothing for {num_left} ranks in {wait_s:.0f} s: '{place}' is not there; the "
+                "folder of --checkpoint must be on a file system that all machines share"
+            )
+        time.sleep(_LOOK_S)
+    return place
+
+
+def plan_without(plan: Plan, lost: Collection[int], checkpoints: Path) -> Path:
+    """Where the plan lies that is made for the devices of `plan` but some; says on stderr what was planned."""
+    from stagewright.planning.replanning import replanned_without
+
+    num_left = plan.num_ranks - len(lost)
+    if not num_left:
+        raise RunError("no device of the plan is left")
+    unused = range(plan.num_ranks, plan.cluster.num_devices)
+    began = time.monotonic()
+    found = replanned_without(plan, {*lost, *unused})
+    place = _place(plan, num_left, checkpoints)
+    found.save(place)
+    print(
+        f"stagewright: {num_left} of {plan.num_ranks} ranks are left: planned again in "
+        f"{format_seconds(time.monotonic() - began)}: {_shape(found)}, a step predicted at "
+        f"{format_seconds(found.predictions.step_seconds)} in place of {format_seconds(plan.predictions.step_seconds)} with "
+        f"{_shape(plan)} ({place})",
+        file=sys.stderr,
+        flush=True,
+    )
+    return place
+
+
+def newest_plan(checkpoints: Path, num_ranks: int) -> Path:
+    """The one for so many ranks that was made last."""
+    return max(checkpoints.glob(f"plan-on-{num_ranks}-*.json"), key=lambda path: path.stat().st_mtime)
+
+
+def _num_left(plan: Plan, device: str) -> int:
+    """Processes of the launcher, or GPUs of this machine; as many as the plan has ranks where nothing says so."""
+    if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    import torch
+
+    is_on_gpus = device != "cpu" and plan.cluster.kind == "cuda" and torch.cuda.is_available()
+    return torch.cuda.device_count() if is_on_gpus else plan.num_ranks
+
+
+def _place(plan: Plan, num_left: int, checkpoints: Path) -> Path:
+    """One for every plan that was before, so that what is left of another run is not taken for it."""
+    from stagewright.execution.checkpoint_folder import digest
+
+    return checkpoints / f"plan-on-{num_left}-{digest(plan.model_dump(mode='json'))[:8]}.json"
+
+
+def _shape(plan: Plan) -> str:
+    widths = [f"pp {plan.pp}", f"dp {plan.dp}", *([f"tp {plan.tp}"] if plan.tp > 1 else [])]
+    return f"{', '.join(widths)}, {plan.schedule}"
