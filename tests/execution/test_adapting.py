@@ -17,6 +17,7 @@ from multiprocess import run_ranks
 from patience import Deadline
 from stagewright.cluster import paced
 from stagewright.execution.adapting import Adaptation
+from stagewright.planning.estimate import estimate
 from stagewright.planning.plan import Plan
 from stagewright.planning.replanning import replanned
 from stagewright.tracing.models.reference import resolve
@@ -52,6 +53,18 @@ def test_a_slow_device_gets_less_of_the_model(plan: Plan) -> None:
     )
     again = replanned(found.plan, paced(local(2), {0: 1.0, 1: 2.0}))
     assert again.seconds == pytest.approx(found.seconds, rel=0.03)
+
+
+def test_of_several_stages_a_rank_may_become_one(plan: Plan) -> None:
+    """Whose order was found for ranks that are alike: with one each, stages can be as different as the ranks."""
+    model, slow = resolve("tiny-llama", dict(SMALL_LLAMA)), paced(local(2), {0: 1.0, 1: 3.0})
+    several = estimate(model, local(2), plan.job, pp=2, schedule="zb-v")
+    single = estimate(model, slow, plan.job, pp=2, schedule="1f1b", recompute="none")
+    found = replanned(several, slow)
+    assert several.num_stages == 4 and single.num_stages == 2
+    assert found.seconds <= single.predictions.step_seconds < found.stays_s
+    quiet = replanned(several, local(2))
+    assert quiet.seconds <= quiet.stays_s
 
 
 def test_nothing_is_looked_at_while_ranks_are_as_planned(plan: Plan, tmp_path: Path) -> None:

@@ -1,24 +1,24 @@
 """Another plan for a run that goes on, on devices that are no longer as fast as the plan took them to be, or on fewer.
 
-On as many devices, widths, ranks and what is kept stay; the order of passes, the deferral of weight gradients and the cuts
-may change. What that is worth is judged as any plan is: by predictions on the cluster as it is now. Reconstruction of the
-dynamic side of AdaPtis, whose text is not known to us: cheap changes are tried beside dear ones, and the caller weighs gain
-against cost.
+On as many devices, widths and what is kept stay; the order of passes, the deferral of weight gradients and the cuts may
+change, and of several stages a rank may become one. What that is worth is judged as any plan is: by predictions on the
+cluster as it is now. Reconstruction of the dynamic side of AdaPtis, whose text is not known to us: cheap changes are tried
+beside dear ones, and the caller weighs gain against cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from stagewright.cluster import Cluster, without
-from stagewright.errors import PlanError, ScheduleError
+from stagewright.errors import InputError, PlanError, ScheduleError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
 from stagewright.planning.candidate import in_flight
-from stagewright.planning.estimate import graph_of
+from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import cut_names, stage_cuts
@@ -50,17 +50,44 @@ def replanned(plan: Plan, cluster: Cluster, graph: OperatorGraph | None = None) 
         PlanError: it has changed.
     """
     body = body_costs(graph_of(plan) if graph is None else graph, cluster, plan.job)
+    stays = plan.model_copy(update={"predictions": predict(planned_line(plan, body, cluster), body)})
+    best = now = stays
+    for start in (plan, *_plainer(plan, cluster)):
+        for found in _moved(start, body, cluster):
+            if found.predictions.step_seconds < now.predictions.step_seconds:
+                best = now = found
+    chosen = plan if best is stays else best
+    return Replanned(chosen, now.predictions.step_seconds, stays.predictions.step_seconds)
+
+
+def _moved(plan: Plan, body: BodyCosts, cluster: Cluster) -> Iterator[Plan]:
+    """`plan` as it is and with other cuts, each also with another order of passes, as far as they run."""
     line = planned_line(plan, body, cluster)
-    stays = plan.model_copy(update={"predictions": predict(line, body)})
-    best, now = plan, stays
     for cuts in (tuple(stage_cuts(plan, body.graph)), *_cuts(plan, line, body)):
         moved = _judged(plan.model_copy(update={"cuts": cut_names(body.graph, list(cuts))}), body, cluster)
-        if moved is None:
-            continue
-        for found in (moved, _judged(_ordered(moved, line, body), body, cluster)):
-            if found is not None and found.predictions.step_seconds < now.predictions.step_seconds:
-                best = now = found
-    return Replanned(best, now.predictions.step_seconds, stays.predictions.step_seconds)
+        if moved is not None:
+            yield moved
+            if (ordered := _judged(_ordered(moved, line, body), body, cluster)) is not None:
+                yield ordered
+
+
+def _plainer(plan: Plan, cluster: Cluster) -> list[Plan]:
+    """Of a plan with several stages a rank, one with one on each: its stages can be as different as the devices, and those
+    of the plan were placed for other ones. None where stages recompute or offload, which is chosen for them.
+    """
+    if plan.num_stages == plan.pp or any(policy != "keep" for policy in plan.memory_policy):
+        return []
+    try:
+        return [
+            estimate(
+                plan.model.reference(), cluster, plan.job, pp=plan.pp, dp=plan.dp, tp=plan.tp,
+                sequence_parallel=plan.sequence_parallel, microbatch=plan.microbatch_size, schedule="1f1b",
+                zero=plan.sharding[0] if plan.dp > 1 else None, reduce_dtype=plan.reduce_dtype,
+                shard_size=plan.shard_size, loss_pieces=plan.loss_pieces, recompute="none",
+            )
+        ]  # fmt: skip
+    except (InputError, PlanError, ScheduleError):  # such as too few cuts
+        return []
 
 
 def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
