@@ -1,6 +1,7 @@
 """The event engine that turns a program and its costs into a timeline."""
 
 from stagewright.simulation.costs import StageCosts
+from stagewright.simulation.critical import critical_path
 from stagewright.simulation.encoding import EncodedProgram, encode
 from stagewright.simulation.simulate import simulate
 from stagewright.simulation.streams import Contention
@@ -12,6 +13,7 @@ __all__ = [
     "StageCosts",
     "Timeline",
     "TransferTimes",
+    "critical_path",
     "encode",
     "simulate",
     "transfer_times",

@@ -30,7 +30,7 @@ function columnsOf(begin, end, numColumns, wide) {
       continue;
     }
     const [red, green, blue] = fillChannels[bars.kind[i]][bars.chunk[i]];
-    const strength = (bars.half[i] ? 0.5 : 1) * (followed < 0 || followed === bars.microbatch[i] ? 1 : 0.22);
+    const strength = (bars.half[i] ? 0.5 : 1) * strengthOf(i);
     for (let column = Math.floor(from); column < to; column++) {
       const part = (Math.min(to, column + 1) - Math.max(from, column)) * strength, at = 4 * column;
       sums[at] += red * part;

@@ -15,7 +15,7 @@ function unpackAll(packed, types) {
 }
 
 const bars = unpackAll(data.bars, {
-  kind: Int16Array, stage: Int16Array, chunk: Int16Array, microbatch: Int32Array, half: Int16Array,
+  kind: Int16Array, stage: Int16Array, chunk: Int16Array, microbatch: Int32Array, half: Int16Array, critical: Int16Array,
   start: Float32Array, seconds: Float32Array, bytes: Float32Array,
 });
 const moves = unpackAll(data.transfers, {
@@ -145,11 +145,24 @@ function laneBox(rank, beside) {
   return beside ? [y + rowHeight + 1, laneHeight - 1] : [y, rowHeight];
 }
 
+const PATH = -2; // followed in place of a microbatch: the critical path
+
+/** How opaque an action is while others are followed. */
+function strengthOf(i) {
+  const isMeant = followed === PATH ? bars.critical[i] : followed < 0 || followed === bars.microbatch[i];
+  return isMeant ? 1 : 0.22;
+}
+
+function followPath() {
+  followed = followed === PATH ? -1 : PATH;
+  redraw();
+}
+
 function drawBar(pen, i, rank, beside) {
   const [x, y, width, height] = barBox(i, rank, beside);
   if (x + width < left) return;
   const from = Math.max(x, left), to = Math.min(x + width, left + plotWidth());
-  pen.globalAlpha = followed < 0 || followed === bars.microbatch[i] ? 1 : 0.22;
+  pen.globalAlpha = strengthOf(i);
   pen.fillStyle = data.kinds[bars.kind[i]].fills[bars.chunk[i]];
   pen.fillRect(from, y, Math.max(to - from - (width > 4 ? 0.8 : 0), 0.7), height);
   if (!beside && width > 9 && height > 9) drawLabel(pen, i, from, to, y, height);
@@ -453,11 +466,12 @@ rows.addEventListener("dblclick", () => show(0, data.makespan));
 element("in").onclick = () => zoom(0.6);
 element("out").onclick = () => zoom(1 / 0.6);
 element("all").onclick = () => show(0, data.makespan);
+element("path").onclick = followPath;
 element("theme").onclick = () => setTheme(theme.name === "dark" ? "light" : "dark");
 document.addEventListener("keydown", (event) => {
   const does = {
     "+": () => zoom(0.6), "=": () => zoom(0.6), "-": () => zoom(1 / 0.6), 0: () => show(0, data.makespan),
-    ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), Escape: () => { followed = -1; redraw(); },
+    ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), c: followPath, Escape: () => { followed = -1; redraw(); },
   }[event.key];
   if (does && !event.ctrlKey && !event.metaKey) does();
 });

@@ -65,7 +65,8 @@ def _data(scene: Scene) -> dict[str, Any]:
         "laneOffsets": [0, *np.cumsum(lanes).tolist()],
         "bars": _packed(
             order, kind=(bars.kind, "<i2"), stage=(bars.stage, "<i2"), chunk=(chunks[bars.stage], "<i2"),
-            microbatch=(bars.microbatch, "<i4"), half=(bars.half, "<i2"), start=(bars.start_s, "<f4"),
+            microbatch=(bars.microbatch, "<i4"), half=(bars.half, "<i2"),
+            critical=(bars.is_critical, "<i2"), start=(bars.start_s, "<f4"),
             seconds=(bars.end_s - bars.start_s, "<f4"),
             bytes=(bars.num_bytes if scene.curves_are_bytes else np.zeros(0), "<f4"),
         ),

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from stagewright.schedule import Action, Kind
 from stagewright.schedule.action import COMPUTE
-from stagewright.simulation import Timeline, TransferTimes, transfer_times
+from stagewright.simulation import Timeline, TransferTimes, critical_path, transfer_times
 from stagewright.units import format_seconds
 
 Ints = NDArray[np.int64]
@@ -27,8 +27,8 @@ class Bars:
     """Actions that take time, rank by rank in program order; of an overlapped pair both.
 
     `microbatch` is -1 for actions of a whole stage. `half` is 0 for a bar of full height, 1 and 2 for the
-    upper and lower half of a pair. `beside` marks what runs beside the computations. `num_bytes` appear
-    when the action starts and outlive it (negative: go when it ends).
+    upper and lower half of a pair. `beside` marks what runs beside the computations, `is_critical` what the end
+    of the batch waits for. `num_bytes` appear when the action starts and outlive it (negative: go when it ends).
     """
 
     rank: Ints
@@ -37,6 +37,7 @@ class Bars:
     microbatch: Ints
     half: Ints
     beside: NDArray[np.bool_]
+    is_critical: NDArray[np.bool_]
     start_s: Floats
     end_s: Floats
     num_bytes: Floats
@@ -132,6 +133,7 @@ def _bars(timeline: Timeline) -> Bars:
         microbatch=np.where(microbatch == _NONE, -1, microbatch + encoded.microbatch[index]),
         half=np.where(is_pair[pattern], which + 1, 0),
         beside=~timeline.is_compute[index],
+        is_critical=np.isin(index, critical_path(timeline)),
         start_s=timeline.start_s[index],
         end_s=timeline.end_s[index],
         num_bytes=(timeline.pattern_bytes.at_start - timeline.pattern_bytes.at_end)[pattern],
