@@ -5,6 +5,14 @@ const WIDE = 3; // pixels; wider actions are drawn one by one even between narro
 const channelsOf = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
 const fillChannels = data.kinds.map((kind) => kind.fills.map(channelsOf));
 
+const PATH = -2; // followed in place of a microbatch: the critical path
+
+/** How opaque an action is while others are followed. */
+function strengthOf(i) {
+  const isMeant = followed === PATH ? bars.critical[i] : followed < 0 || followed === bars.microbatch[i];
+  return isMeant ? 1 : 0.22;
+}
+
 /** A picture drawn once and shown until `key` or its size changes. */
 const layers = {};
 function layer(name, key, { width, height }, draw) {

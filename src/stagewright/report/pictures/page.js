@@ -145,14 +145,6 @@ function laneBox(rank, beside) {
   return beside ? [y + rowHeight + 1, laneHeight - 1] : [y, rowHeight];
 }
 
-const PATH = -2; // followed in place of a microbatch: the critical path
-
-/** How opaque an action is while others are followed. */
-function strengthOf(i) {
-  const isMeant = followed === PATH ? bars.critical[i] : followed < 0 || followed === bars.microbatch[i];
-  return isMeant ? 1 : 0.22;
-}
-
 function followPath() {
   followed = followed === PATH ? -1 : PATH;
   redraw();
