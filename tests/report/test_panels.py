@@ -1,57 +1,99 @@
-"""A plan's page has the plan's own figures around its timeline, as text that no name of a model can break."""
+"""What a page says around the timeline of a plan: the plan's own numbers, safe to open elsewhere."""
 
 from __future__ import annotations
 
-import base64
 import json
-import re
-from typing import Any
+import shutil
+import subprocess
+from importlib.resources import files
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
 from stagewright.planning.estimate import estimate
+from stagewright.planning.found import Found, Promised
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
-from stagewright.report.pictures.panels import page_title, plan_panels
-from stagewright.report.plans import answer_line
-from stagewright.units import format_seconds
-
-JOB = Job(global_batch=8, sequence_length=64, dtype="bf16")
+from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.prediction.step_times import simulated
+from stagewright.report.pictures import html_page, plan_panels, scene_of
+from stagewright.report.pictures.panels import PanelTable
 
 
 @pytest.fixture(scope="module")
-def plans() -> list[Plan]:
-    """The faster one keeps all, the other recomputes."""
-    cluster = load_cluster("2x-a10g")
-    ways: tuple[dict[str, Any], ...] = ({}, {"recompute": "full"})
-    return [estimate("tiny-llama", cluster, JOB, pp=2, microbatch=1, schedule="1f1b", **way) for way in ways]
+def plan() -> Plan:
+    job = Job(global_batch=8, sequence_length=32, dtype="fp32")
+    return estimate("tiny-llama", load_cluster("2x1x-t4"), job, pp=2, schedule="1f1b")
 
 
-def test_panels_say_what_the_plan_does(plans: list[Plan]) -> None:
-    best, other = (one.predictions.step_seconds for one in plans)
-    above, below = plan_panels(plans)
-    assert answer_line(plans[0]) in above and format_seconds(best) in above
-    assert above.count('class="stage"') == plans[0].num_stages
-    assert "recomputes or offloads" not in above
-    assert "recomputes or offloads" in plan_panels(plans[::-1])[0]
-    assert below.count("<tbody>") == 2 and f"{other / best - 1:+.1%}" in below
-    assert page_title(plans[0]).startswith("tiny-llama on 2x-a10g: ")
+def tables(plan: Plan, found: Found | None = None) -> dict[str, PanelTable]:
+    costs = plan.predictions.costs
+    assert costs is not None
+    return {one.key: one for one in plan_panels(plan, simulated(stage_program(plan), costs), found).tables}
 
 
-def test_all_figures_can_be_taken_along(plans: list[Plan]) -> None:
-    _, below = plan_panels(plans[:1])
-    assert "Alternatives" not in below
-    packed = re.search(r'base64,([^"]+)', below)
-    assert packed is not None
-    document = json.loads(base64.b64decode(packed[1]))
-    assert [rank["busy_seconds"] for rank in document["ranks"]] == [
-        rank.busy_seconds for rank in plans[0].predictions.ranks
+def column(table: PanelTable, name: str) -> list:
+    return [row[[one.name for one in table.columns].index(name)] for row in table.rows]
+
+
+def test_tables_are_the_plans_numbers(plan: Plan) -> None:
+    shown, predictions = tables(plan), plan.predictions
+    assert predictions.costs is not None
+    assert column(shown["stages"], "starts at") == ["(start)", *plan.cuts]
+    assert column(shown["stages"], "F") == [one.forward_seconds for one in predictions.stages]
+    memory = shown["memory"]
+    assert [sum(int(size or 0) for size in row[5:]) for row in memory.rows] == [
+        one.allocated_peak_bytes for one in predictions.ranks
     ]
-    assert len(document["stages"]) == plans[0].num_stages
+    assert column(memory, "capacity") == [load_cluster("2x1x-t4").device.usable_bytes] * 2
+    busy, idle = column(shown["ranks"], "busy"), column(shown["ranks"], "idle")
+    assert busy[0] + idle[0] == pytest.approx(busy[1] + idle[1]) and min(idle) > 0
+    assert column(shown["links"], "value") == [one.value_bytes for one in predictions.costs.transfers]
+    assert "alternatives" not in shown and all(
+        len(r) == len(t.columns) for t in shown.values() for r in t.rows
+    )
 
 
-def test_names_are_text(plans: list[Plan]) -> None:
-    cuts = tuple(f"<script>{cut}" for cut in plans[0].cuts)
-    above, _ = plan_panels([plans[0].model_copy(update={"cuts": cuts})])
-    assert "<script>" not in above and "&lt;script&gt;" in above
+def test_alternatives_lose_what_they_are_slower_by(plan: Plan) -> None:
+    step = plan.predictions.step_seconds
+    slower = plan.model_copy(
+        update={"predictions": plan.predictions.model_copy(update={"step_seconds": 1.5 * step})}
+    )
+    found = Found([plan, slower], [], next_best=Promised("dp 2", 2 * step))
+    losses = column(tables(plan, found)["alternatives"], "slower by")
+    assert losses == pytest.approx([0.0, 0.5, 1.0])
+
+
+def test_plan_writes_the_report_of_its_best(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    words = ["plan", "tiny-llama", "--cluster", "2x1x-t4", "--global-batch", "4", "--sequence-length", "32"]
+    words += ["--dtype", "fp32", "--microbatch", "1", "--schedule", "1f1b", "--pp", "2", "--html", str(path)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and f"Wrote {path}." in done.stdout, done.output
+    text = path.read_text().split('type="application/json">', 1)[1].split("</script>", 1)[0]
+    data = json.loads(text)
+    assert data["curvesAreBytes"] and data["report"]["title"].startswith("tiny-llama on 2x1x-t4")
+    assert data["report"]["answer"].startswith("Fits with ")
+    same = CliRunner().invoke(app, [*words, "-o", str(path)])
+    assert same.exit_code == 2 and "name another file" in same.stderr
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+def test_a_name_is_no_formula_in_a_csv_file() -> None:
+    script = files("stagewright.report.pictures").joinpath("panels.js").read_text(encoding="utf-8")
+    table = {
+        "columns": [{"name": "step", "unit": "s"}, {"name": "name", "unit": ""}],
+        "rows": [[-1, '=a"b'], [None, "c,d"]],
+    }
+    code = f"const data = {{}};\n{script}\nprocess.stdout.write(csvOf({json.dumps(table)}));"
+    done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
+    assert done.stdout == 'step (s),name\n-1,"\'=a""b"\n,"c,d"\n'
+
+
+def test_a_page_without_a_plan_has_its_timeline(plan: Plan) -> None:
+    costs = plan.predictions.costs
+    assert costs is not None
+    assert '"report":null' in html_page(scene_of(simulated(stage_program(plan), costs)))

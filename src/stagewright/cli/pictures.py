@@ -1,4 +1,4 @@
-"""The options that write a timeline as pictures and traces, shared by `schedule` and `simulate`."""
+"""The options that write a timeline as pictures, pages and traces, shared by `plan`, `schedule` and `simulate`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from stagewright.errors import InputError
 from stagewright.files import write_whole
 
 if TYPE_CHECKING:
+    from stagewright.planning.found import Found
+    from stagewright.planning.plan import Plan
     from stagewright.report.pictures.scene import Curve
     from stagewright.simulation import Timeline
 
@@ -23,9 +25,7 @@ def _file(name: str, help: str) -> typer.models.OptionInfo:
 
 Svg = Annotated[Path | None, _file("--svg", "Write the timetable as an SVG picture.")]
 Png = Annotated[Path | None, _file("--png", "Write the timetable as a PNG picture.")]
-Html = Annotated[
-    Path | None, _file("--html", "Write an interactive page: zoom, hover, memory; works offline.")
-]
+Html = Annotated[Path | None, _file("--html", "Write a report as one interactive page; works offline.")]
 Trace = Annotated[Path | None, _file("--trace", "Write a trace that opens at ui.perfetto.dev.")]
 Dark = Annotated[bool, typer.Option("--dark", help="Dark ground for --svg and --png.")]
 
@@ -52,11 +52,26 @@ class Pictures(NamedTuple):
                 raise InputError(f"'{path}' is what is drawn, and would be overwritten: name another file")
             check_writable(path)
 
-    def write(self, timeline: Timeline, curves: Callable[[], Sequence[Curve] | None] = lambda: None) -> None:
-        """Write every file asked for; `curves` says what the ranks hold, where that is known better."""
+    def write(
+        self,
+        timeline: Timeline,
+        curves: Callable[[], Sequence[Curve] | None] = lambda: None,
+        plan: Plan | None = None,
+        found: Found | None = None,
+    ) -> None:
+        """Write every file asked for; `curves` says what the ranks hold, where that is known better, and the page tells of
+        the `plan` and what was `found` with it."""
         if not self.files:
             return
-        from stagewright.report.pictures import chrome_trace, html_page, png_image, scene_of, svg_image
+        from stagewright.report.pictures import (
+            chrome_trace,
+            html_page,
+            plan_panels,
+            png_image,
+            scene_of,
+            svg_image,
+            timeline_panels,
+        )
 
         scene = scene_of(timeline, curves())
         if self.svg is not None or self.png is not None:
@@ -66,6 +81,9 @@ class Pictures(NamedTuple):
             if self.png is not None:
                 write_whole(self.png, png_image(image))
         if self.html is not None:
-            write_whole(self.html, html_page(scene))
+            panels = (
+                timeline_panels(timeline, scene.title) if plan is None else plan_panels(plan, timeline, found)
+            )
+            write_whole(self.html, html_page(scene, panels))
         if self.trace is not None:
             write_whole(self.trace, chrome_trace(scene))

@@ -14,9 +14,10 @@ from stagewright.cli import options
 from stagewright.cli.groups import grouped
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, print_document, show
+from stagewright.cli.pictures import Html, Pictures
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_unshared
-from stagewright.errors import InputError, nearest
+from stagewright.errors import InputError, StagewrightError, nearest
 from stagewright.files import write_whole
 from stagewright.units import parse_count
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from stagewright.planning.objectives.objective import Objective, Offer
     from stagewright.planning.plan import Plan
     from stagewright.planning.space import Space
+    from stagewright.report.pictures.scene import Curve
     from stagewright.tracing.models.reference import ModelReference
 
 _SHOWN = 5
@@ -141,9 +143,7 @@ class ResultOptions:
     ranks: Annotated[
         Path | None, typer.Option("--ranks", metavar="FILE",
             help="Write node and device of every rank of the best (CSV), which `run --ranks` reads.")] = None
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE",
-            help="Write a page of the best: answer, timeline, memory, stages, alternatives; works offline.")] = None
+    html: Html = None
 # fmt: on
 
 
@@ -173,8 +173,10 @@ def plan(
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
-    check_writable(result.html)
     _check_ranks(result.ranks)
+    check_writable(result.html)
+    if result.html is not None and result.html in (output, result.ranks):
+        raise InputError(f"--html {result.html} is written by another option, too: name another file")
     _check_objective(context, objective, scheduling.host_stages)
     target = options.as_measured(load_cluster(cluster), asked.profile, asked.record)
     wanted = asked.read()
@@ -216,6 +218,8 @@ def plan(
     on = offered[0].cluster if offered else target
     if result.ranks is not None:
         _write_ranks(result.ranks, found.plans[0], on)
+    if result.html is not None:
+        _write_page(result.html, found, on)
     is_offer = len(offered) > 1 or objective.price is not None or objective.tokens is not None
     _tell(found, on, offered if is_offer else (), even, output, result, as_json)
 
@@ -278,6 +282,29 @@ def _write_ranks(path: Path, best: Plan, cluster: Cluster) -> None:
     write_whole(path, "\n".join(["rank,node,device", *lines]) + "\n")
 
 
+def _write_page(path: Path, found: Found, cluster: Cluster) -> None:
+    """The report of the best plan, with the memory of its ranks over time where that can be told in bytes."""
+    from stagewright.planning.estimate import line_of
+    from stagewright.planning.plan_stages import stage_program
+    from stagewright.planning.prediction.step_times import simulated
+    from stagewright.report.pictures.plan_memory import plan_curves
+
+    best = found.plans[0]
+    if (costs := best.predictions.costs) is None:
+        raise InputError(f"--html: plans for {best.job.runtime} state no costs to simulate: leave it out")
+    with Progress(f"writing {path}") as progress:
+        timeline = simulated(stage_program(best), costs)
+
+        def curves() -> list[Curve] | None:
+            try:
+                return plan_curves(line_of(best, cluster, progress), timeline)
+            except StagewrightError as error:
+                options.warn([f"the page counts activations instead of bytes: {error}"])
+                return None
+
+        Pictures(None, None, path, None, dark=False).write(timeline, curves, best, found)
+
+
 def _tell(
     found: Found,
     cluster: Cluster,
@@ -294,8 +321,6 @@ def _tell(
 
     shown = found.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
-    if result.html is not None:
-        _write_page(result.html, shown, cluster)
     for_megatron = megatron_options(shown[0])
     if as_json:
         document = {
@@ -350,26 +375,10 @@ def _tell(
                 else f"which {shown[0].job.runtime} runs, not Stagewright."
             )
         )
-    for written_too in (result.ranks, result.html):
-        if written_too is not None:
-            show(f"Wrote {written_too}.")
-
-
-def _write_page(path: Path, plans: Sequence[Plan], cluster: Cluster) -> None:
-    """The page of the best of `plans`."""
-    from stagewright.planning.estimate import line_of
-    from stagewright.planning.plan_stages import stage_program
-    from stagewright.planning.prediction.predict import step_costs
-    from stagewright.planning.prediction.step_times import simulated
-    from stagewright.report.pictures import html_page, scene_of
-    from stagewright.report.pictures.panels import page_title, plan_panels
-    from stagewright.report.pictures.plan_memory import plan_curves
-
-    best = plans[0]
-    line = line_of(best, cluster)
-    timeline = simulated(stage_program(best), best.predictions.costs or step_costs(line))
-    scene = dataclasses.replace(scene_of(timeline, plan_curves(line, timeline)), title=page_title(best))
-    write_whole(path, html_page(scene, *plan_panels(plans)))
+    if result.ranks is not None:
+        show(f"Wrote {result.ranks}.")
+    if result.html is not None:
+        show(f"Wrote {result.html}.")
 
 
 def _tensor_width(text: str) -> int | None:

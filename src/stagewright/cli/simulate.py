@@ -52,7 +52,8 @@ def simulate(
             costs, peaks = step_costs(line), [memory.peak_bytes for memory in rank_memories(line)]
         program = stage_program(loaded)
         timeline = simulated(program, costs)
-        pictures.write(timeline, lambda: None if line is None else _curves(line, timeline))
+        told = loaded if cluster is None else None  # figures of the plan are those of its own cluster
+        pictures.write(timeline, lambda: None if line is None else _curves(line, timeline), told)
     step = whole_step_seconds(timeline, costs)
     document = timeline_document(program, timeline, peaks) | {"step_seconds": step}
     if as_json:

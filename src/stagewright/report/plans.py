@@ -138,14 +138,14 @@ def _spare_bytes(plan: Plan) -> tuple[int, int]:
     """What the fullest rank has left of its device, and its number."""
     cluster = plan.cluster.load()
     left = {
-        one.rank: _usable_bytes(plan, cluster, one.rank) - one.reserved_peak_bytes
+        one.rank: usable_bytes(plan, cluster, one.rank) - one.reserved_peak_bytes
         for one in plan.predictions.ranks
     }
     fullest = min(left, key=lambda rank: left[rank])
     return left[fullest], fullest
 
 
-def _usable_bytes(plan: Plan, cluster: Cluster, pipeline_rank: int) -> int:
+def usable_bytes(plan: Plan, cluster: Cluster, pipeline_rank: int) -> int:
     """What the allocator may reserve on the least of a pipeline rank's devices."""
     if cluster.is_homogeneous:
         return plan.job.usable_bytes(cluster.device)

@@ -469,6 +469,6 @@ document.addEventListener("keydown", (event) => {
 });
 window.addEventListener("resize", redraw);
 
-element("title").textContent = data.title;
+element("title").textContent = data.report?.title ?? data.title;
 element("subtitle").textContent = data.subtitle;
 setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

@@ -14,26 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, ink, shade
+from stagewright.report.pictures.panels import Panels
 from stagewright.report.pictures.scene import KINDS, Curve, Scene
 from stagewright.text import printable
 
-_MARK = re.compile(r"\{\{(title|style|script|data|above|below)\}\}")
+_MARK = re.compile(r"\{\{(title|style|script|data)\}\}")
 _MOST_POINTS = 20_000
 """Points of a curve; longer ones keep the highest value of each stretch."""
 
 
-def html_page(scene: Scene, above: str = "", below: str = "") -> str:
-    """The document of `scene`; a megabyte for every 50,000 actions. `above` and `below` are HTML around the timeline."""
+def html_page(scene: Scene, panels: Panels | None = None) -> str:
+    """The document of `scene`, and of the `panels` around it; a megabyte for every 50,000 actions."""
     here = files("stagewright.report.pictures")
     page, style, *scripts = (
         here.joinpath(name).read_text(encoding="utf-8")
-        for name in ("page.html", "page.css", "page.js", "coarse.js")
+        for name in ("page.html", "page.css", "page.js", "coarse.js", "panels.js", "shares.js")
     )
     # No tag and no comment begins inside the data, whatever names it has.
-    data = json.dumps(_data(scene), separators=(",", ":")).replace("<", "\\u003c")
+    shown = _data(scene) | {"report": None if panels is None else panels.document()}
+    data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
+    title = scene.title if panels is None else panels.title
     parts = {
-        "title": escape(printable(scene.title)), "style": style, "script": "\n".join(scripts), "data": data,
-        "above": above, "below": below,
+        "title": escape(printable(title)), "style": style, "script": "\n".join(scripts), "data": data,
     }  # fmt: skip
     return _MARK.sub(lambda mark: parts[mark[1]], page)  # at once: a name may read as a mark
 

@@ -1,167 +1,213 @@
-"""What stands around the timeline of a plan's page: the answer, the stages along the model, the ranks, the alternatives.
-
-Plain HTML without script, from the figures that a plan states; every panel reads when the page is printed.
-"""
+"""What a page says around its timeline: an answer, figures, and tables of raw numbers, which the page formats,
+draws and hands out."""
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from stagewright.planning.plan import Plan
-from stagewright.report.pictures.colours import FILLS
-from stagewright.report.plans import answer_line, described_schedule, plan_document, widths
-from stagewright.schedule import Kind
+from stagewright.planning.found import Found
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.report.plans import answer_line, batch_text, described_schedule, usable_bytes, widths
+from stagewright.simulation import Timeline
 from stagewright.text import printable
-from stagewright.units import format_bytes, format_seconds
 
-_GOLDEN_ANGLE = 137.5
-"""Between the hues of neighbours, so that any number of them differ."""
+Cell = str | int | float | None
 
 
-def plan_panels(plans: Sequence[Plan]) -> tuple[str, str]:
-    """What goes above and below the timeline of the first of `plans`; the others are its alternatives."""
-    best = plans[0]
-    above = _answer(best) + _stages(best)
-    below = _ranks(best) + (_alternatives(plans) if len(plans) > 1 else "") + _download(plans)
-    return above, below
+@dataclass(frozen=True)
+class Column:
+    """A heading, and the unit of what stands below: ``s``, ``B``, ``%`` (of one), or none for counts and words."""
+
+    name: str
+    unit: str = ""
 
 
-def page_title(plan: Plan) -> str:
-    """Which model, cluster and plan a page is of."""
-    return f"{plan.model.name} on {plan.cluster.name}: {described_schedule(plan)}, pp x dp {widths(plan)}"
+@dataclass(frozen=True)
+class Figure:
+    """One number that is shown large."""
+
+    name: str
+    value: float
+    unit: str = ""
 
 
-def _text(text: object) -> str:
-    return escape(printable(str(text)))
+@dataclass(frozen=True)
+class PanelTable:
+    """Rows of raw numbers under `columns`; `key` names the table in downloads."""
+
+    key: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
 
 
-def _answer(plan: Plan) -> str:
+@dataclass(frozen=True)
+class Panels:
+    """All that a page shows beside the timeline and the memory of its ranks."""
+
+    title: str
+    answer: str
+    figures: tuple[Figure, ...]
+    tables: tuple[PanelTable, ...]
+
+    def document(self) -> dict[str, Any]:
+        """For the page; names of models and operators without what is no text."""
+        return _shown(asdict(self))
+
+
+def timeline_panels(timeline: Timeline, title: str) -> Panels:
+    """Of a schedule without a plan: how busy its ranks are."""
+    figures = (
+        Figure("makespan", timeline.makespan_s, "s"),
+        Figure("bubble", timeline.bubble_fraction, "%"),
+        Figure("ranks", timeline.num_ranks),
+    )
+    return Panels(title, "", figures, (_busy_table(timeline),))
+
+
+def plan_panels(plan: Plan, timeline: Timeline, found: Found | None = None) -> Panels:
+    """Of `plan`, simulated as `timeline`, and of the other plans that were `found` with it."""
     predictions = plan.predictions
-    peak = max(rank.reserved_peak_bytes for rank in predictions.ranks)
-    tiles = (
-        ("step", format_seconds(predictions.step_seconds)),
-        ("tokens/s", f"{predictions.tokens_per_second:,.0f}"),
-        ("MFU", f"{predictions.mfu:.1%}"),
-        ("bubble", f"{predictions.bubble_fraction:.1%}"),
-        ("peak", format_bytes(peak)),
-        ("microbatches", f"{plan.num_microbatches} of {plan.microbatch_size}"),
+    figures = (
+        Figure("step", plan.mean_step_seconds, "s"),
+        Figure("tokens/s", plan.mean_rate(lambda one: one.tokens_per_second)),
+        Figure("MFU", plan.mean_rate(lambda one: one.mfu), "%"),
+        Figure("bubble", predictions.bubble_fraction, "%"),
+        *(Figure("fullest rank", predictions.reserved_peak_bytes, "B") for _ in predictions.ranks[:1]),
+        Figure("devices", plan.num_ranks),
     )
-    shown = "".join(f"<div><b>{_text(figure)}</b><span>{name}</span></div>" for name, figure in tiles)
-    return f'<section class="tiles">{shown}</section><p class="answer">{_text(answer_line(plan))}</p>'
+    tables = [
+        _stage_table(plan),
+        _memory_table(plan),
+        _busy_table(timeline),
+        _link_table(plan),
+        _place_table(plan),
+    ]
+    if found is not None:
+        tables.insert(0, _alternatives(found))
+    title = f"{plan.model.name} on {plan.cluster.name}: {widths(plan)}, {described_schedule(plan)}"
+    answer = f"{answer_line(plan)} {batch_text(plan)}." if predictions.ranks else f"{batch_text(plan)}."
+    return Panels(title, answer, figures, tuple(one for one in tables if one.rows))
 
 
-def _stages(plan: Plan) -> str:
-    """The model from left to right, every stage as wide as its passes take."""
-    stages = plan.predictions.stages
-    blocks = []
-    for number, stage in enumerate(stages):
-        seconds = stage.forward_seconds + stage.input_grad_seconds + stage.weight_grad_seconds
-        policy = plan.memory_policy[number]
-        says = [
-            f"stage {number} on rank {plan.placement[number]}", f"forward {format_seconds(stage.forward_seconds)}",
-            f"backward {format_seconds(stage.input_grad_seconds + stage.weight_grad_seconds)}",
-            f"parameters {format_bytes(stage.parameter_bytes)}",
-            f"saves {format_bytes(stage.saved_bytes)} a microbatch", f"sends {format_bytes(stage.boundary_bytes)}",
-            f"recomputes {format_bytes(stage.recomputed_bytes)}, offloads {format_bytes(stage.offloaded_bytes)}"
-            if policy != "keep" and (stage.recomputed_bytes or stage.offloaded_bytes) else "keeps all",
-            f"begins at {plan.cuts[number - 1]}" if number else "begins the model",
-        ]  # fmt: skip
-        share = stage.forward_seconds / seconds if seconds else 0.5
-        mark = "" if policy == "keep" else " &#8635;"
-        blocks.append(
-            f'<div class="stage" style="flex-grow:{max(seconds, 1e-9) * 1e6:.0f};background:linear-gradient(90deg,'
-            f'{FILLS[Kind.F]} {share:.0%},{FILLS[Kind.B]} {share:.0%})" title="{_text(chr(10).join(says))}">'
-            f"{number}{mark}</div>"
-        )
-    caption = "The model, cut into stages as wide as their forward and backward of a microbatch take"
-    if any(policy != "keep" for policy in plan.memory_policy):
-        caption += "; &#8635;: recomputes or offloads"
-    return f'<h2>{caption}</h2><div class="model">{"".join(blocks)}</div>'
-
-
-def _ranks(plan: Plan) -> str:
-    """Busy and idle per rank, and what its peak is made of beside what its device has."""
-    cluster, predictions = plan.cluster.load(), plan.predictions
-    usable = plan.job.usable_bytes(cluster.nodes[0].device)
-    names = list(dict.fromkeys(name for rank in predictions.ranks for name in rank.categories))
-    colours = {
-        name: f"hsl({(220 + _GOLDEN_ANGLE * index) % 360:.0f} 50% {46 + 10 * (index % 3)}%)"
-        for index, name in enumerate(names)
-    }
-    rows = []
-    for rank in predictions.ranks:
-        whole = max(usable, rank.reserved_peak_bytes)
-        parts = "".join(
-            _part(size / whole, colours[name], f"{_named(name)} {format_bytes(size)}")
-            for name, size in rank.categories.items()
-        )
-        own = [stage for stage, holder in enumerate(plan.placement) if holder == rank.rank]
-        busy = rank.busy_seconds / predictions.step_seconds
-        rows.append([
-            f"{rank.rank}", _some(own), format_seconds(rank.busy_seconds),
-            f'<span class="bar">{_part(busy, FILLS[Kind.F], "busy")}</span>{1 - busy:.1%} idle',
-            f'<span class="bar memory">{parts}</span>', format_bytes(rank.reserved_peak_bytes), _text(rank.peak_at),
-        ])  # fmt: skip
-    keys = "".join(
-        f'<span><i style="background:{colours[name]}"></i>{_text(_named(name))}</span>' for name in names
-    )
-    headings = (
-        "rank", "stages", "busy", "of the step", f"alive at the peak, of {format_bytes(usable)}", "reserved", "peak at",
+def _stage_table(plan: Plan) -> PanelTable:
+    named = ("forward", "input_grad", "weight_grad", "recompute")
+    sized = ("parameter_bytes", "saved_bytes", "recomputed_bytes", "offloaded_bytes", "boundary_bytes")
+    columns = (
+        Column("stage"), Column("rank"), Column("starts at"), Column("saved values"),
+        Column("F", "s"), Column("I", "s"), Column("W", "s"), Column("R", "s"),
+        *(Column(name, "B") for name in ("parameters", "saved", "recomputed", "offloaded", "sent")),
     )  # fmt: skip
-    return f"<h2>Ranks</h2><p class='keys'>{keys}</p>" + _table(headings, rows)
+    rows = tuple(
+        (
+            number, rank, start, policy_text(policy),
+            *(getattr(stage, f"{name}_seconds") for name in named), *(getattr(stage, name) for name in sized),
+        )
+        for number, (rank, start, policy, stage) in enumerate(
+            zip(plan.placement, ["(start)", *plan.cuts], plan.memory_policy, plan.predictions.stages, strict=False)
+        )
+    )  # fmt: skip
+    return PanelTable("stages", "Stages, per microbatch", columns, rows)
 
 
-def _named(category: str) -> str:
-    return category.replace("_", " ")
+def policy_text(policy: str | StagePolicy) -> str:
+    """What a stage does with the values it would save.
 
-
-def _part(share: float, colour: str, says: str) -> str:
-    """A piece of a bar."""
-    return f'<i style="width:{share:.2%};background:{colour}" title="{_text(says)}"></i>'
-
-
-def _some(numbers: Sequence[int]) -> str:
+    >>> policy_text("keep"), policy_text(StagePolicy(recompute=("a:1", "a:2"), offload=("b:1",)))
+    ('keep', 'recompute 2, offload 1')
     """
-    >>> _some([0, 2]), _some(range(9))
-    ('0, 2', '0, 1, 2, ... 8')
+    if isinstance(policy, str):
+        return policy
+    ways = {"recompute": policy.recompute, "offload": policy.offload}
+    return ", ".join(f"{way} {len(names)}" for way, names in ways.items() if names) or "keep"
+
+
+def _memory_table(plan: Plan) -> PanelTable:
+    ranks = plan.predictions.ranks
+    cluster = plan.cluster.load() if ranks else None
+    names = tuple(dict.fromkeys(name for rank in ranks for name, size in rank.categories.items() if size))
+    columns = (
+        Column("rank"), Column("capacity", "B"), Column("reserved", "B"), Column("allocated", "B"), Column("at"),
+        *(Column(name.replace("_", " "), "B") for name in names),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            one.rank, None if cluster is None else usable_bytes(plan, cluster, one.rank), one.reserved_peak_bytes,
+            one.allocated_peak_bytes, one.peak_at, *(one.categories.get(name, 0) for name in names),
+        )
+        for one in ranks
+    )  # fmt: skip
+    return PanelTable("memory", "Memory at the peak of each rank, by category", columns, rows)
+
+
+def _busy_table(timeline: Timeline) -> PanelTable:
+    makespan = timeline.makespan_s or 1.0
+    rows = tuple(
+        (rank, float(busy), float(idle), float(idle) / makespan)
+        for rank, (busy, idle) in enumerate(zip(timeline.busy_s, timeline.idle_s, strict=True))
+    )
+    columns = (Column("rank"), Column("busy", "s"), Column("idle", "s"), Column("idle share", "%"))
+    return PanelTable("ranks", "Busy and idle", columns, rows)
+
+
+def _link_table(plan: Plan) -> PanelTable:
+    costs = plan.predictions.costs
+    columns = (
+        Column("from stage"), Column("to stage"), Column("from rank"), Column("to rank"), Column("value", "B"),
+        Column("value takes", "s"), Column("gradient", "B"), Column("gradient takes", "s"),
+    )  # fmt: skip
+    rows = tuple(
+        (
+            one.source, one.target, plan.placement[one.source], plan.placement[one.target], one.value_bytes,
+            one.value_seconds, one.gradient_bytes, one.gradient_seconds,
+        )
+        for one in (() if costs is None else costs.transfers)
+    )  # fmt: skip
+    return PanelTable("links", "Transfers between stages, per microbatch", columns, rows)
+
+
+def _place_table(plan: Plan) -> PanelTable:
+    """Which devices the replicas and tensor ranks of a pipeline rank are."""
+    width = plan.num_ranks // plan.pp
+    numbers = plan.devices or range(plan.num_ranks)
+    rows = tuple((rank, _listed(numbers[rank * width : (rank + 1) * width])) for rank in range(plan.pp))
+    return PanelTable("devices", "Devices of each rank", (Column("rank"), Column("devices")), rows)
+
+
+def _listed(numbers: Sequence[int]) -> str:
     """
-    if len(numbers) > 6:
-        return f"{', '.join(map(str, numbers[:3]))}, ... {numbers[-1]}"
-    return ", ".join(map(str, numbers))
+    >>> _listed(range(4, 8)), _listed((0, 2))
+    ('4-7', '0, 2')
+    """
+    is_run = len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if is_run else ", ".join(map(str, numbers))
 
 
-def _alternatives(plans: Sequence[Plan]) -> str:
-    best = plans[0].predictions.step_seconds
-    rows = [
-        [
-            _text(widths(one)), str(one.num_stages), f"{one.num_microbatches} of {one.microbatch_size}",
-            _text(described_schedule(one)), format_seconds(one.predictions.step_seconds),
-            f"{one.predictions.step_seconds / best - 1:+.1%}", f"{one.predictions.mfu:.1%}",
-            f"{one.predictions.bubble_fraction:.1%}",
-            format_bytes(max(rank.reserved_peak_bytes for rank in one.predictions.ranks)),
-        ]
-        for one in plans
-    ]  # fmt: skip
-    headings = ("pp x dp", "stages", "microbatches", "schedule", "step", "loses", "MFU", "bubble", "peak")
-    return "<h2>Alternatives, and what each loses</h2>" + _table(headings, rows)
+def _alternatives(found: Found) -> PanelTable:
+    columns = (
+        Column("pp x dp"), Column("schedule"), Column("microbatches"), Column("step", "s"), Column("slower by", "%"),
+        Column("bubble", "%"), Column("fullest rank", "B"),
+    )  # fmt: skip
+    return PanelTable("alternatives", "Other plans, and what each loses", columns, tuple(_others(found)))
 
 
-def _table(headings: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in headings)
-    body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+def _others(found: Found) -> Iterator[tuple[Cell, ...]]:
+    best = found.plans[0].mean_step_seconds
+    for plan in found.plans:
+        step = plan.mean_step_seconds
+        yield (
+            widths(plan), described_schedule(plan), f"{plan.num_microbatches} of {plan.microbatch_size}", step,
+            step / best - 1, plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
+        )  # fmt: skip
+    if (near := found.next_best) is not None:
+        yield (near.configuration, "not worked out", "", near.seconds, near.seconds / best - 1, None, None)
 
 
-def _download(plans: Sequence[Plan]) -> str:
-    """All figures of the page as a file, out of the page itself."""
-    document = {
-        "plans": [plan_document(one, None) for one in plans],
-        "ranks": [rank.model_dump(mode="json") for rank in plans[0].predictions.ranks],
-        "stages": [stage.model_dump(mode="json") for stage in plans[0].predictions.stages],
-        "cuts": list(plans[0].cuts),
-    }
-    packed = base64.b64encode(json.dumps(document).encode()).decode("ascii")
-    return f'<p><a download="plan-figures.json" href="data:application/json;base64,{packed}">All figures (JSON)</a></p>'
+def _shown(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {key: _shown(item) for key, item in value.items()}
+    return [_shown(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,70 @@
+// Lengths beside lengths: the model as its stages cut it, and the memory of each rank by category below its capacity.
+
+const HUES = ["#3a6fd8", "#2f9461", "#c98a12", "#a04fc4", "#1591a3", "#d0573f", "#7b8494", "#8c6d46", "#5b6472"];
+
+function block(share, hue, label, title) {
+  const node = made("div", "block", label);
+  Object.assign(node.style, { flexGrow: share, background: hue });
+  node.title = title;
+  return node;
+}
+
+/** One block per stage, as wide as one microbatch takes on it, in the colour of its rank. */
+function drawPartition() {
+  const table = tableOf("stages");
+  if (!table) return;
+  const [ranks, starts, does] = ["rank", "starts at", "saved values"].map((name) => valuesOf(table, name));
+  const times = ["F", "I", "W", "R"].map((name) => valuesOf(table, name)), bytes = valuesOf(table, "parameters");
+  const whole = times.flat().reduce((sum, each) => sum + each, 0) || 1; // shares below 1 in all would not fill the row
+  const strip = made("div", "strip");
+  ranks.forEach((rank, stage) => {
+    const seconds = times.reduce((sum, each) => sum + each[stage], 0);
+    const words = `stage ${stage} on rank ${rank}\nfrom ${starts[stage]}\n${formatSeconds(seconds)} a microbatch\n` +
+      `${formatBytes(bytes[stage])} of parameters\n${does[stage]}`;
+    const label = ranks.length > 32 ? "" : `${stage}\n${formatSeconds(seconds, 3)}\n${formatBytes(bytes[stage])}\n${does[stage]}`;
+    strip.append(block((1000 * seconds) / whole || 1e-3, HUES[rank % HUES.length], label, words));
+  });
+  panel("The model and its cuts: width is the time of a microbatch, colour the rank").append(strip);
+}
+
+/** One bar per rank, against the largest capacity unless that dwarfs what is held; the mark is what its device has. */
+function drawMemory() {
+  const table = tableOf("memory");
+  if (!table) return;
+  const [ranks, room, held] = ["rank", "capacity", "reserved"].map((name) => valuesOf(table, name));
+  const fullest = Math.max(...held), largest = Math.max(...room.map((each) => each ?? 0)), first = 5;
+  const isFar = largest > 5 * fullest, most = isFar ? fullest : Math.max(largest, fullest);
+  const limit = isFar ? `far below the ${formatBytes(largest)} of a device` : "the line is what its device has";
+  const section = panel(`Memory at the peak of each rank; ${limit}`), key = made("p", "key");
+  table.columns.slice(first).forEach(({ name }, i) => {
+    const entry = made("span", "", name), spot = made("i");
+    spot.style.background = HUES[i % HUES.length];
+    entry.prepend(spot);
+    key.append(entry);
+  });
+  section.append(key);
+  table.rows.forEach((row, at) => {
+    const line = made("div", "bar"), bar = made("div", "track");
+    row.slice(first).forEach((size, i) => {
+      const part = made("div");
+      Object.assign(part.style, { width: `${(100 * size) / most}%`, background: HUES[i % HUES.length] });
+      part.title = `${table.columns[first + i].name}: ${formatBytes(size)}`;
+      bar.append(part);
+    });
+    if (room[at] !== null && !isFar) {
+      const mark = made("u");
+      mark.style.left = `${(100 * room[at]) / most}%`;
+      mark.title = `capacity: ${formatBytes(room[at])}`;
+      bar.append(mark);
+    }
+    line.append(made("span", "", `rank ${ranks[at]}`), bar, made("span", "", formatBytes(held[at])));
+    section.append(line);
+  });
+}
+
+if (report) {
+  drawSummary();
+  drawPartition();
+  drawMemory();
+  report.tables.forEach(drawTable);
+}
