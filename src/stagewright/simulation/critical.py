@@ -19,8 +19,10 @@ def critical_path(timeline: Timeline) -> NDArray[np.int64]:
     maker, rank = _makers(timeline), _ranks(timeline)
     before = _before_on_stream(timeline, rank)
     path = [int(np.lexsort((np.arange(len(timeline.end_s)), timeline.end_s))[-1])]
-    while (cause := _cause(timeline, path[-1], maker, before)) >= 0:
+    seen = {*path}  # actions that take no time can wait for each other's tokens at one instant
+    while (cause := _cause(timeline, path[-1], maker, before)) >= 0 and cause not in seen:
         path.append(cause)
+        seen.add(cause)
     return np.array(path[::-1], np.int64)
 
 
