@@ -153,7 +153,7 @@ def test_schedules_made_for_given_times_get_them(name: str) -> None:
         (("schedule", "1f1"), "did you mean '1f1b'?"),
         (("schedule", "1f1b", "--set", "split=true"), "did you mean 'split_backward'?"),
         (("schedule", "1f1b", "--set", "split"), "write KEY=VALUE"),
-        (("schedule", "1f1b", "--chunks", "2"), "one stage per rank"),
+        (("schedule", "1f1b", "--chunks", "2"), "places 1 stage on each rank"),
         (("schedule", "gpipe", "-m", "8", "--memory-limit", "4"), "holds 8 activations on rank 0"),
         (("schedule", "1f1b", "--ranks", "0"), "at least one rank"),
         (("schedule", "nowhere.csv"), "nowhere.csv' cannot be read"),

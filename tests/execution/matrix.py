@@ -9,7 +9,7 @@ from pathlib import Path
 from cells import Cell
 
 from stagewright.errors import StagewrightError
-from stagewright.schedule.families import FAMILIES, build
+from stagewright.schedule.families import FAMILIES, build, options_of
 
 NUM_CELLS = 132
 ASYNCHRONOUS = {"pipedream", "pipedream-2bw"}
@@ -63,6 +63,8 @@ def matrix() -> list[Cell]:
 
 def _exists(cell: Cell) -> bool:
     """Whether the family has such a program, of no more stages than a small model is worth cutting into."""
+    if cell.num_chunks is not None and "num_chunks" not in options_of(cell.schedule):
+        return False  # it has one number alone, which is drawn as None
     try:
         program = build(cell.schedule, cell.pp, cell.num_microbatches, cell.num_chunks)
     except StagewrightError:
