@@ -782,7 +782,8 @@ class _OwnSearch(_Search):
                     within = self._within_memory(choice, body, where, cuts, offload=True)
                     offload = True
                 if within is None:
-                    self.without_room.setdefault(_room(one), []).append(self._needs(choice))
+                    needs = self._needs(choice)
+                    self.without_room.setdefault(_room(one, len(needs[0])), []).append(needs)
                     self._lacks_whatever(one, missing)
                     return None
                 seconds, busy_s = max(seconds, within.seconds), max(busy_s, within.busy_s)
@@ -819,14 +820,11 @@ class _OwnSearch(_Search):
 
     def _needs_more_than_what_lacks(self, one: _Waiting) -> bool:
         """Whether something that needs no more, on as many stages of the same ranks, has lacked memory whatever it saves."""
-        known = self.without_room.get(_room(one))
-        if not known:
+        if not self.without_room:
             return False
         counts, share = self._needs(one.choice)
-        return any(
-            share >= least and len(counts) == len(fewest) and (counts >= fewest).all()
-            for fewest, least in known
-        )
+        known = self.without_room.get(_room(one, len(counts)), ())
+        return any(share >= least and (counts >= fewest).all() for fewest, least in known)
 
     def _within_memory(
         self,
@@ -1070,9 +1068,9 @@ def _alike(choice: Choice) -> Choice:
     return replace(choice, host_optimizer=False)
 
 
-def _room(one: _Waiting) -> tuple[object, ...]:
-    """The same for all whose stages have the same operators to keep the values of, and as much memory for them."""
-    return one.sizes, one.choice.pp, one.choice.num_stages, one.choice.host_optimizer, one.cluster
+def _room(one: _Waiting, num_stages: int) -> tuple[object, ...]:
+    """The same for all whose stages, so many, have the same operators to keep the values of, and as much memory for them."""
+    return one.sizes, one.choice.pp, num_stages, one.choice.host_optimizer, one.cluster
 
 
 def _shape(one: _Waiting) -> Choice:
