@@ -25,7 +25,13 @@ from stagewright.planning.prediction.pipeline import Pipeline, bodies_of, reserv
 from stagewright.planning.prediction.sharding import gathered_flats
 from stagewright.planning.prediction.shortening import shortened
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
-from stagewright.planning.prediction.transfers import Floats, flight_seconds, posting_seconds, transfers_slow
+from stagewright.planning.prediction.transfers import (
+    Floats,
+    flight_seconds,
+    posting_seconds,
+    taken_share,
+    transfers_slow,
+)
 from stagewright.planning.predictions import (
     Predictions,
     RankPrediction,
@@ -197,9 +203,9 @@ def _exposed_reduction(line: Pipeline, stage: int, reduce_s: float) -> float:
 
 def _slowed_seconds(line: Pipeline, gather_s: Sequence[float], reduce_s: Sequence[float]) -> Floats:
     """By how much a pass of each stage is slower on the average for collectives that take processors from it."""
-    share = 0.0 if line.device_of(0).kind == "cpu" else line.job.profile.waits.beside_share
+    share = np.array([taken_share(line, rank) for rank in line.program.placement.rank_of_stage])
     taken = np.zeros(len(line.stages))
-    if share:
+    if share.any():
         for kind, seconds in ((Kind.GATHER, gather_s), (Kind.REDUCE, reduce_s)):
             counts = Counter(action.stage for action in line.program if action.kind is kind)
             taken += [counts[stage] * each for stage, each in enumerate(seconds)]

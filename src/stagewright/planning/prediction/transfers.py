@@ -38,25 +38,31 @@ def flight_seconds(line: Pipeline, edges: Sequence[tuple[int, int]]) -> dict[tup
     return found
 
 
+def taken_share(line: Pipeline, pipeline_rank: int) -> float:
+    """The part of a rank's multiprocessors that kernels of communication take from what it computes beside them; a processor
+    has none."""
+    is_cpu = line.device_of(pipeline_rank).kind == "cpu"
+    return 0.0 if is_cpu else line.job.profile.waits.beside_share
+
+
 def transfers_slow(line: Pipeline, flights: Mapping[tuple[int, int], float]) -> Floats:
     """By how much a forward and a backward of each stage together are slower for the transfers beside them, whose kernels
     occupy multiprocessors at either end: as many as collectives do within a node, two of its channels between nodes.
 
-    Source: NCCL, `ncclTopoGetNchannels`, for transfers between nodes; what `Waits.beside_share` is of within one. Ignores:
+    Source: NCCL, `ncclTopoGetNchannels`, for transfers between nodes; what `taken_share` is of within one. Ignores:
     memory traffic of transfers; that a rank may have nothing to compute while they are on their way.
     """
     placed = line.program.placement.rank_of_stage
     slowed = np.zeros(len(placed))
-    within = line.job.profile.waits.beside_share
     for (source, target), seconds in flights.items():
         ends = line.first_rank(placed[source]), line.first_rank(placed[target])
         between_nodes = line.cluster.node_of(ends[0]) != line.cluster.node_of(ends[1])
         for stage in (source, target) if placed[source] != placed[target] else ():
-            device = line.device_of(placed[stage])
-            if device.kind == "cpu" or not within:
-                continue
-            num = device.products.num_multiprocessors if device.products else _MULTIPROCESSORS
-            slowed[stage] += seconds * (min(within, _NETWORK_CHANNELS / num) if between_nodes else within)
+            share, products = taken_share(line, placed[stage]), line.device_of(placed[stage]).products
+            if between_nodes:
+                num = products.num_multiprocessors if products else _MULTIPROCESSORS
+                share = min(share, _NETWORK_CHANNELS / num)
+            slowed[stage] += seconds * share
     return slowed
 
 
