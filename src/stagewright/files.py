@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from stagewright.errors import InputError
@@ -44,6 +46,24 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
         if scratch is not None:
             with contextlib.suppress(OSError, ValueError):
                 scratch.unlink(missing_ok=True)
+
+
+UNFINISHED = ".writing"
+"""How the name of a folder ends that is not whole yet."""
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder` for its files, which gets that name at the end, and goes where the end is not reached. One
+    that was left by a program that was killed is removed first. Raises `OSError` where that cannot be."""
+    scratch = folder.parent / f".{folder.name}{UNFINISHED}"
+    try:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        yield scratch
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_target(path: Path) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from stagewright.cli.consent import WithModel, allow_model
 from stagewright.cli.options import PlanFile
-from stagewright.cli.output import show
+from stagewright.cli.output import check_writable, show
 from stagewright.cli.progress import Progress
 from stagewright.errors import InputError
+from stagewright.files import whole_folder, write_whole
 from stagewright.text import say
+
+if TYPE_CHECKING:
+    from stagewright.planning.plan import Plan
 
 
 class Target(StrEnum):
@@ -36,42 +41,42 @@ def export(
 
     stagewright export plan.json --to torch-pipelining -o package
     """
+    from stagewright.export.launch_files import launch_file
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)
     if to is Target.TORCH_PIPELINING:
-        _torch_pipelining(plan, output, with_model)
+        _write_package(loaded, output, with_model)
         return
-    from stagewright.cli.output import check_writable
-    from stagewright.export.launch_files import launch_file
-    from stagewright.files import write_whole
-
     check_writable(output)
     write_whole(output, launch_file(to.value, loaded, plan.name))
     show(f"Wrote {output}.")
 
 
-def _torch_pipelining(path: Path, folder: Path, with_model: bool) -> None:
+def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
+    """Into a new or empty folder, whole or not at all."""
     from stagewright.export.torch_pipelining import not_expressed, torch_package
-    from stagewright.files import make_writable, write_whole
-    from stagewright.planning.plan import load_plan
 
-    plan = load_plan(path)
     allow_model(plan, with_model, "the package")
-    if folder.is_dir() and any(folder.iterdir()):
-        raise InputError(f"folder '{folder}' has files in it: name a new one with --output")
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"'{folder}' is there already: name a new folder with --output")
     with Progress("exporting") as progress:
         from stagewright.execution.starting_files import write_starting
         from stagewright.tracing.cache import trace
 
         progress("tracing the model")
-        graph = trace(plan.model.reference(), plan.microbatch_size, device="cpu", **plan.traced())
+        graph = trace(plan.model.resolved(), plan.microbatch_size, device="cpu", **plan.traced())
         package = torch_package(plan, graph)
-        make_writable(folder, "--output")
         progress("writing the weights")
-        write_starting(plan, package.tensors, folder)
-        for name, text in package.files.items():
-            write_whole(folder / name, text)
+        try:
+            with whole_folder(folder) as scratch:
+                write_starting(plan, package.tensors, scratch)
+                for name, text in package.files.items():
+                    write_whole(scratch / name, text)
+        except OSError as error:
+            raise InputError(
+                f"'{folder}' cannot be written ({error.strerror or error}): make room there, or name another with --output"
+            ) from None
     for sentence in not_expressed(plan):
         say(f"not in the package: {sentence}")
     show(

@@ -31,6 +31,7 @@ from stagewright.execution.model_files import write_documents
 from stagewright.execution.session import Session
 from stagewright.execution.state import Held, held, resumed
 from stagewright.execution.tensor_files import Sources, Stored, rank_file, write_tensors
+from stagewright.files import UNFINISHED
 from stagewright.version import __version__
 
 
@@ -64,7 +65,7 @@ class Saver:
         `finish`."""
         self.finish()
         self.session.watch(f"copying the state of step {step} for its checkpoint")
-        scratch = self.folder / f".{folders.folder_name(step)}{folders.UNFINISHED}"
+        scratch = self.folder / f".{folders.folder_name(step)}{UNFINISHED}"
         if self.session.mesh.rank == 0:
             shutil.rmtree(scratch, ignore_errors=True)  # left by a run that was ended in the middle
         dist.barrier()

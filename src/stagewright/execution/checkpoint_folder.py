@@ -19,12 +19,10 @@ from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.data_identity import DataIdentity, identity_of
 from stagewright.execution.manifest import MANIFEST, Checkpoint, check_contents, read_checkpoint
 from stagewright.execution.weight_files import base_model_of
-from stagewright.files import make_writable
+from stagewright.files import UNFINISHED, make_writable
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 
-UNFINISHED = ".writing"
-"""How the name of a folder ends that is not a checkpoint yet."""
 _STEP = re.compile(r"step-(\d{6,})")
 _SHOWN_LENGTH = 60
 

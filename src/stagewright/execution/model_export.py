@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from stagewright.cluster.strict import validated
 from stagewright.errors import InputError, RunError
-from stagewright.execution.checkpoint_folder import UNFINISHED, newest_in
+from stagewright.execution.checkpoint_folder import newest_in
 from stagewright.execution.conversions import as_published
 from stagewright.execution.data.tokenizers import TOKENIZER_FILES
 from stagewright.execution.loading import StoredWeights
@@ -27,6 +27,7 @@ from stagewright.execution.state import OF_REPLICA
 from stagewright.execution.state_dict_folder import write_state_dict
 from stagewright.execution.tensor_files import Stored, in_files, write_tensors
 from stagewright.execution.weight_files import CONFIG, INDEX, WeightFiles, base_model_of
+from stagewright.files import whole_folder
 from stagewright.planning.job import Job
 from stagewright.planning.plan import ModelSection
 from stagewright.tracing.models.adapter_names import (
@@ -90,28 +91,21 @@ def export(
             f"checkpoint '{found.path}' has adapters alone, which are no state dict of a model: export them with "
             "--merge, in Hugging Face's layout"
         )
-    scratch = out.parent / f".{out.name}{UNFINISHED}"
     try:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-        if is_state_dict:
-            _write_state_dict(found, scratch, report)
-        elif adapter_only:
-            _copy(found, scratch, (ADAPTER, ADAPTER_CONFIG))
-        elif found.manifest.base is not None:
-            _write_adapted(found, scratch, out, merges, base, report)
-        elif CONFIG in found.manifest.files:
-            _write(_whole(found, resolve(str(found.path)), False), scratch, report)
-        else:  # of a factory, whose names and adapters are its own
-            names = [name for name in found.manifest.files if name == INDEX or name.startswith("model-")]
-            _copy(found, scratch, names)
-        if out.exists():
-            out.rmdir()
-        scratch.rename(out)
+        with whole_folder(out) as scratch:
+            if is_state_dict:
+                _write_state_dict(found, scratch, report)
+            elif adapter_only:
+                _copy(found, scratch, (ADAPTER, ADAPTER_CONFIG))
+            elif found.manifest.base is not None:
+                _write_adapted(found, scratch, out, merges, base, report)
+            elif CONFIG in found.manifest.files:
+                _write(_whole(found, resolve(str(found.path)), False), scratch, report)
+            else:  # of a factory, whose names and adapters are its own
+                names = [name for name in found.manifest.files if name == INDEX or name.startswith("model-")]
+                _copy(found, scratch, names)
     except OSError as error:
         raise RunError(f"'{out}' cannot be written ({error.strerror or error}): make room there") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     files = sorted(path for path in out.rglob("*") if path.is_file())
     return Exported(
         out, found.manifest.step, {str(path.relative_to(out)): path.stat().st_size for path in files}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from stagewright.errors import InputError, RunError
-from stagewright.execution.checkpoint_folder import UNFINISHED, folder_name, identity, steps_of
+from stagewright.execution.checkpoint_folder import folder_name, identity, steps_of
 from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.folder_lock import in_use
 from stagewright.execution.loading import StoredWeights
@@ -25,6 +24,7 @@ from stagewright.execution.state import OF_REPLICA, key_of
 from stagewright.execution.state_dict_folder import DESCRIPTION, StateDictFolder, same_names
 from stagewright.execution.tensor_files import in_files, rank_file, write_tensors
 from stagewright.execution.weight_files import CONFIG
+from stagewright.files import whole_folder
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.tracing.cache import trace
@@ -83,19 +83,16 @@ def import_weights(
         stored = _StateDict(source, model, weights_only) if is_state_dict else _Files(source, model)
         if step is None:
             step = stored.num_steps
-        scratch = folder / f".{folder_name(step)}{UNFINISHED}"
+        written = folder / folder_name(step)
         try:
-            scratch.mkdir()
-            manifest = _written(plan, model, stored, step, scratch, report)
-            scratch.rename(folder / folder_name(step))
+            with whole_folder(written) as scratch:
+                manifest = _written(plan, model, stored, step, scratch, report)
         except OSError as error:
             raise RunError(
                 f"'{folder}' cannot be written ({error.strerror or error}): make room there"
             ) from None
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     sizes = {name: one.bytes for name, one in manifest.files.items()}
-    return Imported(folder / folder_name(step), step, manifest.has_optimizer_state, sizes)
+    return Imported(written, step, manifest.has_optimizer_state, sizes)
 
 
 class _Model:

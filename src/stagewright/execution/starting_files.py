@@ -20,7 +20,7 @@ def write_starting(plan: Plan, names: Sequence[Sequence[str]], folder: Path) -> 
     Raises:
         InputError: a tensor is in none of the files, or cannot be read.
     """
-    reference, job = plan.model.reference(), plan.job
+    reference, job = plan.model.resolved(), plan.job
     model = DeferredModel(reference, plan.microbatch_size, job.sequence_length, job.torch_name, seed=job.seed)
     stored = None
     if reference.weights is not None:
