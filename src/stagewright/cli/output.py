@@ -31,6 +31,13 @@ def show(*parts: RenderableType) -> None:
         console.print(part)
 
 
+def copied(text: str) -> RenderableType:
+    """Text that is copied into a shell or a file: its lines stay as they are."""
+    from rich.text import Text
+
+    return Text(text)
+
+
 def timetable(timeline: Timeline) -> list[RenderableType]:
     """The timetable of `timeline` as stdout can show it."""
     from stagewright.report.console import stdout

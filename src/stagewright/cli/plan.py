@@ -13,7 +13,7 @@ import typer
 from stagewright.cli import options
 from stagewright.cli.groups import grouped
 from stagewright.cli.lora import LoraOptions
-from stagewright.cli.output import check_writable, print_document, show
+from stagewright.cli.output import check_writable, copied, print_document, show
 from stagewright.cli.pictures import Html, Pictures
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_unshared
@@ -359,7 +359,7 @@ def _tell(
     if for_megatron:
         parts += [
             "As options of Megatron-LM's pretrain_gpt.py, beside those of model and data:",
-            shell_lines(for_megatron),
+            copied(shell_lines(for_megatron)),
         ]
     show(*(part for part in parts if part is not None))
     if output is not None:

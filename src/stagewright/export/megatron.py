@@ -26,7 +26,7 @@ def megatron_options(plan: Plan) -> tuple[str, ...]:
     return tuple(_options(plan, counts or ()))
 
 
-def shell_lines(options: tuple[str, ...], width: int = 100) -> str:
+def shell_lines(options: tuple[str, ...], width: int = 78) -> str:
     """Options as lines that a shell takes for one.
 
     >>> print(shell_lines(("--tensor-model-parallel-size 8", "--bf16", "--seq-length 4096"), 40))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rich.table import Table
 
 from stagewright.cluster import Cluster, Device
-from stagewright.report.tables import facts, table
+from stagewright.report.tables import Table, facts, table
 from stagewright.units import GIGA, TERA, format_bytes, format_seconds
 
 

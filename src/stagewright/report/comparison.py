@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
 from rich.text import Text
 
 from stagewright.planning.plan import Plan
 from stagewright.report.pictures.colours import NAMES
-from stagewright.report.tables import table
+from stagewright.report.tables import Table, table
 from stagewright.report.timelines import picture
 from stagewright.schedule.action import COMPUTE, Kind
 from stagewright.simulation import Timeline

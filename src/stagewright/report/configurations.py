@@ -7,7 +7,6 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from rich.table import Table
 
 from stagewright.cluster import Cluster
 from stagewright.planning.assignment.device_order import devices_of_ranks
@@ -17,7 +16,7 @@ from stagewright.planning.objectives.objective import Offer
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 from stagewright.report.plans import plan_document
-from stagewright.report.tables import table
+from stagewright.report.tables import Table, table
 from stagewright.units import GIB, format_bytes, format_seconds
 
 _HEADINGS = (
@@ -27,15 +26,17 @@ _HEADINGS = (
 
 
 def configurations_table(plans: Sequence[Plan]) -> Table:
-    """Plans, fastest first, with all their widths."""
-    return table("", _HEADINGS, [_row(one) for one in plans])
+    """Plans, fastest first, with all their widths; without those of context and experts where all are 1."""
+    has_cp, has_ep = any(one.cp > 1 for one in plans), any(one.ep > 1 for one in plans)
+    return table("", _HEADINGS, [_row(one, has_cp, has_ep) for one in plans])
 
 
-def _row(plan: Plan) -> Sequence[object]:
+def _row(plan: Plan, has_cp: bool, has_ep: bool) -> Sequence[object]:
     chunks = plan.num_stages // plan.pp
     predictions = plan.predictions
+    cp, ep = plan.cp if has_cp else None, plan.ep if has_ep else None
     return (
-        f"{plan.schedule} x{chunks}" if chunks > 1 else plan.schedule, plan.tp, plan.cp, plan.pp, plan.ep, plan.dp,
+        f"{plan.schedule} x{chunks}" if chunks > 1 else plan.schedule, plan.tp, cp, plan.pp, ep, plan.dp,
         max(plan.sharding), plan.microbatch_size, plan.num_microbatches, recomputed(plan),
         format_seconds(predictions.step_seconds), f"{predictions.tokens_per_second:,.0f}", f"{predictions.mfu:.1%}",
         f"{predictions.reserved_peak_bytes / GIB:.1f}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,18 +18,44 @@ from stagewright.text import printable
 _WIDTH_OF_A_FILE = 256
 """Columns where there is no terminal: wide enough that no table is folded."""
 
+_COMMAND = re.compile(r"`[^`\n]+`")
+_UNBROKEN = "\u2800"
+"""A blank that no line is broken at, for the time in which lines are."""
+
 
 class _Plain(Console):
-    """Shows text of others as it is: no style or link that it asks for, and codes of what a terminal would obey."""
+    """Shows text of others as it is: no style or link that it asks for, and codes of what a terminal would obey. Lines are
+    broken between words only, and not within commands, which are between backticks."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        super().print(*objects, **{"no_wrap": True, "overflow": "ignore", "crop": False} | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Of lines, cells and titles, before their room is measured."""
-        return super().render_str(printable(text), **options)
+        lines = (_wrapped(line, self.width) for line in printable(text).split("\n"))
+        return super().render_str("\n".join(lines), **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Of all that is printed, whatever has made it."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=printable(segment.text))
+            text = segment.text.replace(_UNBROKEN, " ")
+            yield segment if segment.control else segment._replace(text=printable(text))
+
+
+def _wrapped(line: str, width: int) -> str:
+    """
+    >>> print(_wrapped("  Wrote it. `run it` trains.", 12).replace(_UNBROKEN, " "))
+      Wrote it.
+      `run it`
+      trains.
+    """
+    if len(line) <= width:
+        return line
+    kept = _COMMAND.sub(lambda command: command[0].replace(" ", _UNBROKEN), line)
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.fill(
+        kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def stdout() -> Console:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 
 from stagewright.planning.joint.explain import Sensitivity, Step
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.search import Found
-from stagewright.report.tables import plural, table
+from stagewright.report.tables import Table, plural, table
 from stagewright.simulation.promise import Assumptions
 from stagewright.units import GIGA, format_bytes, format_seconds
 

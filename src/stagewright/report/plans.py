@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 
 from stagewright.cluster import Cluster
 from stagewright.estimation.breakdown import Share
@@ -19,7 +18,7 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
 from stagewright.planning.predictions import Predictions
-from stagewright.report.tables import byte_unit, figure, numbered, plural, table, time_unit
+from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table, time_unit
 from stagewright.units import GIGA, format_bytes, format_seconds
 
 _LEAST_SHARE = 0.02

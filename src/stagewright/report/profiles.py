@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from rich.table import Table
 
 from stagewright.cluster import OperatorProfile
-from stagewright.report.tables import table
+from stagewright.report.tables import Table, table
 from stagewright.units import format_seconds
 
 _SHOWN = 12

@@ -6,10 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 
 from stagewright.planning.plan import Plan
-from stagewright.report.tables import table
+from stagewright.report.tables import Table, table
 from stagewright.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SHOWN_STEPS = 8
+_COURSE = 20
+"""Steps in the picture of the course."""
 _WANDERS = 0.1
 """By more than this a machine's speed differs from step to step where that is told."""
 
@@ -102,7 +103,8 @@ def loss_table(losses: Sequence[float | None], first: int = 0) -> Table:
     """The loss at a few steps, and its course over all of them; `first` steps were done before."""
     steps = _spread(len(losses), _SHOWN_STEPS)
     shown = ["none" if loss is None else f"{loss:.3f}" for loss in losses]
-    rows = [["loss", *(shown[step] for step in steps), sparkline(losses)]]
+    course = sparkline([losses[step] for step in _spread(len(losses), _COURSE)])
+    rows = [["loss", *(shown[step] for step in steps), course]]
     return table("", ["step", *(str(first + step + 1) for step in steps), "course"], rows)
 
 

@@ -1,41 +1,140 @@
-"""Tables for the terminal: headings over left-aligned text and right-aligned figures."""
+"""Tables for the terminal: headings over left-aligned text and right-aligned figures, as wide as there is room for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
+from stagewright.text import printable
 from stagewright.units import GIB, MIB, MILLI
+
+_EDGES = 2
+"""Columns left and right of a table with headings."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading and the cells below it, all of which are text or figures."""
+
+    heading: str
+    cells: tuple[str, ...]
+    is_text: bool
+
+    @property
+    def natural(self) -> int:
+        """Columns of a terminal that nothing is wrapped in."""
+        lines = (line for text in (self.heading, *self.cells) for line in text.splitlines())
+        return max(map(cell_len, lines), default=0)
+
+    @property
+    def least(self) -> int:
+        """Those in which headings and texts are wrapped between all their words."""
+        whole = [] if self.is_text else self.cells
+        words = (word for text in (self.heading, *self.cells * self.is_text) for word in text.split())
+        return max(map(cell_len, (*whole, *words)), default=0)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Printed as wide as it is where there is room. In a narrower terminal headings and texts are wrapped between words,
+    then columns are set closer, then the table is printed in several blocks, each with the first column; words and figures
+    are never broken.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+
+    @property
+    def has_headings(self) -> bool:
+        """Names and values have none."""
+        return any(column.heading for column in self.columns)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        if self.title:
+            yield Text(self.title, style="bold")
+        for columns, gap in self._blocks(options.max_width):
+            widths = fitted(columns, self._left(columns, gap, options.max_width))
+            built = self._built(columns, widths or [column.least for column in columns], gap)
+            yield from console.render(built, options.update_width(max(options.max_width, _width(built))))
+
+    def _blocks(self, room: int) -> list[tuple[Sequence[Column], int]]:
+        """The columns of every block, and the blanks between them."""
+        for gap in (2, 1):
+            if fitted(self.columns, self._left(self.columns, gap, room)) is not None:
+                return [(self.columns, gap)]
+        first, *others = self.columns
+        blocks = [[first]]
+        for column in others:
+            wider = [*blocks[-1], column]
+            if len(wider) > 2 and fitted(wider, self._left(wider, 1, room)) is None:
+                blocks.append([first, column])
+            else:
+                blocks[-1] = wider
+        return [(block, 1) for block in blocks]
+
+    def _left(self, columns: Sequence[Column], gap: int, room: int) -> int:
+        return room - gap * (len(columns) - 1) - _EDGES * self.has_headings
+
+    def _built(self, columns: Sequence[Column], widths: Sequence[int], gap: int) -> RichTable:
+        built = RichTable(
+            box=box.SIMPLE_HEAD if self.has_headings else None,
+            show_header=self.has_headings,
+            pad_edge=False,
+            padding=(0, gap - self.has_headings, 0, 0),
+        )
+        for column, width in zip(columns, widths, strict=True):
+            style = "" if self.has_headings or column is not columns[0] else "bold"
+            justify = "left" if column.is_text else "right"
+            built.add_column(Text(column.heading), justify=justify, width=width, style=style, overflow="fold")
+        for row in zip(*(column.cells for column in columns), strict=True):
+            built.add_row(*map(Text, row))
+        return built
+
+
+def _width(built: RichTable) -> int:
+    """An upper bound."""
+    return sum((column.width or 0) + 2 for column in built.columns) + _EDGES
+
+
+def fitted(columns: Sequence[Column], room: int) -> list[int] | None:
+    """The widths of columns that share `room`, the widest of them wrapped first; None where words would be broken.
+
+    >>> columns = [Column("what", ("a few words", "more"), True), Column("bytes", ("12.5 GiB",), False)]
+    >>> fitted(columns, 40), fitted(columns, 16), fitted(columns, 12)
+    ([11, 8], [8, 8], None)
+    """
+    least, natural = [column.least for column in columns], [column.natural for column in columns]
+    if sum(least) > room:
+        return None
+    most = max(natural, default=0)
+    while sum(widths := [max(low, min(high, most)) for low, high in zip(least, natural, strict=True)]) > room:
+        most -= 1
+    return widths
 
 
 def table(title: str, headings: Sequence[str], rows: Iterable[Sequence[object]], text: int = 1) -> Table:
-    """A table whose first `text` columns are text and whose others are figures.
+    """A table whose first `text` columns are text and whose others are figures. None and empty cells stay blank; figures
+    that are blank in all rows are left out."""
+    cells = [["" if cell is None else printable(str(cell)).strip() for cell in row] for row in rows]
+    columns = [
+        Column(printable(heading), tuple(row[index] for row in cells), index < text)
+        for index, heading in enumerate(headings)
+    ]
+    shown = tuple(column for column in columns if column.is_text or not cells or any(column.cells))
+    return Table(printable(title), shown)
 
-    None and empty cells stay blank. Where the terminal is too narrow, headings and texts are folded, figures
-    are not.
-    """
-    built = Table(
-        title=title or None,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    cells = [["" if cell is None else str(cell) for cell in row] for row in rows]
-    for index, heading in enumerate(headings):
-        if index < text:
-            built.add_column(heading, overflow="fold")
-        else:
-            longest = max((len(row[index]) for row in cells), default=0)
-            built.add_column(heading, justify="right", overflow="fold", min_width=longest)
-    for row in cells:
-        built.add_row(*row)
-    return built
+
+def facts(pairs: Iterable[tuple[str, object]]) -> Table:
+    """Names and values, one pair a line."""
+    return table("", ("", ""), pairs, text=2)
 
 
 def byte_unit(counts: Iterable[float]) -> tuple[str, float]:
@@ -65,16 +164,6 @@ def figure(amount: float, size: float) -> str:
     value = amount / size
     digits = 2 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
     return f"{value:.{digits}f}" if amount else ""
-
-
-def facts(pairs: Iterable[tuple[str, object]]) -> Table:
-    """Names and values, one pair a line."""
-    built = Table.grid(padding=(0, 2))
-    built.add_column(style="bold")
-    built.add_column()
-    for name, value in pairs:
-        built.add_row(name, str(value))
-    return built
 
 
 def numbered(

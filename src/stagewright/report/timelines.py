@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from stagewright.report.tables import table
+from stagewright.report.tables import Table, table
 from stagewright.schedule import Kind, Program
 from stagewright.schedule.action import COMPUTE, Action
 from stagewright.simulation import Timeline
