@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from records import record_of
 from typer.testing import CliRunner
 
+from records import record_of
 from stagewright.cli.app import app
 from stagewright.planning.plan import load_plan
 from stagewright.planning.plan_stages import stage_program
@@ -34,7 +34,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plan(folder: Path) -> Path:
     """Of stages that recompute, on two ranks."""
     path = folder / "plan.json"
-    words = ("plan", *MODEL, *JOB, "--cluster", "2x-rtx3090", "--pp", "2", "--recompute", "full", "--schedule", "1f1b", "-o", path)
+    words = (
+        "plan",
+        *MODEL,
+        *JOB,
+        "--cluster",
+        "2x-rtx3090",
+        "--pp",
+        "2",
+        "--recompute",
+        "full",
+        "--schedule",
+        "1f1b",
+        "-o",
+        path,
+    )
     assert_fits(shown(*words))
     return path
 
@@ -52,7 +66,11 @@ def assert_whole(*words: object) -> str:
     which is drawn anew."""
     narrow = shown(*words)
     assert_fits(narrow)
-    kept = [line for line in shown(*words, columns=WIDE).splitlines() if not re.match(r" *(rank \d|0 )|.*[─~]", line)]
+    kept = [
+        line
+        for line in shown(*words, columns=WIDE).splitlines()
+        if not re.match(r" *(rank \d|0 )|.*[─~]", line)
+    ]
     missing = set(" ".join(kept).split()) - set(narrow.split())
     assert not missing, missing
     return narrow
@@ -61,7 +79,7 @@ def assert_whole(*words: object) -> str:
 @pytest.mark.parametrize(
     "words",
     [
-        ("models",), ("clusters",), ("doctor",), ("trace", *MODEL), ("schedule", "1f1b", "--ranks", "4", "--microbatches", "8"),
+        ("models",), ("clusters",), ("doctor",), ("trace", *MODEL), ("schedule", "1f1b", "--ranks", "4"),
         ("estimate", *MODEL, *JOB, "--cluster", "2x-rtx3090", "--by", "operator"),
         ("estimate", *MODEL, *JOB, "--cluster", "2x-rtx3090", "--by", "layer"),
         ("plan", *MODEL, *JOB, "--cluster", "4x-h100", "--runtime", "megatron-core+te", "--tokens", "1e9", "--pp", "2"),

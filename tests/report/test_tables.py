@@ -33,9 +33,13 @@ def words(text: str) -> Counter[str]:
 @pytest.mark.parametrize("width", [300, 120, 80, 60, 50, 40])
 def test_a_table_keeps_to_its_width_and_its_words(width: int) -> None:
     shown = lines(table("A title", HEADINGS, ROWS, text=2), width)
-    assert max(map(len, shown)) <= max(width, 44), "as wide as the longest name beside the first column at most"
+    assert max(map(len, shown)) <= max(width, 44), (
+        "as wide as the longest name beside the first column at most"
+    )
     found = words("\n".join(shown))
-    assert found >= words("\n".join(str(cell) for row in (HEADINGS, *ROWS) for cell in row if cell is not None))
+    assert found >= words(
+        "\n".join(str(cell) for row in (HEADINGS, *ROWS) for cell in row if cell is not None)
+    )
 
 
 def test_a_table_takes_the_room_that_there_is() -> None:

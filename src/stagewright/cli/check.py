@@ -38,10 +38,14 @@ def check(
     with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Check that a plan or a schedule file would run, before any machine is booked.
+    """Check that a plan or a schedule file would run.
 
-    No code of a plan's model runs unless --with-model allows it. Exit code 0 if all is well. If not: 2 with the reason for a
-    plan, 1 with all findings for a schedule.
+    Before any machine is booked: would it hang, overflow memory, or not fit the model? No code of a plan's model runs unless
+    --with-model allows it. Exit code 0 if all is well. If not: 2 with the reason for a plan, 1 with all findings for a
+    schedule.
+
+    Example:
+        stagewright check plan.json
     """
     if holds_program(plan):
         why = "a schedule file says nothing of times and bytes"

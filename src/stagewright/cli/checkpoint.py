@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagewright.cli.groups import Grouped
 from stagewright.cli.options import Json, PlanFile
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
@@ -23,16 +24,19 @@ checkpoint = typer.Typer(
 )
 
 
-@checkpoint.command("show")
+@checkpoint.command("show", cls=Grouped)
 def show_all(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="A run's checkpoint folder, or one step's folder in it.")
     ],
     as_json: Json = False,
 ) -> None:
-    """What the checkpoints of a run are of: steps, model, plan, data, and how large they are.
+    """Show what the checkpoints of a run are of.
 
-    Their files are not read; `verify` does.
+    Steps, model, plan, data, and how large they are. Their files are not read; `verify` does.
+
+    Example:
+        stagewright checkpoint show checkpoints
     """
     from stagewright.execution.checkpoint_folder import checkpoints_in
 
@@ -70,16 +74,19 @@ def _in_words(one: dict[str, Any]) -> str:
     )
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Grouped)
 def verify(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="A run's checkpoint folder, or one step's folder in it.")
     ],
     as_json: Json = False,
 ) -> None:
-    """Compare every file of every checkpoint with the SHA-256 that it was written with.
+    """Check that checkpoints are as they were written.
 
-    Exit code 1 if a checkpoint is damaged.
+    Compares every file of every checkpoint with the SHA-256 that it was written with. Exit code 1 if one is damaged.
+
+    Example:
+        stagewright checkpoint verify checkpoints
     """
     from stagewright.execution.checkpoint_folder import verified
 
@@ -94,7 +101,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Grouped)
 def export(
     folder: Annotated[
         Path,
@@ -126,6 +133,9 @@ def export(
 
     Of a run with --lora that is the model with the adapters in the folder `adapter` beside it, unless one of --merge and
     --adapter is given.
+
+    Example:
+        stagewright checkpoint export checkpoints model --merge
     """
     with Progress("exporting") as progress:
         progress("importing torch")
@@ -147,7 +157,7 @@ def export(
     show(f"Wrote the model of step {found.step} to '{found.path}': {len(found.files)} files, {size}.")
 
 
-@checkpoint.command("import")
+@checkpoint.command("import", cls=Grouped)
 def import_(
     plan: PlanFile,
     source: Annotated[
@@ -169,9 +179,13 @@ def import_(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Write weights from elsewhere as a checkpoint, from which a run of the plan goes on with --resume.
+    """Write weights from elsewhere as a checkpoint.
 
-    The optimizer's state comes along if there is some under `optimizer.state`, of one like the plan's; else it starts anew.
+    A run of the plan goes on from it with --resume. The optimizer's state comes along if there is some under
+    `optimizer.state`, of one like the plan's; else it starts anew.
+
+    Example:
+        stagewright checkpoint import plan.json model checkpoints
     """
     from stagewright.cli.consent import say_what_runs
     from stagewright.planning.plan import load_plan

@@ -28,9 +28,12 @@ def compare(
     with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:
-    """Compare a plan's predictions with the record of its run.
+    """Compare a plan's predictions with a run's record.
 
     No code of its model runs unless --with-model allows it.
+
+    Example:
+        stagewright compare plan.json runs/llama/record.json
     """
     from stagewright.execution.record import clock_error_seconds, load_record, timeline_of
     from stagewright.planning.plan import load_plan

@@ -31,9 +31,13 @@ _STEPS = 20
 def demo(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where its files go.")] = Path("runs/demo"),
 ) -> None:
-    """Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama here.
+    """Plan a large model, then train a small one here.
 
-    Takes a few minutes on two cores; needs neither weights nor a GPU.
+    Llama-3-8B for 8 GPUs, and a small Llama on this machine. Takes about 100 seconds on two cores; needs neither weights
+    nor a GPU.
+
+    Example:
+        stagewright demo
     """
     begun = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)

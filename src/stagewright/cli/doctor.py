@@ -9,11 +9,12 @@ from stagewright.cli.output import print_document, show
 
 
 def doctor(as_json: Json = False) -> None:
-    """Look at this machine: devices, links, versions, free memory, and what will not work.
+    """Look at this machine: what will not work?
 
-    Example: stagewright doctor
+    Devices, links, versions, free memory. Exits with 1 where something is found that a run would fail of.
 
-    Exits with 1 where something is found that a run would fail of.
+    Example:
+        stagewright doctor
     """
     from stagewright.execution.examination import examine
 

@@ -12,7 +12,7 @@ import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.groups import grouped
+from stagewright.cli.groups import explains, grouped
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.options import Json, Settings, parse_settings
 from stagewright.cli.output import print_document, show
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from stagewright.planning.plan import Plan
 
 
+@explains(
+    "cluster", "job", "global_batch", "sequence_length", "dtype", "pp", "dp", "tp", "microbatch", "schedule", "by",
+    "settings",
+)  # fmt: skip
 @grouped
 def estimate(
     context: typer.Context,
@@ -72,6 +76,10 @@ def estimate(
 
     Of a model, by default, the deepest pipeline with one replica; whether or not it fits the memory. Of a plan whose model
     is a factory, what it promises, unless --with-model allows that code to run.
+
+    Example:
+        stagewright estimate llama-3-8b --cluster 8x-h100 \\
+            --global-batch 128 --sequence-length 8192 --pp 4 --dp 2
     """
     from stagewright.planning import estimate as estimating
     from stagewright.planning.plan import load_plan

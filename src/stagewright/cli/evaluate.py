@@ -31,9 +31,13 @@ def evaluate(
     start_timeout: Annotated[float, typer.Option(min=1.0, help="Seconds until every rank must have joined.")] = 300.0,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """The loss of a model on data, as in `eval` mode, under the pipeline of a plan; nothing is trained.
+    """Evaluate a model on data.
 
-    The plan may be any of the checkpoint's model. Exit code 2 if plan, checkpoint and data do not go together.
+    Its loss, as in `eval` mode, under the pipeline of a plan, which may be any of the checkpoint's model; nothing is
+    trained. Exit code 2 if plan, checkpoint and data do not go together.
+
+    Example:
+        stagewright evaluate plan.json --data held-out.jsonl --checkpoint checkpoints
     """
     from stagewright.execution.checkpoint_folder import check_base, differences, identity, newest_in
     from stagewright.execution.data.prepared import prepared

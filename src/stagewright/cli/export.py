@@ -39,7 +39,8 @@ def export(
     torch-pipelining: a folder that PyTorch's own pipelines run, without Stagewright: stages as code, their order, a script.
     slurm, kubernetes, skypilot: a file that starts `stagewright run` on the plan's cluster.
 
-    stagewright export plan.json --to torch-pipelining -o package
+    Example:
+        stagewright export plan.json --to torch-pipelining -o package
     """
     from stagewright.export.launch_files import launch_file
     from stagewright.planning.plan import load_plan

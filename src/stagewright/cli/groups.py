@@ -1,4 +1,6 @@
-"""Options in groups: a verb takes a dataclass for each, and its help shows every group under a heading."""
+"""The help of a verb: options under headings, those that few need by name alone, and an example; and how a verb takes a
+dataclass for each heading.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +9,97 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import wraps
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
+import typer
 from typer.core import TyperCommand
+
+_UNBROKEN = "\u2011"
+"""A hyphen that no line is broken at, for the time in which lines are."""
+
+Verb = TypeVar("Verb", bound=Callable[..., None])
+
+
+def explains(*names: str) -> Callable[[Verb], Verb]:
+    """Of a verb with many options: the parameters that `--help` explains; the others are named there, and explained by
+    `--help-all`."""
+
+    def marked(verb: Verb) -> Verb:
+        verb.explained = frozenset(names)  # type: ignore[attr-defined]
+        return verb
+
+    return marked
 
 
 class Grouped(TyperCommand):
-    """A verb whose help has the options of every group under the heading of that."""
+    """A verb whose help has the options of every group under the heading of that, and ends with the example of its
+    docstring, whose lines stay as they are."""
+
+    @property
+    def _explained(self) -> frozenset[str] | None:
+        """What `--help` explains; None: everything."""
+        return getattr(self.callback, "explained", None)
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params = super().get_params(ctx)
+        if self._explained is not None and (help_option := self.get_help_option(ctx)) is not None:
+            all_of_it = copy(help_option)
+            all_of_it.name, all_of_it.opts = "help_all", ["--help-all"]
+            all_of_it.help, all_of_it.callback = "Explain all options and exit.", _show_all
+            params.append(all_of_it)
+        return params
+
+    def get_help(self, ctx: Any) -> str:
+        return super().get_help(ctx).replace(_UNBROKEN, "-")
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        whole = self.help
+        self.help = _unbroken(inspect.cleandoc(whole or "").partition(_EXAMPLE)[0])
+        super().format_help_text(ctx, formatter)
+        self.help = whole
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        _, heading, lines = inspect.cleandoc(self.help or "").partition(_EXAMPLE)
+        if heading:
+            formatter.write(f"\nExample:\n{lines}\n".replace("\n    ", "\n  "))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        found: dict[str, list[tuple[str, str]]] = {}
+        explained = None if ctx.meta.get(_ALL) else self._explained
+        sections: dict[str, list[tuple[str, str]]] = {}
+        more: dict[str, list[str]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
-                heading = getattr(param, "rich_help_panel", None) or "Options"
-                is_argument = param.param_type_name == "argument"
-                found.setdefault("Arguments" if is_argument else heading, []).append(record)
-        for heading, records in found.items():
+            if record is None:
+                continue
+            is_argument = param.param_type_name == "argument"
+            heading = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Options"
+            if is_argument or explained is None or param.name in explained | _ALWAYS:
+                sections.setdefault(heading, []).append(record)
+            else:
+                more.setdefault(heading.partition(":")[0], []).append(max(param.opts, key=len))
+        if more:
+            sections["More, which --help-all explains"] = [
+                (heading, ", ".join(names)) for heading, names in more.items()
+            ]
+        for heading, records in sections.items():
             with formatter.section(heading):
-                formatter.write_dl(records)
+                formatter.write_dl([(name, _unbroken(text)) for name, text in records])
+
+
+_EXAMPLE = "\n\nExample:\n"
+_ALL = "stagewright.help_all"
+_ALWAYS = frozenset({"help", "help_all", "as_json"})
+
+
+def _show_all(ctx: Any, param: Any, wanted: bool) -> None:
+    if wanted and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        typer.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+def _unbroken(text: str) -> str:
+    return text.replace("-", _UNBROKEN)
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:

@@ -21,9 +21,12 @@ def launch(
     start_timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds until every rank must have made its Trainer.")] = 300.0,
 ) -> None:  # fmt: skip
-    """Run a script on this machine, one process per rank of a plan.
+    """Run a script, one process per rank of a plan.
 
     `stagewright.Trainer()` in it takes the plan that is given here. On several machines start the script with torchrun.
+
+    Example:
+        stagewright launch plan.json train.py
     """
     from stagewright.execution.launch import refuse_what_is_not_run, start_plan
     from stagewright.execution.trainer import PLAN, START_TIMEOUT

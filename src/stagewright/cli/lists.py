@@ -10,9 +10,10 @@ from stagewright.cli.output import print_document, show
 
 
 def models(as_json: Json = False) -> None:
-    """List the bundled model configurations with their families and sizes.
+    """List the bundled models: families and sizes.
 
-    Example: stagewright models
+    Example:
+        stagewright models
     """
     from stagewright.report.tables import table
     from stagewright.tracing.models.reference import bundled_names, resolve
@@ -46,9 +47,12 @@ def _first(config: Mapping[str, Any], keys: Sequence[str]) -> object:
 
 
 def clusters(as_json: Json = False) -> None:
-    """List the devices of the catalog.
+    """List the devices of the catalog and their prices.
 
     Any number of one is a cluster: 8x-h100, 2x4x-a100-40, 4x-v100-32+4x-t4.
+
+    Example:
+        stagewright clusters
     """
     from stagewright.cluster import load_cluster
     from stagewright.cluster.catalog import device_names

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from stagewright.cli import options
-from stagewright.cli.groups import grouped
+from stagewright.cli.groups import explains, grouped
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, copied, print_document, show
 from stagewright.cli.pictures import Html, Pictures
@@ -73,13 +73,13 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class WidthOptions:
-    """Parallelism: all degrees and ZeRO levels are tried that are not options."""
+    """Parallelism: widths and ZeRO levels that are not given are all tried."""
 
     pp: options.PipelineWidth = None
     dp: options.DataWidth = None
     tp: Annotated[
         str | None, typer.Option("--tp", metavar="N|auto",
-            help="Tensor parallelism; auto, the default, tries all degrees within a node.")] = None
+            help="Tensor parallelism; auto, the default, tries all widths within a node.")] = None
     cp: options.ContextWidth = None
     ep: options.ExpertWidth = None
     sequence_parallel: Annotated[
@@ -147,6 +147,7 @@ class ResultOptions:
 # fmt: on
 
 
+@explains("cluster", "output", "global_batch", "sequence_length", "dtype", "job", "memory_limit", "objective")
 @grouped
 def plan(
     context: typer.Context,
@@ -165,8 +166,12 @@ def plan(
 ) -> None:
     """Find the best configurations of a model for a cluster.
 
-    Tries every width of tensor, pipeline, data and, where the runtime has them, context and expert parallelism, every
-    size of microbatches, sharding and schedule, and what stages give up where memory is short, unless they are options.
+    Tries every width of parallelism, size of microbatches, sharding and schedule that is not given, and what stages
+    recompute or offload where memory is short.
+
+    Example:
+        stagewright plan llama-3-8b --cluster 8x-h100 \\
+            --global-batch 128 --sequence-length 8192 -o plan.json
     """
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT

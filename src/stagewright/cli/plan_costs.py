@@ -60,9 +60,12 @@ def plan_costs(
     output: Output = None,
     as_json: Json = False,
 ) -> None:
-    """Find the best partition, placement and schedule for layers of known costs.
+    """Find the best plan for layers of known costs.
 
-    In place of a model and a cluster: a table of what every layer takes, and how many ranks there are.
+    Partition, placement and schedule, for a table of what every layer takes in place of a model and a cluster.
+
+    Example:
+        stagewright plan-costs layers.csv --ranks 4 --microbatches 16
     """
     from stagewright.planning.joint.explain import ablation, most_robust, sensitivity
     from stagewright.planning.joint.promise import promise_of

@@ -45,10 +45,14 @@ def probe(
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Measure this machine, or with --cluster all hosts of a launcher, as a cluster to plan for.
+    """Measure this machine, as a cluster to plan for.
 
-    This machine takes about fifteen seconds; all processes work at once, so that what they share shows. With --cluster every
-    pair of ranks is measured in both directions, and the first rank writes the file and its matrices (CSV).
+    It takes about fifteen seconds; all processes work at once, so that what they share shows. With --cluster, under a
+    launcher, every pair of ranks of all hosts is measured in both directions, and the first rank writes the file and its
+    matrices (CSV).
+
+    Example:
+        stagewright probe --processes 2 -o local.toml
     """
     if base is not None and not cluster:
         raise InputError("--base says what is known of a launcher's hosts: give it with --cluster")

@@ -35,6 +35,10 @@ def profile(
 
     Runs forwards and backwards of a few of the layers and writes what each operator takes, by its arguments' layouts: a file
     that `plan` and `estimate` take with --profile. Processes as many as the plan will use here share the machine as it will.
+
+    Example:
+        stagewright profile tiny-llama --processes 2 --sequence-length 256 \\
+            --dtype fp32 -o operators.json
     """
     from stagewright.tracing.models.reference import resolve
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from stagewright.cli.consent import say_what_runs
-from stagewright.cli.groups import grouped
+from stagewright.cli.groups import explains, grouped
 from stagewright.cli.options import Json, PlanFile, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
 
@@ -42,6 +42,9 @@ class RateOptions:
 # fmt: on
 
 
+@explains(
+    "data", "tokenizer", "steps", "out", "device", "checkpoint", "checkpoint_every", "resume", "held_out"
+)
 @grouped
 def run(
     plan: PlanFile,
@@ -97,6 +100,10 @@ def run(
 
     Starts the processes itself, or joins a launcher such as torchrun that has set RANK and WORLD_SIZE. Ctrl-C stops it
     behind the present step, with a checkpoint if --checkpoint was given; a second one ends it at once.
+
+    Example:
+        stagewright run plan.json --data texts.jsonl --tokenizer tokenizer.json \\
+            --steps 1000 --checkpoint checkpoints
     """
     from stagewright.cluster.cluster import measured_beside
     from stagewright.execution import launch

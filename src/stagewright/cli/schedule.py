@@ -56,6 +56,9 @@ def schedule(
 
     The program is checked first: complete, in order, free of deadlock. That of a file which states its costs is simulated by
     these; costs that are given take their place.
+
+    Example:
+        stagewright schedule zb-v --ranks 4 --microbatches 8
     """
     from stagewright.report.timelines import heading, rank_table, timeline_document
     from stagewright.schedule import verify

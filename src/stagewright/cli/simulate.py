@@ -30,9 +30,13 @@ def simulate(
     with_model: WithModel = False,
     as_json: Json = False,
 ) -> None:
-    """Simulate a plan and print its timetable: what it promises, or what it would take on another cluster.
+    """Simulate a plan and print its timetable.
 
-    No code of its model runs unless --with-model allows it.
+    What the plan promises, or what it would take on another cluster. No code of its model runs unless --with-model allows
+    it.
+
+    Example:
+        stagewright simulate plan.json --html timeline.html
     """
     from stagewright.planning.plan import load_plan
     from stagewright.planning.plan_stages import stage_program

@@ -20,9 +20,13 @@ def tokenize(
     text_field: TextField = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Write the tokens of documents to a folder, which `run --data FOLDER` trains on.
+    """Make the tokens of documents once, for many runs.
 
-    The folder is there whole or not at all. A run tokenises by itself, too, and keeps the tokens in the cache.
+    `run --data FOLDER` trains on what is written. The folder is there whole or not at all. A run tokenises by itself, too,
+    and keeps the tokens in the cache.
+
+    Example:
+        stagewright tokenize texts.jsonl --tokenizer tokenizer.json -o tokens
     """
     from stagewright.execution.data.prepared import tokenised
     from stagewright.execution.data.tokenizers import load_tokenizer

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from stagewright.cli import options
-from stagewright.cli.groups import grouped
+from stagewright.cli.groups import explains, grouped
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.cli.progress import Progress
@@ -17,6 +17,7 @@ from stagewright.cli.refuse import refuse_unshared
 from stagewright.files import write_whole
 
 
+@explains("microbatch", "sequence_length", "dtype", "settings", "output", "tp", "runtime")
 @grouped
 def trace(
     context: typer.Context,
@@ -40,6 +41,9 @@ def trace(
 
     Prints parameters, layers, operators by part, and where the model can be cut: of one rank where several share layers or
     divide sequences or experts, and with the kernels of another runtime where one is named.
+
+    Example:
+        stagewright trace path/to/net.py:build --sequence-length 256
     """
     from stagewright.estimation.runtime import STAGEWRIGHT, load_runtime
     from stagewright.planning.plan import shared_layers

@@ -26,9 +26,13 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one batch of a reduced copy of a model both pipelined and plainly, and compare.
+    """Verify that pipelined training equals plain training.
 
-    Exit code 1 if the loss or a gradient differs by more than rounding explains.
+    Trains one batch of a reduced copy of the model both ways. Exit code 1 if the loss or a gradient differs by more than
+    rounding explains.
+
+    Example:
+        stagewright verify llama-3-8b --plan plan.json
     """
     from stagewright.planning.plan import load_plan
 

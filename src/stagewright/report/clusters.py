@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-
 from stagewright.cluster import Cluster, Device
 from stagewright.report.tables import Table, facts, table
 from stagewright.units import GIGA, TERA, format_bytes, format_seconds

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-
 from stagewright.cluster import Cluster
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices

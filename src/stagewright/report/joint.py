@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-
 from stagewright.planning.joint.explain import Sensitivity, Step
 from stagewright.planning.joint.plan import JointPlan
 from stagewright.planning.joint.search import Found

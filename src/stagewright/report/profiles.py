@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-
 from stagewright.cluster import OperatorProfile
 from stagewright.report.tables import Table, table
 from stagewright.units import format_seconds

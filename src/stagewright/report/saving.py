@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-
 from stagewright.planning.candidate import in_flight
 from stagewright.planning.loss_pieces import logits_bytes
 from stagewright.planning.plan import Plan, StagePolicy
