@@ -18,7 +18,7 @@ endif
 RECENT := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all torture clean
+.PHONY: help demo test test-all torture docs lock clean
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -39,13 +39,22 @@ test-all: $(INSTALLED) ## Run every check, the slow tests included
 torture: $(INSTALLED) ## Damage runs, checkpoints, caches and documents at random, thousands of times (an hour; nightly)
 	STAGEWRIGHT_TORTURE=1 $(ENV_PYTHON) -m pytest tests -m torture -n auto --dist worksteal --timeout 3600
 
+docs: $(INSTALLED) ## Build the documentation as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict --quiet
+	@echo "Open build/site/index.html; search needs a server: $(ENV_PYTHON) -m mkdocs serve"
+
+lock: $(INSTALLED) ## Write the versions that .venv has to requirements.lock
+	{ sed '/^[^#]/,$$d' requirements.lock; $(PIP) freeze --exclude-editable | sed 's/+[a-z0-9]*$$//' \
+	    | grep -iv '^nvidia-\|^triton'; } > requirements.new
+	mv requirements.new requirements.lock
+
 clean: ## Remove the environment, the caches and the built packages
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last. A mark left by an interrupted installation makes the next one start afresh,
 # because a half-copied package can look installed.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml requirements.lock
 	@if [ -e $(UNFINISHED) ]; then \
 	    echo "The last installation did not finish: starting afresh."; rm -rf $(VENV); \
 	fi
@@ -64,5 +73,5 @@ $(INSTALLED): pyproject.toml
 	@touch $(UNFINISHED)
 	@echo "Installing PyTorch $(TORCH_VERSION), then the rest; this takes a few minutes, once."
 	$(PIP) install torch==$(TORCH_VERSION) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL))
-	$(PIP) install -e '.[dev]'
+	$(PIP) install -e '.[dev]' -c requirements.lock
 	@rm $(UNFINISHED) && touch $@

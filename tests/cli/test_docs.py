@@ -12,7 +12,7 @@ import typer.main
 from stagewright.cli.app import app
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def commands(page: Path) -> list[str]:
@@ -39,7 +39,7 @@ def test_a_shown_command_is_accepted(page: str, command: str) -> None:
 
 
 def test_the_pages_show_commands() -> None:
-    assert {page for page, _ in SHOWN} >= {"README.md", "models.md", "running.md"}
+    assert {page for page, _ in SHOWN} >= {"README.md", "models.md", "running.md", "tutorial.md"}
 
 
 def test_every_verb_is_in_the_list_of_commands() -> None:

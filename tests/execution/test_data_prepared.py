@@ -112,6 +112,17 @@ def test_sources_have_weights_unless_a_file_is_called_so(tmp_path: Path) -> None
         DataRequest.of(None, "tokenizer.json")
 
 
+def test_the_bundled_text_has_a_name_that_a_file_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bundled = SourceRequest.parse("moby-dick=0.5")
+    assert Path(bundled.path).read_text(encoding="ascii").startswith("CHAPTER 1")
+    assert bundled.weight == 0.5
+    (tmp_path / "moby-dick").write_text("x")
+    assert SourceRequest.parse("moby-dick").path == "moby-dick"
+
+
 # -- what is refused ----------------------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,8 @@ def run(
     data: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH[=WEIGHT]", help="Text, .jsonl, .parquet, a datasets folder, token ids (.npy, stagewright "
-                     "tokenize) or package.module:factory; several are mixed by weight. Default: random samples."),
+                     "tokenize), package.module:factory or moby-dick, a text that comes along; several are mixed by "
+                     "weight. Default: random samples."),
     ] = None,
     tokenizer: TokenizerPath = None,
     text_field: TextField = None,

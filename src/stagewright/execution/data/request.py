@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.resources
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,10 @@ MOST_WEIGHT = 1e6
 """Of one source beside another; a share of less than a millionth would hardly be seen."""
 
 
+BUNDLED = "moby-dick"
+"""The text that comes with the package, for first runs; a file of that name goes before."""
+
+
 class SourceRequest(StrictModel):
     """A file, folder or factory of samples; of several, each gives the share that its `weight` says."""
 
@@ -23,7 +28,7 @@ class SourceRequest(StrictModel):
 
     @classmethod
     def parse(cls, text: str) -> SourceRequest:
-        """``PATH`` or ``PATH=WEIGHT``.
+        """``PATH`` or ``PATH=WEIGHT``, where a path may be `BUNDLED`.
 
         >>> SourceRequest.parse("books.jsonl=0.3")
         SourceRequest(path='books.jsonl', weight=0.3)
@@ -34,10 +39,10 @@ class SourceRequest(StrictModel):
             with contextlib.suppress(ValueError):
                 number = float(weight)
         if number is None:
-            return cls(path=text)
+            return cls(path=_found(text))
         if not 1 / MOST_WEIGHT <= number <= MOST_WEIGHT:
             raise InputError(f"data '{text}': a weight is a number from 1e-6 to 1e6, such as {path}=0.5")
-        return cls(path=path, weight=number)
+        return cls(path=_found(path), weight=number)
 
 
 class DataRequest(StrictModel):
@@ -68,3 +73,9 @@ class DataRequest(StrictModel):
         return cls(
             sources=sources, tokenizer=None if tokenizer is None else str(tokenizer), text_field=text_field
         )
+
+
+def _found(path: str) -> str:
+    if path != BUNDLED or Path(path).exists():
+        return path
+    return str(importlib.resources.files("stagewright") / "data" / "moby_dick.txt")
