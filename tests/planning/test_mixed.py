@@ -14,7 +14,7 @@ from stagewright.cluster import Cluster, NodeGroup, arranged, load_cluster
 from stagewright.errors import PlanError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.planning import search
-from stagewright.planning.candidate import Choice, in_flight, with_cuts
+from stagewright.planning.candidate import Choice, with_cuts
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.planning.partition.bisection import bottleneck
@@ -24,6 +24,7 @@ from stagewright.planning.partition.refine import best_partition
 from stagewright.planning.partition.solver import partition
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.planning.prediction.pipeline import bodies_of, costing
+from stagewright.schedule.held import in_flight
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.reference import resolve
 

@@ -16,7 +16,6 @@ from stagewright.planning.candidate import (
     Candidate,
     Choice,
     fastest_partition,
-    in_flight,
     least_saving,
     of_line,
     with_cuts,
@@ -27,6 +26,7 @@ from stagewright.planning.partition.line import corrected, known_ranges, terms_o
 from stagewright.planning.prediction.pipeline import pipeline
 from stagewright.planning.prediction.regions import kept_policy
 from stagewright.planning.saving.fit import fit
+from stagewright.schedule.held import in_flight
 from stagewright.schedule.saving import insert_recomputation
 
 Make = Callable[[BodyCosts, Choice, Cluster, Job], "Candidate | None"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from peers.plans.blocks import block_ends, moved_cuts
 from stagewright.estimation.memory import RankMemory
 from stagewright.estimation.stages import BodyCosts
-from stagewright.planning.candidate import Candidate, in_flight
+from stagewright.planning.candidate import Candidate
 from stagewright.planning.partition.leaves import Leaves
 from stagewright.planning.partition.line import corrected, known_ranges, terms_of
 from stagewright.planning.partition.ranges import Ints
@@ -22,6 +22,7 @@ from stagewright.planning.plan import StagePolicy
 from stagewright.planning.prediction.pipeline import Variants, allocatable_bytes
 from stagewright.planning.prediction.predict import rank_memories
 from stagewright.planning.saving.problem import Choice, Unit, stage_units, with_choice
+from stagewright.schedule.held import in_flight
 
 
 def suffix_cuts(plain: Candidate, body: BodyCosts) -> tuple[int, ...]:

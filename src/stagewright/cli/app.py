@@ -16,6 +16,7 @@ from stagewright.cli import (
     doctor,
     estimate,
     evaluate,
+    explain,
     export,
     launch,
     lists,
@@ -88,7 +89,7 @@ def stagewright(
 
 
 _VERBS = (
-    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, check.check, tokenize.tokenize,
+    plan.plan, plan_costs.plan_costs, estimate.estimate, simulate.simulate, explain.explain, check.check, tokenize.tokenize,
     run.run, evaluate.evaluate, launch.launch, compare.compare, verify.verify, trace.trace, schedule.schedule, probe.probe,
     profile.profile, export.export, doctor.doctor, lists.models, lists.clusters, lists.schema, demo.demo,
 )  # fmt: skip

@@ -43,6 +43,7 @@ from stagewright.planning.prediction.shortening import built
 from stagewright.planning.prediction.units import around_layers, units_to_try
 from stagewright.planning.saving.fit import fit
 from stagewright.schedule import Kind, Program, subdivided
+from stagewright.schedule.held import in_flight
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation import StageCosts, simulate
 from stagewright.tracing.models.reference import ModelReference
@@ -222,23 +223,6 @@ def saved_counts(program: Program, body: BodyCosts) -> list[float]:
 def _share_of_layer_inputs(body: BodyCosts) -> float:
     kept = sum(body.graph.storage_bytes[root] for root in layers_policy(body.graph).checkpoints)
     return min(1.0, kept / max(float(body.saved_bytes[-1]), 1.0))
-
-
-@lru_cache(maxsize=8)
-def in_flight(program: Program) -> tuple[int, ...]:
-    """The most microbatches whose saved values each stage holds at once.
-
-    >>> in_flight(built("1f1b", 4, 8))
-    (4, 3, 2, 1)
-    """
-    now, most = [0] * program.num_stages, [0] * program.num_stages
-    for action in program.without_pairs():
-        if action.kind is Kind.F:
-            now[action.stage] += 1
-            most[action.stage] = max(most[action.stage], now[action.stage])
-        elif action.kind in (Kind.B, Kind.W):
-            now[action.stage] -= 1
-    return tuple(most)
 
 
 def approximate_seconds(

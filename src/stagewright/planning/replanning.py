@@ -17,7 +17,6 @@ from stagewright.cluster import Cluster, without
 from stagewright.errors import InputError, PlanError, ScheduleError
 from stagewright.estimation.stages import BodyCosts
 from stagewright.graph import OperatorGraph
-from stagewright.planning.candidate import in_flight
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.partition.line import cuts_to_try
 from stagewright.planning.plan import Plan
@@ -26,6 +25,7 @@ from stagewright.planning.planned_line import planned_line
 from stagewright.planning.prediction.pipeline import Pipeline, body_costs
 from stagewright.planning.prediction.predict import predict, rank_memories
 from stagewright.schedule.automatic import StageTimes, automatic
+from stagewright.schedule.held import in_flight
 from stagewright.schedule.placement import Placement
 from stagewright.schedule.program import Program
 

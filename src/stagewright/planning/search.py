@@ -28,7 +28,6 @@ from stagewright.planning.candidate import (
     Choice,
     faster_candidate,
     fastest_partition,
-    in_flight,
     make_candidate,
     make_plan,
     make_program,
@@ -63,6 +62,7 @@ from stagewright.planning.space import (
     schedules,
     widths,
 )
+from stagewright.schedule.held import in_flight
 from stagewright.tracing.ahead import Ahead
 from stagewright.tracing.cache import to_trace
 from stagewright.tracing.cache import trace as cached_trace

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from stagewright.planning.candidate import in_flight
 from stagewright.planning.loss_pieces import logits_bytes
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.predictions import RankPrediction, StagePrediction
 from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table
+from stagewright.schedule.held import in_flight
 from stagewright.units import format_bytes, format_seconds
 
 _NAMED = 3

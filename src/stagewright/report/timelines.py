@@ -7,30 +7,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 from rich.text import Text
 
 from stagewright.report.tables import Table, table
-from stagewright.schedule import Kind, Program
+from stagewright.schedule import Program
 from stagewright.schedule.action import COMPUTE, Action
+from stagewright.schedule.held import peak_activations
 from stagewright.simulation import Timeline
 from stagewright.units import format_bytes, format_seconds
-
-
-def peak_activations(program: Program) -> list[int]:
-    """Per rank the most forwards, over its stages, whose backward is not yet done.
-
-    >>> from stagewright.schedule import build
-    >>> peak_activations(build("1f1b", 4, 8)), peak_activations(build("zb-v", 2, 6))
-    ([4, 3, 2, 1], [4, 4])
-    """
-    changes = (
-        [(p.kind is Kind.F) - (p.kind in (Kind.B, Kind.W)) for action in actions for p in action.parts]
-        for actions in program.ranks
-    )
-    return [max(0, *accumulate(change)) for change in changes]
 
 
 def timeline_document(

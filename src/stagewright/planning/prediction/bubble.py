@@ -9,6 +9,15 @@ from stagewright.planning.prediction.step_times import simulated
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.program import Program
 
+COMPUTING = (
+    "forward_seconds",
+    "input_grad_seconds",
+    "weight_grad_seconds",
+    "backward_seconds",
+    "recompute_seconds",
+)
+"""Columns of what stages compute."""
+
 
 @dataclass(frozen=True)
 class Bubble:
@@ -47,20 +56,16 @@ def bubble(program: Program, costs: StepCosts) -> Bubble:
             ),
         }
     )
-    equal = still.model_copy(update={name: _levelled(getattr(still, name)) for name in _COLUMNS})
+    equal = levelled(still)
     whole, without, plain = (simulated(program, one).bubble_fraction for one in (costs, still, equal))
     without = min(whole, without)
     plain = min(without, plain)
     return Bubble(warm_up=plain, imbalance=without - plain, transfers=whole - without)
 
 
-_COLUMNS = (
-    "forward_seconds",
-    "input_grad_seconds",
-    "weight_grad_seconds",
-    "backward_seconds",
-    "recompute_seconds",
-)
+def levelled(costs: StepCosts) -> StepCosts:
+    """With stages that all take what they take on the average."""
+    return costs.model_copy(update={name: _levelled(getattr(costs, name)) for name in COMPUTING})
 
 
 def _levelled(column: tuple[float, ...]) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from stagewright.planning.explanation import Explanation, explained
 from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.report.plans import answer_line, batch_text, described_schedule, usable_bytes, widths
@@ -85,11 +86,28 @@ def plan_panels(plan: Plan, timeline: Timeline, found: Found | None = None) -> P
         _link_table(plan),
         _place_table(plan),
     ]
+    if predictions.costs is not None:
+        tables += _explanation_tables(explained(plan))
     if found is not None:
         tables.insert(0, _alternatives(found))
     title = f"{plan.model.name} on {plan.cluster.name}: {widths(plan)}, {described_schedule(plan)}"
     answer = f"{answer_line(plan)} {batch_text(plan)}." if predictions.ranks else f"{batch_text(plan)}."
     return Panels(title, answer, figures, tuple(one for one in tables if one.rows))
+
+
+def _explanation_tables(found: Explanation) -> list[PanelTable]:
+    parts = tuple(
+        (one.what, one.count or None, one.seconds, one.seconds / found.seconds) for one in found.parts
+    )
+    columns = Column("what"), Column("number"), Column("takes", "s"), Column("of the step", "%")
+    changed = Column("what"), Column("note"), Column("step", "s"), Column("change", "%")
+    tables = [PanelTable("parts", "What the end of the step waits for", columns, parts)]
+    for key, title, changes in (
+        ("changes", "What would gain", found.changes), ("errors", "If the estimate is wrong", found.errors),
+    ):  # fmt: skip
+        rows = tuple((one.what, one.note, one.seconds, one.seconds / found.seconds - 1) for one in changes)
+        tables.append(PanelTable(key, title, changed, rows))
+    return tables
 
 
 def _stage_table(plan: Plan) -> PanelTable:
