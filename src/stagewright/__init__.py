@@ -9,25 +9,39 @@ from stagewright.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from stagewright.cluster.load import load_cluster as load_cluster
+    from stagewright.cluster.profile import load_profile as load_profile
     from stagewright.execution.launch import run as run
     from stagewright.execution.trainer import Trainer as Trainer
     from stagewright.planning.estimate import estimate as estimate
+    from stagewright.planning.explanation import explain as explain
     from stagewright.planning.job import Job as Job
     from stagewright.planning.plan import load_plan as load_plan
     from stagewright.planning.search import plan as plan
-    from stagewright.simulation.simulate import simulate as simulate
     from stagewright.tracing.cache import trace as trace
+    from stagewright.verbs.checking import check as check
+    from stagewright.verbs.comparing import compare as compare
+    from stagewright.verbs.measuring import probe as probe
+    from stagewright.verbs.measuring import profile as profile
+    from stagewright.verbs.measuring import verify as verify
+    from stagewright.verbs.simulating import simulate as simulate
 
 _HOMES = {
     "Job": "stagewright.planning.job",
     "Trainer": "stagewright.execution.trainer",
+    "check": "stagewright.verbs.checking",
+    "compare": "stagewright.verbs.comparing",
     "estimate": "stagewright.planning.estimate",
+    "explain": "stagewright.planning.explanation",
     "load_cluster": "stagewright.cluster.load",
     "load_plan": "stagewright.planning.plan",
+    "load_profile": "stagewright.cluster.profile",
     "plan": "stagewright.planning.search",
+    "probe": "stagewright.verbs.measuring",
+    "profile": "stagewright.verbs.measuring",
     "run": "stagewright.execution.launch",
-    "simulate": "stagewright.simulation.simulate",
+    "simulate": "stagewright.verbs.simulating",
     "trace": "stagewright.tracing.cache",
+    "verify": "stagewright.verbs.measuring",
 }
 """Where each export lives; imported when it is first asked for, so that nothing is loaded that is not used."""
 
@@ -35,13 +49,20 @@ __all__ = [
     "Job",
     "Trainer",
     "__version__",
+    "check",
+    "compare",
     "estimate",
+    "explain",
     "load_cluster",
     "load_plan",
+    "load_profile",
     "plan",
+    "probe",
+    "profile",
     "run",
     "simulate",
     "trace",
+    "verify",
 ]
 
 

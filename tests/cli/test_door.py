@@ -15,13 +15,20 @@ def test_the_door_is_pinned() -> None:
         "Job",
         "Trainer",
         "__version__",
+        "check",
+        "compare",
         "estimate",
+        "explain",
         "load_cluster",
         "load_plan",
+        "load_profile",
         "plan",
+        "probe",
+        "profile",
         "run",
         "simulate",
         "trace",
+        "verify",
     ]
     assert set(stagewright.__all__) <= set(dir(stagewright))
     assert all(callable(getattr(stagewright, name)) for name in stagewright.__all__ if name[0] != "_")

@@ -168,8 +168,9 @@ def measured(
         tracker.rank = rank
         own = [stages[s] for s in program.placement.stages_of(rank)]
         fresh = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        needed = {stage.value(value).name for stage in own for value in stage.inputs}
         inputs.append(
-            [{k: v.clone() for k, v in built.inputs.items()} for _ in range(program.num_microbatches)]
+            [{name: built.inputs[name].clone() for name in needed} for _ in range(program.num_microbatches)]
         )
         with tracker:
             weights = Weights(own, fresh, CPU, gradient)

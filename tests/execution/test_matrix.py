@@ -67,7 +67,7 @@ def problems(cell: Cell, path: Path, ranks: Sequence[Outcome]) -> list[str]:
         for name, difference in outcome.gradients.items():
             if not difference <= (TOLERANCE if name in outcome.reordered else 0.0):
                 found.append(f"{where}: gradient of {name} is off by {difference}")
-        if abs(outcome.peak_bytes - wanted[pipeline_rank]) > 0.01 * wanted[pipeline_rank]:
+        if outcome.peak_bytes != wanted[pipeline_rank]:
             found.append(f"{where}: {outcome.peak_bytes} bytes, predicted {wanted[pipeline_rank]}")
         if outcome.traffic != traffic[pipeline_rank]:
             found.append(f"{where}: traffic {outcome.traffic}, expected {traffic[pipeline_rank]}")

@@ -14,7 +14,7 @@ from stagewright.cluster import load_cluster
 from stagewright.cluster.faster import with_faster_links
 from stagewright.errors import InputError
 from stagewright.planning.estimate import estimate
-from stagewright.planning.explanation import Explanation, explained
+from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.what_if import searched
@@ -50,7 +50,7 @@ def of(found: Explanation) -> dict[str, float]:
 
 
 def test_parts_are_the_critical_path(plan: Plan) -> None:
-    found = explained(at(plan))
+    found = explain(at(plan))
     assert found.seconds == (8 + 4 - 1) * 3
     # Three forwards down the pipeline, eight of each on the last rank, three backwards up.
     assert {part.what: (part.count, part.seconds) for part in found.parts} == {
@@ -60,7 +60,7 @@ def test_parts_are_the_critical_path(plan: Plan) -> None:
 
 
 def test_parts_add_up_to_the_step(plan: Plan) -> None:
-    found = explained(plan)
+    found = explain(plan)
     assert found.seconds == pytest.approx(plan.predictions.step_seconds)
     assert sum(part.seconds for part in found.parts) == pytest.approx(found.seconds)
     names = {part.what for part in found.parts}
@@ -69,7 +69,7 @@ def test_parts_add_up_to_the_step(plan: Plan) -> None:
 
 def test_changes_are_what_gains(plan: Plan) -> None:
     slow = (1.0, 2.0, 1.0, 1.0)
-    found = explained(
+    found = explain(
         at(plan, forward_seconds=slow, backward_seconds=(2.0, 4.0, 2.0, 2.0), optimizer_seconds=(3.0,) * 4)
     )
     named = of(found)
@@ -87,7 +87,7 @@ def test_changes_are_what_gains(plan: Plan) -> None:
 
 
 def test_other_schedules_say_what_they_hold(plan: Plan) -> None:
-    found = explained(at(plan))
+    found = explain(at(plan))
     other = {change.what: change for change in found.changes}
     # Weight gradients fill the end of the bubble. ZB-H2 fills its beginning too, which helps where a rank may begin the next
     # step before others have ended this one.
@@ -99,7 +99,7 @@ def test_other_schedules_say_what_they_hold(plan: Plan) -> None:
 
 def test_what_is_recomputed_says_the_memory_it_saves() -> None:
     again = estimate("tiny-llama", load_cluster("4x-t4"), JOB, pp=4, schedule="1f1b", recompute="full")
-    found = explained(again)
+    found = explain(again)
     kept = estimate("tiny-llama", load_cluster("4x-t4"), JOB, pp=4, schedule="1f1b", recompute="none")
     (change,) = [one for one in found.changes if one.what == "nothing recomputed"]
     assert change.seconds < found.seconds
@@ -110,7 +110,7 @@ def test_what_is_recomputed_says_the_memory_it_saves() -> None:
 def test_a_plan_without_costs_is_refused(plan: Plan) -> None:
     silent = plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"costs": None})})
     with pytest.raises(InputError, match="stagewright estimate"):
-        explained(silent)
+        explain(silent)
 
 
 def test_faster_links_are_faster_everywhere() -> None:

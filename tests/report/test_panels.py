@@ -88,7 +88,7 @@ def test_a_name_is_no_formula_in_a_csv_file() -> None:
         "columns": [{"name": "step", "unit": "s"}, {"name": "name", "unit": ""}],
         "rows": [[-1, '=a"b'], [None, "c,d"]],
     }
-    code = f"const data = {{}};\n{script}\nprocess.stdout.write(csvOf({json.dumps(table)}));"
+    code = f"const page = {{}};\n{script}\nprocess.stdout.write(csvOf({json.dumps(table)}));"
     done = subprocess.run(["node", "-e", code], capture_output=True, text=True, check=True)
     assert done.stdout == 'step (s),name\n-1,"\'=a""b"\n,"c,d"\n'
 

@@ -29,7 +29,7 @@ def explain(
     Example:
         stagewright explain plan.json
     """
-    from stagewright.planning.explanation import explained
+    from stagewright.planning.explanation import explain as explained
     from stagewright.planning.plan import load_plan
     from stagewright.planning.what_if import searched
     from stagewright.report.explanations import (

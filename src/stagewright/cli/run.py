@@ -15,7 +15,8 @@ import typer
 from stagewright.cli.consent import say_what_runs
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.options import Json, PlanFile, TextField, TokenizerPath
-from stagewright.cli.output import print_document, show
+from stagewright.cli.output import check_writable, print_document, show
+from stagewright.files import write_whole
 
 if TYPE_CHECKING:
     from stagewright.execution.no_number import OnNan
@@ -93,6 +94,8 @@ def run(
     on_nan: Annotated[
         str, typer.Option("--on-nan", metavar="WHAT",
             help="A step whose loss or gradients are no finite numbers: warn, skip, stop, or rollback.")] = "warn",
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Afterwards, predicted and measured as one page.")] = None,
     as_json: Json = False,
     *,
     rates: RateOptions,
@@ -113,6 +116,7 @@ def run(
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
+    check_writable(html)
     loaded = load_plan(plan)
     request = DataRequest.of(data, tokenizer, text_field)
     if os.environ.get("RANK", "0") == "0":
@@ -146,6 +150,10 @@ def run(
     warn(report.longest_not_run(loaded, record))
     warn([*report.too_few_steps(len(record.losses)), *report.diverged(record.losses)])
     warn(report.left_out(record, loaded.job.dtype == "fp16"))
+    if html is not None:
+        from stagewright.verbs.comparing import compare
+
+        write_whole(html, compare(loaded, record).page())
     if as_json:
         print_document(document)
     else:

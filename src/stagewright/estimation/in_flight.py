@@ -85,7 +85,9 @@ class InFlight:
         self.is_scripted = is_scripted
         graph = memories[0].stage.graph
         start = Storages()
-        inputs = {value: start.new(graph.values[value].meta.storage_bytes) for value in graph.inputs.values()}
+        own = (one.stage for one, placed in zip(memories, rank_of_stage, strict=True) if placed == rank)
+        read = dict.fromkeys(value for stage in own for value in stage.inputs)  # others it is not given
+        inputs = {value: start.new(graph.values[value].meta.storage_bytes) for value in read}
         start.take(inputs.values())
         self.rank = Rank(memories, rank_of_stage, rank, inputs)
         self.input_bytes = start.live

@@ -272,8 +272,9 @@ class Session:
     def own_part(
         self, batch: Mapping[str, torch.Tensor], length: int | None = None
     ) -> list[dict[str, torch.Tensor]]:
-        """This replica's microbatches of a whole batch, by the name of the model's input, of samples as long as the longest
-        or of another `length`. Raises `InputError` where it does not have all inputs, or another number of samples."""
+        """What this rank reads of its replica's microbatches of a whole batch, by the name of the model's input, of samples
+        as long as the longest or of another `length`. Raises `InputError` where the batch lacks inputs, or has another
+        number of samples."""
         plan = self.plan
         graph = self.lengths.turn_to(length or plan.job.sequence_length).graph
         if missing := [name for name in graph.inputs if name not in batch]:
@@ -299,6 +300,7 @@ class Session:
                     self.device, DTYPES[graph.values[value].meta.dtype]
                 )
                 for name, value in graph.inputs.items()
+                if name in self._needed
             }
             for index in range(plan.num_microbatches)
         ]

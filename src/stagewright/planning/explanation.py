@@ -65,7 +65,7 @@ class Explanation:
     """Of the estimate, and what they would make of the step."""
 
 
-def explained(plan: Plan) -> Explanation:
+def explain(plan: Plan) -> Explanation:
     """Why a step of `plan` takes what is predicted for it; of its longest samples.
 
     Raises:

@@ -122,7 +122,7 @@ def _of_time(predicted: Timeline, measured: Timeline, plan: Plan, record: Record
     for (stage, kind), (now, count) in action_seconds(measured).items():
         was = expected[stage, kind][0]
         text = (
-            f"stage {stage}'s {_named(kind)} takes {_factor(was, now)}: {format_seconds(now)} instead of "
+            f"stage {stage}'s {kind_in_words(kind)} takes {_factor(was, now)}: {format_seconds(now)} instead of "
             f"{format_seconds(was)}, {count} times a batch"
         )
         yield Disagreement(text, abs(now - was) * count / step)
@@ -186,7 +186,7 @@ def next_steps(predicted: Timeline, measured: Timeline, plan: Plan, record: Reco
     return found
 
 
-def _named(kind: str) -> str:
+def kind_in_words(kind: str) -> str:
     return f"{NAMES[Kind(kind)]} ({kind})"
 
 
@@ -215,7 +215,10 @@ def comparison_table(document: dict[str, Any]) -> Table:
         _row("step", document["step_seconds"]),
         _row("batch", document["batch_seconds"]),
         (*_row("bubble", document["bubble_fraction"], "{:.1%}".format)[:3], ""),
-        *(_row(f"stage {a['stage']}: {_named(a['action'])}", a["seconds"]) for a in document["actions"]),
+        *(
+            _row(f"stage {a['stage']}: {kind_in_words(a['action'])}", a["seconds"])
+            for a in document["actions"]
+        ),
     ]
     for rank in document["ranks"]:
         rows.append(_row(f"rank {rank['rank']}: busy", rank["busy_seconds"]))

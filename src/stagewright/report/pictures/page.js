@@ -1,6 +1,9 @@
 "use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
+const page = JSON.parse(document.getElementById("data").textContent);
 const element = (id) => document.getElementById(id);
+/** The timeline that is drawn: the first, or another that the address names. */
+const named = decodeURIComponent(globalThis.location?.hash.slice(1) ?? "");
+const data = Object.hasOwn(page.others, named) ? page.others[named] : page;
 
 function unpack(text, Type) {
   const raw = atob(text), bytes = new Uint8Array(raw.length);
@@ -469,6 +472,13 @@ document.addEventListener("keydown", (event) => {
 });
 window.addEventListener("resize", redraw);
 
-element("title").textContent = data.report?.title ?? data.title;
+for (const name of [page.name, ...Object.keys(page.others)].filter((_, i, all) => all.length > 1)) {
+  const chooses = element("buttons").insertBefore(document.createElement("button"), element("path"));
+  chooses.textContent = name;
+  chooses.title = `The timeline as ${name}`;
+  chooses.className = name === (named || page.name) ? "chosen" : "";
+  chooses.onclick = () => { location.hash = name; location.reload(); };
+}
+element("title").textContent = page.report?.title ?? data.title;
 element("subtitle").textContent = data.subtitle;
 setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

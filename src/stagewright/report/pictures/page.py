@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -23,15 +24,22 @@ _MOST_POINTS = 20_000
 """Points of a curve; longer ones keep the highest value of each stretch."""
 
 
-def html_page(scene: Scene, panels: Panels | None = None) -> str:
-    """The document of `scene`, and of the `panels` around it; a megabyte for every 50,000 actions."""
+def html_page(
+    scene: Scene, panels: Panels | None = None, name: str = "", others: Mapping[str, Scene] | None = None
+) -> str:
+    """The document of `scene`, and of the `panels` around it; a megabyte for every 50,000 actions. Where there are `others`,
+    by name, buttons choose between them and `scene`, which has a `name` then."""
     here = files("stagewright.report.pictures")
     page, style, *scripts = (
         here.joinpath(name).read_text(encoding="utf-8")
         for name in ("page.html", "page.css", "page.js", "coarse.js", "panels.js", "shares.js")
     )
     # No tag and no comment begins inside the data, whatever names it has.
-    shown = _data(scene) | {"report": None if panels is None else panels.document()}
+    shown = _data(scene) | {
+        "report": None if panels is None else panels.document(),
+        "name": name,
+        "others": {other: _data(one) for other, one in (others or {}).items()},
+    }
     data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
     title = scene.title if panels is None else panels.title
     parts = {

@@ -1,6 +1,6 @@
 // The answer, the figures and the tables around the timeline, and their numbers as files.
 
-const report = data.report;
+const report = page.report;
 
 function made(tag, name, text) {
   const node = document.createElement(tag);

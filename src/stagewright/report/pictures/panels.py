@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from stagewright.planning.explanation import Explanation, explained
+from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.report.plans import answer_line, batch_text, described_schedule, usable_bytes, widths
@@ -87,7 +87,7 @@ def plan_panels(plan: Plan, timeline: Timeline, found: Found | None = None) -> P
         _place_table(plan),
     ]
     if predictions.costs is not None:
-        tables += _explanation_tables(explained(plan))
+        tables += _explanation_tables(explain(plan))
     if found is not None:
         tables.insert(0, _alternatives(found))
     title = f"{plan.model.name} on {plan.cluster.name}: {widths(plan)}, {described_schedule(plan)}"

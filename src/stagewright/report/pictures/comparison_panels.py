@@ -1,0 +1,59 @@
+"""What a page says around the timelines of a run: predicted over measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from stagewright.report.comparison import in_words, kind_in_words
+from stagewright.report.pictures.panels import Cell, Column, Figure, Panels, PanelTable
+
+_PAIR = ("predicted", "measured")
+
+
+def comparison_panels(document: dict[str, Any], title: str) -> Panels:
+    """Of the `document` of a comparison."""
+    step, bubble = document["step_seconds"], document["bubble_fraction"]
+    figures = (
+        Figure("step predicted", step["predicted"], "s"),
+        Figure("step measured", step["measured"], "s"),
+        Figure("difference", step["measured"] / (step["predicted"] or step["measured"] or 1.0) - 1, "%"),
+        Figure("bubble predicted", bubble["predicted"], "%"),
+        Figure("bubble measured", bubble["measured"], "%"),
+    )  # fmt: skip
+    times = _table("times", "Predicted and measured", ("what",), "s", _times(document))
+    peaks = _table("peaks", "Memory at the peak", ("rank",), "B", _peaks(document))
+    tables = tuple(table for table in (times, peaks) if table.rows)
+    return Panels(
+        f"{title}: {document['schedule']}, predicted and measured", in_words(document), figures, tables
+    )
+
+
+def _table(
+    key: str, title: str, named: tuple[str, ...], unit: str, rows: Iterator[tuple[Cell, ...]]
+) -> PanelTable:
+    columns = (*map(Column, named), *(Column(name, unit) for name in _PAIR), Column("difference", "%"))
+    return PanelTable(key, title, columns, tuple(rows))
+
+
+def _times(document: dict[str, Any]) -> Iterator[tuple[Cell, ...]]:
+    yield _row("step", document["step_seconds"])
+    yield _row("batch", document["batch_seconds"])
+    for one in document["actions"]:
+        yield _row(
+            f"stage {one['stage']}: {kind_in_words(one['action'])}, each of {one['count']}", one["seconds"]
+        )
+    for rank in document["ranks"]:
+        yield _row(f"rank {rank['rank']}: busy", rank["busy_seconds"])
+        yield _row(f"rank {rank['rank']}: idle", rank["idle_seconds"])
+
+
+def _peaks(document: dict[str, Any]) -> Iterator[tuple[Cell, ...]]:
+    for rank in document["ranks"]:
+        if rank["allocated_peak_bytes"]:
+            yield _row(f"rank {rank['rank']}", rank["allocated_peak_bytes"])
+
+
+def _row(name: str, pair: dict[str, float]) -> tuple[Cell, ...]:
+    was, now = (pair[side] for side in _PAIR)
+    return name, was, now, now / was - 1 if was else None

@@ -1,0 +1,1 @@
+"""Verbs as Python functions: what the command line does, without printing."""

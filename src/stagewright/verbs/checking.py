@@ -1,0 +1,169 @@
+"""Would a plan hang, overflow memory, take longer than it says, or not fit its model?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.errors import InputError, PlanError, StagewrightError
+from stagewright.estimation.memory import stage_edges
+from stagewright.planning.estimate import estimate, line_of
+from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
+from stagewright.planning.prediction.predict import rank_memories
+from stagewright.planning.promises import (
+    TOLERANCE,
+    check_promised_memory,
+    check_promised_time,
+    check_transfers,
+)
+from stagewright.report.plans import batch_text, widths
+from stagewright.units import format_bytes
+
+Allow = Callable[[Plan, str], None]
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A check that was not made, and why."""
+
+    check: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Every check that passed with what it found, those left out, and what the first that did not pass says."""
+
+    passed: dict[str, str]
+    left_out: tuple[LeftOut, ...]
+    fault: StagewrightError | None = None
+
+    def __bool__(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.fault is None
+
+    def __repr__(self) -> str:
+        words = [f"{name} ok" for name in self.passed] + [f"{one.check} not checked" for one in self.left_out]
+        return f"<Checked: {', '.join([*words, *([str(self.fault)] if self.fault else [])])}>"
+
+
+def check(
+    plan: Plan | str | Path,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    with_model: bool = False,
+    allow: Allow = lambda plan, what: None,
+    report: Report = lambda stage: None,
+) -> Checked:
+    """Whether a plan would run, before any machine is booked.
+
+    Args:
+        plan: or its file.
+        cluster: in place of the plan's own.
+        with_model: build the model even if it is a factory, whose code that runs.
+        allow: asked before the code of a factory runs; may raise.
+    """
+    passed: dict[str, str] = {}
+    left_out: list[LeftOut] = []
+    try:
+        on = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(str(cluster))
+        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
+        for name, detail in _checks(loaded, on, with_model, left_out, allow, report):
+            passed[name] = detail  # noqa: PERF403  # kept when a later one raises
+    except StagewrightError as error:
+        return Checked(passed, tuple(left_out), error)
+    return Checked(passed, tuple(left_out))
+
+
+def _checks(
+    plan: Plan,
+    cluster: Cluster | None,
+    with_model: bool,
+    left_out: list[LeftOut],
+    allow: Allow,
+    report: Report,
+) -> Iterator[tuple[str, str]]:
+    """Name and finding of each check that passes; the first that does not raises. Adds to `left_out` what needs code."""
+    yield "document", f"version {plan.version}, {plan.num_stages} stages on {widths(plan)} ranks"
+    yield "gradients", batch_text(plan)
+    program = stage_program(plan)
+    yield "program", f"{plan.schedule}: {program.num_actions} actions, each once, in order, free of deadlock"
+    if plan.predictions.costs is not None:
+        yield "time", check_promised_time(plan, plan.predictions.costs)
+    why = None if with_model or cluster is not None else _without_model(plan)
+    if why is not None:
+        yield from _checks_of_promises(plan, why, left_out)
+        return
+    allow(plan, "a check on another cluster")
+    yield from _checks_of_model(plan, cluster, report)
+
+
+def _without_model(plan: Plan) -> str | None:
+    """Why the model of a plan is not built unless that is asked for: it is code, or it is not here. None: it is built."""
+    if plan.model.is_code:
+        return f"as building it runs {plan.model.text}; --with-model allows it"
+    try:
+        plan.model.reference()
+    except InputError as error:
+        return f"as it is not here: {error}"
+    return None
+
+
+def _checks_of_promises(plan: Plan, why: str, left_out: list[LeftOut]) -> Iterator[tuple[str, str]]:
+    """What is left to check of a plan whose model is not built, and `why`."""
+    left_out.append(LeftOut("model", why))
+    if plan.predictions.costs is None:
+        why = "as the plan does not say what its stages send; --with-model finds out"
+        left_out.append(LeftOut("transfers", why))
+    else:
+        edges = tuple((one.source, one.target) for one in plan.predictions.costs.transfers)
+        yield "transfers", check_transfers(stage_program(plan), edges)
+    if plan.predictions.ranks:
+        yield "memory", check_promised_memory(plan, plan.cluster.load())
+    else:
+        left_out.append(LeftOut("memory", "as the plan predicts none; --with-model finds out"))
+
+
+def _checks_of_model(plan: Plan, cluster: Cluster | None, report: Report) -> Iterator[tuple[str, str]]:
+    """What can be checked of a plan in the model as it is now."""
+    line = line_of(plan, cluster or plan.cluster.load(), report)
+    operators = sum(stage.stop - stage.start for stage in line.stages)
+    yield "model", f"{plan.model.text}: all {operators} forward operators, each on one stage"
+    yield "transfers", check_transfers(line.program, stage_edges(line.stages))
+    yield "memory", _check_loop(plan, line.cluster) if plan.job.profile.loop else _check_memory(plan, line)
+
+
+def _check_loop(plan: Plan, cluster: Cluster) -> str:
+    """Of a runtime without stages."""
+    again = estimate(plan, cluster)
+    _check_said("it", *(one.predictions.ranks[0].allocated_peak_bytes for one in (again, plan)))
+    return check_promised_memory(again, cluster)
+
+
+def _check_memory(plan: Plan, line: Pipeline) -> str:
+    memories = rank_memories(line)
+    for memory in memories:
+        device = line.device_of(memory.rank)
+        needed, limit = reserved_bytes(memory, device), line.usable_bytes(memory.rank)
+        if needed > limit:
+            raise PlanError(
+                f"rank {memory.rank} needs {format_bytes(needed)} at {memory.at}, "
+                f"{format_bytes(needed - limit)} more than it may use ({format_bytes(limit)}): plan again"
+            )
+    for memory, predicted in zip(memories, plan.predictions.ranks, strict=False):  # of all ranks or of none
+        _check_said(f"rank {memory.rank}", memory.peak_bytes, predicted.allocated_peak_bytes)
+    fullest = max(memories, key=lambda memory: memory.peak_bytes)
+    limit = line.usable_bytes(fullest.rank)
+    return f"at most {format_bytes(fullest.peak_bytes)} (rank {fullest.rank}) of {format_bytes(limit)}"
+
+
+def _check_said(who: str, needed: int, said: int) -> None:
+    if abs(needed - said) > TOLERANCE * needed:
+        raise PlanError(
+            f"{who} needs {format_bytes(needed)}, but the plan says {format_bytes(said)}: plan again"
+        )

@@ -1,0 +1,112 @@
+"""What a plan predicted beside what its run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.cluster import Cluster, load_cluster
+from stagewright.execution.record import Record, clock_error_seconds, load_record, timeline_of
+from stagewright.planning.estimate import line_of
+from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.step_times import simulated
+from stagewright.report.comparison import comparison_document
+from stagewright.report.runs import as_timed, longest_not_run, on_other_devices
+
+if TYPE_CHECKING:
+    from stagewright.simulation import Timeline
+
+Allow = Callable[[Plan, str], None]
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One batch as predicted and as measured."""
+
+    plan: Plan
+    """For batches of the length whose steps were timed."""
+    record: Record
+    predicted: Timeline
+    measured: Timeline
+    document: dict[str, Any]
+    """What `stagewright compare --json` prints."""
+    warnings: list[str]
+    """Why the two should not be expected to agree."""
+
+    def __repr__(self) -> str:
+        """The step; the document is long."""
+        step = self.document["step_seconds"]
+        off = step["measured"] / step["predicted"] - 1 if step["predicted"] else float("inf")
+        return f"<Comparison of {self.plan.model.name}: step {off:+.1%} of what was predicted>"
+
+    def page(self) -> str:
+        """One HTML file: both timelines, and predicted over measured."""
+        from stagewright.report.pictures import html_page, scene_of
+        from stagewright.report.pictures.comparison_panels import comparison_panels
+
+        panels = comparison_panels(self.document, f"{self.plan.model.name} on {self.plan.cluster.name}")
+        others = {"predicted": scene_of(self.predicted)}
+        return html_page(scene_of(self.measured), panels, "measured", others)
+
+
+def compare(
+    plan: Plan | str | Path,
+    record: Record | str | Path,
+    cluster: str | Path | Cluster | None = None,
+    *,
+    allow: Allow = lambda plan, what: None,
+    report: Report = lambda stage: None,
+) -> Comparison:
+    """A plan's predictions beside the record of its run.
+
+    Args:
+        plan: or its file.
+        record: or its file, which `stagewright run` wrote.
+        cluster: predict for that in place of the plan's own, which builds the model.
+        allow: asked before the model is built, which runs the code of a factory; may raise.
+
+    Raises:
+        InputError: a file cannot be read, or the record is of another plan.
+    """
+    ran = record if isinstance(record, Record) else load_record(record)
+    whole = plan if isinstance(plan, Plan) else load_plan(plan)
+    timed = as_timed(whole, ran)
+    measured = timeline_of(ran, timed)
+    planned = timed.cluster.load() if cluster is None else _loaded(cluster)
+    predicted = _predicted(timed, planned, cluster is None, allow, report)
+    document = comparison_document(timed, ran, predicted, measured, clock_error_seconds(ran))
+    return Comparison(
+        timed, ran, predicted, measured, document, [*longest_not_run(whole, ran), *_warnings(ran, planned)]
+    )
+
+
+def _loaded(cluster: str | Path | Cluster) -> Cluster:
+    return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
+
+
+def _predicted(plan: Plan, cluster: Cluster, is_own: bool, allow: Allow, report: Report) -> Timeline:
+    """What the plan promises, or what it would take on another cluster."""
+    if is_own and plan.predictions.costs is not None:
+        return simulated(stage_program(plan), plan.predictions.costs)
+    what = "a plan that does not state its costs" if is_own else "what another cluster would take"
+    allow(plan, f"comparing {what}")
+    return run_timeline(line_of(plan, cluster, report))
+
+
+def _warnings(record: Record, planned: Cluster) -> list[str]:
+    """Why the two should not be expected to agree."""
+    found = on_other_devices(record, planned.device.kind, planned.device.name)
+    if record.is_going_on:
+        done = record.first_step + len(record.losses)
+        found.insert(0, f"the run was still going on when this was written, after step {done}")
+    if record.timed_steps[-1] in record.metered_steps:
+        more = "3 steps or more" if record.timed_length is None else "each length three times or more"
+        found.insert(
+            0, f"the record's times are of a step whose memory was counted, which is slow: run {more}"
+        )
+    return found

@@ -1,0 +1,64 @@
+"""Verbs that need torch, which is imported when one is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stagewright.cluster import Cluster
+from stagewright.cluster.profile import OperatorProfile
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan, load_plan
+from stagewright.tracing.models.reference import ModelReference, resolve
+
+if TYPE_CHECKING:
+    from stagewright.execution.verification import Verification
+
+
+def probe(
+    device: str = "cpu", processes: int = 1, *, time_limit_s: float = 180.0,
+    report: Callable[[str, float], None] = lambda what, fraction: None,
+) -> Cluster:  # fmt: skip
+    """This machine as a cluster of `processes` devices, measured in about fifteen seconds while all of them work.
+
+    Raises:
+        InputError: this machine has no such device, or not as many.
+        RunError: a process fails, or the time is over.
+    """
+    from stagewright.execution.probe import probe as probed
+
+    return probed(device, processes, report, time_limit_s)
+
+
+def profile(
+    model: str | ModelReference, job: Job, microbatches: Sequence[int] = (1,), *, device: str = "cpu",
+    processes: int = 1, seconds: float = 5.0, report: Callable[[str, float], None] = lambda what, fraction: None,
+) -> OperatorProfile:  # fmt: skip
+    """What the operators of a model take on the device at hand, in microbatches of these sizes; `seconds` for each size.
+    `cluster.with_profile(...)` is a cluster to plan for with it.
+
+    Raises:
+        InputError: this machine has no such device, or not as many.
+        RunError: a process fails, or comes no further.
+        TraceError: the model cannot be traced.
+    """
+    from stagewright.execution.profiling import profile as profiled
+
+    reference = model if isinstance(model, ModelReference) else resolve(model)
+    return profiled(reference, job, microbatches, device, processes, seconds, report=report)
+
+
+def verify(
+    model: str, plan: Plan | str | Path, num_layers: int | None = None, *,
+    report: Callable[[str], None] = lambda text: None,
+) -> Verification:  # fmt: skip
+    """Whether a reduced copy of a model, pipelined as `plan` says, trains as it does plainly: `holds` says so.
+
+    Raises:
+        InputError: the plan is for another model or predicted only, or the number of layers does not fit.
+        RunError: a rank failed, or the model cannot be trained plainly.
+    """
+    from stagewright.execution.verification import verify as verified
+
+    return verified(model, plan if isinstance(plan, Plan) else load_plan(plan), num_layers, report)
