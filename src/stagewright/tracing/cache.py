@@ -81,8 +81,8 @@ def trace(
             as many tokens come as leave it. It is costed, not run.
         expand: whether the graph has all layers; without, it may leave out some of many equal ones, as
             `stagewright.graph.depth` says.
-        embedding, head: whether the ranks that share every layer each have some tokens of it (``split``) or all; of a
-            ``gathered`` head each computes the logits of some tokens, and gets those of all before the loss.
+        embedding: whether the ranks that share every layer each have some tokens of it (``split``) or all.
+        head: the same; of a ``gathered`` one each computes the logits of some tokens, and gets those of all before the loss.
         loss: in float32, whatever the type of the logits, or in theirs.
         loss_pieces: slices of the microbatch's tokens for which head and loss are evaluated one after the other.
         further_inputs: what a causal language model is given beside its ``input_ids``: its ``labels``, which it would take
