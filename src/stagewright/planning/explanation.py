@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from stagewright.errors import InputError, ScheduleError
+from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import COMPUTING, levelled
@@ -22,7 +24,10 @@ from stagewright.schedule.program import Program
 from stagewright.schedule.saving import insert_recomputation
 from stagewright.simulation.critical import critical_path
 from stagewright.simulation.timeline import Timeline
-from stagewright.units import format_bytes
+from stagewright.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 _COLLECTIVES = ("gather_seconds", "reduce_seconds", "sum_seconds")
 _LEAST_GAIN = 0.0005
@@ -63,6 +68,27 @@ class Explanation:
     """That would shorten it, most first."""
     errors: tuple[Change, ...]
     """Of the estimate, and what they would make of the step."""
+
+    def __repr__(self) -> str:
+        """The largest part and the largest gain."""
+        most = f"{self.parts[0].what} {format_seconds(self.parts[0].seconds)}" if self.parts else "nothing"
+        gains = [f"{one.what} {one.seconds / self.seconds - 1:+.1%}" for one in self.changes[:1]]
+        return f"<Explanation of {format_seconds(self.seconds)}: {', '.join([most, *gains])}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: all of it."""
+        return html_table(repr(self).strip("<>"), *self._rows())
+
+    def to_dataframe(self) -> DataFrame:
+        """A row per part, change and error; of changes and errors the seconds of a step then. Raises `InputError` without
+        pandas."""
+        return data_frame(*self._rows())
+
+    def _rows(self) -> tuple[list[str], list[list[Any]]]:
+        rows: list[list[Any]] = [["part", one.what, one.seconds, one.count or ""] for one in self.parts]
+        for kind, changes in (("change", self.changes), ("error", self.errors)):
+            rows += [[kind, one.what, one.seconds, one.note] for one in changes]
+        return ["kind", "what", "seconds", "note"], rows
 
 
 def explain(plan: Plan) -> Explanation:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
 
 if TYPE_CHECKING:
+    from pandas import DataFrame
+
     from stagewright.planning.candidate import Choice
 
 _INTERRUPTED = "interrupted: these are the best plans so far, not all configurations were tried"
@@ -60,6 +63,30 @@ class Found:
         if not self.plans:
             return f"<Found no plan; {len(self.excluded)} configurations left out>"
         return f"<Found {len(self.plans)} plans, the best {self.plans[0]!r}; {len(self.excluded)} left out>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the plans, best first."""
+        return html_table(repr(self).strip("<>"), *self._rows())
+
+    def to_dataframe(self) -> DataFrame:
+        """A row per plan, best first; seconds and bytes. Raises `InputError` without pandas."""
+        return data_frame(*self._rows())
+
+    def _rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Names of columns, and the plans."""
+        names = [
+            "pp", "dp", "tp", "cp", "ep", "schedule", "num_stages", "microbatch_size", "num_microbatches", "zero",
+            "step_seconds", "tokens_per_second", "mfu", "bubble_fraction", "reserved_peak_bytes",
+        ]  # fmt: skip
+        return names, [
+            [
+                plan.pp, plan.dp, plan.tp, plan.cp, plan.ep, plan.schedule, plan.num_stages, plan.microbatch_size,
+                plan.num_microbatches, max(plan.sharding), plan.mean_step_seconds,
+                plan.mean_rate(lambda one: one.tokens_per_second), plan.mean_rate(lambda one: one.mfu),
+                plan.predictions.bubble_fraction, plan.predictions.reserved_peak_bytes,
+            ]
+            for plan in self.plans
+        ]  # fmt: skip
 
     @property
     def is_interrupted(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, field_serializer, model_validator
 
@@ -14,6 +14,7 @@ from stagewright.cluster.strict import StrictModel, validated
 from stagewright.documents import CHECKSUM, read_sealed_json, sealed
 from stagewright.errors import InputError
 from stagewright.files import write_whole
+from stagewright.frames import data_frame, html_table
 from stagewright.graph.expert_parallel import width_fault
 from stagewright.limits import MOST_ACTIONS, MOST_DEVICES, MOST_SAMPLES, MOST_STAGES, MOST_TOKENS
 from stagewright.planning.job import Job
@@ -23,6 +24,9 @@ from stagewright.tracing.models.lora import Lora
 from stagewright.tracing.models.reference import ModelReference, resolve
 from stagewright.tracing.models.source import split_factory
 from stagewright.units import format_seconds
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 VERSION = 1
 _REQUIRED_COSTS = frozenset(name for name, field in StepCosts.model_fields.items() if field.is_required())
@@ -176,6 +180,24 @@ class Plan(StrictModel):
         )
 
     __str__ = __repr__
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the stages below what the plan is."""
+        return html_table(repr(self).strip("<>"), *self._stage_rows())
+
+    def to_dataframe(self) -> DataFrame:
+        """A row per stage: rank, cut, seconds and bytes of one microbatch. Raises `InputError` without pandas."""
+        return data_frame(*self._stage_rows())
+
+    def _stage_rows(self) -> tuple[list[str], list[list[Any]]]:
+        """Names of columns, and the stages."""
+        stages = [one.model_dump() for one in self.predictions.stages]
+        placed = zip(self.placement, ("(start)", *self.cuts), self.sharding, strict=True)
+        names = ["stage", "rank", "starts_at", "zero", *(stages[0] if stages else ())]
+        figures = [list(one.values()) for one in stages] or [[] for _ in self.placement]
+        return names, [
+            [number, *own, *figure] for number, (own, figure) in enumerate(zip(placed, figures, strict=True))
+        ]
 
     version: Literal[1] = VERSION
     stagewright: str

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from stagewright.frames import data_frame, html_table
 from stagewright.schedule.action import Action
 from stagewright.simulation.encoding import EncodedProgram
 from stagewright.simulation.memory import MemoryCurve, PatternBytes, memory_curve, peaks_in_program_order
 from stagewright.simulation.streams import COMPUTE_STREAM
 from stagewright.simulation.structure import Structure
 from stagewright.units import format_seconds
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -50,6 +54,24 @@ class Timeline:
     def __repr__(self) -> str:
         """How long it is and how busy; the actions are many."""
         return f"<Timeline of {self.num_ranks} ranks: {format_seconds(self.makespan_s)}, bubble {self.bubble_fraction:.1%}>"
+
+    def _repr_html_(self) -> str:
+        """In a notebook: how busy every rank is."""
+        rows = zip(range(self.num_ranks), self.busy_s.tolist(), self.idle_s.tolist(), strict=True)
+        return html_table(repr(self).strip("<>"), ("rank", "busy_s", "idle_s"), rows)
+
+    def to_dataframe(self) -> DataFrame:
+        """A row per action: rank, action, stage, microbatch (of a whole stage none), start and end in seconds; of an
+        overlapped pair the forward. Raises `InputError` without pandas."""
+        columns = ("rank", "action", "stage", "microbatch", "start_s", "end_s")
+        return data_frame(
+            columns,
+            (
+                (one.rank, str(one.action), one.action.stage, one.action.microbatch, one.start_s, one.end_s)
+                for rank in range(self.num_ranks)
+                for one in self.events(rank)
+            ),
+        )
 
     @property
     def num_ranks(self) -> int:
