@@ -6,12 +6,13 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
+from stagewright.cli.from_file import FromFile, job_keys, overridden, read_and_tell
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.options import Json, Settings, parse_settings
@@ -34,6 +35,7 @@ def estimate(
     context: typer.Context,
     subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model, or a plan.json.")],
     cluster: options.PlannedCluster = None,
+    from_file: FromFile = None,
     job: options.JobFile = None,
     global_batch: options.GlobalBatch = None,
     sequence_length: options.JobSequenceLength = None,
@@ -82,6 +84,7 @@ def estimate(
             --global-batch 128 --sequence-length 8192 --pp 4 --dp 2
     """
     from stagewright.planning import estimate as estimating
+    from stagewright.planning.configuration import Configuration
     from stagewright.planning.plan import load_plan
     from stagewright.tracing.models.reference import resolve
 
@@ -95,23 +98,28 @@ def estimate(
             is_promised = _is_promised(plan, with_model, needs_model)
             found = plan if is_promised else estimating.estimate(plan, on, report=progress)
         else:
-            wanted = options.read_job(
-                job, global_batch=global_batch, sequence_length=sequence_length, dtype=dtype,
-                compiled=compiled or None, memory_limit=memory_limit, runtime=runtime,
-            )  # fmt: skip
-            on = options.as_measured(_cluster(cluster), profile, record)
-            left = on.num_devices // (pp or on.num_devices) // (tp or 1) // (cp or 1)
-            replicas = (max(left, 1) if dp is None else dp) * (cp or 1)
-            refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=tp in (None, 1))
-            reference = tuning.adapted(context, resolve(subject, parse_settings(settings)))
-            found = estimating.estimate(
-                reference, on, wanted, dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, ep=ep or 1,
-                sequence_parallel=sequence_parallel, microbatch=microbatch or 1, chunks=chunks,
-                layers_per_stage=options.parse_layers(layers_per_stage),
+            asked = Configuration(
+                dp=dp, pp=pp, tp=tp or 1, cp=cp or 1, ep=ep or 1, sequence_parallel=sequence_parallel,
+                microbatch=microbatch or 1, chunks=chunks, layers_per_stage=options.parse_layers(layers_per_stage),
                 schedule=schedule or "1f1b", recompute=_recomputes(recompute), zero=zero,
                 reduce_dtype=options.checked_reduce_dtype(reduce_dtype), shard_size=shard_size,
-                shard_units=options.checked_shard_units(shard_units), loss_pieces=options.parse_pieces(loss_pieces),
-                report=progress,
+            )  # fmt: skip
+            keys: dict[str, Any] = {
+                "global_batch": global_batch, "sequence_length": sequence_length, "dtype": dtype,
+                "compiled": compiled or None, "memory_limit": memory_limit, "runtime": runtime,
+            }  # fmt: skip
+            if from_file is not None:
+                reading = read_and_tell(from_file)
+                asked, keys = overridden(context, reading.configuration, asked), job_keys(reading, **keys)
+            wanted = options.read_job(job, **keys)
+            on = options.as_measured(_cluster(cluster), profile, record)
+            left = on.num_devices // (asked.pp or on.num_devices) // asked.tp // asked.cp
+            replicas = (max(left, 1) if asked.dp is None else asked.dp) * asked.cp
+            refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=asked.tp == 1)
+            reference = tuning.adapted(context, resolve(subject, parse_settings(settings)))
+            found = estimating.estimate(
+                reference, on, wanted, **asked.arguments(), shard_units=options.checked_shard_units(shard_units),
+                loss_pieces=options.parse_pieces(loss_pieces), report=progress,
             )  # fmt: skip
         shares = () if by is None else estimating.estimate_breakdown(found, on, by, progress)
     from stagewright.report import plans as report

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 class Target(StrEnum):
     TORCH_PIPELINING = "torch-pipelining"
+    MEGATRON = "megatron"
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
     SKYPILOT = "skypilot"
@@ -37,6 +39,7 @@ def export(
     """Write a plan for another runtime or a launcher.
 
     torch-pipelining: a folder that PyTorch's own pipelines run, without Stagewright: stages as code, their order, a script.
+    megatron: a folder with all arguments of Megatron-LM as JSON and in a shell file that starts it; or one of the two.
     slurm, kubernetes, skypilot: a file that starts `stagewright run` on the plan's cluster.
 
     Example:
@@ -49,9 +52,55 @@ def export(
     if to is Target.TORCH_PIPELINING:
         _write_package(loaded, output, with_model)
         return
+    if to is Target.MEGATRON:
+        _write_settings(loaded, to, output)
+        return
     check_writable(output)
     write_whole(output, launch_file(to.value, loaded, plan.name))
     show(f"Wrote {output}.")
+
+
+def _write_settings(plan: Plan, to: Target, output: Path) -> None:
+    """Settings of another stack: into a folder, or one of its files where `output` has the ending of one."""
+    from stagewright.export.settings import settings_files
+
+    with Progress("exporting") as progress:
+        files, found = settings_files(to.value, plan, progress)
+    alone = [name for name in files if Path(name).suffix == output.suffix]
+    if output.suffix and not alone:
+        endings = ", ".join(sorted({Path(name).suffix for name in files}))
+        raise InputError(f"'{output}': name a new folder, or one file ending in {endings}, with --output")
+    if alone:
+        check_writable(output)
+        write_whole(output, files[alone[0]])
+    else:
+        _check_new(output)
+        _write_folder(output, files)
+    for sentence in found.differences:
+        say(f"not in {to.value}: {sentence}")
+    if found.cost is not None:
+        say(f"{to.value}: {found.cost}")
+    show(f"Wrote {output}.")
+
+
+def _write_folder(folder: Path, files: Mapping[str, str]) -> None:
+    try:
+        with whole_folder(folder) as scratch:
+            for name, text in files.items():
+                write_whole(scratch / name, text)
+    except OSError as error:
+        raise _unwritten(folder, error) from None
+
+
+def _check_new(folder: Path) -> None:
+    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+        raise InputError(f"'{folder}' is there already: name a new folder with --output")
+
+
+def _unwritten(folder: Path, error: OSError) -> InputError:
+    return InputError(
+        f"'{folder}' cannot be written ({error.strerror or error}): make room there, or name another with --output"
+    )
 
 
 def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
@@ -59,8 +108,7 @@ def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
     from stagewright.export.torch_pipelining import not_expressed, torch_package
 
     allow_model(plan, with_model, "the package")
-    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InputError(f"'{folder}' is there already: name a new folder with --output")
+    _check_new(folder)
     with Progress("exporting") as progress:
         from stagewright.execution.starting_files import write_starting
         from stagewright.tracing.cache import trace
@@ -75,9 +123,7 @@ def _write_package(plan: Plan, folder: Path, with_model: bool) -> None:
                 for name, text in package.files.items():
                     write_whole(scratch / name, text)
         except OSError as error:
-            raise InputError(
-                f"'{folder}' cannot be written ({error.strerror or error}): make room there, or name another with --output"
-            ) from None
+            raise _unwritten(folder, error) from None
     for sentence in not_expressed(plan):
         say(f"not in the package: {sentence}")
     show(

@@ -116,6 +116,28 @@ def launch_file(kind: str, plan: Plan, plan_name: str) -> str:
     Raises:
         InputError: nodes have different numbers of devices, or SkyPilot has no such device.
     """
+    nodes, devices = node_shape(plan, kind)
+    device = plan.cluster.load().nodes[0].device
+    accelerator = _ACCELERATORS.get(device.name)
+    if kind == "skypilot" and accelerator is None:
+        raise InputError(
+            f"skypilot: no name of it is known for '{device.name}': write `accelerators` by hand"
+        )
+    name = "".join(c if c.isalnum() else "-" for c in plan.model.name.lower()).strip("-") or "run"
+    resource = "amd.com/gpu" if device.vendor.upper().startswith("AMD") else "nvidia.com/gpu"
+    shared = {"name": name, "devices": devices, "plan": plan_name, "resource": resource}
+    roles = [("Master", 1), *([("Worker", nodes - 1)] if nodes > 1 else [])]
+    replicas = "\n".join(_REPLICA.format(role=role, count=count, **shared) for role, count in roles)
+    title = f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright"
+    return _FILES[kind].format(title=title, nodes=nodes, accelerator=accelerator, replicas=replicas, **shared)
+
+
+def node_shape(plan: Plan, kind: str) -> tuple[int, int]:
+    """Nodes that `plan` fills, and devices of each.
+
+    Raises:
+        InputError: nodes have different numbers of devices, or are not filled; says so of a file of this `kind`.
+    """
     cluster = plan.cluster.load()
     sizes = {group.devices_per_node for group in cluster.nodes}
     if len(sizes) > 1:
@@ -129,17 +151,4 @@ def launch_file(kind: str, plan: Plan, plan_name: str) -> str:
         raise InputError(
             f"{kind}: {plan.num_ranks} ranks do not fill nodes of {devices} devices: plan for whole nodes"
         )
-    nodes, devices = max(nodes, 1), min(devices, plan.num_ranks)
-    device = cluster.nodes[0].device
-    accelerator = _ACCELERATORS.get(device.name)
-    if kind == "skypilot" and accelerator is None:
-        raise InputError(
-            f"skypilot: no name of it is known for '{device.name}': write `accelerators` by hand"
-        )
-    name = "".join(c if c.isalnum() else "-" for c in plan.model.name.lower()).strip("-") or "run"
-    resource = "amd.com/gpu" if device.vendor.upper().startswith("AMD") else "nvidia.com/gpu"
-    shared = {"name": name, "devices": devices, "plan": plan_name, "resource": resource}
-    roles = [("Master", 1), *([("Worker", nodes - 1)] if nodes > 1 else [])]
-    replicas = "\n".join(_REPLICA.format(role=role, count=count, **shared) for role, count in roles)
-    title = f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright"
-    return _FILES[kind].format(title=title, nodes=nodes, accelerator=accelerator, replicas=replicas, **shared)
+    return max(nodes, 1), min(devices, plan.num_ranks)

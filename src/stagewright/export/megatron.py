@@ -1,15 +1,32 @@
-"""A plan as the options of Megatron-LM's `pretrain_gpt.py`."""
+"""A plan as the options of Megatron-LM's `pretrain_gpt.py`, and as a shell file that starts it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+import json
+import shlex
+from collections.abc import Iterator, Sequence
 
+from stagewright.errors import InputError
+from stagewright.export.expressed import Expressed, Stack
+from stagewright.export.launch_files import node_shape
+from stagewright.export.megatron_layout import write_layout
+from stagewright.export.megatron_model import model_options
+from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import layers_per_stage
 
 RUNTIME = "megatron-core+te"
 """The runtime that is today's Megatron-LM."""
+
+STACK = Stack(
+    name="megatron",
+    runtime=RUNTIME,
+    schedules=("1f1b", "interleaved-1f1b"),
+    recomputes=("none", "full"),
+    level=lambda level, pp: min(level, 1),
+    shards_in_groups=True,
+)
+"""Its distributed optimizer shards optimizer state, and its recomputation has as large a part of every layer."""
 
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -24,6 +41,68 @@ def megatron_options(plan: Plan) -> tuple[str, ...]:
     if plan.job.runtime != RUNTIME or (counts is None and plan.num_stages > 1):
         return ()
     return tuple(_options(plan, counts or ()))
+
+
+def megatron_arguments(plan: Plan) -> tuple[str, ...]:
+    """All that `pretrain_gpt.py` needs for a plan of its runtime but the data, one option with its value each.
+
+    Raises:
+        InputError: it has no such model or optimizer; says why.
+    """
+    if plan.model.is_code or plan.model.lora is not None:
+        what = "adapters of a model" if plan.model.lora else f"a factory ({plan.model.text})"
+        raise InputError(
+            f"megatron: its models are made from options, and this is {what}: plan for a config.json without --lora, or "
+            "train with `stagewright run`"
+        )
+    config = plan.model.reference().config or {}
+    model = model_options(config, plan.job.sequence_length, plan.tp)
+    return (*model, *megatron_options(plan), *_training(plan.job))
+
+
+def argv(options: Sequence[str]) -> list[str]:
+    """Options as a program is given them.
+
+    >>> argv(("--bf16", "--seq-length 4096", '--moe-layer-freq "([0]*3+[1]*58)"'))
+    ['--bf16', '--seq-length', '4096', '--moe-layer-freq', '([0]*3+[1]*58)']
+    """
+    return [word for option in options for word in shlex.split(option)]
+
+
+def megatron_files(found: Expressed) -> dict[str, str]:
+    """`train.sh`, which starts Megatron-LM on every node, and `argv.json`, its arguments.
+
+    Raises:
+        InputError: as `megatron_arguments`; or nodes have different numbers of devices.
+    """
+    plan = found.plan
+    options = megatron_arguments(plan)
+    nodes, devices = node_shape(plan, "megatron")
+    title = f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright"
+    comments = "\n".join(f"# {line}" for line in (title, *found.notes))
+    arguments = "\n".join(f"  {option}" for option in options)
+    script = _SCRIPT.format(comments=comments, nodes=nodes, devices=devices, arguments=arguments)
+    return {"train.sh": script, "argv.json": json.dumps(argv(options), indent=1) + "\n"}
+
+
+_SCRIPT = """\
+#!/bin/bash
+{comments}
+# Every node runs this: MEGATRON=/path/to/Megatron-LM MASTER_ADDR=... NODE_RANK=... bash train.sh --data-path ...
+set -euo pipefail
+export CUDA_DEVICE_MAX_CONNECTIONS="${{CUDA_DEVICE_MAX_CONNECTIONS:-1}}"
+
+ARGUMENTS=(
+{arguments}
+)
+
+# Tokenizer and data are yours: name them behind the script. Without any, random tokens show that it runs.
+[ "$#" -gt 0 ] || set -- --mock-data --tokenizer-type NullTokenizer
+
+torchrun --nproc-per-node {devices} --nnodes {nodes} --node-rank "${{NODE_RANK:-0}}" \\
+  --master-addr "${{MASTER_ADDR:-localhost}}" --master-port "${{MASTER_PORT:-29500}}" \\
+  "${{MEGATRON:-.}}/pretrain_gpt.py" "${{ARGUMENTS[@]}}" "$@"
+"""
 
 
 def shell_lines(options: tuple[str, ...], width: int = 78) -> str:
@@ -59,37 +138,44 @@ def _options(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
     yield f"--micro-batch-size {plan.microbatch_size}"
     yield f"--global-batch-size {plan.job.global_batch}"
     yield f"--seq-length {plan.job.sequence_length}"
-    yield f"--{plan.job.dtype}"
+    yield from _precision(plan.job.dtype)
     if "layers" in plan.memory_policy:
         yield "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     elif "selective" in plan.memory_policy:
         yield "--recompute-granularity selective"
     if max(plan.sharding):
         yield "--use-distributed-optimizer"
+        if plan.shard_size is not None:
+            yield f"--num-distributed-optimizer-instances {plan.num_holders // plan.shard_size}"
+    if plan.reduce_dtype == "bf16":
+        yield "--grad-reduce-in-bf16"
     if plan.dp > 1 and plan.job.profile.overlaps_reduction:
         yield "--overlap-grad-reduce"
         if max(plan.sharding):
             yield "--overlap-param-gather"
 
 
+def _precision(dtype: str) -> Iterator[str]:
+    yield "--fp16" if dtype == "fp16" else "--bf16"
+    if dtype == "fp8":
+        yield "--fp8-format hybrid"
+
+
 def _stages(plan: Plan, counts: tuple[int, ...]) -> Iterator[str]:
     """Chunks by their number where all stages are equal, else layer by layer."""
     if len(set(counts)) > 1:
-        yield f'--pipeline-model-parallel-layout "{_drawn(counts)}"'
+        yield f'--pipeline-model-parallel-layout "{write_layout(counts)}"'
     elif plan.num_stages > plan.pp:
         yield f"--num-virtual-stages-per-pipeline-rank {plan.num_stages // plan.pp}"
 
 
-def _drawn(counts: tuple[int, ...]) -> str:
-    """Stages from first to last: E the embedding, t a layer, L head and loss.
-
-    >>> _drawn((1, 2, 2, 2, 2, 1)), _drawn((3, 2))
-    ('Et|(t*2|)*4tL', 'Et*3|t*2L')
-    """
-    layers = [f"t*{count}" if count > 1 else "t" * count for count in counts]
-    first, *inner, last = layers
-    middle = ""
-    for drawn, group in groupby(inner):
-        num = len(list(group))
-        middle += f"({drawn}|)*{num}" if num > 1 else f"{drawn}|"
-    return f"E{first}|{middle}{last}L"
+def _training(job: Job) -> Iterator[str]:
+    """Optimizer, learning rate and number of steps."""
+    decay = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd": "WSD"}[job.lr_schedule]
+    yield f"--optimizer adam --lr {job.learning_rate:g} --min-lr {job.learning_rate * job.final_fraction:g}"
+    yield f"--lr-decay-style {decay} --lr-warmup-iters {job.warmup_steps}"
+    if job.lr_schedule == "wsd":
+        yield f"--lr-wsd-decay-style linear --lr-wsd-decay-iters {job.decay_steps or max(1, job.num_steps // 10)}"
+    yield f"--weight-decay {job.weight_decay:g} --adam-beta1 {job.betas[0]:g} --adam-beta2 {job.betas[1]:g}"
+    yield f"--adam-eps {job.eps:g} --clip-grad {job.clip_norm or 0.0:g}"
+    yield f"--train-iters {job.num_steps} --seed {max(job.seed, 1)}"

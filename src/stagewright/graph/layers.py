@@ -70,8 +70,13 @@ def layer_cuts(graph: OperatorGraph, layers_per_stage: Sequence[int]) -> tuple[i
             f"layers per stage {','.join(map(str, layers_per_stage))}: only the first and the last stage may have none"
         )
     before = list(accumulate(layers_per_stage))[:-1]
-    last = graph.position[max(node for node in graph.body if layer_of(graph.nodes[node].module))]
-    return tuple(begins[count] if count < len(begins) else last + 1 for count in before)
+    places = [*begins, layer_end(graph)]
+    return tuple(places[count] for count in before)
+
+
+def layer_end(graph: OperatorGraph) -> int:
+    """The position in the body behind the last layer."""
+    return 1 + graph.position[max(node for node in graph.body if layer_of(graph.nodes[node].module))]
 
 
 def layer_inputs(graph: OperatorGraph) -> frozenset[int]:

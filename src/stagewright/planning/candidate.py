@@ -289,7 +289,9 @@ def make_candidate(body: BodyCosts, choice: Choice, cluster: Cluster, job: Job) 
         PlanError: more stages than legal cuts allow.
     """
     if is_cut_between_layers(choice, job):
-        return with_cuts(body, choice, _cuts_between_layers(body.graph, choice), cluster, job)
+        return with_cuts(
+            body, choice, _cuts_between_layers(body.graph, choice, make_program(choice)), cluster, job
+        )
     start = fastest_partition(body, choice, cluster)[0]
     return within_memory(with_cuts(body, choice, start, cluster, job), body)
 
@@ -300,7 +302,7 @@ def faster_candidate(
     """As `make_candidate`; None where a step is known to take `below_s` or longer."""
     if not is_cut_between_layers(choice, job):
         return make_candidate(body, choice, cluster, job)
-    cuts = _cuts_between_layers(body.graph, choice)
+    cuts = _cuts_between_layers(body.graph, choice, make_program(choice))
     if takes_longer(body, choice, cuts, cluster, job, below_s):
         return None
     return with_cuts(body, choice, cuts, cluster, job)
@@ -324,9 +326,15 @@ def is_cut_between_layers(choice: Choice, job: Job) -> bool:
     return choice.layers_per_stage is not None or job.profile.partition == "layers"
 
 
-def _cuts_between_layers(graph: OperatorGraph, choice: Choice) -> tuple[int, ...]:
+def under_order(body: BodyCosts, choice: Choice, order: Program, cluster: Cluster, job: Job) -> Candidate:
+    """`choice` with the forwards and backwards of `order` in place of those of its schedule, cut between layers."""
+    program = insert_recomputation(order, range(order.num_stages)) if choice.recompute else order
+    return with_cuts(body, choice, _cuts_between_layers(body.graph, choice, order), cluster, job, program)
+
+
+def _cuts_between_layers(graph: OperatorGraph, choice: Choice, program: Program) -> tuple[int, ...]:
     """Stages of as many layers as `choice` says; else of as even numbers as there can be."""
-    asked, wanted = choice.layers_per_stage, make_program(choice).num_stages
+    asked, wanted = choice.layers_per_stage, program.num_stages
     if asked is None:
         return layer_cuts(graph, even_layers(graph, wanted)) if wanted > 1 else ()
     if len(asked) != wanted:
@@ -356,9 +364,16 @@ def within_memory(start: Candidate, body: BodyCosts) -> Candidate:
     return best
 
 
-def with_cuts(body: BodyCosts, choice: Choice, cuts: Sequence[int], cluster: Cluster, job: Job) -> Candidate:
-    """`choice` with the given partition."""
-    program = make_program(choice)
+def with_cuts(
+    body: BodyCosts,
+    choice: Choice,
+    cuts: Sequence[int],
+    cluster: Cluster,
+    job: Job,
+    program: Program | None = None,
+) -> Candidate:
+    """`choice` with the given partition, under `program` in place of that of its schedule if one is given."""
+    program = program or make_program(choice)
     if choice.level >= GRADIENTS:
         return _best_in_units(body, choice, cuts, program, cluster, job)
     return of_line(choice, cuts, with_program(body, choice, cuts, program, cluster, job))

@@ -15,7 +15,7 @@ from stagewright.graph import OperatorGraph
 from stagewright.graph.expert_parallel import width_fault
 from stagewright.graph.layers import layer_begins
 from stagewright.graph.policy import attention_scores
-from stagewright.planning.candidate import Choice, make_candidate, make_plan
+from stagewright.planning.candidate import Choice, make_candidate, make_plan, under_order
 from stagewright.planning.job import Job
 from stagewright.planning.lengths import with_lengths
 from stagewright.planning.loss_pieces import in_pieces, logits_bytes, pieces_by_share
@@ -28,6 +28,7 @@ from stagewright.planning.prediction.sharding import check_shard_size
 from stagewright.planning.prediction.units import check_shard_units
 from stagewright.planning.predictions import Predictions
 from stagewright.planning.space import LossPieces, Recompute
+from stagewright.schedule import Program
 from stagewright.tracing.cache import trace as cached_trace
 from stagewright.tracing.models.reference import ModelReference, resolve
 
@@ -56,6 +57,7 @@ def estimate(
     shard_size: int | None = None,
     shard_units: int | None = None,
     loss_pieces: LossPieces = 1,
+    program: Program | None = None,
     report: Report = lambda stage: None,
     trace: Trace = cached_trace,
 ) -> Plan:
@@ -69,8 +71,9 @@ def estimate(
     code checkpoints, as by default where it does; `chunks` stages per rank are for schedules that place several, and
     `layers_per_stage` says how many numbered layers each has; `zero` is what replicas share out (0 to 3), at most
     `shard_size` of them among each other, with sums of gradients in `reduce_dtype`, and each stage gathered and reduced in
-    `shard_units` pieces (by default what is fastest). Head and loss are evaluated in `loss_pieces` slices of tokens, with
-    ``auto`` in several where logits are large.
+    `shard_units` pieces (by default what is fastest). `program` is the order of forwards and backwards, for stages of
+    `layers_per_stage`, where `schedule` names none that is built. Head and loss are evaluated in `loss_pieces` slices of
+    tokens, with ``auto`` in several where logits are large.
 
     The model is built, which runs the code of a factory; what a plan promises is in its `predictions`, without that.
 
@@ -119,7 +122,11 @@ def estimate(
     traced = job.traced(cluster.nodes[0].device.kind) | layers | {"expand": False}
     body = body_costs(_trace(reference, choice.microbatch_size, traced, report, trace), cluster, job)
     choice = replace(choice, **_recomputation(recompute, body.graph, job))
-    plan = make_plan(make_candidate(body, choice, cluster, job), body, reference)
+    if program is None:
+        candidate = make_candidate(body, choice, cluster, job)
+    else:
+        candidate = under_order(body, choice, program, cluster, job)
+    plan = make_plan(candidate, body, reference)
     return _of_loop(_over_lengths(plan, cluster, report, trace), cluster, report, trace)
 
 

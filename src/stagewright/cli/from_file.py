@@ -1,0 +1,49 @@
+"""`--from FILE`: a configuration that is read, under the options of the command line."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from stagewright.cli.refuse import is_given
+from stagewright.text import say
+
+if TYPE_CHECKING:
+    from stagewright.export.reading import Reading
+    from stagewright.planning.configuration import Configuration
+
+FromFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="The configuration of a file: a script or argv.json of Megatron-LM, torchtitan's TOML, DeepSpeed's JSON, or a "
+        "TOML with options of this verb; options override it.",
+    ),
+]
+
+
+def read_and_tell(path: Path) -> Reading:
+    """What a file says, with what of it is not taken on stderr."""
+    from stagewright.export.reading import read_configuration
+
+    reading = read_configuration(path)
+    say(f"{path}: {reading.summary()}")
+    for note in reading.notes:
+        say(f"not taken: {note}")
+    return reading
+
+
+def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
+    """Keys of a job: those of the file, and in their place the options that are given, which are not None."""
+    runtime = {} if reading.runtime is None else {"runtime": reading.runtime}
+    return {**runtime, **reading.job, **{name: value for name, value in options.items() if value is not None}}
+
+
+def overridden(context: typer.Context, read: Configuration, options: Configuration) -> Configuration:
+    """`read` with the options that are on the command line."""
+    changed = {one.name: getattr(options, one.name) for one in fields(options) if is_given(context, one.name)}
+    return replace(read, **changed)

@@ -1,0 +1,228 @@
+"""What another stack makes of a plan: the nearest configuration that it runs, and what the difference costs.
+
+A plan may be cut inside a layer, order its passes as no schedule does, and recompute other tensors on every stage. Of the
+configurations that a stack does run those next to the plan are predicted as `stagewright estimate` predicts them, and the
+fastest that fits is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from stagewright.errors import InputError
+from stagewright.estimation.runtime import load_runtime
+from stagewright.graph.layers import even_layers
+from stagewright.planning.configuration import (
+    Configuration,
+    Recomputed,
+    configuration_of,
+    is_looped,
+    whole_layers,
+)
+from stagewright.planning.estimate import estimate, graph_of
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.promises import usable_bytes
+from stagewright.units import format_bytes, format_seconds
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a training framework runs of what a plan may say."""
+
+    name: str
+    runtime: str | None
+    """Whose execution it is, as `--runtime` has it; None: that of the plan."""
+    schedules: tuple[str, ...]
+    """Those that it knows by name."""
+    recomputes: tuple[Recomputed, ...]
+    level: Callable[[int, int], int]
+    """Which ZeRO level it runs in place of one, at so many pipeline ranks."""
+    widths: tuple[str, ...] = ("tp", "cp", "ep")
+    """Kinds of parallelism that it has beside pipelines and replicas."""
+    reads_orders: bool = False
+    """Whether it runs any order of passes, of stages that go round the ranks."""
+    shards_in_groups: bool = False
+
+
+@dataclass(frozen=True)
+class Expressed:
+    """A plan as a stack runs it."""
+
+    plan: Plan
+    """What it runs, under its runtime."""
+    configuration: Configuration
+    differences: tuple[str, ...]
+    """What of the plan that was asked for is not in it, a sentence each."""
+    cost: str | None
+    """What it takes in predicted time and memory, beside the plan; None where it is the plan."""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """All of it, a sentence each."""
+        return self.differences if self.cost is None else (*self.differences, self.cost)
+
+
+def expressed(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> Expressed:
+    """The configuration next to `plan` that `stack` runs.
+
+    Raises:
+        InputError: it has no such parallelism, or does not train in the precision.
+        PlanError: the model has changed since.
+    """
+    _check_widths(plan, stack)
+    job = _job_of(plan.job, stack.runtime or plan.job.runtime)
+    ways, differences = _ways(plan, stack, report)
+    if not differences and len(ways) == 1 and job.runtime == plan.job.runtime:
+        return Expressed(plan, ways[0], (), None)
+
+    def predicted(configuration: Configuration, one: Job) -> Plan:
+        report(f"predicting {configuration.schedule}")
+        cluster = plan.cluster.load()
+        return estimate(plan.model.resolved(), cluster, one, report=report, **configuration.arguments())
+
+    tried = {way: predicted(way, plan.job) for way in ways}
+    nearest = min(ways, key=lambda way: _worth(tried[way]))
+    own = tried[nearest]
+    there = own if job.runtime == plan.job.runtime else predicted(nearest, job)
+    if configuration_of(plan).recompute not in stack.recomputes:
+        differences.append(
+            f"stages save tensors of their own choice under the plan, and there all {_DOES[nearest.recompute or 'none']}"
+        )
+    return Expressed(there, nearest, tuple(differences), _cost(plan, own, there, bool(differences)))
+
+
+def _job_of(job: Job, runtime: str) -> Job:
+    """`job` under another runtime. Raises `InputError` where that does not train so."""
+    compiles = job.compiled and not load_runtime(runtime).kernels
+    changed = job.model_copy(update={"runtime": runtime, "compiled": compiles})
+    changed.check_runtime()
+    return changed
+
+
+def _check_widths(plan: Plan, stack: Stack) -> None:
+    for name in ("tp", "cp", "ep"):
+        width = getattr(plan, name)
+        if width > 1 and name not in stack.widths:
+            raise InputError(
+                f"{stack.name}: {name} {width} has no counterpart in its configuration: plan with --{name} 1, or export to "
+                "another stack"
+            )
+
+
+def _ways(plan: Plan, stack: Stack, report: Report) -> tuple[list[Configuration], list[str]]:
+    """Configurations next to `plan`, and what is given up in all of them."""
+    asked = configuration_of(plan)
+    differences = list(_given_up(plan, stack))
+    base = replace(
+        asked,
+        zero=_level(asked, stack),
+        shard_size=asked.shard_size if stack.shards_in_groups else None,
+        recompute=asked.recompute if asked.recompute in stack.recomputes else None,
+    )
+    if base.zero != asked.zero:
+        differences.append(
+            f"replicas shard as ZeRO {base.zero}, and under the plan as ZeRO {asked.zero or 0}"
+        )
+    pipelines, changed = _pipelines(plan, base, stack, report)
+    kept = (base.recompute,) if base.recompute else stack.recomputes  # tried in turn
+    found = [replace(one, recompute=way) for one, way in product(pipelines, kept)]
+    return found, [*differences, *changed]
+
+
+def _level(asked: Configuration, stack: Stack) -> int | None:
+    """What is sharded; sums at the end of the batch (None) stay what they are where nothing is."""
+    level = stack.level(asked.zero or 0, asked.pp or 1)
+    return level if level or asked.zero else asked.zero
+
+
+def _pipelines(
+    plan: Plan, base: Configuration, stack: Stack, report: Report
+) -> tuple[list[Configuration], list[str]]:
+    """Schedules and cuts next to those of `plan`, and in what they differ."""
+    if plan.pp == 1:
+        return [replace(base, schedule="1f1b", chunks=None, layers_per_stage=None)], []
+    graph = graph_of(plan, report)
+    counts, moves = whole_layers(plan, graph)
+    differences = ["cuts inside layers go to the nearest place between layers"] if moves else []
+    is_whole = 0 not in counts[1:-1]
+    if is_whole and plan.schedule in stack.schedules:
+        return [replace(base, layers_per_stage=counts)], differences
+    if is_whole and stack.reads_orders and is_looped(plan) and len(counts) == plan.num_stages:
+        order = stage_program(plan).compute_only()
+        program = order.with_ranks(
+            (one for one in actions if one.kind.value != "R") for actions in order.ranks
+        )
+        return [replace(base, layers_per_stage=counts, program=program)], differences
+    num_layers = sum(counts)
+    chunks = min(max(1, round(len(counts) / plan.pp)), num_layers // plan.pp)
+    found = [replace(base, schedule="1f1b", chunks=None, layers_per_stage=even_layers(graph, plan.pp))]
+    if chunks > 1 and plan.num_microbatches % plan.pp == 0 and "interleaved-1f1b" in stack.schedules:
+        layers = even_layers(graph, plan.pp * chunks)
+        found.append(replace(base, schedule="interleaved-1f1b", chunks=chunks, layers_per_stage=layers))
+    if is_whole and len(counts) == plan.pp and is_looped(plan):
+        found.append(replace(found[0], layers_per_stage=counts))
+    what = f"the order of passes that {plan.schedule} has" if plan.schedule not in stack.schedules else (
+        f"{len(counts)} stages of less than a layer"
+    )  # fmt: skip
+    return found, [*differences, f"{what} is not among its schedules ({', '.join(stack.schedules)})"]
+
+
+def _given_up(plan: Plan, stack: Stack) -> Iterator[str]:
+    """What no configuration of a stack says."""
+    if plan.loss_pieces > 1:
+        yield f"the loss goes in {plan.loss_pieces} pieces under the plan, and there whole"
+    if plan.host_optimizer:
+        yield "the optimizer runs on the host under the plan, and there on the devices"
+    if plan.shard_size is not None and not stack.shards_in_groups:
+        yield f"replicas shard in groups of {plan.shard_size} under the plan, and there all together"
+    if plan.job.documents_apart:
+        yield "documents of a sample see each other there"
+    if plan.job.sequence_lengths:
+        yield f"batches have one length there, {plan.job.sequence_length} tokens"
+    if not plan.job.is_plain_adamw:
+        yield f"the optimizer is {plan.job.optimizer} under the plan, and there AdamW"
+    if plan.devices and plan.devices != tuple(range(plan.num_ranks)):
+        yield "ranks are on devices of the plan's choice, and there in the order of the nodes"
+
+
+def _worth(plan: Plan) -> tuple[bool, float]:
+    """Least is best: what fits, the faster; else what lacks least."""
+    spare = _spare_bytes(plan)
+    return (True, -spare) if spare < 0 else (False, plan.predictions.step_seconds)
+
+
+def _spare_bytes(plan: Plan) -> int:
+    limits = usable_bytes(plan, plan.cluster.load())
+    return min(limits[one.rank] - one.reserved_peak_bytes for one in plan.predictions.ranks)
+
+
+_DOES = {
+    "none": "keep everything", "full": "recompute every layer", "selective": "recompute selectively",
+    "model": "recompute as the model says",
+}  # fmt: skip
+
+
+def _cost(plan: Plan, own: Plan, there: Plan, differs: bool) -> str:
+    """Predicted step and memory of what runs, beside those of the plan."""
+    parts = []
+    if differs:
+        asked, taken = plan.predictions, own.predictions
+        parts.append(
+            f"with these a step takes {format_seconds(taken.step_seconds)} in place of {format_seconds(asked.step_seconds)} "
+            f"({taken.step_seconds / asked.step_seconds - 1:+.1%}), and {format_bytes(taken.reserved_peak_bytes)} of memory "
+            f"in place of {format_bytes(asked.reserved_peak_bytes)}"
+        )
+    if there.job.runtime != plan.job.runtime:
+        parts.append(
+            f"as {there.job.runtime} runs it, {format_seconds(there.predictions.step_seconds)} a step and "
+            f"{format_bytes(there.predictions.reserved_peak_bytes)} are predicted"
+        )
+    if (spare := _spare_bytes(there)) < 0:
+        parts.append(f"which is {format_bytes(-spare)} more than there is")
+    return "; ".join(parts)

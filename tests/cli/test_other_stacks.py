@@ -1,0 +1,90 @@
+"""`export` to other frameworks and `--from` their files, on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from stagewright.cli.app import app
+from stagewright.cluster import load_cluster
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.tracing.models.reference import resolve
+
+MODEL = ("tiny-llama", "--set", "num_hidden_layers=4")
+CLUSTER = ("--cluster", "4x-h100")
+
+
+def call(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan of our own runtime, cut inside layers and with a schedule of its own."""
+    job = Job(global_batch=16, sequence_length=64)
+    reference = resolve("tiny-llama", {"num_hidden_layers": 4})
+    plan = estimate(reference, load_cluster("4x-h100"), job, pp=2, dp=2, schedule="zb-h1")
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    plan.save(path)
+    return path
+
+
+def test_what_megatron_has_not_is_said_with_its_price(plan_file: Path, tmp_path: Path) -> None:
+    done = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "launch")
+    assert done.exit_code == 0, done.stderr
+    assert "the order of passes that zb-h1 has is not among its schedules" in done.stderr
+    assert "with these a step takes" in done.stderr and "as megatron-core+te runs it" in done.stderr
+    script = (tmp_path / "launch" / "train.sh").read_text()
+    for line in done.stderr.splitlines():
+        assert f"# {line.partition(': ')[2]}" in script
+    again = call("estimate", *MODEL, *CLUSTER, "--from", tmp_path / "launch" / "train.sh", "--json")
+    assert again.exit_code == 0, again.stderr
+    found = json.loads(again.stdout)
+    assert f"{1e3 * found['step_seconds']:.1f} ms a step" in done.stderr
+
+
+def test_one_file_is_written_by_its_ending(plan_file: Path, tmp_path: Path) -> None:
+    assert call("export", plan_file, "--to", "megatron", "-o", tmp_path / "mine.json").exit_code == 0
+    assert json.loads((tmp_path / "mine.json").read_text())[0] == "--num-layers"
+    refused = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "mine.txt")
+    assert refused.exit_code == 2 and ".json, .sh" in refused.stderr
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    refused = call("export", plan_file, "--to", "megatron", "-o", tmp_path / "full")
+    assert refused.exit_code == 2 and "is there already" in refused.stderr
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "torchrun pretrain_gpt.py --pipeline-model-parallel-size 2 --micro-batch-size 2 --bf16 --global-batch-size 16 "
+        "--seq-length 64 --lr 1e-4 --use-flash-attn"
+    )
+    words = ("estimate", *MODEL, *CLUSTER, "--from", script)
+    done = call(*words)
+    assert done.exit_code == 0, done.stderr
+    assert "pp 2 x dp 2, 1f1b, 4 microbatches of 2, under megatron-core+te" in done.stdout
+    assert "5 settings read, 1 without influence, 1 not taken" in done.stderr
+    assert "--use-flash-attn is not in the prediction" in done.stderr
+    done = call(*words, "--microbatch", "1", "--global-batch", "8", "--runtime", "stagewright")
+    assert "pp 2 x dp 2, 1f1b, 4 microbatches of 1" in done.stdout and "megatron" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("a.sh", "--micro-batch-size x", "line 1: --micro-batch-size x: give a whole number"),
+        ("a.json", "[1, 2", "a.json"),
+        ("a.json", '{"a": 1}', "give a shell file or argv.json"),
+        ("a.toml", "a = ", "not valid TOML"),
+    ],
+)
+def test_a_malformed_file_is_one_error(tmp_path: Path, name: str, text: str, why: str) -> None:
+    (tmp_path / name).write_text(text)
+    done = call("estimate", *MODEL, *CLUSTER, "--from", tmp_path / name)
+    assert done.exit_code == 2 and why in done.stderr and done.stderr.count("error:") == 1
+    assert call("estimate", *MODEL, *CLUSTER, "--from", tmp_path / "none.sh").exit_code == 2

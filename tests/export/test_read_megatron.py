@@ -1,0 +1,169 @@
+"""Arguments of Megatron-LM read: what they configure, what of them is not taken, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError
+from stagewright.export.reading import Reading, read_configuration
+from stagewright.export.settings import settings_files
+from stagewright.planning.configuration import configuration_of
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.tracing.models.reference import resolve
+
+JOB = Job(global_batch=64, sequence_length=512, runtime="megatron-core+te")
+SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
+SCRIPT = """\
+#!/bin/bash
+TP=4        # within a node
+PP=${PP:-2}
+export MICRO="1"
+ARGS=(
+    --tensor-model-parallel-size $TP --sequence-parallel
+    --pipeline-model-parallel-size ${PP}
+    --micro-batch-size $MICRO \\
+    --global-batch-size 128   # samples
+    --lr 3e-4
+)
+ARGS+=("--fp8-format hybrid" --bf16 --use-distributed-optimizer)
+torchrun --nproc_per_node 8 --nnodes 4 pretrain_gpt.py ${ARGS[@]} --seq-length=4096 \\
+    --num-layers 32 --moe-router-fusion --tensor-model-parallel 8
+"""
+
+
+def read(folder: Path, text: str, name: str = "train.sh") -> Reading:
+    path = folder / name
+    path.write_text(text)
+    return read_configuration(path)
+
+
+def test_a_script_is_read_with_its_variables(tmp_path: Path) -> None:
+    found = read(tmp_path, SCRIPT)
+    asked = found.configuration
+    assert (asked.tp, asked.pp, asked.dp, asked.microbatch, asked.zero) == (4, 2, 4, 1, 1)
+    assert asked.sequence_parallel and asked.schedule == "1f1b" and asked.recompute == "none"
+    assert found.job == {"global_batch": 128, "sequence_length": 4096, "dtype": "fp8"}
+    assert found.runtime == "megatron-core+te" and found.model == {"num-layers": "32"}
+    assert (found.num_read, found.num_without_influence) == (9, 3)
+
+
+def test_what_is_not_taken_is_said_by_name(tmp_path: Path) -> None:
+    notes = read(tmp_path, SCRIPT).notes
+    assert "--moe-router-fusion is not in the prediction" in notes
+    (unknown,) = (note for note in notes if "not known" in note)
+    assert unknown.startswith(
+        "--tensor-model-parallel is not known (did you mean 'tensor-model-parallel-size'"
+    )
+    assert "line 13" in unknown  # where the continued line begins
+    again = read(tmp_path, SCRIPT + "--micro-batch-size 2\n--micro-batch-size $3\n")
+    assert any("--micro-batch-size is given 3 times" in note for note in again.notes)
+    assert any("$3, which the file does not set" in note for note in again.notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "chunks"),
+    [
+        ('--pipeline-model-parallel-layout "Et*3|(t*4|)*2tL"', (3, 4, 4, 1), None),
+        ('--pipeline-model-parallel-layout "Et|(t*2|)*6tL"', (1, *[2] * 6, 1), 2),
+        ("--num-virtual-stages-per-pipeline-rank 3", None, 3),
+        ("--num-layers 32 --num-layers-per-virtual-pipeline-stage 2", None, 4),
+        (
+            "--num-layers 14 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+            (3, 4, 4, 3),
+            None,
+        ),
+        ("--num-layers 12 --decoder-first-pipeline-num-layers 2", (2, 3, 3, 3), None),
+    ],
+)
+def test_all_ways_to_lay_stages_out(tmp_path: Path, options: str, layers: Any, chunks: int | None) -> None:
+    found = read(tmp_path, f"--pipeline-model-parallel-size 4 {options}").configuration
+    assert (found.layers_per_stage, found.chunks) == (layers, chunks)
+    assert found.schedule == ("1f1b" if chunks is None else "interleaved-1f1b")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (
+            "--pipeline-model-parallel-size two",
+            "line 1: --pipeline-model-parallel-size two: give a whole number",
+        ),
+        ("\n--micro-batch-size 0", "line 2: --micro-batch-size 0"),
+        ("--seq-length 1 --recompute-granularity ful", r"'full'.*: give full or selective"),
+        (
+            '--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "Et|t|tL"',
+            "3 stages, no multiple of the 2",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+            "--num-layers, which is missing",
+        ),
+        ("echo hello", "no option of Megatron-LM"),
+        ("", "no option of Megatron-LM"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why) as caught:
+        read(tmp_path, text)
+    assert "train.sh" in str(caught.value)
+
+
+def planned(**widths: Any) -> Plan:
+    options: Any = {"tp": 2, "pp": 4, "dp": 2, "zero": 1, "sequence_parallel": True, "microbatch": 2} | widths
+    return estimate(resolve("llama-3-8b", SMALL), load_cluster("2x8x-h100"), JOB, **options)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "chunks": {"schedule": "interleaved-1f1b", "chunks": 2},
+    "uneven": {"layers_per_stage": (1, 3, 3, 1)},
+    "recomputed": {"recompute": "full", "zero": None},
+    "groups": {"pp": 2, "dp": 4, "shard_size": 2},
+    "context": {"cp": 2, "dp": 1},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_exported_is_read_as_the_same_configuration(tmp_path: Path, way: str) -> None:
+    plan = planned(**WAYS[way])
+    files, found = settings_files("megatron", plan)
+    assert found.differences == () and found.cost is None
+    asked = configuration_of(plan)
+    for name, text in files.items():
+        back = read(tmp_path, text, name)
+        has_launch_line = name == "train.sh"
+        layers = back.configuration.layers_per_stage
+        assert layers in (None, WAYS[way].get("layers_per_stage"))
+        expected = {**vars(asked), "layers_per_stage": layers}
+        if not has_launch_line:  # the number of replicas is on it
+            expected |= {"dp": None, "shard_size": None}
+        assert vars(back.configuration) == expected
+        assert has_launch_line <= (back.notes == ())
+        assert back.job == {"global_batch": 64, "sequence_length": 512, "dtype": "bf16"}
+    assert json.loads(files["argv.json"])[:2] == ["--num-layers", "8"]
+
+
+def test_the_shell_file_is_one(tmp_path: Path) -> None:
+    files, _ = settings_files("megatron", planned())
+    script = tmp_path / "train.sh"
+    script.write_text(files["train.sh"])
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    torchrun.chmod(0o755)
+    done = subprocess.run(
+        ["bash", str(script), "--data-path", "my data"], capture_output=True, text=True, check=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "MEGATRON": "/opt/m", "NODE_RANK": "1"},
+    )  # fmt: skip
+    words = done.stdout.splitlines()
+    assert words[:6] == ["--nproc-per-node", "8", "--nnodes", "2", "--node-rank", "1"]
+    start = words.index("/opt/m/pretrain_gpt.py") + 1
+    assert words[start:] == [*json.loads(files["argv.json"]), "--data-path", "my data"]
