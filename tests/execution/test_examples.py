@@ -70,6 +70,7 @@ def test_a_folder_is_finetuned_on_records(started: Any, tmp_path: Path) -> None:
     folder = tokenizer_folder(tmp_path / "model")
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 310}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **sizes, **ends))
     model.save_pretrained(folder)
     records = [

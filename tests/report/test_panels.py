@@ -97,3 +97,13 @@ def test_a_page_without_a_plan_has_its_timeline(plan: Plan) -> None:
     costs = plan.predictions.costs
     assert costs is not None
     assert '"report":null' in html_page(scene_of(simulated(stage_program(plan), costs)))
+
+
+def test_what_is_held_lies_below_what_a_rank_has(plan: Plan, tmp_path: Path) -> None:
+    path, page = tmp_path / "plan.json", tmp_path / "page.html"
+    plan.save(path)
+    assert CliRunner().invoke(app, ["simulate", str(path), "--html", str(page)]).exit_code == 0
+    shown = json.loads(page.read_text().split('type="application/json">')[1].split("</script>")[0])
+    assert shown["capacities"] == [load_cluster("2x1x-t4").device.usable_bytes] * 2
+    keys = [table["key"] for table in shown["report"]["tables"]]
+    assert keys[:4] == ["parts", "changes", "errors", "stages"]

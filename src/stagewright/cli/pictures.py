@@ -72,8 +72,10 @@ class Pictures(NamedTuple):
             svg_image,
             timeline_panels,
         )
+        from stagewright.report.plans import capacities_of
 
-        scene = scene_of(timeline, curves())
+        capacities = () if plan is None or not plan.predictions.ranks else capacities_of(plan)
+        scene = scene_of(timeline, curves(), capacities)
         if self.svg is not None or self.png is not None:
             image = svg_image(scene, theme="dark" if self.dark else "light")
             if self.svg is not None:

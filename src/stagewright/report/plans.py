@@ -143,6 +143,12 @@ def _spare_bytes(plan: Plan) -> tuple[int, int]:
     return left[fullest], fullest
 
 
+def capacities_of(plan: Plan) -> list[int]:
+    """What each pipeline rank may reserve."""
+    cluster = plan.cluster.load()
+    return [usable_bytes(plan, cluster, rank) for rank in range(plan.pp)]
+
+
 def usable_bytes(plan: Plan, cluster: Cluster, pipeline_rank: int) -> int:
     """What the allocator may reserve on the least of a pipeline rank's devices."""
     if cluster.is_homogeneous:

@@ -312,18 +312,34 @@ function drawOtherCurves(pen, chosen, most, yOf) {
   paintCurves(pen, others, yOf, heights.curves, theme.faint, numRanks > 16 ? 0.25 : 0.5);
 }
 
+/** A dashed line at what the rank may hold, where that is not far above all that is held. */
+function drawCapacity(pen, rank, yOf) {
+  pen.strokeStyle = theme.faint;
+  pen.lineWidth = 1;
+  pen.setLineDash([5, 4]);
+  pen.beginPath();
+  pen.moveTo(left, yOf(data.capacities[rank]));
+  pen.lineTo(left + plotWidth(), yOf(data.capacities[rank]));
+  pen.stroke();
+  pen.setLineDash([]);
+}
+
 function drawCurves() {
-  const pen = canvas("curves"), most = Math.max(...peaks) || 1, height = heights.curves - 18;
+  const pen = canvas("curves"), held = Math.max(...peaks) || 1, height = heights.curves - 18;
+  const isNear = data.capacities.length > 0 && Math.max(...data.capacities) <= 2 * held;
+  const most = isNear ? Math.max(held, ...data.capacities) : held;
   const yOf = (held) => 9 + height * (1 - held / most);
   const chosen = hoveredRank < 0 ? fullest : hoveredRank;
   drawBackground(pen, "curves", [chosen], (layerPen) => drawOtherCurves(layerPen, chosen, most, yOf));
   pen.strokeStyle = theme.value;
   pen.lineWidth = 2;
   drawCurve(pen, chosen, yOf);
+  if (isNear) drawCapacity(pen, chosen, yOf);
   drawCursor(pen, heights.curves);
   const what = data.curvesAreBytes ? "Memory" : "Stage activations";
   const which = hoveredRank < 0 ? `most on rank ${chosen}` : `rank ${chosen}`;
-  element("caption").textContent = `${what} on every rank; ${which}: peak ${formatHeld(peaks[chosen])}`;
+  element("caption").textContent = `${what} on every rank; ${which}: peak ${formatHeld(peaks[chosen])}` +
+    (data.capacities.length ? ` of ${formatHeld(data.capacities[chosen])}` : "");
 }
 
 // -- the page -----------------------------------------------------------------------------------------------

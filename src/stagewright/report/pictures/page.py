@@ -86,6 +86,7 @@ def _data(scene: Scene) -> dict[str, Any]:
         ),
         "curves": [_curve(curve) for curve in scene.curves],
         "curvesAreBytes": scene.curves_are_bytes,
+        "capacities": scene.capacities if scene.curves_are_bytes else (),
     }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def plan_panels(plan: Plan, timeline: Timeline, found: Found | None = None) -> P
         _place_table(plan),
     ]
     if predictions.costs is not None:
-        tables += _explanation_tables(explain(plan))
+        tables[:0] = _explanation_tables(explain(plan))
     if found is not None:
         tables.insert(0, _alternatives(found))
     title = f"{plan.model.name} on {plan.cluster.name}: {widths(plan)}, {described_schedule(plan)}"

@@ -72,6 +72,8 @@ class Scene:
     transfers: TransferTimes
     curves: tuple[Curve, ...]
     curves_are_bytes: bool
+    capacities: tuple[int, ...] = ()
+    """Bytes that every rank may hold, where that is known."""
 
     @property
     def num_ranks(self) -> int:
@@ -93,8 +95,10 @@ class Scene:
         return [KINDS[index] for index in np.unique(self.bars.kind)]
 
 
-def scene_of(timeline: Timeline, curves: Sequence[Curve] | None = None) -> Scene:
-    """The picture of `timeline`; `curves` of bytes where they are known better than from its costs."""
+def scene_of(
+    timeline: Timeline, curves: Sequence[Curve] | None = None, capacities: Sequence[int] = ()
+) -> Scene:
+    """The picture of `timeline`; `curves` of bytes where they are known better than from its costs, below `capacities`."""
     encoded = timeline.encoded
     num_stages, num_ranks = encoded.placement.num_stages, encoded.num_ranks
     stages = f"{num_stages} stages, " if num_stages > num_ranks else ""
@@ -111,6 +115,7 @@ def scene_of(timeline: Timeline, curves: Sequence[Curve] | None = None) -> Scene
         transfers=transfer_times(timeline),
         curves=tuple(curves),
         curves_are_bytes=has_bytes,
+        capacities=tuple(capacities),
     )
 
 
