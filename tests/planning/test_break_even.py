@@ -50,6 +50,12 @@ def test_where_breadth_first_order_is_much_slower_smaller_batches_are_not_looked
     assert found(8) is None
 
 
+def test_another_optimizer_is_asked_what_it_keeps() -> None:
+    plain = job(8).model_copy(update={"optimizer": "sgd"})
+    plans = plan("tiny-gemma", CLUSTER, plain, SPACE).plans
+    assert break_even(plans, resolve("tiny-gemma"), CLUSTER, plain, SPACE) is None
+
+
 def test_without_a_pipeline_there_is_nothing_to_say() -> None:
     alone = replace(SPACE, pp=1)
     plans = plan("tiny-gemma", CLUSTER, job(8), alone).plans

@@ -71,6 +71,7 @@ def break_even(
     Source: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism (arXiv 2211.05953), which looks for the smallest batch per
     device that still uses pipeline and network. Ignores: the joint search, and a longer look at what is recomputed.
     """
+    job = job.with_state(model)
     families = replace(space.of_runtime(job), schedules=space.of_runtime(job).families)
     others = [name for name in families.families if name != BREADTH_FIRST]
     if not others or BREADTH_FIRST not in families.families:
