@@ -57,7 +57,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links as the site has them, and the options."""
     uri = page.file.src_uri
     if uri == OPTIONS:
-        markdown += "\n" + "\n".join(_options())
+        markdown += "\n" + "\n".join(options())
     origin = uri if page.file.generated_by else f"docs/{uri}"
 
     def site_link(target: str, anchor: str) -> str:
@@ -117,22 +117,22 @@ def _rewritten(markdown: str, link: Callable[[str, str], str]) -> str:
     return "".join(parts)
 
 
-def _options() -> Iterator[str]:
-    import click
+def options() -> Iterator[str]:
+    """Lines of Markdown: the help of every command, with all of its options."""
     import typer.main
 
     from stagewright.cli.app import app
+    from stagewright.cli.groups import EVERYTHING
 
-    def listed(command: Any, name: str, context: click.Context) -> Iterator[str]:
-        own = command.make_context(name, [], parent=context, resilient_parsing=True)
+    def shown(command: Any, name: str, parent: Any) -> Iterator[str]:
+        context = command.make_context(name, [], parent=parent, resilient_parsing=True)
         if hasattr(command, "commands"):
-            for sub in command.commands:
-                yield from listed(command.commands[sub], f"{name} {sub}", own)
+            for verb in command.list_commands(context):
+                yield from shown(
+                    command.commands[verb], verb if parent is None else f"{name} {verb}", context
+                )
             return
-        help_text = own.get_help().strip()
-        yield f"## {name}\n\n```text\n{help_text}\n```\n"
+        context.meta[EVERYTHING] = True
+        yield f"## {name}\n\n```text\n{command.get_help(context).strip()}\n```\n"
 
-    group = typer.main.get_command(app)
-    context = group.make_context("stagewright", [], resilient_parsing=True)
-    for name in group.list_commands(context):  # type: ignore[attr-defined]
-        yield from listed(group.commands[name], name, context)  # type: ignore[attr-defined]
+    yield from shown(typer.main.get_command(app), "stagewright", None)

@@ -64,7 +64,7 @@ class Grouped(TyperCommand):
             formatter.write(f"\nExample:\n{lines}\n".replace("\n    ", "\n  "))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        explained = None if ctx.meta.get(_ALL) else self._explained
+        explained = None if ctx.meta.get(EVERYTHING) else self._explained
         sections: dict[str, list[tuple[str, str]]] = {}
         more: dict[str, list[str]] = {}
         for param in self.get_params(ctx):
@@ -87,13 +87,14 @@ class Grouped(TyperCommand):
 
 
 _EXAMPLE = "\n\nExample:\n"
-_ALL = "stagewright.help_all"
+EVERYTHING = "stagewright.help_all"
+"""In the `meta` of a context: whether its help explains all options."""
 _ALWAYS = frozenset({"help", "help_all", "as_json"})
 
 
 def _show_all(ctx: Any, param: Any, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
-        ctx.meta[_ALL] = True
+        ctx.meta[EVERYTHING] = True
         typer.echo(ctx.get_help(), color=ctx.color)
         ctx.exit()
 
