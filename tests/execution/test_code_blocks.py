@@ -1,8 +1,8 @@
 """Every block of shell or Python in the README and the docs runs as printed, or says why it does not.
 
-`<!-- not run: why -->` in front of a block leaves it out, `<!-- slow: how long -->` until the full check. A page's blocks run
-in their order, in a folder that has what `PREPARED` makes; a block of Python or TOML whose first line names a file is written
-to it.
+`<!-- not run: why -->` in front of a block leaves it out, `<!-- slow: how long -->` until the full check. A page's blocks
+run in their order, in a folder that has what `PREPARED` makes; a block of Python or TOML whose first line names a file is
+written to it.
 """
 
 from __future__ import annotations
