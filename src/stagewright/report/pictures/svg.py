@@ -21,6 +21,8 @@ _AXIS = 34.0
 _CURVES = 130.0
 _MOST_TRANSFERS = 600
 """More lines than these would hide what they cross."""
+_MOST_SHADES = 8
+"""In the legend: more would push it out of the picture."""
 _FONT = "Inter, 'Helvetica Neue', Arial, 'DejaVu Sans', sans-serif"
 
 
@@ -87,7 +89,8 @@ def _head(layout: _Layout) -> Iterator[str]:
         yield _text(x + 18, 78.5, NAMES[kind], theme.text, size=12)
         x += 18 + 7.0 * len(NAMES[kind]) + 18
     if scene.num_chunks > 1:
-        shades = [shade(scene.kinds[0], chunk, scene.num_chunks) for chunk in range(scene.num_chunks)]
+        chunks = np.unique(np.linspace(0, scene.num_chunks - 1, _MOST_SHADES).round().astype(int))
+        shades = [shade(scene.kinds[0], int(chunk), scene.num_chunks) for chunk in chunks]
         for chunk, fill in enumerate(shades):
             yield f'<rect x="{x + 12 * chunk:.1f}" y="68" width="12" height="12" fill="{fill}"/>'
         text = "first to last stage of a rank"
