@@ -40,7 +40,7 @@ torture: $(INSTALLED) ## Damage runs, checkpoints, caches and documents at rando
 	STAGEWRIGHT_TORTURE=1 $(ENV_PYTHON) -m pytest tests -m torture -n auto --dist worksteal --timeout 3600
 
 docs: $(INSTALLED) ## Build the documentation as a site in build/site
-	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(ENV_PYTHON) -m mkdocs build --strict
 	@echo "Open build/site/index.html; search needs a server: $(ENV_PYTHON) -m mkdocs serve"
 
 lock: $(INSTALLED) ## Write the versions that .venv has to requirements.lock

@@ -1,6 +1,6 @@
 """Plans of six models for three clusters as pictures, and the page that shows them.
 
-    python docs/gallery.py                    # a quarter of an hour on two cores; writes docs/gallery.md and docs/images/gallery
+    python docs/gallery.py                    # a quarter of an hour; writes docs/gallery.md and docs/images/gallery
     python docs/gallery.py --only gpt2-xl     # the pictures of one model, then the page
     python docs/gallery.py --screenshot       # a report as a browser shows it, too: needs Chromium
 
@@ -98,7 +98,12 @@ def screenshot() -> None:
     cluster = next(one for one in CLUSTERS if one.name == SHOWN[1])
     with tempfile.TemporaryDirectory() as folder:
         _run([*planned(model, cluster), "--html", "report.html"], folder).check_returncode()
-        quiet = ("--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync")
+        quiet = (
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+        )
         subprocess.run(
             [
                 browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", *quiet, "--hide-scrollbars",
@@ -120,8 +125,9 @@ def page(answers: dict[str, dict[str, object]]) -> str:
         "# Gallery",
         "",
         "Six models on three clusters: the best pipeline of four ranks that `stagewright plan` finds for each, drawn by",
-        "`stagewright simulate --svg`. A row is a rank; colours are forwards, backwards and their halves, lighter shades later stages",
-        "of the rank; beneath is the memory of each. [How to read them](schedules.md#pictures). `python docs/gallery.py` makes them all.",
+        "`stagewright simulate --svg`. A row is a rank; colours are forwards, backwards and their halves, lighter shades",
+        "later stages of the rank; beneath is the memory of each. [How to read them](schedules.md#pictures).",
+        "`python docs/gallery.py` makes them all.",
         "",
     ]
     if (PICTURES / "report.png").exists():
@@ -146,12 +152,11 @@ def _part(model: Model, cluster: Cluster, answer: dict[str, object]) -> list[str
     heading = f"**{cluster.about}** (`{cluster.name}`): "
     if "refused" in answer:
         return [f"{heading}{answer['refused']}", "", command]
-    peak = max(answer["allocated_peak_bytes"]) if isinstance(answer["allocated_peak_bytes"], list) else answer["allocated_peak_bytes"]  # type: ignore[type-var]
     figures = (
         f"{float(answer['step_seconds']):.3g} s a step, pp {answer['pp']} x dp {answer['dp']}"  # type: ignore[arg-type]
         f"{'' if answer['tp'] == 1 else ' x tp ' + str(answer['tp'])}, {answer['num_stages']} stages, "
         f"{answer['schedule']}, {answer['num_microbatches']} microbatches of {answer['microbatch_size']}, "
-        f"peak {float(peak) / 2**30:.3g} GiB"  # type: ignore[arg-type]
+        f"peak {float(answer['allocated_peak_bytes']) / 2**30:.3g} GiB"  # type: ignore[arg-type]
     )
     picture = f"images/gallery/{picture_of(model, cluster)}"
     alternative = f"Timetable and memory of {model.name} on {cluster.name}"
@@ -159,7 +164,9 @@ def _part(model: Model, cluster: Cluster, answer: dict[str, object]) -> list[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", metavar="MODEL", help="one model's pictures")
     parser.add_argument("--screenshot", action="store_true", help="take the screenshot of a report, too")
     options = parser.parse_args()
