@@ -67,6 +67,29 @@ def test_of_several_stages_a_rank_may_become_one(plan: Plan) -> None:
     assert quiet.seconds <= quiet.stays_s
 
 
+@pytest.fixture(scope="module")
+def saving(plan: Plan) -> Plan:
+    """Of a job with so little memory that stages recompute."""
+    peak = max(rank.reserved_peak_bytes for rank in plan.predictions.ranks)
+    job = plan.job.model_copy(update={"memory_limit": int(0.93 * peak), "loss_pieces": 1})
+    found = stagewright.plan(
+        resolve("tiny-llama", dict(SMALL_LLAMA)), local(2), job, pp=2, dp=1, tp=1, schedules="1f1b", microbatch=1,
+        is_improved=False, loss_pieces=1, host_optimizer="never",
+    )  # fmt: skip
+    assert any(policy != "keep" for policy in found.plans[0].memory_policy)
+    return found.plans[0]
+
+
+def test_what_is_recomputed_is_chosen_anew(saving: Plan) -> None:
+    slow = paced(local(2), {0: 1.0, 1: 2.0})
+    found = replanned(saving, slow)
+    assert found.seconds < 0.95 * found.stays_s
+    assert found.plan.memory_policy != saving.memory_policy
+    assert (found.plan.num_ranks, found.plan.devices) == (saving.num_ranks, saving.devices)
+    for rank in found.plan.predictions.ranks:
+        assert rank.reserved_peak_bytes <= (saving.job.memory_limit or 0)
+
+
 def test_nothing_is_looked_at_while_ranks_are_as_planned(plan: Plan, tmp_path: Path) -> None:
     """Nor where one is slow for a few steps, or all are alike slow."""
     watch = Adaptation(plan, tmp_path / "adapting", 1.0)
@@ -103,7 +126,11 @@ def wait(watch: Adaptation) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_run_changes_its_plan_once_when_a_rank_becomes_slow(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize("which", ["plan", "saving"])
+def test_a_run_changes_its_plan_once_when_a_rank_becomes_slow(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    plan = request.getfixturevalue(which)
     plan.save(tmp_path / "plan.json")
     stayed = run_ranks(train, 2, str(tmp_path), False, timeout=120)
     found = run_ranks(train, 2, str(tmp_path), True, timeout=200)

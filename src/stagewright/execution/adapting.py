@@ -140,6 +140,7 @@ class Adaptation:
         slow = max(range(len(self._wanted)), key=lambda rank: self._wanted[rank] / self._assumed[rank])
         shift = self._wanted[slow] / self._assumed[slow] / statistics.median_low(self._recent[-1])
         what = "other cuts" if found.plan.cuts != self.plan.cuts else "another order of passes"
+        what += " and other recomputation" * (found.plan.memory_policy != self.plan.memory_policy)
         self._proposal = Proposal(
             found.plan,
             f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others; goes on with {what}: "

@@ -1,7 +1,7 @@
 """Another plan for a run that goes on, on devices that are no longer as fast as the plan took them to be, or on fewer.
 
-On as many devices, widths and what is kept stay; the order of passes, the deferral of weight gradients and the cuts may
-change, and of several stages a rank may become one. What that is worth is judged as any plan is: by predictions on the
+On as many devices, widths stay; the order of passes, the deferral of weight gradients and the cuts may change, of several
+stages a rank may become one, and where stages recompute or offload, that is chosen anew. What that is worth is judged as any plan is: by predictions on the
 cluster as it is now. Reconstruction of the dynamic side of AdaPtis, whose text is not known to us: cheap changes are tried
 beside dear ones, and the caller weighs gain against cost.
 """
@@ -52,7 +52,7 @@ def replanned(plan: Plan, cluster: Cluster, graph: OperatorGraph | None = None) 
     body = body_costs(graph_of(plan) if graph is None else graph, cluster, plan.job)
     stays = plan.model_copy(update={"predictions": predict(planned_line(plan, body, cluster), body)})
     best = now = stays
-    for start in (plan, *_plainer(plan, cluster)):
+    for start in (plan, *_plainer(plan, cluster), *_saving_anew(plan, cluster)):
         for found in _moved(start, body, cluster):
             if found.predictions.step_seconds < now.predictions.step_seconds:
                 best = now = found
@@ -90,6 +90,25 @@ def _plainer(plan: Plan, cluster: Cluster) -> list[Plan]:
         return []
 
 
+def _saving_anew(plan: Plan, cluster: Cluster) -> list[Plan]:
+    """Of a plan whose stages recompute or offload, what a short search finds at its widths: what is saved is chosen with the
+    cuts, for devices as they are. None where it would have ranks on other devices, which processes cannot change."""
+    if all(policy == "keep" for policy in plan.memory_policy):
+        return []
+    from stagewright.planning.search import plan as searched
+
+    try:
+        found = searched(
+            plan.model.reference(), cluster, plan.job, keep=1, is_improved=False, pp=plan.pp, dp=plan.dp, tp=plan.tp,
+            sequence_parallel=plan.sequence_parallel if plan.tp > 1 else None, microbatch=plan.microbatch_size,
+            zero=max(plan.sharding) if plan.dp > 1 else None, reduce_dtype=plan.reduce_dtype, shard_size=plan.shard_size,
+            host_optimizer="always" if plan.host_optimizer else "never", loss_pieces=plan.loss_pieces,
+        )  # fmt: skip
+    except (InputError, PlanError, ScheduleError):
+        return []
+    return [one for one in found.plans if one.devices == plan.devices]
+
+
 def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
     """The best for the model and job of `plan` on its cluster without some devices, as found in seconds: a run waits for it.
 
@@ -100,7 +119,7 @@ def replanned_without(plan: Plan, lost: Collection[int]) -> Plan:
         InputError: the model cannot be resolved, or has changed.
         PlanError: nothing fits what is left.
     """
-    from stagewright.planning.search import plan as searched  # a search for other paces has no need of it
+    from stagewright.planning.search import plan as searched
 
     left = without(plan.cluster.load(), lost)
     reduce = plan.reduce_dtype
