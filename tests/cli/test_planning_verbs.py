@@ -70,6 +70,17 @@ def test_configurations_that_do_not_fit_are_listed_with_the_reason(planned: dict
     assert any("memory" in one["reason"] and (one["missing_bytes"] or 0) > 0 for one in found["excluded"])
 
 
+def test_dollars_are_at_a_list_price_that_is_named(planned: dict) -> None:
+    words = ("plan", *MODEL, *CLUSTER, *JOB, "--tokens", "1e9", "--pp", "2", "--schedule", "1f1b")
+    (size,) = document(*words)["sizes"]
+    lines = " ".join(call(*words).stdout.split())
+    assert "Dollars at 0.18 per rtx3090 and hour, on-demand: OpenRelay" in lines and "list of 2026-09-20" in lines
+    assert document(*words)["prices"]["rtx3090"]["dollars"] == 0.18
+    (own,) = document(*words, "--price", "1.8")["sizes"]
+    assert own["dollars"] == pytest.approx(10 * size["dollars"])
+    assert "did you mean 'spot'" in call(*words, "--price", "spt").stderr
+
+
 def test_without_a_number_only_the_best_plan_is_written(planned: dict, tmp_path: Path) -> None:
     found = document("plan", *MODEL, *CLUSTER, *JOB, "-o", tmp_path / "best.json")
     assert [plan["path"] for plan in found["plans"][:2]] == [str(tmp_path / "best.json"), None]

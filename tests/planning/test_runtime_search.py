@@ -246,8 +246,10 @@ def test_cost_tries_parts_of_the_cluster_and_time_other_batches() -> None:
     by_time = offers(model(), two, JOB, "time-to-train", Target(1e9, 16.0), space=bounds, keep=1)
     assert {one.bill.global_batch for one in by_time} >= {8, 16, 64}
     assert by_time[0].bill.days == min(one.bill.days for one in by_time)
-    with pytest.raises(InputError, match="--price"):
-        offers(model(), two, JOB, "cost", Target(1e9))
+    listed = offers(model(), two, JOB, "cost", Target(1e9), space=bounds, keep=1)
+    assert listed[0].bill.dollars == pytest.approx(3.20 / 2.0 * (by_cost[0].bill.dollars or 0.0))
+    with pytest.raises(InputError, match="no price spot is known for device 'h100': give --price"):
+        offers(model(), two, JOB, "cost", Target(1e9), terms="spot")
 
 
 def test_mixed_devices_get_layers_as_they_are_fast() -> None:

@@ -19,16 +19,19 @@ def models(as_json: Json = False) -> None:
     from stagewright.tracing.models.reference import bundled_names, resolve
 
     names = bundled_names()
+    sizes = {name: _described(resolve(name).config or {}) for name in names}
     if as_json:
-        print_document({"models": names})
+        print_document({"models": names, "sizes": sizes})
         return
-    rows = []
-    for name in names:
-        config = resolve(name).config or {}
-        text = config.get("text_config")
-        inner = {**config, **text} if isinstance(text, dict) else config
-        rows.append((name, config["model_type"], *(_first(inner, keys) for keys in _SIZES.values())))
+    rows = [(name, *described.values()) for name, described in sizes.items()]
     show(table("", ("model", "family", *_SIZES), rows, text=2))
+
+
+def _described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Family and sizes; a configuration of several parts is described by its text."""
+    text = config.get("text_config")
+    inner = {**config, **text} if isinstance(text, dict) else config
+    return {"family": config["model_type"], **{size: _first(inner, keys) for size, keys in _SIZES.items()}}
 
 
 _SIZES = {
@@ -56,14 +59,19 @@ def clusters(as_json: Json = False) -> None:
     """
     from stagewright.cluster import load_cluster
     from stagewright.cluster.catalog import device_names
-    from stagewright.report.clusters import device_table
+    from stagewright.cluster.prices import list_prices
+    from stagewright.report.clusters import device_table, prices_line
 
     found = {name: load_cluster(f"1x-{name}").nodes[0].device for name in device_names()}
     if as_json:
-        documents = [device.model_dump(mode="json", exclude={"sources"}) for device in found.values()]
+        documents = [
+            device.model_dump(mode="json", exclude={"sources"})
+            | {"prices": {terms: vars(price) for terms, price in list_prices(name).items()}}
+            for name, device in found.items()
+        ]
         print_document({"devices": documents})
     else:
-        show(device_table(found))
+        show(device_table(found), prices_line(found))
 
 
 def schema() -> None:

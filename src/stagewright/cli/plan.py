@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -23,6 +23,7 @@ from stagewright.units import parse_count
 
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
+    from stagewright.cluster.prices import Price, Terms
     from stagewright.planning.found import Found
     from stagewright.planning.job import Job
     from stagewright.planning.objectives.break_even import BreakEven
@@ -123,7 +124,10 @@ class ObjectiveOptions:
         str, typer.Option("--objective", metavar="WHAT",
             help="speed; batch: every sample a microbatch, as large as fits; cost: also with halves of the cluster; or "
             "time-to-train: also with other batches.")] = "speed"
-    price: Annotated[float | None, typer.Option("--price", min=0, help="Dollars per device and hour.")] = None
+    price: Annotated[
+        str | None, typer.Option("--price", metavar="DOLLARS|TERMS",
+            help="Dollars per device and hour, or whose list price is taken: on-demand (the default), reserved or spot.")
+    ] = None
     tokens: Annotated[
         float | None, typer.Option("--tokens", min=1,
             help="Tokens to train on with a small batch, for days and dollars; default 1e12.")] = None
@@ -175,6 +179,7 @@ def plan(
     """
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
+    from stagewright.planning.objectives.money import prices_of
     from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
@@ -187,6 +192,7 @@ def plan(
     wanted = asked.read()
     if wanted.runtime != STAGEWRIGHT:
         options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")
+    price, terms = _price(objective.price)
     width = _tensor_width(widths.tp or "auto")
     refuse_unshared(
         context,
@@ -213,7 +219,7 @@ def plan(
 
             offered = offers(
                 reference, target, wanted, cast("Objective", objective.objective),
-                Target(objective.tokens or 1e12, objective.critical_batch), price_per_hour=objective.price,
+                Target(objective.tokens or 1e12, objective.critical_batch), price_per_hour=price, terms=terms,
                 space=space, keep=result.top, report=progress, interruptible=True,
             )  # fmt: skip
             found = offered[0].found
@@ -226,7 +232,42 @@ def plan(
     if result.html is not None:
         _write_page(result.html, found, on)
     is_offer = len(offered) > 1 or objective.price is not None or objective.tokens is not None
-    _tell(found, on, offered if is_offer else (), even, output, result, as_json)
+    bills = Bills(offered, prices_of(target, terms) if price is None else {}, terms) if is_offer else None
+    _tell(found, on, bills, even, output, result, as_json)
+
+
+@dataclass(frozen=True)
+class Bills:
+    """What sizes of cluster and batch take to the target, and which prices that is at."""
+
+    offers: Sequence[Offer]
+    prices: Mapping[str, Price]
+    terms: str
+
+
+def _price(text: str | None) -> tuple[float | None, Terms]:
+    """Dollars that are given, and the terms of a list price otherwise.
+
+    >>> _price("2.5"), _price(None), _price("spot")
+    ((2.5, 'on-demand'), (None, 'on-demand'), (None, 'spot'))
+    """
+    from stagewright.cluster.prices import TERMS
+    from stagewright.planning.objectives.money import check_price
+
+    if text is None:
+        return None, "on-demand"
+    for terms in TERMS:
+        if text == terms:
+            return None, terms
+    try:
+        dollars = float(text)
+    except ValueError:
+        known = ", ".join(TERMS)
+        raise InputError(
+            f"--price {text}{nearest(text, TERMS)}: give dollars per device and hour, as 2.50, or one of {known}"
+        ) from None
+    check_price(dollars)
+    return dollars, "on-demand"
 
 
 def _break_even(
@@ -313,7 +354,7 @@ def _write_page(path: Path, found: Found, cluster: Cluster) -> None:
 def _tell(
     found: Found,
     cluster: Cluster,
-    offered: Sequence[Offer],
+    bills: Bills | None,
     even: BreakEven | None,
     output: Path | None,
     result: ResultOptions,
@@ -336,7 +377,8 @@ def _tell(
         }
         print_document(
             document
-            | (configurations.offers_document(offered) if offered else {})
+            | (configurations.offers_document(bills.offers) if bills else {})
+            | ({"prices": {name: vars(price) for name, price in bills.prices.items()}} if bills and bills.prices else {})
             | ({"megatron_options": for_megatron} if for_megatron else {})
             | ({"breadth_first": plans.break_even_document(even)} if even else {})
         )
@@ -355,8 +397,12 @@ def _tell(
         None if is_own else configurations.left_out_table(found),
         plans.left_out(found),
         plans.break_even_line(even) if even else None,
-        configurations.offers_table(offered) if offered else None,
     ]
+    if bills is not None:
+        parts += [
+            configurations.offers_table(bills.offers),
+            *configurations.price_lines(bills.prices, bills.terms),
+        ]
     if shown[0].devices and cluster.measured is not None:
         parts.append(
             "Ranks are on the devices that suit them by the measured links: --ranks FILE writes which."

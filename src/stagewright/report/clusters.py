@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from stagewright.cluster import Cluster, Device
+from stagewright.cluster.prices import list_prices
 from stagewright.report.tables import Table, facts, table
-from stagewright.units import GIGA, TERA, format_bytes, format_seconds
+from stagewright.units import GIB, GIGA, TERA, format_bytes, format_seconds
 
 
 def device_table(devices: Mapping[str, Device]) -> Table:
-    """The catalog: memory, bandwidth and dense peaks per device; blank where a device lacks the precision."""
+    """The catalog: memory, bandwidth, dense peaks and rent per device; blank where a device lacks the precision, or no price
+    on demand is known."""
     rows = [
         (
             name,
             device.vendor,
-            format_bytes(device.memory_bytes),
-            f"{device.memory_bandwidth / GIGA:.0f} GB/s",
+            f"{device.memory_bytes / GIB:.2f}",
+            f"{device.usable_bytes / GIB:.2f}",
+            f"{device.memory_bandwidth / GIGA:.0f}",
             _tera(device, "bf16") or _tera(device, "fp16"),
             _tera(device, "fp32"),
-            format_bytes(device.usable_bytes),
+            f"{price.dollars:.2f}" if (price := list_prices(name).get("on-demand")) else "",
         )
         for name, device in devices.items()
     ]
-    headings = ("device", "vendor", "memory", "bandwidth", "16-bit TFLOP/s", "fp32 TFLOP/s", "for a plan")
+    headings = (
+        "device", "vendor", "memory\nGiB", "for plans\nGiB", "bandwidth\nGB/s", "16-bit\nTFLOP/s", "fp32\nTFLOP/s",
+        "dollars\nan hour",
+    )  # fmt: skip
     return table("", headings, rows, text=2)
+
+
+def prices_line(devices: Iterable[str]) -> str:
+    """Of which days the prices are, and where each is from."""
+    dates = [price.date for name in devices for price in list_prices(name).values() if price.date]
+    return (
+        f"Dollars per device and hour: list prices on demand, between {min(dates)} and {max(dates)}; --json has those of "
+        "reserved and spot devices too, each with its seller and date."
+    )
 
 
 def _tera(device: Device, precision: str) -> str:

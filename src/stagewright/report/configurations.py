@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from stagewright.cluster import Cluster
+from stagewright.cluster.prices import Price
 from stagewright.planning.assignment.device_order import devices_of_ranks
 from stagewright.planning.assignment.placing import on_devices
 from stagewright.planning.found import Excluded, Found
@@ -94,6 +95,16 @@ def offers_table(offers: Sequence[Offer]) -> Table:
         for one in offers
     ]  # fmt: skip
     return table("", ("cluster", "devices", "batch", "tokens", "days", "dollars"), rows)
+
+
+def price_lines(prices: Mapping[str, Price], terms: str) -> list[str]:
+    """Which prices dollars are of, and of which day."""
+    return [
+        f"Dollars at {price.dollars:.2f} per {name} and hour"
+        + (f", {terms}: {price.source}, list of {price.date}" if price.date else f", of {price.source}")
+        + "; --price says otherwise."
+        for name, price in prices.items()
+    ]
 
 
 def offers_document(found: Sequence[Offer]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from stagewright.cluster import Cluster
+from stagewright.cluster.prices import Price, Terms, list_prices
 from stagewright.errors import InputError
 
 DAY, HOUR = 86_400.0, 3_600.0
@@ -78,11 +79,23 @@ def check_price(price_per_hour: float | None) -> None:
         raise InputError(f"a price of {price_per_hour} dollars an hour: give a finite number, at least 0")
 
 
-def price_of(cluster: Cluster) -> float | None:
+def prices_of(cluster: Cluster, terms: Terms = "on-demand") -> dict[str, Price]:
+    """By the name of a kind of device its price: of the cluster's description, else of the catalog's list; without the
+    kinds that have none."""
+    found = {}
+    for device in {group.device.name: group.device for group in cluster.nodes}.values():
+        if device.price_per_hour is not None:
+            found[device.name] = Price(device.price_per_hour, "the cluster's description", None)
+        elif listed := list_prices(device.name).get(terms):
+            found[device.name] = listed
+    return found
+
+
+def price_of(cluster: Cluster, terms: Terms = "on-demand") -> float | None:
     """Dollars per device and hour, on average over its kinds; None where one has no price."""
-    total = 0.0
+    prices, total = prices_of(cluster, terms), 0.0
     for group in cluster.nodes:
-        if group.device.price_per_hour is None:
+        if group.device.name not in prices:
             return None
-        total += group.device.price_per_hour * group.count * group.devices_per_node
+        total += prices[group.device.name].dollars * group.count * group.devices_per_node
     return total / cluster.num_devices

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stagewright.cluster import Cluster, NodeGroup
+from stagewright.cluster.prices import Terms
 from stagewright.errors import InputError, PlanError
 from stagewright.planning.found import Found
 from stagewright.planning.job import Job
-from stagewright.planning.objectives.money import Bill, Target, bill, check_price, price_of
+from stagewright.planning.objectives.money import Bill, Target, bill, check_price, price_of, prices_of
 from stagewright.planning.plan import Plan
 from stagewright.planning.search import plan
 from stagewright.planning.space import Space
@@ -42,21 +43,26 @@ def offers(
     target: Target,
     *,
     price_per_hour: float | None = None,
+    terms: Terms = "on-demand",
     space: Space | None = None,
     keep: int | None = None,
     report: Callable[[str], None] = lambda stage: None,
     interruptible: bool = False,
 ) -> tuple[Offer, ...]:
     """What is best first: the cluster as it is, and each kind of its devices alone, for speed; all its halves for cost; all
-    batches too for time to train. Ctrl-C ends an `interruptible` search with what was found until then.
+    batches too for time to train. Ctrl-C ends an `interruptible` search with what was found until then. Dollars are at
+    `price_per_hour` per device, else at the price that the cluster's description, or the catalog's list for the `terms`, has.
 
     Raises:
         InputError: cost without a price, or a price that is none.
         PlanError: nothing fits on any size.
     """
-    if objective == "cost" and price_per_hour is None and price_of(cluster) is None:
-        names = ", ".join(dict.fromkeys(f"'{group.device.name}'" for group in cluster.nodes))
-        raise InputError(f"no price is known for device {names}: give --price, dollars per device and hour")
+    if objective == "cost" and price_per_hour is None and price_of(cluster, terms) is None:
+        known = prices_of(cluster, terms)
+        names = dict.fromkeys(group.device.name for group in cluster.nodes if group.device.name not in known)
+        raise InputError(
+            f"no price {terms} is known for device {', '.join(map(repr, names))}: give --price, dollars per device and hour"
+        )
     check_price(price_per_hour)
     made: list[Offer] = []
     failure: PlanError | InputError | None = None
@@ -72,7 +78,7 @@ def offers(
             failure = failure or error
             continue
         rate = found.plans[0].predictions.tokens_per_second
-        price = price_of(part) if price_per_hour is None else price_per_hour
+        price = price_of(part, terms) if price_per_hour is None else price_per_hour
         made.append(
             Offer(part, sized, found, bill(target, sized.global_batch, rate, part.num_devices, price))
         )
