@@ -88,20 +88,34 @@ class SourcedModel(StrictModel):
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 
+class RefusedValues(InputError, ValueError):
+    """Of a model that a program makes by its class: a ValueError, too, so that a document which holds it says where."""
+
+    def __init__(self, error: ValidationError) -> None:
+        super().__init__("; ".join(_refusals(error)))
+        self.error = error
+
+
 def validated(model: type[ModelT], data: Any, origin: str) -> ModelT:
     """`data` as a `model`; raises `InputError` naming `origin`, the key, the value and the rule it breaks."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise InputError(f"{origin}: " + "; ".join(_lines(error))) from None
+        raise InputError(f"{origin}: " + "; ".join(_refusals(error))) from None
 
 
-def _lines(error: ValidationError) -> Iterator[str]:
+def _refusals(error: ValidationError, within: tuple[int | str, ...] = ()) -> Iterator[str]:
+    """Key, value and rule of everything that is wrong."""
     items = error.errors(include_url=False)
     for item in items:
         if item["type"] == "too_short" and len(items) > 1:
             continue  # pydantic counts the refused items of a list as absent; their own errors say why
-        key = ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in item["loc"])
+        where = (*within, *item["loc"])
+        inner = item.get("ctx", {}).get("error")
+        if isinstance(inner, RefusedValues):
+            yield from _refusals(inner.error, where)
+            continue
+        key = ".".join(f"[{part}]" if isinstance(part, int) else str(part) for part in where)
         key = key.replace(".[", "[")
         message = item["msg"].removeprefix("Value error, ")
         if item["type"] == "missing":

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from stagewright.cluster import Cluster, Device
-from stagewright.cluster.strict import StrictModel, parse_amount, validated
+from stagewright.cluster.strict import RefusedValues, StrictModel, parse_amount, validated
 from stagewright.documents import read_toml
 from stagewright.errors import InputError
 from stagewright.estimation.optimizer import ADAMW, FACT, OptimizerState
@@ -172,6 +172,15 @@ class Job(StrictModel):
             InputError: there is none of this name.
         """
         return load_runtime(self.runtime)
+
+    if not TYPE_CHECKING:  # which knows the fields as arguments
+
+        def __init__(self, **values: Any) -> None:
+            """Raises `InputError` for a missing or wrong value, which it names, and the rule that it breaks."""
+            try:
+                super().__init__(**values)
+            except ValidationError as error:
+                raise RefusedValues(error) from None
 
     @property
     def least_decayed_dims(self) -> int:
