@@ -74,7 +74,10 @@ def test_dollars_are_at_a_list_price_that_is_named(planned: dict) -> None:
     words = ("plan", *MODEL, *CLUSTER, *JOB, "--tokens", "1e9", "--pp", "2", "--schedule", "1f1b")
     (size,) = document(*words)["sizes"]
     lines = " ".join(call(*words).stdout.split())
-    assert "Dollars at 0.18 per rtx3090 and hour, on-demand: OpenRelay" in lines and "list of 2026-09-20" in lines
+    assert (
+        "Dollars at 0.18 per rtx3090 and hour, on-demand: OpenRelay" in lines
+        and "list of 2026-09-20" in lines
+    )
     assert document(*words)["prices"]["rtx3090"]["dollars"] == 0.18
     (own,) = document(*words, "--price", "1.8")["sizes"]
     assert own["dollars"] == pytest.approx(10 * size["dollars"])

@@ -6,6 +6,7 @@ import atexit
 import gc
 import getpass
 import os
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -52,6 +53,7 @@ def main() -> None:
         os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes we start
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     gc.set_threshold(_ALLOCATIONS)
+    signal.signal(signal.SIGTERM, _end)
     from stagewright.cli.app import app
     from stagewright.cli.failure import fail_unexpectedly
 
@@ -72,6 +74,12 @@ def main() -> None:
         raise
     except Exception as error:
         fail_unexpectedly(error)
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Not without a word, unless a verb has a better one."""
+    print(f"ended by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+    sys.exit(128 + number)
 
 
 def find_home() -> None:

@@ -378,7 +378,11 @@ def _tell(
         print_document(
             document
             | (configurations.offers_document(bills.offers) if bills else {})
-            | ({"prices": {name: vars(price) for name, price in bills.prices.items()}} if bills and bills.prices else {})
+            | (
+                {"prices": {name: vars(price) for name, price in bills.prices.items()}}
+                if bills and bills.prices
+                else {}
+            )
             | ({"megatron_options": for_megatron} if for_megatron else {})
             | ({"breadth_first": plans.break_even_document(even)} if even else {})
         )

@@ -35,16 +35,16 @@ def refuse_all_but(context: typer.Context, kept: Iterable[str], why: str, remedy
 
 
 def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank_a_layer: bool) -> None:
-    """Refuses what says how replicas, or ranks that share layers, share out where there is nobody to share with."""
+    """Refuses what says how replicas, or tensor parallel ranks, shard where there is only one."""
     if is_one_replica:
         refuse(
             context, ["zero", "reduce_dtype", "shard_size", "shard_units"],
-            "at these degrees of parallelism there is one replica, so nothing is sharded", "plan for several (--dp N)",
+            "with these widths there is one replica, so nothing is sharded", "plan for several (--dp N)",
         )  # fmt: skip
     if is_one_rank_a_layer:
         refuse(
             context, ["sequence_parallel"],
-            "the sequence is split over tensor-parallel ranks, and there is one", "give --tp N, at least 2",
+            "the sequence is split over tensor parallel ranks, and there is one", "give --tp N, at least 2",
         )  # fmt: skip
 
 

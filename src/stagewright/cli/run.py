@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -17,6 +20,7 @@ from stagewright.cli.groups import explains, grouped
 from stagewright.cli.options import Json, PlanFile, TextField, TokenizerPath
 from stagewright.cli.output import check_writable, print_document, show
 from stagewright.files import write_whole
+from stagewright.text import say
 
 if TYPE_CHECKING:
     from stagewright.execution.no_number import OnNan
@@ -116,6 +120,7 @@ def run(
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
+    _say_when_ended()
     check_writable(html)
     loaded = load_plan(plan)
     request = DataRequest.of(data, tokenizer, text_field)
@@ -126,15 +131,15 @@ def run(
             say_what_runs(source.path)
     folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = watch_others()
-    record = launch.run(
-        plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
-        start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-        resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
-        held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)), evaluate_every=evaluate_every,
-        tensorboard=tensorboard,
-        wandb=wandb,
-        adapt=adapt, replan=replan, rates=vars(rates), on_nan=cast("OnNan", on_nan),
-    )  # fmt: skip
+    with _last_checkpoint_told(checkpoint):
+        record = launch.run(
+            plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
+            start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
+            resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
+            held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)),
+            evaluate_every=evaluate_every, tensorboard=tensorboard, wandb=wandb,
+            adapt=adapt, replan=replan, rates=vars(rates), on_nan=cast("OnNan", on_nan),
+        )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
     from stagewright.cli.options import warn
@@ -161,6 +166,30 @@ def run(
     if record.stopped_by is not None:
         print(_stopped(record, steps or loaded.job.num_steps, checkpoint), file=sys.stderr)
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
+
+
+def _say_when_ended() -> None:
+    """SIGTERM before ranks are started, which see to it then, does not end this without a word."""
+
+    def leave(number: int, _: object) -> None:
+        say(f"ended by {signal.Signals(number).name} before any rank was started: nothing was trained")
+        sys.exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, leave)
+
+
+@contextmanager
+def _last_checkpoint_told(folder: Path | None) -> Iterator[None]:
+    """Says from which checkpoint a run that is ended inside can go on."""
+    from stagewright.execution.checkpoint_folder import steps_of
+
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if folder is not None and (found := steps_of(folder)):
+            say(f"the newest checkpoint is '{found[0]}': the same command with --resume goes on from there")
+        raise
 
 
 def _as_trained(

@@ -29,13 +29,15 @@ _held: set[tuple[int, Path]] = set()
 
 @contextmanager
 def in_use(path: str | Path | None, option: str) -> Iterator[None]:
-    """Inside, folder `path` is this run's alone; it is made if there is none. Under a launcher the first rank holds it.
+    """Inside, folder `path` is this run's alone; it is made if there is none, and removed again if nothing was written
+    there. Under a launcher the first rank holds it.
     Raises `InputError` where another process has it, whose number, host and start are named, or nothing can be written
     there; `option` is where another folder is given."""
     if path is None:
         yield
         return
     folder = Path(path)
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
     make_writable(folder, option)
     held = (threading.get_ident(), folder.resolve())
     is_first = os.environ.get("RANK", "0") == "0"
@@ -51,6 +53,9 @@ def in_use(path: str | Path | None, option: str) -> Iterator[None]:
         with suppress(OSError):
             (folder / LOCK).unlink()
         os.close(handle)
+        with suppress(OSError):  # until one is not empty
+            for one in made:
+                one.rmdir()
 
 
 def _locked(folder: Path, option: str) -> int:

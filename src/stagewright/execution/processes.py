@@ -166,10 +166,12 @@ class _Watchman:
             self._is_stopping = True
             self._board.write(LAUNCHER, received.name)
             print("stopping behind this step; once more ends it at once", file=sys.stderr, flush=True)
-        elif received == signal.SIGINT:
+            return
+        trained = "in the middle of a step" if trains else "before the first step: nothing was trained"
+        print(f"ended by {received.name} {trained}", file=sys.stderr, flush=True)
+        if received == signal.SIGINT:
             raise KeyboardInterrupt
-        else:
-            raise SystemExit(128 + received)
+        raise SystemExit(128 + received)
 
     def _pause(self) -> None:
         """Ctrl-Z halts the ranks too; `fg` lets all go on."""

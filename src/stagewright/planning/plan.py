@@ -59,6 +59,15 @@ class ModelSection(StrictModel):
             lora=reference.lora,
         )
 
+    def found_from(self, folder: Path) -> ModelSection:
+        """This section, its text the path from here where that of a factory's file begins at `folder` in place of here: a
+        plan is often used from another folder than it was made in."""
+        name = split_factory(self.text)
+        if name is None or not name.is_file or Path(name.module).expanduser().exists():
+            return self
+        beside = folder / name.module
+        return self.model_copy(update={"text": f"{beside}:{name.function}"}) if beside.is_file() else self
+
     def reference(self) -> ModelReference:
         """The model as it is now, which may have changed. Raises `InputError` where there is none any more."""
         return resolve(self.text, self.overrides).adapted(self.lora)
@@ -444,4 +453,5 @@ def load_plan(path: str | Path) -> Plan:
             f"{path} is a plan of version {document['version']!r}; this program reads version {VERSION}: "
             "plan again"
         )
-    return validated(Plan, document, str(path))
+    plan = validated(Plan, document, str(path))
+    return plan.model_copy(update={"model": plan.model.found_from(Path(path).parent)})

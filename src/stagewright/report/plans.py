@@ -167,7 +167,7 @@ def left_out(found: Found) -> str:
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
     slower = f" {found.num_bounded} more cannot be faster{_promise(found)}." if found.num_bounded else ""
     num_found = plural(len(found.plans), "configuration")
-    return f"{num_found} found; {len(found.excluded)} rejected{listed}.{slower}{zero_text(found.plans[0])}"
+    return f"{num_found} found; {len(found.excluded)} left out{listed}.{slower}{zero_text(found.plans[0])}"
 
 
 _SHARDED = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
@@ -199,6 +199,8 @@ def _best_s(found: Found) -> float:
 def break_even_line(found: BreakEven) -> str:
     """Up to which batch per device breadth-first order is the fastest, and by how much."""
     asked, wins = found.asked, found.largest_win
+    if abs(asked.gain) < _LEAST_BUBBLE:
+        return "Breadth-first order is as fast as the fastest of the other schedules here."
 
     def batch(one: Compared) -> str:
         return f"{found.per_device(one):.3g} samples a device (a batch of {one.global_batch})"

@@ -23,7 +23,7 @@ def check_shard_size(zero: int | None, shard_size: int | None) -> None:
     """Raises `InputError` for a size of the groups that share out where nothing is shared out."""
     if shard_size is not None and not zero:
         raise InputError(
-            f"shard_size = {shard_size} says how many replicas share out what --zero names, and nothing is shared out: give "
+            f"shard_size = {shard_size} says over how many replicas is sharded what --zero names, and nothing is: give "
             "--zero 1, 2 or 3, or leave out --shard-size"
         )
 

@@ -100,7 +100,8 @@ def resolve(text: str, overrides: Mapping[str, Any] | None = None) -> ModelRefer
     overrides = dict(overrides or {})
     if (parts := split_factory(text)) is not None:
         source = factory_source(text)
-        digest = _digest([f"{parts.module}:{parts.function}", source, overrides])
+        module = Path(parts.module).name if parts.is_file else parts.module  # wherever it is called from
+        digest = _digest([f"{module}:{parts.function}", source, overrides])
         return ModelReference(text, "factory", None, parts.function, None, digest, overrides)
     name, path, config = _find_config(text)
     changed = apply_overrides(config, overrides)

@@ -56,7 +56,7 @@ def factory_source(text: str) -> str:
         if not os.path.isfile(path):
             raise InputError(
                 f"there is no file '{name.module}' to take '{name.function}' from: check the path, which begins "
-                "at the folder that the command runs in"
+                "at the folder that the command runs in (or, of a plan, at the folder of that)"
             )
         return read_text(path, "factory")
     try:
