@@ -27,7 +27,7 @@ help: ## List the targets
 	@echo "  TORCH_INDEX_URL=...   the wheel index PyTorch comes from (its CPU wheels are the small ones)"
 	@echo "  STAGEWRIGHT_SEED=...  of the damage done by torture, whose last line names it"
 
-demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine
+demo: $(INSTALLED) ## Plan Llama-3-8B for 8 GPUs, then plan and train a small Llama on this machine (100 s)
 	$(ENV_PYTHON) -m stagewright.cli demo
 
 test: $(INSTALLED) ## Run every check: format, lint, types, import contracts, tests, doc examples

@@ -28,5 +28,6 @@ def test_the_demonstration_plans_probes_and_trains(tmp_path: Path) -> None:
     for rank in record["ranks"]:
         predicted = small.predictions.ranks[rank["pipeline_rank"]].allocated_peak_bytes
         assert rank["allocated_peak_bytes"] == pytest.approx(predicted, rel=0.03)
+    assert done.stdout.startswith("This takes about 100 seconds on two idle cores")
     for heading in ("1. Planning", "2. Probing", "3. Planning", "4. Training", "Done in"):
         assert heading in done.stdout

@@ -26,6 +26,7 @@ _LARGE = "llama-3-8b"
 _SMALL = "tiny-llama"
 _PROCESSES = 2
 _STEPS = 20
+_SECONDS = 100
 
 
 def demo(
@@ -41,6 +42,7 @@ def demo(
     """
     begun = time.perf_counter()
     out.mkdir(parents=True, exist_ok=True)
+    show(f"This takes about {_SECONDS} seconds on two idle cores, most of it in the first of four parts.\n")
     _plan_large(out)
     cluster = _probe(out)
     plan = _plan_small(cluster, out)

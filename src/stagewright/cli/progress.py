@@ -1,9 +1,12 @@
-"""Progress of long work: on stderr, on a terminal, after two seconds, and gone when the work is done."""
+"""Progress of long work: one line on stderr, on a terminal, after two seconds, and gone when the work is done."""
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
+import time
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -14,18 +17,65 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 DELAY_SECONDS = 2.0
+_LEAST_SECONDS, _LEAST_DONE = 1.0, 0.02
+"""Of what was watched, before time left is told from it."""
+_SPINNER = 3
+"""Columns in front of the line, and one behind it."""
+_COUNT = re.compile(r"\b(\d+) of (\d+)\b")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Since when a stretch of work is watched, and how much of it was done then."""
+
+    began_s: float
+    began_at: float = 0.0
+
+    def left_s(self, now_s: float, done: float) -> float | None:
+        """Seconds to go at the pace so far; None where too little was seen of it.
+
+        >>> Watched(10.0).left_s(12.0, 0.25), Watched(10.0).left_s(10.1, 0.25), Watched(10.0, 0.5).left_s(20.0, 0.5)
+        (6.0, None, None)
+        """
+        passed, gained = now_s - self.began_s, done - self.began_at
+        if passed < _LEAST_SECONDS or gained < _LEAST_DONE:
+            return None
+        return passed * (1 - done) / gained
+
+
+def roughly(seconds: float) -> str:
+    """
+    >>> roughly(8.4), roughly(95.0), roughly(5400.0)
+    ('8 s', '2 min', '1.5 h')
+    """
+    if seconds < 60:
+        return f"{max(seconds, 1):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def counted(text: str) -> float | None:
+    """The fraction that a text tells, as of things one after the other; None where it tells none.
+
+    >>> counted("120 of 480: dp 2 x pp 4"), counted("writing file 3 of 4"), counted("tracing"), counted("0 of 0")
+    (0.25, 0.75, None, None)
+    """
+    found = _COUNT.search(text)
+    return min(int(found[1]) / int(found[2]), 1.0) if found and int(found[2]) else None
 
 
 class Progress:
-    """A line on stderr that says what is being done.
+    """A line on stderr that says what is being done, and how long that will still take where it can be told.
 
-    Use as a context manager; call it with what happens now and, where known, the fraction already done.
+    Use as a context manager; call it with what happens now and, where known, the fraction already done; of a text such as
+    ``3 of 10`` that is known.
     """
 
     def __init__(self, title: str) -> None:
         self._text = title
         self._fraction: float | None = None
+        self._watched: Watched | None = None
         self._status: Status | None = None
+        self._width = 80
         self._over = False
         self._lock = threading.Lock()
         self._timer = threading.Timer(DELAY_SECONDS, self._start)
@@ -38,6 +88,11 @@ class Progress:
 
     def __call__(self, text: str, fraction: float | None = None) -> None:
         with self._lock:
+            fraction = counted(text) if fraction is None else fraction
+            if (
+                fraction is None or self._fraction is None or fraction < self._fraction
+            ):  # another stretch of work
+                self._watched = None if fraction is None else Watched(time.monotonic(), fraction)
             self._text, self._fraction = text, fraction
             if self._status is not None:
                 self._status.update(self._line())
@@ -58,12 +113,19 @@ class Progress:
 
         with self._lock:
             if not self._over:
-                self._status = Status(self._line(), console=Console(stderr=True), refresh_per_second=4)
+                console = Console(stderr=True)
+                self._width = console.width
+                self._status = Status(self._line(), console=console, refresh_per_second=4)
                 self._status.start()
 
     def _line(self) -> Text:
-        """Of which nothing is taken for styles."""
+        """Of which nothing is taken for styles; what does not fit is cut off the text."""
         from rich.text import Text
 
         done = "" if self._fraction is None else f" {self._fraction:.0%}"
-        return Text(printable(f"{self._text}{done}"))
+        if self._fraction is not None and self._watched is not None:
+            left_s = self._watched.left_s(time.monotonic(), self._fraction)
+            done += "" if left_s is None else f", about {roughly(left_s)} left"
+        line = Text(printable(self._text))
+        line.truncate(max(self._width - len(done) - _SPINNER, 1), overflow="ellipsis")
+        return line.append(done)

@@ -9,6 +9,7 @@ import typer
 
 from stagewright.cli.options import Json, TextField, TokenizerPath
 from stagewright.cli.output import print_document, show
+from stagewright.cli.progress import Progress
 
 
 def tokenize(
@@ -31,9 +32,10 @@ def tokenize(
     from stagewright.execution.data.prepared import tokenised
     from stagewright.execution.data.tokenizers import load_tokenizer
 
-    made = tokenised(
-        data, load_tokenizer(None if tokenizer is None else str(tokenizer)), text_field, output
-    ).manifest
+    with Progress(f"tokenising {data}") as progress:
+        made = tokenised(
+            data, load_tokenizer(None if tokenizer is None else str(tokenizer)), text_field, output, progress
+        ).manifest
     if as_json:
         print_document({"path": str(output), **made.model_dump()})
         return

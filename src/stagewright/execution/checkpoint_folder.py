@@ -133,8 +133,9 @@ def verified(folder: Path, report: Callable[[str], None] = lambda text: None) ->
     """All checkpoints in a run's folder, or the one that `folder` is, the oldest first. Raises `InputError` where there is
     none."""
     checked = []
-    for path in checkpoints_in(folder):
-        report(f"reading {path.name}")
+    paths = checkpoints_in(folder)
+    for number, path in enumerate(paths):
+        report(f"reading {path.name}, {number} of {len(paths)} done")
         checked.append(Verified.of(path))
     return checked
 

@@ -9,14 +9,20 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from stagewright.cluster.strict import StrictModel
 from stagewright.errors import InputError
-from stagewright.execution.data.documents import data_files, documents_of, has_records, refuse_no_text
+from stagewright.execution.data.documents import (
+    Document,
+    data_files,
+    documents_of,
+    has_records,
+    refuse_no_text,
+)
 from stagewright.execution.data.encoding import Encoded, encoded
 from stagewright.execution.data.request import DataRequest, SourceRequest
 from stagewright.execution.data.store import VERSION, TokenStore, is_store, open_store, write_store
@@ -148,14 +154,20 @@ def has_tokens(path: Path, request: DataRequest) -> bool:
     return path.suffix == ".npy" or (request.tokenizer is None and not has_records(path))
 
 
-def tokenised(path: Path, tokenizer: Tokenizer, field: str | None, folder: Path | None = None) -> TokenStore:
+def tokenised(
+    path: Path,
+    tokenizer: Tokenizer,
+    field: str | None,
+    folder: Path | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> TokenStore:
     """The token store of a file or folder: in `folder`, or in the cache, where what was tokenised before is found again.
 
     Raises:
         InputError: it cannot be read or written.
     """
     files = data_files(path)
-    documents = (document for file in files for document in documents_of(file, field))
+    documents = _reported(files, field, report)
 
     def write(target: Path) -> TokenStore:
         say(f"tokenising '{path}' with {tokenizer.name}")
@@ -175,6 +187,22 @@ def tokenised(path: Path, tokenizer: Tokenizer, field: str | None, folder: Path 
         if is_store(target):
             return open_store(target)
         return write(target)
+
+
+def _reported(files: Sequence[Path], field: str | None, report: Callable[[str], None]) -> Iterator[Document]:
+    """The documents of all files, one after the other."""
+    count = 0
+    for number, file in enumerate(files):
+        which = f" of files, {number} of {len(files)} done" if len(files) > 1 else ""
+        for document in documents_of(file, field):
+            if count % _REPORTED == 0:
+                report(f"tokenising: {count:,} documents{which}")
+            count += 1
+            yield document
+
+
+_REPORTED = 100
+"""Documents from one report to the next."""
 
 
 def _some(documents: Iterable[Encoded], path: Path) -> Iterator[Encoded]:

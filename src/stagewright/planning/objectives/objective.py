@@ -51,7 +51,7 @@ def offers(
 ) -> tuple[Offer, ...]:
     """What is best first: the cluster as it is, and each kind of its devices alone, for speed; all its halves for cost; all
     batches too for time to train. Ctrl-C ends an `interruptible` search with what was found until then. Dollars are at
-    `price_per_hour` per device, else at the price that the cluster's description, or the catalog's list for the `terms`, has.
+    `price_per_hour` per device, else at the price of the cluster's description, or of the catalog's list for the `terms`.
 
     Raises:
         InputError: cost without a price, or a price that is none.
