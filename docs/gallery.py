@@ -39,7 +39,8 @@ class Cluster:
 class Model:
     name: str
     about: str
-    sequence_length: int | None
+    sequence_length: int
+    options: tuple[str, ...] = ()
 
 
 CLUSTERS = (
@@ -51,20 +52,26 @@ CLUSTERS = (
 MODELS = (
     Model("gpt2-xl", "a decoder of 48 equal layers", 1024),
     Model("gemma-2b", "a decoder whose vocabulary of 256,000 makes the head heavy", 2048),
-    Model("nemotron-h-8b", "a hybrid of attention and state-space layers", 2048),
+    Model(
+        "nemotron-h-8b",
+        "a hybrid of attention and state-space layers; its adapters alone are trained",
+        2048,
+        ("--lora", "16"),
+    ),
     Model("t5-large", "an encoder and a decoder: values of the encoder go to every layer behind it", 512),
     Model("bert-large", "an encoder of masked tokens", 512),
-    Model("vit-huge", "a vision transformer", None),
+    Model(
+        "vit-huge", "a vision transformer; images have no length, of which a job needs one all the same", 1
+    ),
 )
 BATCH = 8
 
 
 def planned(model: Model, cluster: Cluster) -> list[str]:
     """The command that plans."""
-    length = [] if model.sequence_length is None else ["--sequence-length", str(model.sequence_length)]
     return [
-        "stagewright", "plan", model.name, "--cluster", cluster.name, "--pp", "4", "--global-batch", str(BATCH), *length,
-        "--dtype", cluster.dtype, "-o", "plan.json",
+        "stagewright", "plan", model.name, "--cluster", cluster.name, "--pp", "4", "--global-batch", str(BATCH),
+        "--sequence-length", str(model.sequence_length), *model.options, "--dtype", cluster.dtype, "-o", "plan.json",
     ]  # fmt: skip
 
 
