@@ -2,8 +2,8 @@
 
 On as many devices, widths stay; the order of passes, the deferral of weight gradients and the cuts may change, of several
 stages a rank may become one, and where stages recompute or offload, that is chosen anew. What that is worth is judged as any
-plan is: by predictions on the cluster as it is now. Reconstruction of the dynamic side of AdaPtis, whose text is not known to
-us: cheap changes are tried beside dear ones, and the caller weighs gain against cost.
+plan is: by predictions on the cluster as it is now. Reconstruction of the dynamic side of AdaPtis, whose text is not known
+to us: cheap changes are tried beside dear ones, and the caller weighs gain against cost.
 """
 
 from __future__ import annotations
