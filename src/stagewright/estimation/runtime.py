@@ -171,6 +171,7 @@ class Runtime(SourcedModel):
     * `dtypes`: precisions of jobs that it trains.
     * `attention`: whether scores are computed and stored (``explicit``) or never (``fused``), or as the device computes them
       that traces (``traced``).
+    * `context`: whether ranks that divide a sequence gather keys and values for one kernel, or have a ``ring``.
     * `experts`: as the model's own code computes them, or ``grouped``, with weights between their products.
     * `embedding`: whether tensor-parallel ranks each have some rows of the embedding (``split``) or all (``whole``).
     * `head`: whether they each compute the logits of some tokens, and the loss from these (``split``), get the logits of
@@ -228,6 +229,7 @@ class Runtime(SourcedModel):
     about: str = ""
     dtypes: tuple[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp64", "autocast"], ...] = ()
     attention: Literal["traced", "fused", "explicit"] = "fused"
+    context: Literal["gathered", "ring"] = "gathered"
     experts: Literal["traced", "grouped"] = "traced"
     dispatch: Literal["every copy", "once per node"] = "every copy"
     dispatch_multiprocessors: Annotated[int, Field(ge=2, le=1000)] = MULTIPROCESSORS

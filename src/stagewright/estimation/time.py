@@ -18,6 +18,7 @@ from stagewright.estimation.compiled import Fusion, fused
 from stagewright.estimation.liveness import Lookup
 from stagewright.estimation.operators import Kernel, Work, work
 from stagewright.estimation.optimizer import ADAMW, OptimizerState
+from stagewright.estimation.ring import ring_seconds
 from stagewright.estimation.runtime import runtime_of
 from stagewright.estimation.signatures import signature_of
 from stagewright.graph import Node, OperatorGraph, Origin, Part, TensorMeta, Value
@@ -254,6 +255,9 @@ class Costing:
         if measured_s is not None:
             made = replace(made, device_s=measured_s)
         made = _paced(self._under_runtime(made, found), self.device)
+        if self.runtime.context == "ring" and self.cluster is not None:
+            ring_s = ring_seconds(node, value, self.cluster, self._strides, self.device)
+            made = replace(made, device_s=made.device_s + ring_s)
         if node.op in COLLECTIVES:
             made = self._sent(node, value, made)
         if node.signature >= 0:
