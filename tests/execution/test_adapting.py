@@ -116,6 +116,16 @@ def test_what_was_searched_for_ranks_that_have_changed_again_is_left(plan: Plan,
     watch.close()
 
 
+def test_a_search_that_has_ended_is_said_once(plan: Plan, tmp_path: Path) -> None:
+    watch = Adaptation(plan, tmp_path / "adapting", 0.0)
+    watch._searcher._process.kill()
+    watch._searcher._process.wait()
+    said = [text for step in range(60) for text in watch.after(step, [1.0, 2.0], 1.0, 1000)]
+    watch.close()
+    assert len(said) == 1 and "the process that searches has ended (-9)" in said[0]
+    assert not watch.has_proposal
+
+
 def wait(watch: Adaptation) -> None:
     """Until its search is done."""
     assert watch._searcher.is_asked

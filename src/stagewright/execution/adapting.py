@@ -86,11 +86,11 @@ class Adaptation:
         self._streak = self._streak + 1 if _is_shifted(paces) else 0
         if self._searcher.is_asked:
             if self._searcher.is_done and (self._streak >= _STEPS or self._streak == 0):
-                self._hear(step, num_left)
+                return self._hear(step, num_left)
             return []
         if step < self._quiet_until:
             return self._told(step)
-        if self._streak >= _SEARCHES_AFTER:
+        if self._streak >= _SEARCHES_AFTER and not self._searcher.has_ended:
             self._look(step)
         return []
 
@@ -121,22 +121,23 @@ class Adaptation:
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
         self._searcher.ask(self.plan, by_device)
 
-    def _hear(self, step: int, num_left: int) -> None:
-        """What the search has found."""
+    def _hear(self, step: int, num_left: int) -> list[str]:
+        """What the search has found. Returns what should be said."""
         found = self._searcher.answer()
+        if found is None:
+            self._streak, self._quiet_until = 0, step + _PAUSE
+            return [f"no other plan was found, so the run stays under its own: {self._searcher.fault}"]
         searched_for = [wanted / assumed for wanted, assumed in zip(self._wanted, self._assumed, strict=True)]
         now = _medians(self._recent[-_SEARCHES_AFTER:])
         is_past = not self._streak or not _are_alike(searched_for, now)
         self._streak = 0
         if is_past:
-            return
+            return []
         self._quiet_until = step + _PAUSE
-        if found is None:
-            return
         gain = found.stays_s - found.seconds
         pays = gain * num_left > _PAYS * self.change_s
         if gain < _LEAST_GAIN * found.stays_s or not pays:
-            return
+            return []
         slow = max(range(len(self._wanted)), key=lambda rank: self._wanted[rank] / self._assumed[rank])
         shift = self._wanted[slow] / self._assumed[slow] / statistics.median_low(self._recent[-1])
         what = "other cuts" if found.plan.cuts != self.plan.cuts else "another order of passes"
@@ -146,6 +147,7 @@ class Adaptation:
             f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others; goes on with {what}: "
             f"{gain / found.stays_s:.0%} less time a step, as predicted",
         )
+        return []
 
     @property
     def proposal(self) -> Proposal:
@@ -188,7 +190,8 @@ class Searcher:
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         self.folder = folder
-        self.is_asked = False
+        self.is_asked = self.has_ended = False
+        self.fault = ""
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / _NOW)
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -215,12 +218,18 @@ class Searcher:
         return bool(select.select([self._process.stdout], [], [], 0)[0])
 
     def answer(self) -> Replanned | None:
-        """What was found; None where the search failed."""
+        """What was found; None where the search failed, whose `fault` says why."""
         from stagewright.planning.replanning import Replanned
 
         assert self._process.stdout is not None, "it was started with pipes"
         self.is_asked = False
-        if self._process.stdout.readline().strip() != _FOUND:
+        said = self._process.stdout.readline().strip()
+        self.has_ended = not said
+        if said == _FAILED:
+            self.fault = (self.folder / _FAULT).read_text()
+        elif self.has_ended:
+            self.fault = f"the process that searches has ended ({self._process.wait()}), and nothing is searched any more"
+        if said != _FOUND:
             return None
         found = json.loads((self.folder / _ANSWER).read_text())
         return Replanned(load_plan(self.folder / _NEXT), found["seconds"], found["stays_s"])
@@ -230,7 +239,7 @@ class Searcher:
         self._process.communicate()
 
 
-_NOW, _PACES, _NEXT, _ANSWER = "now.json", "paces.json", "next.json", "found.json"
+_NOW, _PACES, _NEXT, _ANSWER, _FAULT = "now.json", "paces.json", "next.json", "found.json", "failed.txt"
 _FOUND, _FAILED = b"found", b"failed"
 
 
@@ -247,7 +256,7 @@ def main(folder: Path) -> None:
         try:
             found = replanned(plan, paced(plan.cluster.load(), paces), graph)
         except StagewrightError as error:
-            (folder / "failed.txt").write_text(str(error))
+            (folder / _FAULT).write_text(str(error))
             answer = _FAILED
         else:
             found.plan.save(folder / _NEXT)
