@@ -88,3 +88,62 @@ def test_a_malformed_file_is_one_error(tmp_path: Path, name: str, text: str, why
     done = call("estimate", *MODEL, *CLUSTER, "--from", tmp_path / name)
     assert done.exit_code == 2 and why in done.stderr and done.stderr.count("error:") == 1
     assert call("estimate", *MODEL, *CLUSTER, "--from", tmp_path / "none.sh").exit_code == 2
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A configuration that leaves half of the devices idle."""
+    path = tmp_path / "mine.toml"
+    path.write_text("pp = 2\ndp = 1\nglobal-batch = 16\nsequence-length = 64\nrecompute = 'full'\n")
+    return path
+
+
+def test_a_configuration_is_shown_beside_the_plan(theirs: Path) -> None:
+    words = ("plan", *MODEL, *CLUSTER, "--compare", theirs, "--schedule", "1f1b", "--top", "1")
+    done = call(*words, "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    compared, best = found["compared"], found["plans"][0]
+    alone = call("estimate", *MODEL, *CLUSTER, "--from", theirs, "--json")
+    assert compared["step_seconds"] == json.loads(alone.stdout)["step_seconds"]
+    assert compared["step_ratio"] == best["step_seconds"] / compared["step_seconds"] < 1
+    differs = {one["what"]: (one["yours"], one["plan"]) for one in compared["differences"]}
+    assert differs["recompute"] == ("full", "none") and differs["dp"][0] == "1"
+    assert compared["not_taken"] == [] and compared["spare_bytes"] > 0
+    lines = call(*words).stdout
+    assert f"{100 * (compared['step_ratio'] - 1):+.1f}%" in lines and "recompute full -> none" in lines
+
+
+def test_what_the_file_leaves_open_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text("pp = 2\n")
+    done = call("plan", *MODEL, *CLUSTER, "--compare", tmp_path / "mine.toml")
+    assert done.exit_code == 2 and "give --global-batch and --sequence-length" in done.stderr
+
+
+def test_nothing_is_compared_over_several_clusters(theirs: Path) -> None:
+    done = call("plan", *MODEL, *CLUSTER, "--compare", theirs, "--objective", "cost")
+    assert done.exit_code == 2 and "--compare" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("to", "files"),
+    [
+        ("torchtitan", {"train.toml", "schedule.csv"}),
+        ("megatron-bridge", {"recipe.py"}),
+        ("deepspeed", {"deepspeed.json", "README.md"}),
+    ],
+)
+def test_other_formats_are_folders_with_what_is_not_in_them(
+    plan_file: Path, tmp_path: Path, to: str, files: set[str]
+) -> None:
+    done = call("export", plan_file, "--to", to, "-o", tmp_path / "there")
+    assert done.exit_code == 0, done.stderr
+    assert {path.name for path in (tmp_path / "there").iterdir()} == files
+    said = [line.partition(": ")[2] for line in done.stderr.splitlines()]
+    written = "".join(path.read_text() for path in (tmp_path / "there").iterdir())
+    assert said and all(sentence in written for sentence in said)
+
+
+def test_an_order_of_its_own_is_no_single_file(plan_file: Path, tmp_path: Path) -> None:
+    done = call("export", plan_file, "--to", "torchtitan", "-o", tmp_path / "train.toml")
+    assert done.exit_code == 2 and "name a new folder" in done.stderr

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 class Target(StrEnum):
     TORCH_PIPELINING = "torch-pipelining"
     MEGATRON = "megatron"
+    MEGATRON_BRIDGE = "megatron-bridge"
+    TORCHTITAN = "torchtitan"
+    DEEPSPEED = "deepspeed"
     SLURM = "slurm"
     KUBERNETES = "kubernetes"
     SKYPILOT = "skypilot"
@@ -32,7 +35,7 @@ class Target(StrEnum):
 
 def export(
     plan: PlanFile,
-    to: Annotated[Target, typer.Option("--to", help="What it is for.")],
+    to: Annotated[Target, typer.Option("--to", metavar="FORMAT", help="What it is for, as above.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="PATH", help="A folder; of launch files, the file.")],
     with_model: WithModel = False,
 ) -> None:  # fmt: skip
@@ -40,6 +43,7 @@ def export(
 
     torch-pipelining: a folder that PyTorch's own pipelines run, without Stagewright: stages as code, their order, a script.
     megatron: a folder with all arguments of Megatron-LM as JSON and in a shell file that starts it; or one of the two.
+    megatron-bridge, torchtitan, deepspeed: a recipe, TOML or JSON of these.
     slurm, kubernetes, skypilot: a file that starts `stagewright run` on the plan's cluster.
 
     Example:
@@ -52,7 +56,7 @@ def export(
     if to is Target.TORCH_PIPELINING:
         _write_package(loaded, output, with_model)
         return
-    if to is Target.MEGATRON:
+    if to in (Target.MEGATRON, Target.MEGATRON_BRIDGE, Target.TORCHTITAN, Target.DEEPSPEED):
         _write_settings(loaded, to, output)
         return
     check_writable(output)
@@ -66,6 +70,10 @@ def _write_settings(plan: Plan, to: Target, output: Path) -> None:
 
     with Progress("exporting") as progress:
         files, found = settings_files(to.value, plan, progress)
+    if output.suffix and "schedule.csv" in files:
+        raise InputError(
+            f"'{output}': the order of passes is a file of its own: name a new folder with --output"
+        )
     alone = [name for name in files if Path(name).suffix == output.suffix]
     if output.suffix and not alone:
         endings = ", ".join(sorted({Path(name).suffix for name in files}))

@@ -39,8 +39,14 @@ def read_and_tell(path: Path) -> Reading:
 
 def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:
     """Keys of a job: those of the file, and in their place the options that are given, which are not None."""
+    given = {name: value for name, value in options.items() if value is not None}
     runtime = {} if reading.runtime is None else {"runtime": reading.runtime}
-    return {**runtime, **reading.job, **{name: value for name, value in options.items() if value is not None}}
+    read = {
+        key: value
+        for key, value in reading.job.items()
+        if key != "sequence_length" or "sequence_lengths" not in given
+    }
+    return {**runtime, **read, **given}
 
 
 def overridden(context: typer.Context, read: Configuration, options: Configuration) -> Configuration:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from stagewright.cli import options
+from stagewright.cli.from_file import job_keys, read_and_tell
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, copied, print_document, show
@@ -24,6 +25,7 @@ from stagewright.units import parse_count
 if TYPE_CHECKING:
     from stagewright.cluster import Cluster
     from stagewright.cluster.prices import Price, Terms
+    from stagewright.export.reading import Reading
     from stagewright.planning.found import Found
     from stagewright.planning.job import Job
     from stagewright.planning.objectives.break_even import BreakEven
@@ -61,14 +63,16 @@ class JobOptions:
     profile: options.Profile = None
     record: options.RecordFile = None
 
-    def read(self) -> Job:
-        """Raises `InputError` for a missing or wrong key."""
+    def read(self, reading: Reading | None = None) -> Job:
+        """With what a file says in place of what is not given. Raises `InputError` for a missing or wrong key."""
         names = [one.name for one in dataclasses.fields(self) if one.name not in _NOT_OF_JOB]
         given = {name: getattr(self, name) for name in names}
         given["optimizer_options"] = options.parse_settings(self.optimizer_option, "--optimizer-option") or None
         lengths = options.parse_lengths(self.sequence_lengths)
         given |= {"sequence_lengths": lengths, "compiled": self.compiled or None}
         given["documents_apart"] = self.documents_apart or None
+        if reading is not None:
+            given = job_keys(reading, **given)
         return options.read_job(self.job, **given)
 
 
@@ -148,7 +152,20 @@ class ResultOptions:
         Path | None, typer.Option("--ranks", metavar="FILE",
             help="Write node and device of every rank of the best (CSV), which `run --ranks` reads.")] = None
     html: Html = None
+    compare: Annotated[
+        Path | None, typer.Option("--compare", metavar="FILE",
+            help="Show a configuration of today beside the best: a file as `estimate --from` reads it; job and runtime are "
+            "its own where they are not given.")] = None
 # fmt: on
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A configuration of a file, as predicted, and what was read of it."""
+
+    plan: Plan
+    reading: Reading
+    path: Path
 
 
 @explains("cluster", "output", "global_batch", "sequence_length", "dtype", "job", "memory_limit", "objective")
@@ -188,8 +205,9 @@ def plan(
     if result.html is not None and result.html in (output, result.ranks):
         raise InputError(f"--html {result.html} is written by another option, too: name another file")
     _check_objective(context, objective, scheduling.host_stages)
+    reading = None if result.compare is None else read_and_tell(result.compare)
     target = options.as_measured(load_cluster(cluster), asked.profile, asked.record)
-    wanted = asked.read()
+    wanted = asked.read(reading)
     if wanted.runtime != STAGEWRIGHT:
         options.check_one_length(wanted, f"plan --runtime {wanted.runtime}")
     price, terms = _price(objective.price)
@@ -225,6 +243,9 @@ def plan(
             found = offered[0].found
             if objective.objective == "speed" and wanted.runtime == STAGEWRIGHT:
                 even = _break_even(found, reference, offered[0], space, progress)
+        compared = (
+            None if reading is None else _compared(reading, result, reference, target, wanted, progress)
+        )
     options.warn([*target.cautions, *found.warnings, *_warnings(objective)])
     on = offered[0].cluster if offered else target
     if result.ranks is not None:
@@ -233,7 +254,7 @@ def plan(
         _write_page(result.html, found, on)
     is_offer = len(offered) > 1 or objective.price is not None or objective.tokens is not None
     bills = Bills(offered, prices_of(target, terms) if price is None else {}, terms) if is_offer else None
-    _tell(found, on, bills, even, output, result, as_json)
+    _tell(found, on, bills, even, output, result, as_json, compared)
 
 
 @dataclass(frozen=True)
@@ -270,6 +291,22 @@ def _price(text: str | None) -> tuple[float | None, Terms]:
     return dollars, "on-demand"
 
 
+def _compared(
+    reading: Reading,
+    result: ResultOptions,
+    reference: ModelReference,
+    cluster: Cluster,
+    job: Job,
+    progress: Progress,
+) -> Compared:
+    from stagewright.planning.estimate import estimate
+
+    assert result.compare is not None
+    progress(f"estimating {result.compare}")
+    plan = estimate(reference, cluster, job, **reading.configuration.arguments(), report=progress)
+    return Compared(plan, reading, result.compare)
+
+
 def _break_even(
     found: Found, reference: ModelReference, offer: Offer, space: Space, progress: Progress
 ) -> BreakEven | None:
@@ -300,6 +337,11 @@ def _check_objective(context: typer.Context, objective: ObjectiveOptions, host_s
     if what not in _OBJECTIVES:
         known = ", ".join(_OBJECTIVES)
         raise InputError(f"--objective {what}{nearest(what, _OBJECTIVES)}: give one of {known}")
+    if what != "speed":
+        refuse(
+            context, ["compare"], "a configuration is compared on one cluster and with one batch",
+            f"leave out --objective {what}",
+        )  # fmt: skip
     if host_stages and what != "speed":
         raise InputError(f"--host-stages has no --objective {what}: leave one of the two out")
     if host_stages or what == "batch":
@@ -359,11 +401,12 @@ def _tell(
     output: Path | None,
     result: ResultOptions,
     as_json: bool,
+    compared: Compared | None,
 ) -> None:
     """Write the best plans, if that is asked for, and show them."""
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.export.megatron import megatron_options, shell_lines
-    from stagewright.report import configurations, plans, saving
+    from stagewright.report import configurations, plans, saving, side_by_side
 
     shown = found.plans[: result.top or _SHOWN]
     paths = _write(shown, output, num_written=result.top or 1)
@@ -385,6 +428,7 @@ def _tell(
             )
             | ({"megatron_options": for_megatron} if for_megatron else {})
             | ({"breadth_first": plans.break_even_document(even)} if even else {})
+            | ({"compared": _beside(compared, shown[0])} if compared else {})
         )
         return
     is_own = shown[0].job.runtime == STAGEWRIGHT
@@ -401,6 +445,7 @@ def _tell(
         None if is_own else configurations.left_out_table(found),
         plans.left_out(found),
         plans.break_even_line(even) if even else None,
+        *(side_by_side.side_by_side_lines(compared.plan, shown[0], str(compared.path)) if compared else ()),
     ]
     if bills is not None:
         parts += [
@@ -434,6 +479,12 @@ def _tell(
         show(f"Wrote {result.ranks}.")
     if result.html is not None:
         show(f"Wrote {result.html}.")
+
+
+def _beside(compared: Compared, best: Plan) -> dict[str, Any]:
+    from stagewright.report.side_by_side import side_by_side_document
+
+    return side_by_side_document(compared.plan, best, str(compared.path), compared.reading.notes)
 
 
 def _tensor_width(text: str) -> int | None:

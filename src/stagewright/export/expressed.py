@@ -47,7 +47,15 @@ class Stack:
     """Kinds of parallelism that it has beside pipelines and replicas."""
     reads_orders: bool = False
     """Whether it runs any order of passes, of stages that go round the ranks."""
+    cuts_freely: bool = True
+    """Whether stages may have any numbers of layers."""
     shards_in_groups: bool = False
+    splits_sequence: bool = False
+    """Whether ranks that share layers always split the sequence between these, too."""
+    compiles: bool = False
+    """Whether it says that operators are compiled."""
+    reduces_in_half: bool = True
+    """Whether gradients may be summed in half precision."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +132,15 @@ def _ways(plan: Plan, stack: Stack, report: Report) -> tuple[list[Configuration]
         zero=_level(asked, stack),
         shard_size=asked.shard_size if stack.shards_in_groups else None,
         recompute=asked.recompute if asked.recompute in stack.recomputes else None,
+        sequence_parallel=asked.sequence_parallel or (stack.splits_sequence and plan.tp > 1),
+        reduce_dtype=asked.reduce_dtype if stack.reduces_in_half else None,
     )
-    if base.zero != asked.zero:
+    if (base.zero or 0) != (asked.zero or 0):
         differences.append(
             f"replicas shard as ZeRO {base.zero}, and under the plan as ZeRO {asked.zero or 0}"
         )
     pipelines, changed = _pipelines(plan, base, stack, report)
-    kept = (base.recompute,) if base.recompute else stack.recomputes  # tried in turn
+    kept = (base.recompute,) if base.recompute else ("none", "full")
     found = [replace(one, recompute=way) for one, way in product(pipelines, kept)]
     return found, [*differences, *changed]
 
@@ -150,6 +160,14 @@ def _pipelines(
     graph = graph_of(plan, report)
     counts, moves = whole_layers(plan, graph)
     differences = ["cuts inside layers go to the nearest place between layers"] if moves else []
+    if not stack.cuts_freely:
+        even = even_layers(graph, plan.pp)
+        differences = ["stages have even numbers of layers there"] if moves or counts != even else []
+        if plan.schedule not in stack.schedules:
+            differences.append(
+                f"the order of passes is that of {stack.schedules[0]} there, and {plan.schedule} under the plan"
+            )
+        return [replace(base, schedule=stack.schedules[0], chunks=None, layers_per_stage=even)], differences
     is_whole = 0 not in counts[1:-1]
     if is_whole and plan.schedule in stack.schedules:
         return [replace(base, layers_per_stage=counts)], differences
@@ -181,6 +199,12 @@ def _given_up(plan: Plan, stack: Stack) -> Iterator[str]:
         yield "the optimizer runs on the host under the plan, and there on the devices"
     if plan.shard_size is not None and not stack.shards_in_groups:
         yield f"replicas shard in groups of {plan.shard_size} under the plan, and there all together"
+    if plan.tp > 1 and stack.splits_sequence and not plan.sequence_parallel:
+        yield "ranks of tp split the sequence between layers there, and not under the plan"
+    if plan.reduce_dtype == "bf16" and not stack.reduces_in_half:
+        yield "gradients are summed in fp32 there, and in bf16 under the plan"
+    if plan.job.compiled and not stack.compiles:
+        yield "operators are compiled under the plan, which its settings do not say"
     if plan.job.documents_apart:
         yield "documents of a sample see each other there"
     if plan.job.sequence_lengths:

@@ -49,15 +49,20 @@ def megatron_arguments(plan: Plan) -> tuple[str, ...]:
     Raises:
         InputError: it has no such model or optimizer; says why.
     """
-    if plan.model.is_code or plan.model.lora is not None:
-        what = "adapters of a model" if plan.model.lora else f"a factory ({plan.model.text})"
-        raise InputError(
-            f"megatron: its models are made from options, and this is {what}: plan for a config.json without --lora, or "
-            "train with `stagewright run`"
-        )
+    check_is_config(plan, "megatron")
     config = plan.model.reference().config or {}
     model = model_options(config, plan.job.sequence_length, plan.tp)
     return (*model, *megatron_options(plan), *_training(plan.job))
+
+
+def check_is_config(plan: Plan, name: str) -> None:
+    """Raises `InputError` where the model of `plan` is code, or trained by adapters."""
+    if plan.model.is_code or plan.model.lora is not None:
+        what = "adapters of a model" if plan.model.lora else f"a factory ({plan.model.text})"
+        raise InputError(
+            f"{name}: its models are made from a config.json, and this is {what}: plan for one without --lora, or train "
+            "with `stagewright run`"
+        )
 
 
 def argv(options: Sequence[str]) -> list[str]:

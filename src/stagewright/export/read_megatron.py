@@ -170,6 +170,10 @@ def _reading(options: Mapping[str, list[Given]], origin: str) -> Reading:
         )
     said = Said({name: given[-1] for name, given in options.items()}, {**known.configuration, **known.model})
     configuration, job = _configuration(said), _job(said)
+    if said.has("grad-reduce-in-bf16"):
+        said.notes.append(
+            "--grad-reduce-in-bf16 is predicted for sums over replicas alone: gradients are kept in fp32"
+        )
     if (optimizer := said.text("optimizer")) not in (None, "adam"):
         said.notes.append(f"--optimizer {optimizer} is predicted as adam")
     return Reading(

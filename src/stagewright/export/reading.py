@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ class Reading:
         return f"{self.what}: {', '.join(parts)}, {len(self.notes) or 'none'} not taken as they are"
 
 
-Reader = Callable[[Any, str], Reading]
 _REMEDY = (
     "give a shell file or argv.json of Megatron-LM, a TOML of torchtitan, a JSON of DeepSpeed, or a TOML with options of "
     "`stagewright estimate`"
@@ -65,12 +64,20 @@ def read_configuration(path: str | Path) -> Reading:
 
 
 def _of_toml(table: Mapping[str, Any], origin: str) -> Reading:
-    raise InputError(f"{origin}: {_REMEDY}")
+    """torchtitan's tables, or keys that are options."""
+    from stagewright.export.read_own import read_own
+    from stagewright.export.read_torchtitan import read_torchtitan
+
+    sections = ("training", "parallelism", "activation_checkpoint")
+    return (read_torchtitan if any(section in table for section in sections) else read_own)(table, origin)
 
 
 def _of_json(document: Any, origin: str) -> Reading:
+    from stagewright.export.read_deepspeed import KEYS, read_deepspeed
     from stagewright.export.read_megatron import read_argv
 
     if isinstance(document, list):
         return read_argv(document, origin)
-    raise InputError(f"{origin}: {_REMEDY}")
+    if isinstance(document, dict) and KEYS & document.keys():
+        return read_deepspeed(document, origin)
+    raise InputError(f"{origin} is no configuration that is known: {_REMEDY}")

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
-from stagewright.export import megatron
+from stagewright.export import deepspeed, megatron, torchtitan
 from stagewright.export.expressed import Expressed, Stack, expressed
+from stagewright.export.megatron_bridge import bridge_files
 from stagewright.planning.plan import Plan
 
-_FORMATS: dict[str, tuple[Stack, Callable[[Expressed], dict[str, str]]]] = {
-    "megatron": (megatron.STACK, megatron.megatron_files),
+
+@dataclass(frozen=True)
+class _Format:
+    """How a plan is written for a framework."""
+
+    stack: Stack
+    write: Callable[[Expressed], dict[str, str]]
+    """Files by name."""
+    remarks: Callable[[Plan], Iterable[str]] = lambda plan: ()
+    """What is to be done beside them."""
+
+
+_FORMATS = {
+    "megatron": _Format(megatron.STACK, megatron.megatron_files),
+    "megatron-bridge": _Format(replace(megatron.STACK, name="megatron-bridge"), bridge_files),
+    "torchtitan": _Format(torchtitan.STACK, torchtitan.torchtitan_files, torchtitan.remarks),
+    "deepspeed": _Format(deepspeed.STACK, deepspeed.deepspeed_files),
 }
 
 
@@ -21,6 +38,8 @@ def settings_files(
     Raises:
         InputError: the framework has no such model or configuration.
     """
-    stack, write = _FORMATS[name]
-    found = expressed(plan, stack, report)
-    return write(found), found
+    form = _FORMATS[name]
+    remarks = tuple(form.remarks(plan))
+    found = expressed(plan, form.stack, report)
+    found = replace(found, differences=(*found.differences, *remarks))
+    return form.write(found), found

@@ -7,11 +7,12 @@ from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal
 
 from stagewright.graph import OperatorGraph
+from stagewright.graph.flat import GRADIENTS
 from stagewright.graph.layers import layer_begins, layer_end
 from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import stage_cuts
+from stagewright.planning.plan_stages import layers_per_stage, stage_cuts
 from stagewright.schedule import Program
-from stagewright.schedule.placement import loop
+from stagewright.schedule.placement import loop, v
 
 Recomputed = Literal["none", "selective", "full", "model"]
 
@@ -65,8 +66,31 @@ def configuration_of(plan: Plan) -> Configuration:
 
 
 def stage_ranks(plan: Plan) -> tuple[int, ...]:
-    """Ranks of the stages of the schedule of `plan`, whose own stages may be sharding units of these."""
-    return tuple(rank for rank, _ in groupby(plan.placement))
+    """Ranks of the stages of the schedule of `plan`."""
+    ends = [0, *accumulate(_units(plan))]
+    return tuple(plan.placement[end] for end in ends[:-1])
+
+
+def stage_layers(plan: Plan) -> tuple[int, ...] | None:
+    """Numbered layers of every stage of the schedule, a layer that is cut being that of the stage behind the cut; None where
+    stages are not of such layers."""
+    counts = layers_per_stage(plan)
+    ends = list(accumulate(_units(plan)))
+    return counts and tuple(sum(counts[start:end]) for start, end in pairwise([0, *ends]))
+
+
+def _units(plan: Plan) -> list[int]:
+    """How many stages of `plan` each stage of its schedule is: sharding units, where replicas share out gradients."""
+    if max(plan.sharding) < GRADIENTS or (plan.pp > 1 and plan.placement in _placements(plan)):
+        return [1] * plan.num_stages
+    return [len(list(units)) for _, units in groupby(plan.placement)]
+
+
+def _placements(plan: Plan) -> list[tuple[int, ...]]:
+    """Those of schedules with as many stages."""
+    chunks = plan.num_stages // plan.pp
+    found = [v(plan.pp)] if chunks == 2 else []
+    return [one.rank_of_stage for one in (*found, loop(plan.pp, max(chunks, 1)))]
 
 
 def is_looped(plan: Plan) -> bool:
@@ -78,7 +102,7 @@ def is_looped(plan: Plan) -> bool:
 def whole_layers(plan: Plan, graph: OperatorGraph) -> tuple[tuple[int, ...], bool]:
     """Layers of every stage of the schedule where cuts go to the nearest places between layers, and whether any moves."""
     places = [*layer_begins(graph), layer_end(graph)]
-    ends = list(accumulate(len(list(units)) for _, units in groupby(plan.placement)))
+    ends = list(accumulate(_units(plan)))
     cuts = stage_cuts(plan, graph)
     own = [cuts[end - 1] for end in ends[:-1]]
     near = [min(range(len(places)), key=lambda index, cut=cut: abs(places[index] - cut)) for cut in own]

@@ -39,7 +39,7 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
         "path": None if path is None else str(path),
         **_figures(plan),
         "lower_bound_seconds": plan.predictions.lower_bound_seconds,
-        "spare_bytes": _spare_bytes(plan)[0],
+        "spare_bytes": spare_bytes(plan)[0],
         "bubble": None if (found := _bubble(plan)) is None else asdict(found),
         "host_optimizer": list(plan.host_optimizer),
         "loss_pieces": plan.loss_pieces,
@@ -98,7 +98,7 @@ def found_heading(found: Found) -> str:
 
 def answer_line(plan: Plan) -> str:
     """In a sentence: whether it fits, how busy devices are, why they are idle, and how far from the best it can be."""
-    spare, rank = _spare_bytes(plan)
+    spare, rank = spare_bytes(plan)
     fits = f"Fits with {format_bytes(spare)} to spare" if spare >= 0 else f"Lacks {format_bytes(-spare)}"
     predictions = plan.predictions
     parts = [
@@ -132,7 +132,7 @@ def _bubble(plan: Plan) -> Bubble | None:
     return None if costs is None or plan.num_stages == 1 else bubble(stage_program(plan), costs)
 
 
-def _spare_bytes(plan: Plan) -> tuple[int, int]:
+def spare_bytes(plan: Plan) -> tuple[int, int]:
     """What the fullest rank has left of its device, and its number."""
     cluster = plan.cluster.load()
     left = {

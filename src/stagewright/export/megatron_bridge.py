@@ -1,0 +1,137 @@
+"""A plan as a recipe of Megatron-Bridge: a Python file that makes its configuration.
+
+Source: Megatron-Bridge v0.6.0, megatron/bridge/recipes/common.py, training/config.py and models/conversion/auto_bridge.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from stagewright.errors import InputError
+from stagewright.export.expressed import Expressed
+from stagewright.export.megatron import check_is_config
+from stagewright.export.megatron_layout import write_layout
+from stagewright.planning.plan import Plan
+
+_PRECISIONS = {"bf16": "bf16_mixed", "fp16": "fp16_mixed", "fp8": "bf16_with_fp8_delayed_scaling_mixed"}
+_DROPPED = ("auto_map", "quantization_config", "torch_dtype", "dtype")
+"""Keys of a config.json that say how a checkpoint is stored."""
+
+
+def bridge_files(found: Expressed) -> dict[str, str]:
+    """`recipe.py`, whose `recipe()` is a `ConfigContainer` and which trains with it as a script.
+
+    Raises:
+        InputError: the model is no config.json's.
+    """
+    plan = found.plan
+    check_is_config(plan, "megatron-bridge")
+    config = {
+        key: value for key, value in (plan.model.reference().config or {}).items() if key not in _DROPPED
+    }
+    if "model_type" not in config:
+        raise InputError(
+            "megatron-bridge: the model's config has no model_type, by which its bridge is found: add it"
+        )
+    settings = "\n".join(f"    cfg.{name} = {value!r}" for name, value in settings_of(found))
+    text = _RECIPE.format(
+        title=f"{plan.model.name}, {plan.schedule}, pp {plan.pp} x dp {plan.dp} x tp {plan.tp}: written by Stagewright",
+        notes="".join(f"# {note}\n" for note in found.notes),
+        config=json.dumps(config, indent=1),
+        settings=settings,
+    )
+    return {"recipe.py": text}
+
+
+def settings_of(found: Expressed) -> Iterator[tuple[str, Any]]:
+    """Fields of the configuration, by their paths, with their values."""
+    plan, job = found.plan, found.plan.job
+    yield "model.tensor_model_parallel_size", plan.tp
+    yield "model.sequence_parallel", plan.sequence_parallel and plan.tp > 1
+    yield "model.context_parallel_size", plan.cp
+    yield from _pipeline(found)
+    if plan.ep > 1:
+        yield "model.expert_model_parallel_size", plan.ep
+        yield "model.expert_tensor_parallel_size", 1
+    yield "model.seq_length", job.sequence_length
+    yield "dataset.seq_length", job.sequence_length
+    if "layers" in plan.memory_policy:
+        yield "model.recompute_granularity", "full"
+        yield "model.recompute_method", "uniform"
+        yield "model.recompute_num_layers", 1
+    yield "train.micro_batch_size", plan.microbatch_size
+    yield "train.global_batch_size", job.global_batch
+    yield "train.train_iters", job.num_steps
+    yield "mixed_precision", _PRECISIONS[job.dtype]
+    yield from _replicas(plan)
+    yield from (
+        ("optimizer.lr", job.learning_rate),
+        ("optimizer.min_lr", job.learning_rate * job.final_fraction),
+    )
+    yield from (("optimizer.adam_beta1", job.betas[0]), ("optimizer.adam_beta2", job.betas[1]))
+    yield from (("optimizer.adam_eps", job.eps), ("optimizer.weight_decay", job.weight_decay))
+    yield "optimizer.clip_grad", job.clip_norm or 0.0
+    yield "scheduler.lr_warmup_iters", job.warmup_steps
+    yield "scheduler.lr_decay_style", "WSD" if job.lr_schedule == "wsd" else job.lr_schedule
+    if job.lr_schedule == "wsd":
+        yield "scheduler.lr_wsd_decay_style", "linear"
+        yield "scheduler.lr_wsd_decay_iters", job.decay_steps or max(1, job.num_steps // 10)
+
+
+def _pipeline(found: Expressed) -> Iterator[tuple[str, Any]]:
+    plan = found.plan
+    yield "model.pipeline_model_parallel_size", plan.pp
+    chunks = found.configuration.chunks or 1
+    if chunks > 1:
+        yield "model.virtual_pipeline_model_parallel_size", chunks
+    counts = found.configuration.layers_per_stage or ()
+    if len(set(counts)) > 1:
+        yield "model.pipeline_model_parallel_layout", write_layout(counts)
+
+
+def _replicas(plan: Plan) -> Iterator[tuple[str, Any]]:
+    shards, overlaps = bool(max(plan.sharding)), plan.dp > 1 and plan.job.profile.overlaps_reduction
+    yield "ddp.use_distributed_optimizer", shards
+    yield "optimizer.use_distributed_optimizer", shards
+    yield "ddp.overlap_grad_reduce", overlaps
+    yield "ddp.overlap_param_gather", overlaps and shards
+    yield "ddp.grad_reduce_in_fp32", plan.reduce_dtype != "bf16"
+    if plan.shard_size is not None:
+        yield "ddp.num_distributed_optimizer_instances", plan.num_holders // plan.shard_size
+
+
+_RECIPE = '''\
+"""{title}
+
+torchrun ... recipe.py trains it on random tokens; `recipe()` is the configuration, to which data and tokenizer are added.
+"""
+
+import json
+
+from megatron.bridge import AutoBridge
+from megatron.bridge.recipes.common import _pretrain_common
+from megatron.bridge.training.config import ConfigContainer
+from megatron.bridge.training.gpt_step import forward_step
+from megatron.bridge.training.pretrain import pretrain
+from transformers import AutoConfig
+
+{notes}
+MODEL = json.loads("""
+{config}
+""")
+
+
+def recipe() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_config(AutoConfig.for_model(**MODEL)).to_megatron_provider(load_weights=False)
+    cfg.tokenizer.tokenizer_type = "NullTokenizer"
+    cfg.tokenizer.vocab_size = MODEL["vocab_size"]
+{settings}
+    return cfg
+
+
+if __name__ == "__main__":
+    pretrain(recipe(), forward_step)
+'''

@@ -1,0 +1,225 @@
+"""A plan as the TOML of torchtitan's `train.py`, with the order of passes beside it where that has no name.
+
+Source: torchtitan v0.2.2, torchtitan/config/job_config.py, torchtitan/distributed/pipeline_parallel.py and the flavors of
+torchtitan/models. Ignores: later versions, whose configurations are Python.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from stagewright.documents import parse_toml
+from stagewright.errors import InputError
+from stagewright.export.expressed import Expressed, Stack
+from stagewright.planning.plan import Plan
+from stagewright.schedule.torch_csv import write_torch_csv
+
+SCHEDULES = {
+    "1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "Interleaved1F1B", "breadth-first": "LoopedBFS",
+    "interleaved-zb": "InterleavedZeroBubble", "zb-v": "ZBVZeroBubble", "dualpipe-v": "DualPipeV",
+}  # fmt: skip
+"""PyTorch's names of schedules."""
+
+ANY_ORDER = "PipelineScheduleMulti"
+"""What goes with a file that has the order of passes."""
+
+RUNTIME = "torch-fsdp"
+
+
+def _level(level: int, pp: int) -> int:
+    """Pipelines keep parameters gathered and reduce gradients after the last microbatch; without one, after each."""
+    if level == 0:
+        return 0
+    return 1 if pp > 1 else max(level, 2)
+
+
+STACK = Stack(
+    name="torchtitan",
+    runtime=RUNTIME,
+    schedules=tuple(SCHEDULES),
+    recomputes=("none", "full", "selective"),
+    level=_level,
+    reads_orders=True,
+    shards_in_groups=True,
+    splits_sequence=True,
+    reduces_in_half=False,
+    compiles=True,
+)
+
+_FLAVORS = {
+    ("llama", 4096, 32): ("llama3", "8B"), ("llama", 8192, 80): ("llama3", "70B"), ("llama", 16384, 126): ("llama3", "405B"),
+    ("qwen3", 1024, 28): ("qwen3", "0.6B"), ("qwen3", 2048, 28): ("qwen3", "1.7B"), ("qwen3", 2560, 36): ("qwen3", "4B"),
+    ("qwen3", 4096, 36): ("qwen3", "8B"), ("qwen3", 5120, 40): ("qwen3", "14B"), ("qwen3", 5120, 64): ("qwen3", "32B"),
+    ("qwen3_moe", 2048, 48): ("qwen3", "30B-A3B"), ("qwen3_moe", 4096, 94): ("qwen3", "235B-A22B"),
+    ("deepseek_v3", 7168, 61): ("deepseek_v3", "671B"),
+}  # fmt: skip
+"""Names of models by family, width and depth."""
+_FOLDERS = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3", "deepseek_v3": "deepseek_v3"}
+
+
+@cache
+def known_keys() -> Mapping[str, Mapping[str, Any]]:
+    """Sections of the configuration and their keys, with the types of these."""
+    file = resources.files("stagewright.export") / "formats" / "torchtitan.toml"
+    return parse_toml(file.read_text(encoding="utf-8"), "torchtitan.toml")["keys"]
+
+
+def torchtitan_files(found: Expressed) -> dict[str, str]:
+    """`train.toml`, and `schedule.csv` where the order of passes has no name.
+
+    Raises:
+        InputError: torchtitan has no model of this family, or does not train in the precision.
+    """
+    plan = found.plan
+    name, flavor = _model(plan)
+    model: dict[str, Any] = {"name": name, "flavor": flavor}
+    if plan.job.dtype == "fp8":
+        model["converters"] = ["quantize.linear.float8"]
+    sections = {
+        "job": {"description": f"{plan.model.name}, {plan.schedule}: written by Stagewright"},
+        "model": model,
+        "optimizer": _optimizer(plan),
+        "lr_scheduler": _learning_rate(plan),
+        "training": _training(plan),
+        "parallelism": _parallelism(found),
+        "activation_checkpoint": _recomputation(plan),
+        "compile": {"enable": plan.job.compiled, "components": ["model", "loss"]},
+    }
+    how = "For torchtitan v0.2.2: torchrun ... -m torchtitan.train --job.config_file train.toml"
+    head = [f"# {line}" for line in (how, *found.notes)]
+    body = [
+        f"\n[{section}]\n" + "".join(f"{key} = {_value(value)}\n" for key, value in keys.items())
+        for section, keys in sections.items()
+    ]
+    files = {"train.toml": "\n".join(head) + "\n" + "".join(body)}
+    if found.configuration.program is not None:
+        files["schedule.csv"] = write_torch_csv(found.configuration.program)
+    return files
+
+
+def _value(value: Any) -> str:
+    """As TOML has it, which for these types is as JSON has it; lists of lists a line each.
+
+    >>> _value(3e-4), _value(["a"]), _value(True)
+    ('0.0003', '["a"]', 'true')
+    """
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        return "[\n" + "".join(f"  {json.dumps(item)},\n" for item in value) + "]"
+    return json.dumps(value)
+
+
+def remarks(plan: Plan) -> Iterator[str]:
+    """What is to be done for it beside the files."""
+    folder, flavor = _model(plan)
+    if flavor not in {known for _, known in _FLAVORS.values()}:
+        yield f"flavor {flavor} is yours to add to torchtitan/models/{folder}/__init__.py, where none has these sizes"
+
+
+def _model(plan: Plan) -> tuple[str, str]:
+    """Name and flavor; raises `InputError` where there is no such model."""
+    config = {} if plan.model.is_code else plan.model.reference().config or {}
+    family = str(config.get("model_type", plan.model.text))
+    if plan.model.lora is not None or family not in _FOLDERS:
+        what = "adapters" if plan.model.lora else f"'{family}' models"
+        raise InputError(
+            f"torchtitan: it trains no {what} that are known here; known are {', '.join(_FOLDERS)}: export to "
+            "torch-pipelining, or train with `stagewright run`"
+        )
+    sizes = family, config["hidden_size"], config["num_hidden_layers"]
+    return _FLAVORS.get(sizes, (_FOLDERS[family], plan.model.name))
+
+
+def _optimizer(plan: Plan) -> dict[str, Any]:
+    job = plan.job
+    betas = {"beta1": job.betas[0], "beta2": job.betas[1]}
+    return {
+        "name": "AdamW",
+        "lr": job.learning_rate,
+        **betas,
+        "eps": job.eps,
+        "weight_decay": job.weight_decay,
+    }
+
+
+def _learning_rate(plan: Plan) -> dict[str, Any]:
+    job = plan.job
+    found: dict[str, Any] = {"warmup_steps": job.warmup_steps, "min_lr_factor": job.final_fraction}
+    if job.lr_schedule == "constant":
+        return found | {"decay_ratio": 0.0}
+    if job.lr_schedule == "wsd":
+        return found | {"decay_ratio": (job.decay_steps or max(1, job.num_steps // 10)) / job.num_steps}
+    return found | {"decay_type": job.lr_schedule}
+
+
+_PRECISIONS = {
+    "bf16": "bfloat16",
+    "autocast": "bfloat16",
+    "fp8": "bfloat16",
+    "fp32": "float32",
+    "tf32": "float32",
+}
+
+
+def _training(plan: Plan) -> dict[str, Any]:
+    job = plan.job
+    if job.dtype not in _PRECISIONS:
+        raise InputError(f"torchtitan: it does not train in {job.dtype}: plan with --dtype bf16 or fp32")
+    of_pipeline = plan.num_microbatches if plan.pp > 1 else 1
+    return {
+        "local_batch_size": plan.microbatch_size * of_pipeline, "global_batch_size": job.global_batch,
+        "seq_len": job.sequence_length, "max_norm": job.clip_norm or 1e30, "steps": job.num_steps, "dtype": "float32",
+        "mixed_precision_param": _PRECISIONS[job.dtype],
+    }  # fmt: skip
+
+
+def _parallelism(found: Expressed) -> dict[str, Any]:
+    plan = found.plan
+    shards = 1 if not max(plan.sharding) else (plan.shard_size or plan.num_holders) // plan.cp
+    if not shards:
+        raise InputError(
+            f"torchtitan: it shards over all {plan.cp} ranks of cp, more than the plan's groups of {plan.shard_size}: plan "
+            "without --shard-size"
+        )
+    keys: dict[str, Any] = {
+        "data_parallel_replicate_degree": plan.dp // shards, "data_parallel_shard_degree": shards,
+        "fsdp_reshard_after_forward": "always" if max(plan.sharding) == 3 else "never",
+        "tensor_parallel_degree": plan.tp, "context_parallel_degree": plan.cp, "pipeline_parallel_degree": plan.pp,
+    }  # fmt: skip
+    if plan.ep > 1:
+        keys |= {"expert_parallel_degree": plan.ep, "expert_tensor_parallel_degree": 1}
+    if plan.pp == 1:
+        return keys
+    order = found.configuration.program
+    keys["pipeline_parallel_schedule"] = ANY_ORDER if order else SCHEDULES[plan.schedule]
+    if order:
+        keys["pipeline_parallel_schedule_csv"] = "schedule.csv"
+    keys["pipeline_parallel_microbatch_size"] = plan.microbatch_size
+    keys["module_fqns_per_model_part"] = module_names(found.configuration.layers_per_stage or ())
+    return keys
+
+
+def module_names(counts: Sequence[int]) -> list[list[str]]:
+    """Modules of stages of so many layers.
+
+    >>> module_names((1, 0))
+    [['tok_embeddings', 'layers.0'], ['norm', 'output']]
+    """
+    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    stages = [
+        [f"layers.{start + layer}" for layer in range(count)]
+        for start, count in zip(starts, counts, strict=True)
+    ]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages
+
+
+def _recomputation(plan: Plan) -> dict[str, Any]:
+    policies = set(map(str, plan.memory_policy))
+    if "selective" in policies:
+        return {"mode": "selective", "selective_ac_option": "op"}
+    return {"mode": "full" if "layers" in policies else "none"}

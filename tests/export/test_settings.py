@@ -1,0 +1,305 @@
+"""Settings for torchtitan, Megatron-Bridge and DeepSpeed: of fields that these have, and read as the same configuration."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from functools import cache
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from stagewright.cluster import load_cluster
+from stagewright.errors import InputError
+from stagewright.export.expressed import Expressed, expressed
+from stagewright.export.megatron import STACK as MEGATRON
+from stagewright.export.reading import Reading, read_configuration
+from stagewright.export.settings import settings_files
+from stagewright.export.torchtitan import known_keys
+from stagewright.planning.configuration import configuration_of
+from stagewright.planning.estimate import estimate
+from stagewright.planning.job import Job
+from stagewright.planning.plan import Plan
+from stagewright.planning.plan_stages import stage_program
+from stagewright.schedule import read_torch_csv
+from stagewright.tracing.models.reference import resolve
+
+SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 1024}
+JOB: dict[str, Any] = {"global_batch": 64, "sequence_length": 512}
+
+
+@cache
+def plan(runtime: str = "stagewright", dtype: Any = "bf16", model: str = "llama-3-8b", **widths: Any) -> Plan:
+    job = Job(**JOB, runtime=runtime, dtype=dtype, compiled=widths.pop("compiled", False))
+    options: Any = {"tp": 1, "pp": 4, "dp": 4, "zero": 1, "microbatch": 2} | widths
+    return estimate(resolve(model, SMALL), load_cluster("2x8x-h100"), job, **options)
+
+
+def read(folder: Path, files: dict[str, str], name: str) -> Reading:
+    for file, text in files.items():
+        (folder / file).write_text(text)
+    return read_configuration(folder / name)
+
+
+TITAN: dict[str, dict[str, Any]] = {
+    "1f1b": {},
+    "interleaved": {"schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"},
+    "uneven": {"layers_per_stage": (1, 3, 3, 1)},
+    "one rank, sharded": {"pp": 1, "dp": 16, "zero": 3, "compiled": True, "recompute": "selective"},
+    "groups": {"pp": 1, "dp": 16, "zero": 2, "shard_size": 8},
+    "tensor": {"tp": 2, "dp": 2, "sequence_parallel": True},
+    "looped breadth first": {"schedule": "breadth-first", "chunks": 2},
+    "V": {"schedule": "zb-v"},
+    "copies": {"zero": None},
+}
+
+
+@pytest.mark.parametrize("way", TITAN)
+def test_torchtitan_has_the_fields_and_they_are_read_as_the_same(tmp_path: Path, way: str) -> None:
+    asked = plan("torch-fsdp", **TITAN[way])
+    files, found = settings_files("torchtitan", asked)
+    assert found.cost is None and files.keys() == {"train.toml"}
+    check_fields(tomllib.loads(files["train.toml"]))
+    back = read(tmp_path, files, "train.toml")
+    assert back.notes == () and back.runtime == "torch-fsdp"
+    assert back.job == {**JOB, "dtype": "bf16", "compiled": asked.job.compiled}
+    assert vars(back.configuration) == {**vars(found.configuration), "dp": found.configuration.dp}
+
+
+def check_fields(table: dict[str, Any]) -> None:
+    """Every key is one of torchtitan's, with a value of its type."""
+    types = {"str": str, "int": int, "float": float, "bool": bool}
+    for section, keys in table.items():
+        for key, value in keys.items():
+            kind = known_keys()[section][key]
+            names = [name.strip() for name in kind.split("|")] if kind[:7] != "Literal" else []
+            if names and names[0] in types:
+                assert type(value) in {types[name] for name in names if name in types}, (section, key, value)
+            elif kind.startswith("Literal"):
+                assert repr(value) in kind.replace('"', "'"), (section, key, value)
+            else:
+                assert kind.startswith("list") and isinstance(value, list), (section, key, value)
+
+
+def test_torchtitan_runs_an_order_as_it_is_written(tmp_path: Path) -> None:
+    asked = plan(schedule="zb-h1", layers_per_stage=(2, 2, 2, 2))
+    files, found = settings_files("torchtitan", asked)
+    assert [one for one in found.differences if "order" in one] == []
+    order = stage_program(asked).compute_only()
+    assert read_torch_csv(files["schedule.csv"]).ranks == order.ranks
+    back = read(tmp_path, files, "train.toml")
+    assert back.configuration.program is not None and back.configuration.program.ranks == order.ranks
+    again = estimate(
+        asked.model.reference(), load_cluster("2x8x-h100"), found.plan.job, **back.configuration.arguments()
+    )
+    assert again.predictions.step_seconds == pytest.approx(found.plan.predictions.step_seconds)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("parallelism.pipeline_parallel_degree", "0", "pipeline_parallel_degree = 0: give a number of ranks"),
+        ("parallelism.pipeline_parallel_degree", '"4"', "pipeline_parallel_degree = '4'"),
+        ("parallelism.pipeline_parallel_schedule", '"1F1"', "did you mean '1F1B'"),
+        ("parallelism.fsdp_reshard_after_forward", '"alway"', "did you mean 'always'"),
+        ("activation_checkpoint.mode", '"some"', "give none, full, selective"),
+        ("parallelism.module_fqns_per_model_part", '[["layers.0"]]', "1 stages, no multiple"),
+    ],
+)
+def test_what_is_wrong_with_a_toml_is_said_by_its_key(tmp_path: Path, key: str, value: str, why: str) -> None:
+    files, _ = settings_files("torchtitan", plan("torch-fsdp"))
+    table = tomllib.loads(files["train.toml"])
+    section, _, name = key.partition(".")
+    table[section][name] = tomllib.loads(f"value = {value}")["value"]
+    lines = [
+        f"[{one}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items())
+        for one, keys in table.items()
+    ]
+    with pytest.raises(InputError, match=why):
+        read(tmp_path, {"train.toml": "".join(lines)}, "train.toml")
+
+
+def test_unknown_and_unpredicted_keys_of_a_toml_are_named(tmp_path: Path) -> None:
+    text = "[training]\nseq_length = 4\nseq_len = 8\nenable_cpu_offload = true\n[metrics]\nlog_freq = 1\n"
+    found = read(tmp_path, {"a.toml": text}, "a.toml")
+    assert "training.seq_length is not known (did you mean 'training.seq_len'?)" in found.notes
+    assert "training.enable_cpu_offload is not in the prediction" in found.notes
+    assert (found.job["sequence_length"], found.num_without_influence) == (8, 1)
+
+
+# Fields of Megatron-Bridge v0.6.0 and the Megatron-Core that it comes with.
+BRIDGE = {
+    "model": {
+        "tensor_model_parallel_size", "sequence_parallel", "context_parallel_size", "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size", "pipeline_model_parallel_layout", "expert_model_parallel_size",
+        "expert_tensor_parallel_size", "seq_length", "recompute_granularity", "recompute_method", "recompute_num_layers",
+    },
+    "dataset": {"seq_length"},
+    "train": {"micro_batch_size", "global_batch_size", "train_iters"},
+    "ddp": {
+        "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather", "grad_reduce_in_fp32",
+        "num_distributed_optimizer_instances",
+    },
+    "optimizer": {
+        "lr", "min_lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad", "use_distributed_optimizer",
+    },
+    "scheduler": {"lr_warmup_iters", "lr_decay_style", "lr_wsd_decay_style", "lr_wsd_decay_iters"},
+    "tokenizer": {"tokenizer_type", "vocab_size"},
+}  # fmt: skip
+
+
+def recipe(text: str, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the recipe makes, with modules in the place of Megatron-Bridge's."""
+    config = SimpleNamespace(**{name: SimpleNamespace() for name in BRIDGE})
+    bridge = SimpleNamespace(to_megatron_provider=lambda load_weights: SimpleNamespace())
+    contents: dict[str, dict[str, Any]] = {
+        "megatron": {},
+        "megatron.bridge": {"AutoBridge": SimpleNamespace(from_hf_config=lambda config: bridge)},
+        "megatron.bridge.recipes": {},
+        "megatron.bridge.recipes.common": {"_pretrain_common": lambda: config},
+        "megatron.bridge.training": {},
+        "megatron.bridge.training.config": {"ConfigContainer": object},
+        "megatron.bridge.training.gpt_step": {"forward_step": None},
+        "megatron.bridge.training.pretrain": {"pretrain": None},
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    names: dict[str, Any] = {"__name__": "recipe"}
+    exec(compile(text, "recipe.py", "exec"), names)
+    return names["recipe"]()
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        {},
+        {"schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"},
+        {"layers_per_stage": (1, 3, 3, 1)},
+    ],
+)
+def test_a_recipe_of_megatron_bridge_sets_the_plan(
+    widths: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = plan("megatron-core+te", tp=2, dp=2, sequence_parallel=True, **widths)
+    found = recipe(settings_files("megatron-bridge", asked)[0]["recipe.py"], monkeypatch)
+    for section, fields in BRIDGE.items():
+        assert set(vars(getattr(found, section))) <= fields, section
+    model = vars(found.model)
+    assert (model["tensor_model_parallel_size"], model["pipeline_model_parallel_size"]) == (2, 4)
+    assert model.get("virtual_pipeline_model_parallel_size") == widths.get("chunks")
+    assert model.get("pipeline_model_parallel_layout") == (
+        "Et|(t*3|)*2tL" if "layers_per_stage" in widths else None
+    )
+    assert model.get("recompute_granularity") == widths.get("recompute")
+    assert (found.train.micro_batch_size, found.train.global_batch_size) == (2, 64)
+    assert found.ddp.use_distributed_optimizer and found.mixed_precision == "bf16_mixed"
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [
+        {},
+        {"pp": 1, "dp": 16, "zero": 3},
+        {"recompute": "full", "zero": None},
+        {"dp": 2, "reduce_dtype": "fp32"},
+    ],
+)
+def test_deepspeeds_json_is_read_as_the_same(tmp_path: Path, widths: dict[str, Any]) -> None:
+    asked = plan(**{"layers_per_stage": None if widths.get("pp") == 1 else (2, 2, 2, 2), **widths})
+    files, found = settings_files("deepspeed", asked)
+    assert found.differences == () and files.keys() == {"deepspeed.json"}
+    back = read(tmp_path, files, "deepspeed.json")
+    assert back.notes == () and back.job == {"global_batch": 64, "dtype": "bf16"} and back.runtime is None
+    assert vars(back.configuration) == {**vars(configuration_of(asked)), "layers_per_stage": None}
+    document = json.loads(files["deepspeed.json"])
+    sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    assert document["train_batch_size"] == asked.dp * document[sizes[0]] * document[sizes[1]]
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        ({"train_batch_size": 0}, "train_batch_size = 0"),
+        (
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            "no multiple",
+        ),
+        ({"train_batch_size": 8, "zero_optimization": {"stage": 4}}, "zero_optimization.stage = 4"),
+        ({"train_batch_size": 8, "bf16": True}, "bf16 = True: give a table"),
+    ],
+)
+def test_what_is_wrong_with_a_json_is_said_by_its_key(
+    tmp_path: Path, document: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(InputError, match=why):
+        read(tmp_path, {"ds.json": json.dumps(document)}, "ds.json")
+
+
+def test_what_deepspeed_has_beside_is_named(tmp_path: Path) -> None:
+    document = {
+        "train_batch_size": 32, "train_micro_batch_size_per_gpu": "auto", "optimizer": {}, "autotuning": {},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "moe": {}, "pipeline": {"stages": 2},
+    }  # fmt: skip
+    found = read(tmp_path, {"ds.json": json.dumps(document)}, "ds.json")
+    assert found.notes == (
+        "pipeline.partition best is predicted as uniform: as many layers on every stage as can be",
+        "zero_optimization.offload_optimizer is not in the prediction",
+        "moe is not in the prediction",
+    )
+    assert (found.configuration.zero, found.configuration.dp, found.num_without_influence) == (2, None, 2)
+
+
+def test_options_of_our_own_are_read(tmp_path: Path) -> None:
+    text = 'pp = 2\nlayers-per-stage = [3, 5]\nzero = 0\nglobal_batch = 8\nruntime = "torch-fsdp"\n'
+    found = read(tmp_path, {"mine.toml": text}, "mine.toml")
+    asked = found.configuration
+    assert (asked.pp, asked.layers_per_stage, asked.zero) == (2, (3, 5), 0)
+    assert found.runtime == "torch-fsdp" and found.job == {"global_batch": 8}
+    for wrong, why in (
+        ("ppp = 2", "unknown key 'ppp'"),
+        ("pp = 0", "pp = 0: give a whole"),
+        ("recompute = 1", "one of none"),
+    ):
+        with pytest.raises(InputError, match=why):
+            read(tmp_path, {"mine.toml": wrong}, "mine.toml")
+
+
+def test_what_a_stack_has_not_is_priced_as_estimate_does() -> None:
+    asked = plan(schedule="zb-h1", layers_per_stage=(2, 2, 2, 2))
+    found = expressed(asked, MEGATRON)
+    assert found.configuration.schedule in ("1f1b", "interleaved-1f1b") and found.cost is not None
+    own = estimate(
+        asked.model.reference(), load_cluster("2x8x-h100"), asked.job, **found.configuration.arguments()
+    )
+    ratio = own.predictions.step_seconds / asked.predictions.step_seconds - 1
+    assert f"({ratio:+.1%})" in found.cost
+    there = Job(**{**asked.job.model_dump(), "runtime": "megatron-core+te"})
+    again = estimate(
+        asked.model.reference(), load_cluster("2x8x-h100"), there, **found.configuration.arguments()
+    )
+    assert again.predictions == found.plan.predictions
+
+
+def test_a_plan_that_goes_along_whole_costs_nothing() -> None:
+    found = expressed(plan("megatron-core+te"), MEGATRON)
+    assert isinstance(found, Expressed) and found.notes == () and found.plan == plan("megatron-core+te")
+
+
+@pytest.mark.parametrize(
+    ("to", "widths", "why"),
+    [
+        ("deepspeed", {"tp": 2, "dp": 2}, "deepspeed: tp 2 has no counterpart"),
+        ("megatron", {"dtype": "fp32"}, "megatron-core.*does not train in fp32"),
+        ("torchtitan", {"model": "mixtral-8x7b"}, "no 'mixtral' models"),
+    ],
+)
+def test_what_has_no_counterpart_is_refused_with_the_reason(
+    to: str, widths: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(InputError, match=why):
+        settings_files(to, plan(**widths))
