@@ -347,7 +347,7 @@ def _check_objective(context: typer.Context, objective: ObjectiveOptions, host_s
     if host_stages or what == "batch":
         refuse(
             context, _OF_MONEY, "days and dollars are of a batch and a cluster that are given",
-            "leave out --objective batch and --host-stages",
+            f"leave out {'--host-stages' if host_stages else '--objective batch'}",
         )  # fmt: skip
 
 

@@ -85,11 +85,9 @@ def even(what: str, amount: int, size: int) -> int:
         InputError: it does not divide.
     """
     if amount % size:
-        divisors = [width for width in range(1, amount + 1) if amount % width == 0 and width <= 64]
-        raise InputError(
-            f"tensor parallelism of {size} does not divide {what} ({amount}): "
-            f"choose a width among {', '.join(map(str, divisors))}"
-        )
+        divisors = [width for width in range(2, amount + 1) if amount % width == 0 and width <= 64]
+        remedy = f"choose a width among {', '.join(map(str, divisors))}" if divisors else "leave --tp out"
+        raise InputError(f"tensor parallelism of {size} does not divide {what} ({amount}): {remedy}")
     return amount // size
 
 
