@@ -109,7 +109,7 @@ def test_what_is_recomputed_says_the_memory_it_saves() -> None:
 
 def test_a_plan_without_costs_is_refused(plan: Plan) -> None:
     silent = plan.model_copy(update={"predictions": plan.predictions.model_copy(update={"costs": None})})
-    with pytest.raises(InputError, match="stagewright estimate"):
+    with pytest.raises(InputError, match="plan again"):
         explain(silent)
 
 

@@ -101,7 +101,7 @@ def explain(plan: Plan) -> Explanation:
     costs = plan.predictions.costs
     if costs is None:
         raise InputError(
-            "the plan does not state what its actions take: `stagewright estimate PLAN -o FILE` writes one that does"
+            "the plan does not state what its actions take, as those of `stagewright plan` do: plan again"
         )
     program = stage_program(plan)
     timeline = simulated(program, costs)

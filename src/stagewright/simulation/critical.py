@@ -17,7 +17,7 @@ def critical_path(timeline: Timeline) -> NDArray[np.int64]:
     if not timeline.encoded.num_actions:
         return np.zeros(0, np.int64)
     maker, rank = _makers(timeline), _ranks(timeline)
-    before = _before_on_stream(timeline, rank)
+    before = _before_on_stream(timeline, rank), _computation_before(timeline)
     path = [int(np.lexsort((np.arange(len(timeline.end_s)), timeline.end_s))[-1])]
     seen = {*path}  # actions that take no time can wait for each other's tokens at one instant
     while (cause := _cause(timeline, path[-1], maker, before)) >= 0 and cause not in seen:
@@ -26,16 +26,28 @@ def critical_path(timeline: Timeline) -> NDArray[np.int64]:
     return np.array(path[::-1], np.int64)
 
 
-def _cause(timeline: Timeline, action: int, maker: NDArray[np.int64], before: NDArray[np.int64]) -> int:
+def _cause(
+    timeline: Timeline, action: int, maker: NDArray[np.int64], before: tuple[NDArray[np.int64], ...]
+) -> int:
     """What `action` waited for last; -1 for the first."""
     tables, encoded = timeline.structure.tables, timeline.encoded
     pattern, microbatch = encoded.pattern[action], encoded.microbatch[action]
     needs = slice(tables.need_offsets[pattern], tables.need_offsets[pattern + 1])
     tokens = tables.need_first[needs] + microbatch * tables.need_step[needs]
-    waits = [(float(timeline.token_s[token]), int(maker[token])) for token in tokens if maker[token] >= 0]
-    if before[action] >= 0:
-        waits.append((float(timeline.end_s[before[action]]), int(before[action])))
+    waits = [_made(timeline, action, int(token), int(maker[token])) for token in tokens if maker[token] >= 0]
+    waits += [(float(timeline.end_s[one[action]]), int(one[action])) for one in before if one[action] >= 0]
     return max(waits, default=(0.0, -1), key=lambda one: one[0])[1]
+
+
+def _made(timeline: Timeline, action: int, token: int, maker: int) -> tuple[float, int]:
+    """When a token that `action` needs was at hand, and what made it: of what is made several times in a batch, as gathered
+    parameters are, the last one before the action."""
+    if timeline.end_s[maker] <= timeline.start_s[action]:
+        return float(timeline.token_s[token]), maker
+    encoded, until = timeline.encoded, timeline.start_s[action]
+    alike = (encoded.pattern == encoded.pattern[maker]) & (encoded.microbatch == encoded.microbatch[maker])
+    earlier = np.flatnonzero(alike & (timeline.end_s <= until) & (np.arange(encoded.num_actions) < action))
+    return (float(timeline.end_s[earlier[-1]]), int(earlier[-1])) if len(earlier) else (0.0, -1)
 
 
 def _makers(timeline: Timeline) -> NDArray[np.int64]:
@@ -61,3 +73,12 @@ def _before_on_stream(timeline: Timeline, rank: NDArray[np.int64]) -> NDArray[np
     is_same = (rank[order][1:] == rank[order][:-1]) & (stream[order][1:] == stream[order][:-1])
     before[order[1:][is_same]] = order[:-1][is_same]
     return before
+
+
+def _computation_before(timeline: Timeline) -> NDArray[np.int64]:
+    """Per action the computation before it on its rank, which actions on other streams wait for too; -1 for the first."""
+    index = np.arange(timeline.encoded.num_actions)
+    latest = np.maximum.accumulate(np.where(timeline.is_compute, index, -1))
+    before = np.concatenate([[-1], latest[:-1]])
+    firsts = np.repeat(timeline.encoded.offsets[:-1], np.diff(timeline.encoded.offsets))
+    return np.where(before < firsts, -1, before)

@@ -33,5 +33,7 @@ def simulate(subject: Plan | Program, *args: Any, **options: Any) -> Timeline:
         )
     costs = subject.predictions.costs
     if costs is None:
-        raise InputError("the plan does not state what its actions take: `estimate` makes one that does")
+        raise InputError(
+            "the plan does not state what its actions take: `stagewright.estimate(plan, cluster)` is one that does"
+        )
     return simulated(stage_program(subject), costs)
