@@ -63,6 +63,7 @@ class Pictures(NamedTuple):
         the `plan` and what was `found` with it."""
         if not self.files:
             return
+        from stagewright.planning.promises import usable_bytes
         from stagewright.report.pictures import (
             chrome_trace,
             html_page,
@@ -72,9 +73,8 @@ class Pictures(NamedTuple):
             svg_image,
             timeline_panels,
         )
-        from stagewright.report.plans import capacities_of
 
-        capacities = () if plan is None or not plan.predictions.ranks else capacities_of(plan)
+        capacities = usable_bytes(plan, plan.cluster.load()) if plan and plan.predictions.ranks else ()
         scene = scene_of(timeline, curves(), capacities)
         if self.svg is not None or self.png is not None:
             image = svg_image(scene, theme="dark" if self.dark else "light")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
-
-from stagewright.cluster import Cluster, Device
+from stagewright.cluster import Cluster
 from stagewright.errors import PlanError
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
@@ -56,16 +54,8 @@ def check_promised_memory(plan: Plan, cluster: Cluster) -> str:
 
 def usable_bytes(plan: Plan, cluster: Cluster) -> list[int]:
     """What the allocator of every pipeline rank may reserve; of replicas on several kinds of devices the least."""
-    return [
-        min(plan.job.usable_bytes(device, cluster) for device in _devices(plan, cluster, rank))
-        for rank in range(plan.pp)
-    ]
-
-
-def _devices(plan: Plan, cluster: Cluster, pipeline_rank: int) -> set[Device]:
-    """The kinds of devices of a pipeline rank and its replicas."""
-    ranks = [
-        plan.global_rank(pipeline_rank, replica, shard)
-        for replica, shard in product(range(plan.dp), range(plan.tp))
-    ]
-    return {cluster.device_of(plan.devices[rank] if plan.devices else rank) for rank in ranks}
+    width = plan.num_holders * plan.tp
+    numbers = plan.devices or range(plan.num_ranks)
+    own = [numbers[rank * width : (rank + 1) * width] for rank in range(plan.pp)]
+    kinds = [{cluster.device_of(number) for number in some} for some in own]
+    return [min(plan.job.usable_bytes(device, cluster) for device in some) for some in kinds]

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from stagewright.cluster import Cluster
 from stagewright.estimation.breakdown import Share
 from stagewright.estimation.runtime import STAGEWRIGHT
 from stagewright.planning.found import Found
@@ -17,6 +16,7 @@ from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.bubble import Bubble, bubble
 from stagewright.planning.predictions import Predictions
+from stagewright.planning.promises import usable_bytes
 from stagewright.report.tables import Table, byte_unit, figure, numbered, plural, table, time_unit
 from stagewright.units import GIGA, format_bytes, format_seconds
 
@@ -134,29 +134,10 @@ def _bubble(plan: Plan) -> Bubble | None:
 
 def spare_bytes(plan: Plan) -> tuple[int, int]:
     """What the fullest rank has left of its device, and its number."""
-    cluster = plan.cluster.load()
-    left = {
-        one.rank: usable_bytes(plan, cluster, one.rank) - one.reserved_peak_bytes
-        for one in plan.predictions.ranks
-    }
+    limits = usable_bytes(plan, plan.cluster.load())
+    left = {one.rank: limits[one.rank] - one.reserved_peak_bytes for one in plan.predictions.ranks}
     fullest = min(left, key=lambda rank: left[rank])
     return left[fullest], fullest
-
-
-def capacities_of(plan: Plan) -> list[int]:
-    """What each pipeline rank may reserve."""
-    cluster = plan.cluster.load()
-    return [usable_bytes(plan, cluster, rank) for rank in range(plan.pp)]
-
-
-def usable_bytes(plan: Plan, cluster: Cluster, pipeline_rank: int) -> int:
-    """What the allocator may reserve on the least of a pipeline rank's devices."""
-    if cluster.is_homogeneous:
-        return plan.job.usable_bytes(cluster.device)
-    width = plan.num_holders * plan.tp
-    numbers = plan.devices or range(cluster.num_devices)
-    own = numbers[pipeline_rank * width : (pipeline_rank + 1) * width]
-    return min(plan.job.usable_bytes(cluster.device_of(number), cluster) for number in own)
 
 
 def left_out(found: Found) -> str:

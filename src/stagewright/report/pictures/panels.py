@@ -10,7 +10,8 @@ from typing import Any
 from stagewright.planning.explanation import Explanation, explain
 from stagewright.planning.found import Found
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.report.plans import answer_line, batch_text, described_schedule, usable_bytes, widths
+from stagewright.planning.promises import usable_bytes
+from stagewright.report.plans import answer_line, batch_text, described_schedule, widths
 from stagewright.simulation import Timeline
 from stagewright.text import printable
 
@@ -144,7 +145,7 @@ def policy_text(policy: str | StagePolicy) -> str:
 
 def _memory_table(plan: Plan) -> PanelTable:
     ranks = plan.predictions.ranks
-    cluster = plan.cluster.load() if ranks else None
+    limits = usable_bytes(plan, plan.cluster.load()) if ranks else []
     names = tuple(dict.fromkeys(name for rank in ranks for name, size in rank.categories.items() if size))
     columns = (
         Column("rank"), Column("capacity", "B"), Column("reserved", "B"), Column("allocated", "B"), Column("at"),
@@ -152,7 +153,7 @@ def _memory_table(plan: Plan) -> PanelTable:
     )  # fmt: skip
     rows = tuple(
         (
-            one.rank, None if cluster is None else usable_bytes(plan, cluster, one.rank), one.reserved_peak_bytes,
+            one.rank, limits[one.rank], one.reserved_peak_bytes,
             one.allocated_peak_bytes, one.peak_at, *(one.categories.get(name, 0) for name in names),
         )
         for one in ranks
