@@ -130,7 +130,18 @@ def own_store(timeout_s: float = 30.0) -> dist.Store:
             f"the rendezvous store at {host}:{port} did not answer within {timeout_s:.0f} s ({said}): see that rank 0 was "
             "started, and that this host reaches its port"
         ) from None
-    return dist.PrefixStore("stagewright", store)
+    return dist.PrefixStore(f"stagewright/{_attempt()}", store)
+
+
+def _attempt() -> str:
+    """The part of the store that this start of the ranks has to itself: torchrun starts them again with the same store, on
+    which what earlier ones posted still stands, and with fewer of them when a host is gone.
+
+    Source: `torch.distributed.rendezvous`, which goes by the count of restarts too. Ignores: a host that comes back while no
+    rank has failed; then what stands there ends the run, and torchrun counts its restart.
+    """
+    count, size = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("WORLD_SIZE", "1")
+    return f"{count}/{size}"
 
 
 def is_unsealed() -> bool:
