@@ -67,7 +67,7 @@ def format_bytes(count: float) -> str:
 def format_seconds(seconds: float) -> str:
     """
     >>> format_seconds(12.345), format_seconds(20.01), format_seconds(0.01234), format_seconds(4.2e-5)
-    ('12.3 s', '20.0 s', '12.3 ms', '42.0 µs')
+    ('12.3 s', '20.0 s', '12.3 ms', '42.0 us')
     >>> format_seconds(9.0)  # a whole number, as of schedules in units of time
     '9 s'
     """
@@ -77,7 +77,7 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.{digits}f} s"
     if magnitude >= MILLI:
         return f"{seconds / MILLI:.1f} ms"
-    return f"{seconds / MICRO:.1f} µs"
+    return f"{seconds / MICRO:.1f} us"
 
 
 def format_count(count: float) -> str:

@@ -78,13 +78,13 @@ class JobOptions:
 
 @dataclass(frozen=True)
 class WidthOptions:
-    """Parallelism: widths and ZeRO levels that are not given are all tried."""
+    """Parallelism: degrees and ZeRO levels that are not given are all tried."""
 
     pp: options.PipelineWidth = None
     dp: options.DataWidth = None
     tp: Annotated[
         str | None, typer.Option("--tp", metavar="N|auto",
-            help="Tensor parallelism; auto, the default, tries all widths within a node.")] = None
+            help="Tensor parallelism; auto, the default, tries all degrees within a node.")] = None
     cp: options.ContextWidth = None
     ep: options.ExpertWidth = None
     sequence_parallel: Annotated[

@@ -39,7 +39,7 @@ def refuse_unshared(context: typer.Context, *, is_one_replica: bool, is_one_rank
     if is_one_replica:
         refuse(
             context, ["zero", "reduce_dtype", "shard_size", "shard_units"],
-            "with these widths there is one replica, so nothing is sharded", "plan for several (--dp N)",
+            "at these degrees of parallelism there is one replica, so nothing is sharded", "plan for several (--dp N)",
         )  # fmt: skip
     if is_one_rank_a_layer:
         refuse(

@@ -82,7 +82,7 @@ def _nearest(group: Sequence[Excluded]) -> str:
     one = min(group, key=lambda one: one.missing_bytes or 0)
     if one.missing_bytes is None:
         return ""
-    return f"pp {one.pp} dp {one.dp} b {one.microbatch_size} {one.schedule} lacks {format_bytes(one.missing_bytes)}"
+    return f"pp {one.pp} dp {one.dp} b {one.microbatch_size} {one.schedule} short by {format_bytes(one.missing_bytes)}"
 
 
 def offers_table(offers: Sequence[Offer]) -> Table:

@@ -148,7 +148,7 @@ def left_out(found: Found) -> str:
     listed = f" ({', '.join(reasons)}; --json lists them)" if reasons else ""
     slower = f" {found.num_bounded} more cannot be faster{_promise(found)}." if found.num_bounded else ""
     num_found = plural(len(found.plans), "configuration")
-    return f"{num_found} found; {len(found.excluded)} left out{listed}.{slower}{zero_text(found.plans[0])}"
+    return f"{num_found} found; {len(found.excluded)} rejected{listed}.{slower}{zero_text(found.plans[0])}"
 
 
 _SHARDED = ("optimizer state", "gradients and optimizer state", "parameters, gradients and optimizer state")
