@@ -495,7 +495,7 @@ def _tensor_width(text: str) -> int | None:
     if text == "auto":
         return None
     if not (width := parse_count(text)):
-        raise InputError(f"--tp {text}: give a number of ranks, or auto to try all widths within a node")
+        raise InputError(f"--tp {text}: give a number of ranks, or auto to try all degrees within a node")
     return width
 
 
