@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 import pytest
+from option_table import table
 
 from stagewright.errors import InputError
 from stagewright.export.megatron import argv
@@ -39,19 +40,6 @@ DEEPSEEK_V3 = """
     --rotary-scaling-factor 40.0 --mscale 1.0 --mscale-all-dim 1.0 --qk-layernorm --vocab-size 129280
 """
 GOLDEN = {"llama-3-8b": LLAMA_3_8B, "mixtral-8x7b": MIXTRAL_8X7B, "deepseek-v3": DEEPSEEK_V3}
-
-
-def table(words: list[str]) -> dict[str, str]:
-    """Options with their values."""
-    found: dict[str, str] = {}
-    last = ""
-    for word in words:
-        if word.startswith("--"):
-            found[word] = ""
-            last = word
-        else:
-            found[last] = word
-    return found
 
 
 def options(name: str, **changes: Any) -> dict[str, str]:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from option_table import table
 
 from stagewright.cluster import load_cluster
 from stagewright.export.megatron import megatron_options, shell_lines
@@ -27,16 +28,7 @@ def plan(**widths: Any) -> Plan:
 
 
 def options(one: Plan) -> dict[str, str]:
-    words = shlex.split(shell_lines(megatron_options(one)).replace("\\\n", " "))
-    found: dict[str, str] = {}
-    last = ""
-    for word in words:
-        if word.startswith("--"):
-            found[word] = ""
-            last = word
-        else:
-            found[last] = word
-    return found
+    return table(shlex.split(shell_lines(megatron_options(one)).replace("\\\n", " ")))
 
 
 def test_widths_and_batch_are_the_plan_s() -> None:

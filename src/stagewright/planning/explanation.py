@@ -14,7 +14,7 @@ from stagewright.errors import InputError, ScheduleError
 from stagewright.frames import data_frame, html_table
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
-from stagewright.planning.prediction.bubble import COMPUTING, levelled
+from stagewright.planning.prediction.bubble import COMPUTING, levelled, with_transfers
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule.action import Kind
@@ -175,7 +175,7 @@ def _seconds(program: Program, costs: StepCosts) -> float:
 def _changes(program: Program, costs: StepCosts) -> Iterator[Change]:
     """Of the devices, the links and the cut, one at a time."""
     yield Change("devices compute 10 % faster", _seconds(program, _scaled(costs, COMPUTING, 1 / 1.1)))
-    yield Change("links between stages twice as fast", _seconds(program, _with_transfers(costs, 0.5)))
+    yield Change("links between stages twice as fast", _seconds(program, with_transfers(costs, 0.5)))
     yield Change("collectives twice as fast", _seconds(program, _with_collectives(costs, 0.5)))
     yield Change(
         "optimizer twice as fast", _seconds(program, _scaled(costs, ("optimizer_seconds", "update_seconds"), 0.5))
@@ -257,7 +257,7 @@ def _errors(program: Program, costs: StepCosts) -> Iterator[Change]:
         worst, best = slow.index(max(slow)), slow.index(min(slow))
         yield Change(f"rank {worst} 10 % slower", slow[worst], "the rank that matters most")
         yield Change(f"rank {best} 10 % slower", slow[best], "the rank that matters least")
-    yield Change("transfers twice as long", _seconds(program, _with_transfers(costs, 2.0)))
+    yield Change("transfers twice as long", _seconds(program, with_transfers(costs, 2.0)))
     yield Change("collectives twice as long", _seconds(program, _with_collectives(costs, 2.0)))
 
 
@@ -284,17 +284,3 @@ def _scaled(costs: StepCosts, names: tuple[str, ...], factor: float) -> StepCost
 def _with_collectives(costs: StepCosts, factor: float) -> StepCosts:
     changed = _scaled(costs, _COLLECTIVES, factor)
     return changed.model_copy(update={"norm_seconds": factor * costs.norm_seconds})
-
-
-def _with_transfers(costs: StepCosts, factor: float) -> StepCosts:
-    """Ignores: what posting them takes of the ranks, which is part of the passes."""
-    transfers = tuple(
-        one.model_copy(
-            update={
-                "value_seconds": factor * one.value_seconds,
-                "gradient_seconds": factor * one.gradient_seconds,
-            }
-        )
-        for one in costs.transfers
-    )
-    return costs.model_copy(update={"transfers": transfers})

@@ -53,9 +53,7 @@ def searched(plan: Plan, report: Callable[[str], None] = lambda stage: None) -> 
 
 def _best(plan: Plan, what: str, cluster: Cluster, job: Job) -> Searched:
     try:
-        best = search(
-            plan.model.resolved(), cluster, job, keep=1, reduce_dtype=plan.reduce_dtype, is_improved=True
-        ).plans[0]
+        best = search(plan.model.resolved(), cluster, job, keep=1, reduce_dtype=plan.reduce_dtype).plans[0]
     except PlanError:
         return Searched(what, None, "nothing fits")
     per_sample = best.mean_step_seconds / job.global_batch

@@ -46,21 +46,27 @@ def bubble(program: Program, costs: StepCosts) -> Bubble:
     >>> round(found.warm_up, 3), found.imbalance, found.transfers
     (0.2, 0.0, 0.0)
     """
-    still = costs.model_copy(
-        update={
-            "gather_seconds": (),
-            "reduce_seconds": (),
-            "transfers": tuple(
-                one.model_copy(update={"value_seconds": 0.0, "gradient_seconds": 0.0})
-                for one in costs.transfers
-            ),
-        }
-    )
+    still = with_transfers(costs, 0.0).model_copy(update={"gather_seconds": (), "reduce_seconds": ()})
     equal = levelled(still)
     whole, without, plain = (simulated(program, one).bubble_fraction for one in (costs, still, equal))
     without = min(whole, without)
     plain = min(without, plain)
     return Bubble(warm_up=plain, imbalance=without - plain, transfers=whole - without)
+
+
+def with_transfers(costs: StepCosts, factor: float) -> StepCosts:
+    """With transfers between stages that are `factor` times as long on their way. Ignores: what posting them takes of the
+    ranks, which is part of the passes."""
+    transfers = tuple(
+        one.model_copy(
+            update={
+                "value_seconds": factor * one.value_seconds,
+                "gradient_seconds": factor * one.gradient_seconds,
+            }
+        )
+        for one in costs.transfers
+    )
+    return costs.model_copy(update={"transfers": transfers})
 
 
 def levelled(costs: StepCosts) -> StepCosts:
