@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagewright.cluster import Cluster, load_cluster
+from stagewright.cluster import Cluster
 from stagewright.errors import InputError, PlanError, StagewrightError
 from stagewright.estimation.memory import stage_edges
 from stagewright.planning.estimate import estimate, line_of
-from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.pipeline import Pipeline, reserved_bytes
 from stagewright.planning.prediction.predict import rank_memories
@@ -22,9 +22,7 @@ from stagewright.planning.promises import (
 )
 from stagewright.report.plans import batch_text, widths
 from stagewright.units import format_bytes
-
-Allow = Callable[[Plan, str], None]
-Report = Callable[[str], None]
+from stagewright.verbs.given import Allow, Report, given_cluster, given_plan
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,8 @@ def check(
     passed: dict[str, str] = {}
     left_out: list[LeftOut] = []
     try:
-        on = cluster if cluster is None or isinstance(cluster, Cluster) else load_cluster(str(cluster))
-        loaded = plan if isinstance(plan, Plan) else load_plan(plan)
-        for name, detail in _checks(loaded, on, with_model, left_out, allow, report):
+        on = None if cluster is None else given_cluster(cluster)
+        for name, detail in _checks(given_plan(plan), on, with_model, left_out, allow, report):
             passed[name] = detail  # noqa: PERF403  # kept when a later one raises
     except StagewrightError as error:
         return Checked(passed, tuple(left_out), error)

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stagewright.cluster import Cluster, load_cluster
+from stagewright.cluster import Cluster
 from stagewright.execution.record import Record, clock_error_seconds, load_record, timeline_of
 from stagewright.planning.estimate import line_of
-from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.predict import run_timeline
 from stagewright.planning.prediction.step_times import simulated
 from stagewright.report.comparison import comparison_document
 from stagewright.report.runs import as_timed, longest_not_run, on_other_devices
+from stagewright.verbs.given import Allow, Report, given_cluster, given_plan
 
 if TYPE_CHECKING:
     from stagewright.simulation import Timeline
-
-Allow = Callable[[Plan, str], None]
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -74,19 +71,15 @@ def compare(
         InputError: a file cannot be read, or the record is of another plan.
     """
     ran = record if isinstance(record, Record) else load_record(record)
-    whole = plan if isinstance(plan, Plan) else load_plan(plan)
+    whole = given_plan(plan)
     timed = as_timed(whole, ran)
     measured = timeline_of(ran, timed)
-    planned = timed.cluster.load() if cluster is None else _loaded(cluster)
+    planned = timed.cluster.load() if cluster is None else given_cluster(cluster)
     predicted = _predicted(timed, planned, cluster is None, allow, report)
     document = comparison_document(timed, ran, predicted, measured, clock_error_seconds(ran))
     return Comparison(
         timed, ran, predicted, measured, document, [*longest_not_run(whole, ran), *_warnings(ran, planned)]
     )
-
-
-def _loaded(cluster: str | Path | Cluster) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else load_cluster(str(cluster))
 
 
 def _predicted(plan: Plan, cluster: Cluster, is_own: bool, allow: Allow, report: Report) -> Timeline:

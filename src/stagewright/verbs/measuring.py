@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from stagewright.cluster import Cluster
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan import Plan
 from stagewright.tracing.models.reference import ModelReference, resolve
+from stagewright.verbs.given import given_plan
 
 if TYPE_CHECKING:
     from stagewright.execution.verification import Verification
@@ -61,4 +62,4 @@ def verify(
     """
     from stagewright.execution.verification import verify as verified
 
-    return verified(model, plan if isinstance(plan, Plan) else load_plan(plan), num_layers, report)
+    return verified(model, given_plan(plan), num_layers, report)
