@@ -24,6 +24,7 @@ USED = [
         "models/deferred.py",
         "copies of real tensors",
     ),
+    ("torch", "Tensor._use_count", "private.py", "waiting until a backend has let go of a tensor"),
     ("torch._C", "_len_torch_dispatch_stack", "private.py", "compiling nothing while bytes are counted"),
     ("torch._C", "_ExcludeDispatchKeyGuard", "private.py", "calling an operator without autocast"),
     ("torch._C", "_dispatch_get_all_op_names", "private.py", "which operators autocast has rules for"),
@@ -87,7 +88,9 @@ def test_the_name_is_there(module: str, name: str, file: str, use: str) -> None:
         found = importlib.import_module(module)
     except ImportError:
         pytest.fail(changed(module, file, use))
-    assert hasattr(found, name), changed(f"{module}.{name}", file, use)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    assert found is not None, changed(f"{module}.{name}", file, use)
 
 
 def test_everything_private_imports_is_listed_here() -> None:
@@ -132,6 +135,18 @@ def test_a_storage_has_one_identity_also_when_it_is_fake() -> None:
         base = torch.empty(4, 4)
         assert private.storage_key(base) == private.storage_key(base.t()[1:])
         assert private.storage_key(base) != private.storage_key(base.clone())
+
+
+def test_those_who_refer_to_a_tensor_are_counted() -> None:
+    lent = torch.zeros(4).detach()
+    others = lent
+    assert private.num_holders(lent) == private.num_holders(others) == 1
+    held = [lent, others]
+    assert private.num_holders(lent) == 1, "all of Python is one"
+    view = lent[1:]
+    assert private.num_holders(lent) == 2
+    del view, held
+    assert private.num_holders(lent) == 1
 
 
 def test_composite_operators_that_were_registered_since_are_kept_by_exports_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.tracing.private import num_holders
 
 # torch 2.13 renamed both; the old names stay, with a warning.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -29,18 +31,37 @@ class Traffic:
     copy_sum_bytes: int = 0
 
 
+_LETTING_GO_SECONDS = 1.0
+
+
 class Pending:
     """A collective or transfer on its way, in which this rank waits for `others`. Raises `RunError` where this process has
-    no part in it."""
+    no part in it.
 
-    def __init__(self, work: dist.Work | None, doing: str, others: str = "the other replicas") -> None:
+    Args:
+        lent: tensors that nothing but `work` refers to. Gloo's threads say that a collective is over before they let go of
+            its tensors; whoever waits goes on when they have, so that its buffers are freed when it drops them and not
+            when a thread comes to run.
+    """
+
+    def __init__(
+        self,
+        work: dist.Work | None,
+        doing: str,
+        others: str = "the other replicas",
+        lent: Sequence[torch.Tensor] = (),
+    ) -> None:
         if work is None:
             raise RunError(f"{doing}: this process is not of the group that does it")
-        self._work, self._doing, self._others = work, doing, others
+        self._work: dist.Work | None = work
+        self._doing, self._others = doing, others
+        self._lent = [tensor for tensor in lent if tensor.device.type == "cpu"]
 
     def wait(self) -> None:
         """Until its result may be used; on a GPU, by what is asked for from now on. Raises `RunError` where another is
         gone."""
+        if self._work is None:
+            return
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -48,6 +69,11 @@ class Pending:
             closed = "closed by peer" in text or "reset by peer" in text
             reason = "its connection closed" if closed else text.splitlines()[0]
             raise RunError(f"{self._doing}: waited for {self._others}, but {reason}") from error
+        self._work = None
+        last = time.monotonic() + _LETTING_GO_SECONDS
+        while any(num_holders(tensor) > 1 for tensor in self._lent) and time.monotonic() < last:
+            time.sleep(0)
+        self._lent.clear()
 
 
 @dataclass
@@ -69,30 +95,38 @@ class Replicas:
         """Fill `whole` with every replica's `shard`, which may be a part of it."""
         self.traffic.num_gathers += 1
         self.traffic.gathered_bytes += (self.size - 1) * _num_bytes(shard)
-        return Pending(all_gather(_real(whole), _real(shard), group=self.gathers, async_op=True), doing)
+        filled, own = _lent(whole), _lent(shard)
+        work = all_gather(filled, own, group=self.gathers, async_op=True)
+        return Pending(work, doing, lent=(filled, own))
 
     def scatter_sum(self, whole: torch.Tensor, shard: torch.Tensor, doing: str) -> Pending:
         """Add up every replica's `whole` and leave this one's part in `shard`, a part of it; the others are lost."""
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += (self.size - 1) * _num_bytes(shard)
+        summed = _lent(whole)
         if dist.get_backend(self.sums) == "gloo":  # which would sum all of a copy of `whole`
-            work = dist.all_reduce(_real(whole), group=self.sums, async_op=True)
+            work = dist.all_reduce(summed, group=self.sums, async_op=True)
         else:
-            work = reduce_scatter(_real(shard), _real(whole), group=self.sums, async_op=True)
-        return Pending(work, doing)
+            work = reduce_scatter(_lent(shard), summed, group=self.sums, async_op=True)
+        return Pending(work, doing, lent=(summed,))
 
     def sum(self, whole: torch.Tensor, doing: str) -> Pending:
         """Add up every replica's `whole` in place."""
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += 2 * (self.size - 1) * _num_bytes(whole) // self.size
-        return Pending(dist.all_reduce(_real(whole), group=self.sums, async_op=True), doing)
+        return self._all_reduce(whole, self.sums, doing)
 
     def sum_copies(self, part: torch.Tensor, doing: str) -> Pending:
         """Add up every copy of this rank's `part` in place."""
         size = dist.get_world_size(self.copies)
         self.traffic.num_copy_sums += 1
         self.traffic.copy_sum_bytes += 2 * (size - 1) * _num_bytes(part) // size
-        return Pending(dist.all_reduce(_real(part), group=self.copies, async_op=True), doing)
+        return self._all_reduce(part, self.copies, doing)
+
+    @staticmethod
+    def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None, doing: str) -> Pending:
+        summed = _lent(tensor)
+        return Pending(dist.all_reduce(summed, group=group, async_op=True), doing, lent=(summed,))
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of every replica's `part`, a number, in place."""
@@ -104,9 +138,9 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """Backends do not know complex numbers."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+def _lent(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of its own on the same memory, as backends take it: they do not know complex numbers."""
+    return (torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor).detach()
 
 
 def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:

@@ -30,6 +30,7 @@ __all__ = [
     "is_seen_by_modes",
     "kept_by",
     "light_exports",
+    "num_holders",
     "operator_names",
     "run_parts",
     "selective_policy",
@@ -131,6 +132,11 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 def is_seen_by_modes() -> bool:
     """Whether a dispatch mode sees every operator that is called now; torch 2.13 compiles nothing under one."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """How many refer to `tensor` itself, all of Python counted as one; views of it refer to it too."""
+    return tensor._use_count()
 
 
 @contextlib.contextmanager
