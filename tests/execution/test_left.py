@@ -18,7 +18,7 @@ from local_cluster import local
 from stagewright.cluster import MeasuredBandwidth, load_cluster, without
 from stagewright.errors import InputError, RunError
 from stagewright.execution import launch, left
-from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan import Plan
 from stagewright.tracing.models.reference import resolve
 
 
@@ -48,19 +48,19 @@ def test_a_launcher_with_fewer_processes_has_another_plan(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its first rank makes it, and another finds it; with as many as ranks the plan stays."""
-    asked = (plan, "plan.json", tmp_path, "cpu", 0.1, None)
+    asked = (plan, True, tmp_path, "cpu", 0.1)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
-    assert left.path_for_what_is_left(*asked) == "plan.json"
+    assert left.plan_to_run(*asked) == left.PlanToRun(plan, None)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    place = left.path_for_what_is_left(*asked)
-    assert load_plan(place).num_ranks == 3
+    made = left.plan_to_run(*asked)
+    assert made.is_replanned and made.plan.num_ranks == 3
     assert re.search(r"3 of 4 ranks are left: planned again in .*: pp \d, dp \d, ", capsys.readouterr().err)
     monkeypatch.setenv("RANK", "2")
-    assert left.path_for_what_is_left(*asked) == place
-    Path(place).unlink()
+    assert left.plan_to_run(*asked) == made and made.path is not None
+    made.path.unlink()
     with pytest.raises(RunError, match="file system that all machines share"):
-        left.path_for_what_is_left(*asked)
+        left.plan_to_run(*asked)
 
 
 def test_replan_needs_a_folder_for_checkpoints(plan: Plan, tmp_path: Path) -> None:
@@ -86,7 +86,8 @@ def test_a_run_goes_on_without_a_rank_that_is_killed(plan: Plan, tmp_path: Path)
         assert run.end(60)[0] == 128 + signal.SIGTERM, run.said
     assert "rank 2 (process" in run.said[:again] and "ended with SIGKILL" in run.said[:again]
     record = json.loads((tmp_path / "out" / "record.json").read_text())
-    assert len(record["ranks"]) == 3 and record["first_step"] % 20 == 0 and record["first_step"] > 0
+    assert len(record["ranks"]) == 3 and Path(record["plan"]).parent == kept
+    assert record["first_step"] % 20 == 0 and record["first_step"] > 0
     before, after = (
         {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)/\S+\s+loss (\S+)", part, re.M)}
         for part in (run.said[:again], run.said[again:])

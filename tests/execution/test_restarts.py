@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from textwrap import dedent
 from typing import IO
 
 import pytest
@@ -93,7 +94,25 @@ def test_after_a_killed_rank_the_run_goes_on(tmp_path: Path, hosts: list[Host]) 
     assert "SIGKILL" in host.said or "died" in host.said
 
 
-def test_after_a_lost_host_the_run_is_planned_again_for_the_rest(tmp_path: Path, hosts: list[Host]) -> None:
+def replanning(folder: Path, is_script: bool) -> list[str]:
+    """What each rank runs: the verb, or a script of one's own."""
+    if not is_script:
+        return run_words(folder, "--steps", "100000", "--replan")
+    script = """
+        import stagewright
+
+        kept = dict(checkpoint="kept", checkpoint_every=1, keep_last=2)
+        options = dict(steps=100000, out="out", device="cpu", timeout=60, replan=True)
+        stagewright.Trainer("plan.json", **kept, **options).fit()
+    """
+    (folder / "train.py").write_text(dedent(script))
+    return ["train.py"]
+
+
+@pytest.mark.parametrize("is_script", [False, True], ids=["verb", "script"])
+def test_after_a_lost_host_the_run_is_planned_again_for_the_rest(
+    tmp_path: Path, hosts: list[Host], is_script: bool
+) -> None:
     job = Job(global_batch=4, sequence_length=16, dtype="fp32")
     estimate("tiny-llama", load_cluster("2x-rtx3090"), job, pp=2).save(tmp_path / "plan.json")
     with socket.socket() as free:
@@ -103,7 +122,7 @@ def test_after_a_lost_host_the_run_is_planned_again_for_the_rest(tmp_path: Path,
         words = (
             "--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-id", "run",
             "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", f"is_host={1 - number},last_call_timeout=5",
-            *run_words(tmp_path, "--steps", "100000", "--replan"),
+            *replanning(tmp_path, is_script),
         )  # fmt: skip
         hosts.append(Host(tmp_path, number, 1, *words))
     first, second = hosts

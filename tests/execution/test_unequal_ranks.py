@@ -9,7 +9,7 @@ from plans import trained
 
 from stagewright.cluster import Cluster, load_cluster
 from stagewright.cluster.host_device import host_device
-from stagewright.execution.trainer import num_threads
+from stagewright.execution.planned_device import num_threads
 from stagewright.planning.job import Job
 from stagewright.planning.search import plan
 from stagewright.tracing.models.reference import resolve

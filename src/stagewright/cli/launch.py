@@ -28,8 +28,8 @@ def launch(
     Example:
         stagewright launch plan.json train.py
     """
+    from stagewright.execution.joining import PLAN, START_TIMEOUT
     from stagewright.execution.launch import refuse_what_is_not_run, start_plan
-    from stagewright.execution.trainer import PLAN, START_TIMEOUT
     from stagewright.planning.plan import load_plan
 
     loaded = load_plan(plan)

@@ -116,7 +116,6 @@ def run(
     from stagewright.cluster.cluster import measured_beside
     from stagewright.execution import launch
     from stagewright.execution.data.request import DataRequest
-    from stagewright.execution.left import newest_plan
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
@@ -145,8 +144,8 @@ def run(
     from stagewright.cli.options import warn
     from stagewright.report import runs as report
 
-    if len(record.ranks) != loaded.num_ranks and checkpoint is not None:  # another was made for what is left
-        loaded = load_plan(newest_plan(checkpoint, len(record.ranks)))
+    if record.plan is not None:  # another one than was given, of a run that replanned or adapted
+        loaded = load_plan(record.plan)
     path = folder / "record.json"
     document = report.run_document(loaded, record, str(path))
     warn(report.on_other_devices(record, loaded.cluster.kind, loaded.cluster.name))

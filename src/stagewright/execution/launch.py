@@ -16,14 +16,14 @@ from stagewright.execution.checkpoint_folder import Checkpointing, Kept, check_s
 from stagewright.execution.data.prepared import Data, prepared, ready_beside
 from stagewright.execution.data.request import DataRequest
 from stagewright.execution.folder_lock import in_use
-from stagewright.execution.left import path_for_what_is_left, plan_without
+from stagewright.execution.left import plan_to_run, plan_without
 from stagewright.execution.no_number import ON_NAN, OnNan
 from stagewright.execution.processes import start_ranks
 from stagewright.execution.record import Record, load_record
 from stagewright.execution.weight_files import check_weights
 from stagewright.machine import machine_bytes
 from stagewright.planning.assignment.rank_file import read_rank_file
-from stagewright.planning.plan import Plan, load_plan
+from stagewright.planning.plan import Plan
 from stagewright.schedule.action import Action, Kind
 from stagewright.units import format_bytes, format_seconds
 
@@ -98,15 +98,13 @@ def run(
     from stagewright.execution.device import kind_of
 
     check_options(keep_last, keep_every, held_out, evaluate_every, on_nan, checkpoint)
-    loaded = load_plan(plan)
+    if replan and ranks is not None:
+        raise InputError("--replan and --ranks: a rank file is for one number of ranks; give one of them")
     checkpoints = None if checkpoint is None else Path(checkpoint)
-    if replan:
-        plan, given = path_for_what_is_left(loaded, plan, checkpoints, device, start_timeout, ranks), plan
-        resume = resume or (plan != given and checkpoints is not None and bool(steps_of(checkpoints)))
-        loaded = load_plan(plan)
-    loaded = loaded.model_copy(update={"job": loaded.job.with_rates(steps, **(rates or {}))})
+    begun = plan_to_run(plan, replan, checkpoints, device, start_timeout)
+    loaded = begun.plan.model_copy(update={"job": begun.plan.job.with_rates(steps, **(rates or {}))})
     refuse_what_is_not_run(loaded, str(plan))
-    resume = resume or is_restarted(checkpoints)
+    resume = resume or goes_on(checkpoints, begun.is_replanned)
     kept = None if keep_last is None else Kept(keep_last, keep_every)
     asked = Checkpointing(checkpoints, checkpoint_every, resume, other_data, kept)
     asked.check()
@@ -119,7 +117,7 @@ def run(
     if kind == "cpu" and not is_launched:
         refuse_without_room(loaded)
     options: dict[str, Any] = {
-        "plan": str(Path(plan).resolve()), "out": str(folder), "data": None,
+        "plan": str(begun.path), "out": str(folder), "data": None,
         "steps": steps, "device": kind, "random_weights": random_weights, "timeout": timeout,
         "start_timeout": start_timeout, "checkpoint": None if checkpoint is None else str(checkpoint),
         "checkpoint_every": checkpoint_every, "resume": resume, "keep_last": keep_last, "keep_every": keep_every,
@@ -151,9 +149,9 @@ def run(
                         raise
                     print(f"stagewright: {error}", file=sys.stderr, flush=True)
                     lost = [loaded.devices[rank] if loaded.devices else rank for rank in error.lost]
-                    options["plan"] = str(plan_without(loaded, lost, checkpoints).resolve())
-                    loaded = load_plan(options["plan"])
-                    options |= {"devices": None, "resume": True}
+                    rest = plan_without(loaded, lost, checkpoints)
+                    loaded = rest.plan
+                    options |= {"plan": str(rest.path), "devices": None, "resume": True}
                     if kind == "cpu":
                         refuse_without_room(loaded)
                     again = replace(asked, is_resumed=True)
@@ -196,9 +194,10 @@ def default_folder(plan: Plan) -> Path:
     return Path("runs") / f"{plan.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def is_restarted(checkpoints: Path | None) -> bool:
-    """Whether a launcher has started this run again after a failure, and it can go on from a checkpoint of its own."""
-    is_again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def goes_on(checkpoints: Path | None, is_replanned: bool) -> bool:
+    """Whether this run was planned again for what is left, or a launcher has started it again after a failure, and it can go
+    on from a checkpoint of its own."""
+    is_again = is_replanned or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     return is_again and checkpoints is not None and bool(steps_of(checkpoints))
 
 

@@ -6,40 +6,47 @@ import os
 import sys
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 
 from stagewright.errors import InputError, RunError
-from stagewright.planning.plan import Plan
+from stagewright.planning.plan import Plan, load_plan
 from stagewright.units import format_seconds
 
 _LOOK_S = 0.2
 
 
-def path_for_what_is_left(
-    plan: Plan,
-    path: str | Path,
-    checkpoints: Path | None,
-    device: str,
-    wait_s: float,
-    rank_file: str | Path | None,
-) -> str | Path:
-    """Of the plan for the processes that a launcher has started, or for the GPUs that this machine has; `path`, that of
-    `plan` itself, where these are no fewer than its ranks. The launcher's first rank makes it, and the others wait for it.
+@dataclass(frozen=True)
+class PlanToRun:
+    """The plan of a run, its file if it came from one, and whether it was made in place of another for what is left."""
+
+    plan: Plan
+    path: Path | None
+    is_replanned: bool = False
+
+
+def plan_to_run(
+    given: Plan | str | Path, replans: bool, checkpoints: Path | None, device: str, wait_s: float
+) -> PlanToRun:
+    """The plan that is `given`; if the run `replans`, and there are fewer processes of a launcher, or GPUs of this machine,
+    than that has ranks, one for those. The launcher's first rank makes it, and the others wait for it.
 
     Raises:
-        InputError: there is no folder to keep it in, or a rank file is given, which names ranks that are not there.
+        InputError: the plan cannot be read, or there is no folder to keep another in.
         PlanError: nothing fits what is left.
         RunError: the first rank has made none in `wait_s` seconds.
     """
+    plan = given if isinstance(given, Plan) else load_plan(given)
+    path = None if isinstance(given, Plan) else Path(given).resolve()
+    if not replans:
+        return PlanToRun(plan, path)
     if checkpoints is None:
         raise InputError(
             "--replan needs --checkpoint FOLDER: what is left goes on from the newest checkpoint"
         )
-    if rank_file is not None:
-        raise InputError("--replan and --ranks: a rank file is for one number of ranks; give one of them")
     num_left = _num_left(plan, device)
     if num_left >= plan.num_ranks:
-        return path
+        return PlanToRun(plan, path)
     place = _place(plan, num_left, checkpoints)
     if int(os.environ.get("RANK", "0")) == 0:
         return plan_without(plan, range(num_left, plan.num_ranks), checkpoints)
@@ -51,11 +58,11 @@ def path_for_what_is_left(
                 "folder of --checkpoint must be on a file system that all machines share"
             )
         time.sleep(_LOOK_S)
-    return place
+    return PlanToRun(load_plan(place), place, is_replanned=True)
 
 
-def plan_without(plan: Plan, lost: Collection[int], checkpoints: Path) -> Path:
-    """Where the plan lies that is made for the devices of `plan` but some; says on stderr what was planned."""
+def plan_without(plan: Plan, lost: Collection[int], checkpoints: Path) -> PlanToRun:
+    """A plan for the devices of `plan` but some, kept beside the checkpoints; says on stderr what was planned."""
     from stagewright.planning.replanning import replanned_without
 
     num_left = plan.num_ranks - len(lost)
@@ -74,12 +81,7 @@ def plan_without(plan: Plan, lost: Collection[int], checkpoints: Path) -> Path:
         file=sys.stderr,
         flush=True,
     )
-    return place
-
-
-def newest_plan(checkpoints: Path, num_ranks: int) -> Path:
-    """The one for so many ranks that was made last."""
-    return max(checkpoints.glob(f"plan-on-{num_ranks}-*.json"), key=lambda path: path.stat().st_mtime)
+    return PlanToRun(found, place, is_replanned=True)
 
 
 def _num_left(plan: Plan, device: str) -> int:
@@ -96,7 +98,7 @@ def _place(plan: Plan, num_left: int, checkpoints: Path) -> Path:
     """One for every plan that was before, so that what is left of another run is not taken for it."""
     from stagewright.execution.checkpoint_folder import digest
 
-    return checkpoints / f"plan-on-{num_left}-{digest(plan.model_dump(mode='json'))[:8]}.json"
+    return checkpoints.resolve() / f"plan-on-{num_left}-{digest(plan.model_dump(mode='json'))[:8]}.json"
 
 
 def _shape(plan: Plan) -> str:

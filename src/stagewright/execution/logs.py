@@ -6,7 +6,8 @@ import json
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,18 @@ class WandbLog:
 
     def close(self) -> None:
         self._run.finish()
+
+
+@contextmanager
+def figures_sent(tensorboard: str | Path | None, wandb: str | None, out: Path) -> Iterator[list[Callback]]:
+    """What sends figures of steps to a folder for TensorBoard and to a project of Weights & Biases, as far as they are
+    asked for; `out` is the folder of the run."""
+    with ExitStack() as stack:
+        found: list[TensorBoardLog | WandbLog] = []
+        if tensorboard is not None:
+            found.append(TensorBoardLog(Path(tensorboard)))
+            stack.callback(found[-1].close)
+        if wandb is not None:
+            found.append(WandbLog(wandb, out.name, out))
+            stack.callback(found[-1].close)
+        yield [*found]

@@ -96,6 +96,8 @@ class Record(StrictModel):
     version: Literal[1] = 1
     stagewright: str
     model: str
+    plan: str | None = None
+    """The file of the plan that the last step was run under; None where there was none, as of a plan made in Python."""
     device: str
     versions: dict[str, str] = Field(default_factory=dict)
     first_step: Position = 0

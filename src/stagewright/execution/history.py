@@ -1,0 +1,112 @@
+"""The steps that a run has done on a rank: what is said of each of them, and the record of all."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from stagewright.execution.logs import Step
+from stagewright.execution.record import Record, finite
+from stagewright.planning.plan import Plan
+from stagewright.version import __version__
+
+if TYPE_CHECKING:
+    from stagewright.execution.session import StepResult
+
+_RECENT_STEPS = 20
+"""By which the time that is left is told."""
+
+
+class History:
+    """The results of steps, those that were undone left out.
+
+    Args:
+        first_step: steps done before, by runs that this one goes on from.
+        num_steps: there will be.
+        metered: numbers of the steps, counted from 0, whose memory is counted.
+    """
+
+    def __init__(self, first_step: int, num_steps: int, metered: Iterable[int]) -> None:
+        self.first_step = first_step
+        self.num_steps = num_steps
+        self.metered = set(metered)
+        self.results: list[StepResult] = []
+        self.returns: list[tuple[int, int]] = []
+        """To checkpoints: the step, counted from 1, behind which the run went back, and the steps done there."""
+
+    def went_back(self, step: int, done: int) -> None:
+        """Behind step number `step`, counted from 0, the run went back to where `done` steps are done."""
+        del self.results[max(0, done - self.first_step) :]
+        self.first_step = min(self.first_step, done)
+        self.metered.add(done)
+        self.returns.append((step + 1, done))
+
+    def told(self, plan: Plan, number: int, result: StepResult) -> Step:
+        """Step `number`, counted from 0, as people should hear of it."""
+        length = plan.job.length_of(number)
+        predicted = plan.by_length.get(length, plan.predictions)
+        pace = predicted.step_seconds / result.seconds
+        recent = [one.seconds for one in self.results[-_RECENT_STEPS:]]
+        return Step(
+            number + 1,
+            self.num_steps,
+            result.loss,
+            result.gradient_norm,
+            result.learning_rate,
+            result.is_skipped,
+            result.seconds,
+            predicted.tokens_per_second * pace,
+            predicted.mfu * pace,
+            result.memory_bytes,
+            statistics.median(recent) * (self.num_steps - number - 1),
+        )
+
+    def paces(self, rank: int) -> list[float]:
+        """How many times as long as planned a rank computed in every step but the first; zero of metered ones."""
+        return [result.paces[rank] for result in self.results[1:]]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether steps are left to do."""
+        return self.first_step + len(self.results) < self.num_steps
+
+    def record(
+        self,
+        plan: Plan,
+        path: Path | None,
+        device: str,
+        ranks: Sequence[Any],
+        stopped_by: str | None,
+        is_going_on: bool,
+    ) -> Record:
+        """Of all steps so far, the last of them under `plan`, whose file is `path`; `ranks` are what each rank says of
+        itself."""
+        import torch
+
+        first, results = self.first_step, self.results
+        steps_run = range(first, first + len(results))
+        lengths = tuple(map(plan.job.length_of, steps_run)) if plan.job.sequence_lengths else ()
+        timed = plan.at_length(max(lengths)) if lengths else plan
+        return Record(
+            stagewright=__version__,
+            model=plan.model.name,
+            plan=None if path is None else str(path),
+            first_step=first,
+            device=device,
+            versions={"torch": torch.__version__, "python": sys.version.split()[0]},
+            losses=tuple(finite(result.loss) for result in results),
+            gradient_norms=tuple(finite(result.gradient_norm) for result in results),
+            learning_rates=tuple(result.learning_rate for result in results),
+            skipped_steps=tuple(step for step, result in enumerate(results) if result.is_skipped),
+            went_back=tuple(self.returns),
+            step_seconds=tuple(result.seconds for result in results),
+            sequence_lengths=lengths,
+            stopped_by=stopped_by,
+            is_going_on=is_going_on,
+            metered_steps=tuple(sorted({0, *(step - first for step in self.metered if step in steps_run)})),
+            predicted_step_seconds=timed.predictions.step_seconds,
+            ranks=tuple(ranks),
+        )

@@ -1,0 +1,71 @@
+"""How the process of a `Trainer` joins a run: the plan that a launcher was given, the device, and a run of one rank that
+nobody has launched. Nothing here imports torch unless the kind of device is asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from stagewright.errors import InputError
+from stagewright.planning.plan import Plan
+
+PLAN = "STAGEWRIGHT_PLAN"
+"""Environment variable: the path of the plan that `stagewright launch` was given."""
+START_TIMEOUT = "STAGEWRIGHT_START_TIMEOUT"
+"""And its seconds until every rank must have joined."""
+_START_TIMEOUT_S = 300.0
+
+
+def plan_of(plan: Plan | str | Path | None) -> Plan | str | Path:
+    """`plan`, or the path of the one that the launcher was given. Raises `InputError` where there is none."""
+    found = plan or os.environ.get(PLAN)
+    if found is None:
+        raise InputError(
+            "a Trainer needs a plan: give the path of a plan.json, or start the script with stagewright launch"
+        )
+    return found
+
+
+def start_timeout_s(asked: float | None) -> float:
+    """Seconds until every rank must have joined, as `asked` for, or as the launcher was."""
+    return float(os.environ.get(START_TIMEOUT, _START_TIMEOUT_S)) if asked is None else asked
+
+
+def kind_of_device(asked: str, plan: Plan) -> str:
+    """Type of this process's device, where ``auto`` may be `asked` for."""
+    if asked != "auto":
+        return asked
+    from stagewright.execution.device import kind_of
+
+    return kind_of(asked, plan, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+@contextmanager
+def launched(plan: Plan) -> Iterator[None]:
+    """Inside, the environment is that of a rank: as a launcher has made it, or that of the only one. Raises `InputError`
+    where no launcher has started this process and the plan has several ranks."""
+    if "RANK" in os.environ:
+        yield
+        return
+    if plan.num_ranks > 1:
+        raise InputError(
+            f"the plan needs {plan.num_ranks} processes: start the script with `stagewright launch PLAN "
+            f"SCRIPT` or `torchrun --nproc-per-node {plan.num_ranks} SCRIPT`"
+        )
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    alone["MASTER_PORT"] = str(_free_port())
+    os.environ.update(alone)
+    try:
+        yield
+    finally:
+        for name in alone:
+            os.environ.pop(name, None)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

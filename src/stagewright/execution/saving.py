@@ -1,0 +1,87 @@
+"""The checkpoints of a trainer: which one it begins with, and when the next are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stagewright.execution.checkpoint import Saver, restore, save
+from stagewright.execution.checkpoint_folder import Checkpointing, folder_name, steps_of
+from stagewright.execution.collectives import exchange
+from stagewright.execution.session import Session
+
+
+class Saving:
+    """Writes checkpoints as it was `asked`, of the session that it has at the time; every rank calls the same methods in the
+    same order. Without a folder it writes none."""
+
+    def __init__(self, asked: Checkpointing, session: Session) -> None:
+        self._asked = asked
+        self._saved: int | None = None
+        """Steps of the newest checkpoint of this run."""
+        self.saver: Saver | None = None
+        self.enter(session)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank has nothing left to write."""
+        return self.saver is None or self.saver.is_written
+
+    @property
+    def can_go_back(self) -> bool:
+        """Whether there is a checkpoint to go back to."""
+        return self._asked.folder is not None and bool(steps_of(self._asked.folder))
+
+    def enter(self, session: Session) -> None:
+        """Write the state of this session from now on."""
+        if self._asked.folder is not None:
+            self.saver = Saver(session, self._asked.folder, self._asked.kept)
+
+    def leave(self) -> None:
+        """Let go of the session; the next is to `enter`."""
+        self.saver = None
+
+    def begin(self, session: Session) -> int:
+        """Put `session` where the newest checkpoint is if it is to go on from there; returns the steps that are done."""
+        return self.restore(session) if self._asked.is_resumed else 0
+
+    def restore(self, session: Session) -> int:
+        """Put `session` where the newest checkpoint is; returns the steps that are done there."""
+        assert self._asked.folder is not None, "there is a checkpoint"
+        self._saved = restore(session, self._asked.folder)
+        return self._saved
+
+    def after(self, step: int, is_last: bool, is_writing: bool) -> None:
+        """So many steps are done; a rank may still be writing (`is_writing`) the checkpoint before."""
+        if self.saver is None:
+            return
+        if self.saver.is_open and not is_writing:
+            self.saver.finish()
+        every = self._asked.every
+        if (is_last or (every and step % every == 0)) and self._saved != step:
+            self._start(self.saver, step)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is whole that is being written, if any."""
+        if self.saver is not None:
+            self.saver.finish()
+
+    def end(self, step: int) -> None:
+        """The run ends after so many steps: they are in a checkpoint, and that is whole."""
+        if self.saver is not None and self._saved != step and not self.saver.is_open:
+            self._start(self.saver, step)
+        self.finish()
+
+    def write(self, session: Session, step: int, folder: Path | None) -> Path:
+        """Write a checkpoint of so many steps now, to `folder` in place of the run's own where one is given, unless it is
+        there; returns where it is."""
+        self.finish()
+        found, kept = (self._asked.folder, self._asked.kept) if folder is None else (folder, None)
+        assert found is not None, "there is a folder"
+        there = found / folder_name(step)
+        if any(exchange(there.is_dir())):
+            return there
+        return save(session, found, step, kept)
+
+    def _start(self, saver: Saver, step: int) -> None:
+        self._saved = step
+        saver.start(step)
