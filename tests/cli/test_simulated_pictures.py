@@ -14,7 +14,7 @@ from stagewright.graph.stage import Stage
 from stagewright.planning.estimate import graph_of, line_of
 from stagewright.planning.plan import Plan, StagePolicy, load_plan
 from stagewright.planning.plan_stages import stage_cuts, stage_program
-from stagewright.planning.prediction.predict import run_timeline
+from stagewright.planning.prediction.predict import rank_memories, run_timeline
 from stagewright.report.pictures.plan_memory import plan_curves
 from stagewright.schedule import Kind
 from stagewright.schedule.action import COMPUTE
@@ -59,13 +59,21 @@ def check_drawn(path: Path, plan: Plan, kind: Kind) -> None:
     assert files["svg"].read_text().startswith("<svg ")
     assert json.loads(files["trace"].read_text())["traceEvents"]
     line = line_of(plan, plan.cluster.load())
-    timeline = run_timeline(line)
+    timeline, memories = run_timeline(line), rank_memories(line)
     for rank, curve in enumerate(plan_curves(line, timeline)):
         ends = [event.end_s for event in timeline.events(rank) if event.action.kind in COMPUTE]
         times = curve.time_s.tolist()
         assert times == sorted(times) and {0.0, *ends} <= {*times} and len(times) > 2 * len(ends)
         assert len(curve.held) == len(times) and 0.7 * curve.peak < curve.held.max() <= curve.peak
         assert np.unique(curve.held).size > 2
+        assert np.array_equal(sum(curve.categories.values()), curve.held)
+        assert min(values.min() for values in curve.categories.values()) >= 0
+        if curve.held.max() == curve.peak:
+            at_peak = {name: values[curve.held.argmax()] for name, values in curve.categories.items()}
+            told = memories[rank].categories
+            assert {name: size for name, size in at_peak.items() if size} == {
+                n: b for n, b in told.items() if b
+            }
 
 
 def test_a_plan_whose_replicas_share_parameters_is_drawn(tmp_path: Path) -> None:

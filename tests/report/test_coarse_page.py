@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,15 +36,18 @@ def run_in_node(script: str) -> str:
 
 
 def script_of(page: str) -> str:
-    found = re.search(r"<script>\n(.*)</script>", page, re.DOTALL)
+    found = re.search(r"<script type=\"module\">\n(.*)</script>", page, re.DOTALL)
     assert found is not None
     return found[1]
 
 
 @needs_node
-def test_the_script_of_a_page_can_be_parsed() -> None:
+def test_the_script_of_a_page_can_be_parsed(tmp_path: Path) -> None:
     page = html_page(scene_of(simulate(build("1f1b", 2, 3), StageCosts.uniform(2))))
-    run_in_node(f"new Function({json.dumps(script_of(page))});")
+    script = tmp_path / "page.mjs"
+    script.write_text(script_of(page))
+    done = subprocess.run([str(NODE), "--check", script], capture_output=True, text=True, timeout=patient(60))
+    assert done.returncode == 0, done.stderr
 
 
 def columns(timeline: Timeline, num_columns: int) -> np.ndarray:

@@ -6,7 +6,9 @@ import base64
 import itertools
 import json
 import re
+import time
 import xml.etree.ElementTree as ET
+import zlib
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -14,8 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from stagewright.estimation.flat_bytes import GATHERED, SHARDS, SUMMED, WHOLE
 from stagewright.report.pictures import chrome_trace, html_page, png_image, scene_of, svg_image
-from stagewright.report.pictures.scene import KINDS
+from stagewright.report.pictures.colours import THEMES, category_fills
+from stagewright.report.pictures.panels import category_text
+from stagewright.report.pictures.scene import KINDS, Curve
 from stagewright.schedule import build, insert_communication, insert_gathers, insert_reductions
 from stagewright.simulation import StageCosts, Timeline, simulate
 
@@ -90,20 +95,101 @@ def page_data(page: str) -> dict[str, Any]:
     return json.loads(found[1])
 
 
+def column(data: dict[str, Any], *names: str | int) -> np.ndarray:
+    """A column of the page as its script reads it."""
+    found: Any = data
+    for name in names:
+        found = found[name]
+    block = zlib.decompress(base64.b64decode(data["columns"]))
+    stored = np.frombuffer(block, f"<{found['type']}", found["count"], found["at"])
+    if "runs" not in found:
+        return stored
+    ends = [*found["runs"][1:], len(stored)]
+    runs = [
+        stored[at:end].astype(stored.dtype.kind + "8").cumsum()
+        for at, end in zip(found["runs"], ends, strict=True)
+    ]
+    return np.concatenate([stored[:0], *runs])
+
+
 def test_a_page_holds_every_bar_and_needs_no_network() -> None:
     timeline = looped()
     page = html_page(scene_of(timeline))
     data = page_data(page)
-    start = np.frombuffer(base64.b64decode(data["bars"]["start"]), "<f4")
-    kind = np.frombuffer(base64.b64decode(data["bars"]["kind"]), "<i2")
-    assert data["laneOffsets"][-1] == len(start) == len(scene_of(timeline).bars)
-    assert {KINDS[index].value for index in kind} == {"F", "B", "GATHER", "REDUCE"}
+    bars = scene_of(timeline).bars
+    order = np.lexsort((bars.start_s, bars.beside, bars.rank))
+    assert data["laneOffsets"][-1] == len(bars)
+    assert {KINDS[index].value for index in column(data, "bars", "kind")} == {"F", "B", "GATHER", "REDUCE"}
+    np.testing.assert_allclose(column(data, "bars", "start"), bars.start_s[order], rtol=1e-6)
+    np.testing.assert_array_equal(column(data, "bars", "microbatch"), bars.microbatch[order])
     assert not re.search(r"(src|href)=|https?://|import\(|fetch\(", page)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("interleaved-1f1b", 2)])
+def test_a_page_of_many_actions_is_small_and_soon_made(name: str, chunks: int) -> None:
+    costs = StageCosts.uniform(64 * chunks, 1.0, 1.1, 0.9, saved_bytes=3.0)
+    scene = scene_of(simulate(build(name, 64, 512, chunks), costs, 0.1))
+    begin = time.process_time()
+    page = html_page(scene)
+    assert time.process_time() - begin < 3 and len(page) < 2**20
+
+
+def test_a_page_with_times_as_a_run_has_them_is_small() -> None:
+    """None of which repeats itself."""
+    scene = scene_of(simulate(build("interleaved-1f1b", 64, 512, 2), StageCosts.uniform(128), 0.1))
+    jitter = 1 + 1e-3 * np.random.default_rng(0).random(len(scene.bars))
+    bars = replace(scene.bars, end_s=scene.bars.start_s + (scene.bars.end_s - scene.bars.start_s) * jitter)
+    bars = replace(bars, start_s=bars.start_s * (1 + 1e-3 * np.random.default_rng(1).random(len(bars))))
+    assert len(html_page(replace(scene, bars=bars))) < 8e6
+
+
+def test_a_page_tells_every_categorys_bytes_to_the_byte() -> None:
+    held = np.cumsum(np.random.default_rng(0).integers(0, 2**36, 50_000)).astype(float)
+    parts = {"parameters": np.full(50_000, 2.0**33 + 1), "whole_gradients": held}
+    curve = Curve(np.arange(50_000.0), 2.0**33 + 1 + held, float(held[-1]), parts)
+    scene = scene_of(simulate(build("gpipe", 1, 1), StageCosts.uniform(1, saved_bytes=1)), [curve])
+    data = page_data(html_page(scene))
+    shown = data["curves"][0]["parts"]
+    assert shown["parameters"] == 2**33 + 1
+    found = column(data, "curves", 0, "parts", "whole gradients")
+    assert len(found) < 20_000 and {*found} < {*held} and found[-1] == held[-1]
+    assert len(column(data, "curves", 0, "time")) == len(found)
+    assert list(data["categoryFills"]) == ["parameters", "whole gradients"]
+
+
+def test_no_two_categories_have_one_colour() -> None:
+    resident = ("parameters", "gradients", "optimizer", "master", "constants", "weight versions")
+    known = (
+        *resident,
+        GATHERED,
+        WHOLE,
+        SUMMED,
+        SHARDS,
+        "inputs",
+        "activations",
+        "recomputed",
+        "transient",
+        "boundary",
+    )
+    names = [category_text(name) for name in known]
+    fills = category_fills(names)
+    assert list(fills) == names and len({*fills.values()}) == len(names)
+    assert "#9aa3b0" not in fills.values() and category_fills([*names, "other"])["other"] == "#9aa3b0"
+    for theme in THEMES.values():
+        assert min(abs(luminance(fill) - luminance(theme.ground)) for fill in fills.values()) > 0.03
+
+
+def luminance(colour: str) -> float:
+    """From 0 to 1 (WCAG)."""
+    channels = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return sum(
+        share * channel**2.2 for share, channel in zip((0.2126, 0.7152, 0.0722), channels, strict=True)
+    )
 
 
 def test_a_page_sorts_the_computations_of_each_rank_by_time() -> None:
     data = page_data(html_page(scene_of(paired())))
-    start = np.frombuffer(base64.b64decode(data["bars"]["start"]), "<f4")
+    start = column(data, "bars", "start")
     for begin, end in zip(data["laneOffsets"][:-1], data["laneOffsets"][1:], strict=True):
         assert (np.diff(start[begin:end]) >= 0).all()
 

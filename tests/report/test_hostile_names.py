@@ -32,6 +32,9 @@ NAMES = (
 )  # fmt: skip
 
 
+SCRIPT = '</script>\n<script type="module">\n'
+
+
 def scene(name: str) -> Scene:
     return scene_of(simulate(replace(build("zb-h1", 2, 2), name=name), StageCosts.uniform(2)))
 
@@ -71,9 +74,9 @@ def test_a_page_has_any_name_as_data(name: str) -> None:
     text.encode()
     page, plain = Page(text), Page(html_page(scene("name")))
     assert page.tags == plain.tags
-    data, script = text.split('type="application/json">')[1].split("</script>\n<script>\n", 1)
+    data, script = text.split('type="application/json">')[1].split(SCRIPT, 1)
     assert "<" not in data and json.loads(data)["title"] == printable(drawn.title)
-    assert script == html_page(scene("name")).split("</script>\n<script>\n", 1)[1]
+    assert script == html_page(scene("name")).split(SCRIPT, 1)[1]
     assert page.texts["title"][0] == printable(drawn.title)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 from stagewright.errors import ScheduleError
 from stagewright.estimation.liveness import FREED, FunctionMemory
@@ -15,6 +17,17 @@ from stagewright.schedule import Kind
 Key = int
 
 
+class Request(NamedTuple):
+    """A storage that is made, with its bytes, or freed, with `FREED`; and what is alive afterwards, in bytes: `saved`
+    activations, and what a running function has made, of which `again` there was before."""
+
+    key: Key
+    num_bytes: int
+    saved: int
+    transient: int = 0
+    again: int = 0
+
+
 @dataclass
 class Storages:
     """Those of one microbatch on a rank with the number of names each has; user inputs are always there.
@@ -23,7 +36,7 @@ class Storages:
     * `waiting`: what is made and not yet sent or used; `posted`: buffers to receive into; `sending`: what may still be on
       its way;
     * `holders`: how many stages have saved a storage, user inputs apart; `held_bytes`: of all these storages;
-    * `script`: where asked for, what was made, with its bytes, and freed, with `FREED`, in order.
+    * `script`: where asked for, what was made and freed, in order.
     """
 
     size: dict[Key, int] = field(default_factory=dict)
@@ -36,7 +49,7 @@ class Storages:
     held_bytes: int = 0
     live: int = 0
     next_key: int = 0
-    script: list[tuple[Key, int]] | None = None
+    script: list[Request] | None = None
 
     def copied(self) -> Storages:
         """What is inside the inner collections is never changed, only replaced."""
@@ -72,7 +85,7 @@ class Storages:
         self.references[self.next_key] = 0
         self.live += num_bytes
         if self.script is not None:
-            self.script.append((self.next_key, num_bytes))
+            self.script.append(Request(self.next_key, num_bytes, self.held_bytes))
         return self.next_key
 
     def take(self, keys: Iterable[Key]) -> None:
@@ -86,7 +99,7 @@ class Storages:
                 self.live -= self.size.pop(key)
                 del self.references[key]
                 if self.script is not None:
-                    self.script.append((key, FREED))
+                    self.script.append(Request(key, FREED, self.held_bytes))
 
 
 Event = tuple[bool, Kind, int, int | None]
@@ -203,8 +216,8 @@ class Change:
             state.references[key] -= 1
         free = [(at, state.size[key]) for key, at in last.items() if state.references[key] == 0]
         peak = function.peak(free)
-        own = sum(size for _, size in free) - peak.released
-        self._observe(peak.above_entry, peak.made, own, peak.again, peak.operator)
+        own = sum(size for _, size in free)
+        self._observe(peak.above_entry, peak.made, own - peak.released, peak.again, peak.operator)
         script, state.script = state.script, None  # the function's own order, not that of what follows
         storages = {home: state.new(num_bytes) for home, num_bytes in function.kept.items()}
         outputs = {
@@ -212,13 +225,13 @@ class Change:
             for value, home in function.outputs.items()
         }
         state.take(outputs.values())
-        gone = {key: at for key, at in last.items() if state.references[key] == 0}
-        for key in gone:
+        gone = [(at, key, state.size[key]) for key, at in last.items() if state.references[key] == 0]
+        for _, key, _ in gone:
             state.take([key])
             state.release([key])
         if script is not None:
             state.script = script
-            script.extend(_script(function, storages, gone))
+            script.extend(_script(function, storages, gone, state.held_bytes + own))
         return outputs
 
     # -- values between stages ------------------------------------------------------------------------------
@@ -294,21 +307,29 @@ class Change:
 
 
 def _script(
-    function: FunctionMemory, storages: dict[int, Key], gone: dict[Key, int]
-) -> Iterator[tuple[Key, int]]:
-    """What a run of `function` makes and frees, in order: after each statement its own, then inputs that are `gone`.
+    function: FunctionMemory, storages: dict[int, Key], gone: Iterable[tuple[int, Key, int]], saved: int
+) -> Iterator[Request]:
+    """What a run of `function` makes and frees, in order: after each statement its own, then inputs that are `gone`
+    (statement of the last use, storage, bytes), which are among the `saved` bytes at its begin.
 
     `storages` are the keys of what stays; what does not has negative ones.
     """
-    waiting = sorted((at, key) for key, at in gone.items())
-    place = 0
+    waiting = deque(sorted(gone))
+    sizes: dict[int, int] = {}
+    transient = again = 0
     for statement, home, num_bytes in function.events:
-        while place < len(waiting) and waiting[place][0] < statement:
-            yield waiting[place][1], FREED
-            place += 1
-        yield storages.get(home, -1 - home), num_bytes
-    for _, key in waiting[place:]:
-        yield key, FREED
+        while waiting and waiting[0][0] < statement:
+            _, key, freed = waiting.popleft()
+            saved -= freed
+            yield Request(key, FREED, saved, transient, again)
+        change = -sizes[home] if num_bytes == FREED else num_bytes
+        sizes[home] = num_bytes
+        transient += change
+        again += change if home in function.made_again else 0
+        yield Request(storages.get(home, -1 - home), num_bytes, saved, transient, again)
+    for _, key, freed in waiting:
+        saved -= freed
+        yield Request(key, FREED, saved, transient, again)
 
 
 def _goes_as_it_is(message: Message) -> bool:

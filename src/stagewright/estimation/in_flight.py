@@ -9,7 +9,7 @@ from functools import lru_cache
 from threading import Lock
 
 from stagewright.errors import ScheduleError
-from stagewright.estimation.change import Change, Event, Key, Rank, Storages
+from stagewright.estimation.change import Change, Event, Key, Rank, Request, Storages
 from stagewright.estimation.stage_memory import Channel, StageMemory
 from stagewright.schedule import Action, Kind
 from stagewright.schedule.action import SENDS, SENDS_IN_FLIGHT
@@ -32,8 +32,8 @@ class Step:
     transient: int
     again: int = 0
     operator: str = ""
-    script: tuple[tuple[Key, int], ...] = ()
-    """Where asked for: storages in the order in which they are made, with their bytes, and freed, with `FREED`."""
+    script: tuple[Request, ...] = ()
+    """Where asked for: storages in the order in which they are made and freed; saved activations less those before."""
 
 
 MOVES = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.RECV_B, *SENDS})
@@ -110,6 +110,10 @@ class InFlight:
                     known = self._steps[state, event] = self._worked_out(state, event)
         return known
 
+    def sizes(self, state: int) -> dict[Key, int]:
+        """The storages of `state`, and their bytes."""
+        return self._states[state].size
+
     def sending_bytes(self, state: int) -> int:
         """Bytes of `state` that are alive only because they may still be on their way."""
         found = self._states[state].copied()
@@ -137,11 +141,12 @@ class InFlight:
             change.act(event)
         except KeyError as missing:
             raise ScheduleError(f"value {missing} is used before it is there") from None
-        script = tuple(after.script or ())
+        held = before.held_bytes
+        script = tuple(each._replace(saved=each.saved - held) for each in after.script or ())
         after.script = None
         self._states.append(after)
         return Step(
-            len(self._states) - 1, after.live - before.live, after.held_bytes - before.held_bytes,
-            change.highest - before.live, change.activations - before.held_bytes, change.transient, change.again,
+            len(self._states) - 1, after.live - before.live, after.held_bytes - held,
+            change.highest - before.live, change.activations - held, change.transient, change.again,
             change.operator, script,
         )  # fmt: skip

@@ -54,6 +54,8 @@ class FunctionMemory:
     """In order: statement, storage, and the bytes it is made with, or `FREED`."""
     again: Ints | None = None
     """Of `made`, what operators that run a second time have made."""
+    made_again: frozenset[int] = frozenset()
+    """The storages that these make."""
     operators: tuple[str, ...] = ()
     """Names of the statements."""
     _peaks: dict[tuple[tuple[int, int], ...], Peak] = field(default_factory=dict)
@@ -132,7 +134,8 @@ class _Run:
         outputs = {number: self.home[number] for number in self.function.outputs if number in self.home}
         return FunctionMemory(
             self.function.inputs, np.array(made, np.int64), self.last, outputs, dict(self.kept),
-            tuple(self.events), np.array(again, np.int64), tuple(node.name for node in self.function.nodes),
+            tuple(self.events), np.array(again, np.int64), frozenset(self.made_again),
+            tuple(node.name for node in self.function.nodes),
         )  # fmt: skip
 
     def _name(self, number: int, storage: int) -> None:

@@ -12,7 +12,7 @@ of state is worked out once (`stagewright.estimation.in_flight`) and then looked
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Event
@@ -44,7 +44,10 @@ class RankMemory:
     categories: dict[str, int]
     """Adds up to `peak_bytes`."""
     after_action: tuple[int, ...] = ()
-    """Bytes alive after every action of the lowered program, for checking."""
+    """Bytes alive after every action of the lowered program; `saved_after`: of these, activations saved."""
+    saved_after: tuple[int, ...] = ()
+    flat_after: tuple[dict[str, int], ...] = ()
+    """And those of flat buffers that come and go, by category, where there are any."""
     alive: tuple[Alive, ...] = ()
     """Saved activations in front of the action of the peak; user inputs apart."""
     operator: str = ""
@@ -111,6 +114,8 @@ class _Replay:
     def run(self) -> RankMemory:
         self._observe(self.resident.rederived, 0, self.resident.rederived)
         after: list[int] = []
+        saved: list[int] = []
+        flat: list[dict[str, int]] = []
         for index, action in enumerate(self.actions):
             self.at = action
             if self.flat is not None:
@@ -119,6 +124,9 @@ class _Replay:
             for microbatch, event in self.events.of(action):
                 self._step(microbatch, event)
             after.append(self.live + self.fixed)
+            saved.append(self.activations)
+            if self.flat is not None:
+                flat.append(dict(self.flat.categories))
         if self.flat is not None:
             self.at = "end of batch"
             self.flat.end()
@@ -127,7 +135,9 @@ class _Replay:
         transient = self.resident.step_transient
         self.at = "optimizer step"
         self._observe(transient, 0, transient)
-        return self._described(tuple(after))
+        return replace(
+            self._described(), after_action=tuple(after), saved_after=tuple(saved), flat_after=tuple(flat)
+        )
 
     def _observe_flat(self, above: int) -> None:
         """Flat buffers have come, with so many bytes more for a moment."""
@@ -156,7 +166,7 @@ class _Replay:
             held = self.activations + activations
             self.peak = _Peak(total, self.at, held, transient, states, flat, again, operator)
 
-    def _described(self, after: tuple[int, ...]) -> RankMemory:
+    def _described(self) -> RankMemory:
         peak = self.peak
         listed = self.inputs + peak.activations + peak.transient + sum(peak.flat.values())
         categories = {
@@ -173,7 +183,9 @@ class _Replay:
             for microbatch, state in enumerate(peak.states)
             for stage, num_bytes in self.flight.saved_bytes(state).items()
         )
-        return RankMemory(self.rank, peak.total, str(peak.at), categories, after, alive, peak.operator)
+        return RankMemory(
+            self.rank, peak.total, str(peak.at), categories, alive=alive, operator=peak.operator
+        )
 
 
 def _loss_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> int:

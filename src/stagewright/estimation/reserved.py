@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -152,7 +152,7 @@ class _Replay:
     def _batch(self) -> None:
         """All actions of one batch; what is left of it goes at its end."""
         states, events = [0] * self.num_microbatches, MemoryEvents()
-        inputs = self._script(self.flight.start_sizes.items())
+        inputs = self._script(list(self.flight.start_sizes.items()))
         for own in self.held:
             self.allocator.run(*inputs, own)
         for index, action in enumerate(self.actions):
@@ -162,22 +162,22 @@ class _Replay:
                 states[microbatch] = step.after
                 script = self.scripts.get(id(step))
                 if script is None:
-                    script = self.scripts[id(step)] = self._script(step.script)
+                    requests = [(request.key, request.num_bytes) for request in step.script]
+                    script = self.scripts[id(step)] = self._script(requests)
                 self.allocator.run(*script, self.held[microbatch])
         self.buffers.end()
         for own in self.held:
             left = np.flatnonzero(own != NONE)
             self.allocator.run(left, np.full(len(left), FREED), own)
 
-    def _script(self, requests: Iterable[tuple[Key, int]]) -> tuple[Ints, Ints]:
+    def _script(self, requests: Sequence[tuple[Key, int]]) -> tuple[Ints, Ints]:
         """Storages by numbers for which `held` has room, and their bytes."""
-        given = list(requests)
-        keys = [self.numbers.setdefault(key, len(self.numbers)) for key, _ in given]
+        keys = [self.numbers.setdefault(key, len(self.numbers)) for key, _ in requests]
         lacking = len(self.numbers) - self.held.shape[1]
         if lacking > 0:
             more = np.full((self.num_microbatches, max(lacking, self.held.shape[1])), NONE, np.int64)
             self.held = np.concatenate([self.held, more], axis=1)
-        return np.array(keys, np.int64), np.array([size for _, size in given], np.int64)
+        return np.array(keys, np.int64), np.array([size for _, size in requests], np.int64)
 
 
 class _Buffers(FlatBuffers):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from stagewright.schedule import Kind
 
@@ -25,6 +27,26 @@ NAMES = {kind: name for kind, (name, _) in _LOOKS.items()}
 FILLS = {kind: fill for kind, (_, fill) in _LOOKS.items()}
 """Of the first stage of a rank; `shade` lightens those of its further stages."""
 
+_CATEGORIES = {
+    "parameters": "#3a6fd8",
+    "weight versions": "#0d5279",
+    "gradients": "#2f9461",
+    "optimizer": "#c98a12",
+    "master": "#a04fc4",
+    "constants": "#7b8494",
+    "gathered": "#47c7f8",
+    "whole gradients": "#6bd36d",
+    "reducing": "#0a5e14",
+    "gradient shards": "#1591a3",
+    "inputs": "#7b5e1c",
+    "activations": "#d0573f",
+    "recomputed": "#d5ada2",
+    "transient": "#f98ae0",
+    "boundary": "#74364b",
+}
+"""Of memory; no two are alike on light or on dark ground."""
+_STRANGE = "#9aa3b0"
+
 _LIGHTEST = 0.46
 
 
@@ -44,6 +66,17 @@ class Theme:
 LIGHT = Theme("#ffffff", "#f1f3f6", "#1c2430", "#697386", "#dfe3ea", "#3a6fd8", "#2f9461")
 DARK = Theme("#13171d", "#1d232b", "#e6e9ee", "#8f99a8", "#2b333d", "#7fa5f5", "#63c596")
 THEMES = {"light": LIGHT, "dark": DARK}
+
+
+def category_fills(names: Iterable[str]) -> dict[str, str]:
+    """The colours of categories of memory: always the same of those that the estimator knows, of others what is left.
+
+    >>> category_fills(["activations", "cache"])
+    {'activations': '#d0573f', 'cache': '#3a6fd8'}
+    """
+    wanted = dict.fromkeys(names)
+    spare = chain((fill for name, fill in _CATEGORIES.items() if name not in wanted), repeat(_STRANGE))
+    return {name: _CATEGORIES[name] if name in _CATEGORIES else next(spare) for name in wanted}
 
 
 def shade(kind: Kind, chunk: int, num_chunks: int) -> str:

@@ -5,28 +5,48 @@ const element = (id) => document.getElementById(id);
 const named = decodeURIComponent(globalThis.location?.hash.slice(1) ?? "");
 const data = Object.hasOwn(page.others, named) ? page.others[named] : page;
 
-function unpack(text, Type) {
-  const raw = atob(text), bytes = new Uint8Array(raw.length);
-  for (let i = 0; i < raw.length; i++) bytes[i] = raw.charCodeAt(i);
-  return new Type(bytes.buffer);
+/** The numbers of the page, which lie compressed in it. */
+async function inflate(text) {
+  if (!globalThis.DecompressionStream) {
+    element("subtitle").textContent = "This page needs a browser of 2023 or later.";
+    throw new Error("DecompressionStream is missing");
+  }
+  const raw = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  return new Response(new Blob([raw]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer();
 }
 
-function unpackAll(packed, types) {
-  const arrays = {};
-  for (const name in types) arrays[name] = unpack(packed[name], types[name]);
-  return arrays;
+const TYPES = { i2: Int16Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
+const numbers = await inflate(page.columns);
+
+/** A column of numbers; where it has runs, each number of a run was told as the step from the one before. */
+function unpack({ at, count, type, runs }) {
+  const stored = new TYPES[type](numbers, at, count);
+  if (!runs) return stored;
+  const whole = new (type === "f4" ? Float64Array : TYPES[type])(count);
+  runs.forEach((first, run) => {
+    for (let i = first, sum = 0; i < (runs[run + 1] ?? count); i++) whole[i] = sum += stored[i];
+  });
+  return whole;
 }
 
-const bars = unpackAll(data.bars, {
-  kind: Int16Array, stage: Int16Array, chunk: Int16Array, microbatch: Int32Array, half: Int16Array, critical: Int16Array,
-  start: Float32Array, seconds: Float32Array, bytes: Float32Array,
-});
-const moves = unpackAll(data.transfers, {
-  source: Int16Array, target: Int16Array, microbatch: Int32Array, start: Float32Array, end: Float32Array,
-});
-const curves = data.curves.map((curve) => ({
-  ...unpackAll(curve, { time: Float32Array, held: Float32Array }), peak: curve.peak,
+const unpackAll = (columns) => Object.fromEntries(Object.entries(columns).map(([name, column]) => [name, unpack(column)]));
+
+const bars = unpackAll(data.bars);
+const moves = unpackAll(data.transfers);
+const curves = data.curves.map(({ time, held, parts, peak }) => ({
+  time: unpack(time), held: held ? unpack(held) : total(parts, time.count), peak,
 }));
+
+/** The sum of all categories, each of which is a number, or a column where it changes. */
+function total(parts, count) {
+  const sum = new Float64Array(count);
+  for (const part of Object.values(parts)) {
+    const values = typeof part === "number" ? null : unpack(part);
+    for (let i = 0; i < count; i++) sum[i] += values ? values[i] : part;
+  }
+  return sum;
+}
+
 const numRanks = curves.length;
 const peaks = curves.map((curve) => curve.peak);
 const fullest = peaks.indexOf(Math.max(...peaks));
@@ -72,8 +92,8 @@ const gap = rowHeight > 14 ? 5 : 2;
 const pitch = rowHeight + laneHeight + gap;
 const namedRanks = Math.max(1, Math.ceil(12 / pitch)); // every so many ranks there is room for a name
 const left = 22 + 7 * `rank ${numRanks - 1}`.length + (data.curvesAreBytes ? 14 : 0), right = 26, head = 4, axis = 26;
-const heights = { rows: head + numRanks * pitch + axis, curves: 150 };
-let hovered = -1, hoveredRank = -1, followed = -1, cursor = null, theme = null;
+const heights = { rows: head + numRanks * pitch + axis, curves: Object.keys(data.curves[0].parts).length ? 230 : 150 };
+let hovered = -1, hoveredRank = -1, chosenRank = fullest, followed = -1, cursor = null, theme = null;
 
 let width = element("rows").clientWidth; // of both canvases; kept because asking for it lays out the page
 const plotWidth = () => width - left - right;
@@ -187,11 +207,13 @@ function isBetweenNeighbours(i) {
   return Math.abs(data.rankOfStage[moves.source[i]] - data.rankOfStage[moves.target[i]]) === 1;
 }
 
+const endOf = (move) => moves.start[move] + moves.seconds[move];
+
 const MOST_LINES = 600; // more cannot be told apart
 function drawTransfers(pen) {
   const chosen = [];
-  for (let i = 0; i < moves.start.length && moves.start[i] <= view.to && chosen.length <= MOST_LINES; i++)
-    if (moves.end[i] >= view.from && (followed < 0 ? isBetweenNeighbours(i) : followed === moves.microbatch[i])) chosen.push(i);
+  for (let i = 0; i < moves.start.length && chosen.length <= MOST_LINES; i++)
+    if (moves.start[i] <= view.to && endOf(i) >= view.from && (followed < 0 ? isBetweenNeighbours(i) : followed === moves.microbatch[i])) chosen.push(i);
   if (chosen.length > MOST_LINES) return;
   pen.lineWidth = followed < 0 ? 1 : 2;
   for (const i of chosen) {
@@ -204,7 +226,7 @@ function drawTransfers(pen) {
     pen.globalAlpha = 0.85;
     pen.beginPath();
     pen.moveTo(xOf(moves.start[i]), y + edge);
-    pen.lineTo(xOf(moves.end[i]), to - edge);
+    pen.lineTo(xOf(endOf(i)), to - edge);
     pen.stroke();
   }
   pen.globalAlpha = 1;
@@ -279,27 +301,62 @@ function indexAt(curve, seconds) {
 
 const heldAt = (rank, seconds) => curves[rank].held[indexAt(curves[rank], seconds)];
 
-function drawCurve(pen, rank, yOf) {
-  // Of all that happens within half a pixel the highest value is drawn; at one instant what goes, goes first.
-  const curve = curves[rank];
-  let i = indexAt(curve, view.from), height = yOf(curve.held[i]);
-  pen.beginPath();
+const shownRank = () => (hoveredRank < 0 ? chosenRank : hoveredRank);
+
+/** What each category of a rank holds, from the lowest in the picture to the highest: `[name, bytes at a moment]`. */
+let parts = { rank: -1, list: [] };
+function partsOf(rank) {
+  if (parts.rank !== rank) {
+    const list = Object.entries(data.curves[rank].parts).map(([name, part]) => {
+      const values = typeof part === "number" ? null : unpack(part);
+      return [name, (i) => (values ? values[i] : part)];
+    });
+    parts = { rank, list };
+  }
+  return parts.list;
+}
+
+/** What is drawn of a curve, `[x, moment]`: of all within half a pixel the highest moment and the last; at one instant
+ * what goes, goes first. */
+function stepsOf({ time, held }) {
+  let i = indexAt({ time }, view.from);
+  const steps = [[left, i]];
+  for (i++; i < time.length && time[i] <= view.to; ) {
+    const x = xOf(time[i]), column = Math.floor(x * 2);
+    let highest = i;
+    for (; i < time.length && Math.floor(xOf(time[i]) * 2) === column; i++) if (held[i] > held[highest]) highest = i;
+    steps.push([x, highest]);
+    if (highest !== i - 1) steps.push([Math.min(x + 0.5, left + plotWidth()), i - 1]);
+  }
+  return steps;
+}
+
+function tracePath(pen, steps, heightOf) {
+  let height = heightOf(steps[0][1]);
   pen.moveTo(left, height);
-  for (i++; i < curve.time.length && curve.time[i] <= view.to; ) {
-    const x = xOf(curve.time[i]), column = Math.floor(x * 2);
-    let highest = 0;
-    for (; i < curve.time.length && Math.floor(xOf(curve.time[i]) * 2) === column; i++)
-      highest = Math.max(highest, curve.held[i]);
+  for (const [x, i] of steps) {
     pen.lineTo(x, height);
-    pen.lineTo(x, yOf(highest));
-    height = yOf(curve.held[i - 1]);
+    height = heightOf(i);
     pen.lineTo(x, height);
   }
   pen.lineTo(left + plotWidth(), height);
-  pen.stroke();
 }
 
-function drawOtherCurves(pen, chosen, most, yOf) {
+/** Each category on top of those before it: the area below all of them is painted over by the areas below fewer. */
+function drawParts(pen, rank, steps, yOf) {
+  const list = partsOf(rank);
+  for (let last = list.length; last > 0; last--) {
+    const below = list.slice(0, last);
+    pen.fillStyle = page.categoryFills[below[last - 1][0]];
+    pen.beginPath();
+    tracePath(pen, steps, (i) => yOf(below.reduce((sum, [, bytesAt]) => sum + bytesAt(i), 0)));
+    pen.lineTo(left + plotWidth(), yOf(0));
+    pen.lineTo(left, yOf(0));
+    pen.fill();
+  }
+}
+
+function drawGrid(pen, most, yOf) {
   pen.textAlign = "right";
   pen.textBaseline = "middle";
   for (const tick of data.curvesAreBytes ? byteTicks(most, 4) : ticks(0, most, 4)) {
@@ -308,6 +365,9 @@ function drawOtherCurves(pen, chosen, most, yOf) {
     pen.fillStyle = theme.faint;
     pen.fillText(formatHeld(tick), left - 8, yOf(tick));
   }
+}
+
+function drawOtherCurves(pen, chosen, yOf) {
   const others = curves.map((_, rank) => rank).filter((rank) => rank !== chosen);
   paintCurves(pen, others, yOf, heights.curves, theme.faint, numRanks > 16 ? 0.25 : 0.5);
 }
@@ -329,17 +389,25 @@ function drawCurves() {
   const isNear = data.capacities.length > 0 && Math.max(...data.capacities) <= 2 * held;
   const most = isNear ? Math.max(held, ...data.capacities) : held;
   const yOf = (held) => 9 + height * (1 - held / most);
-  const chosen = hoveredRank < 0 ? fullest : hoveredRank;
-  drawBackground(pen, "curves", [chosen], (layerPen) => drawOtherCurves(layerPen, chosen, most, yOf));
-  pen.strokeStyle = theme.value;
-  pen.lineWidth = 2;
-  drawCurve(pen, chosen, yOf);
+  const chosen = shownRank();
+  drawBackground(pen, "curves", [chosen], (layerPen) => {
+    drawGrid(layerPen, most, yOf);
+    const steps = stepsOf(curves[chosen]), hasParts = partsOf(chosen).length > 0;
+    if (hasParts) drawParts(layerPen, chosen, steps, yOf);
+    else drawOtherCurves(layerPen, chosen, yOf);
+    layerPen.strokeStyle = hasParts ? theme.text : theme.value;
+    layerPen.lineWidth = hasParts ? 1 : 2;
+    layerPen.beginPath();
+    tracePath(layerPen, steps, (i) => yOf(curves[chosen].held[i]));
+    layerPen.stroke();
+  });
   if (isNear) drawCapacity(pen, chosen, yOf);
   drawCursor(pen, heights.curves);
   const what = data.curvesAreBytes ? "Memory" : "Stage activations";
-  const which = hoveredRank < 0 ? `most on rank ${chosen}` : `rank ${chosen}`;
-  element("caption").textContent = `${what} on every rank; ${which}: peak ${formatHeld(peaks[chosen])}` +
+  const which = `rank ${chosen}${chosen === fullest ? ", the fullest" : ""}`;
+  element("caption").textContent = `${what} over time on ${which}: peak ${formatHeld(peaks[chosen])}` +
     (data.capacities.length ? ` of ${formatHeld(data.capacities[chosen])}` : "");
+  element("choice").value = chosen;
 }
 
 // -- the page -----------------------------------------------------------------------------------------------
@@ -363,6 +431,22 @@ function setTheme(name) {
   redraw();
 }
 
+function swatch(colour, name = "") {
+  const node = document.createElement("i");
+  node.style.background = colour;
+  node.className = name;
+  return node;
+}
+
+/** Names and colours of categories of memory. */
+function fillKey(key, names) {
+  for (const name of names) {
+    const entry = document.createElement("span");
+    entry.append(swatch(page.categoryFills[name]), name);
+    key.append(entry);
+  }
+}
+
 function drawLegend() {
   const legend = element("legend");
   legend.textContent = "";
@@ -372,20 +456,14 @@ function drawLegend() {
     legend.append(span);
     return span;
   };
-  const mark = (colour, name = "") => {
-    const swatch = document.createElement("i");
-    swatch.style.background = colour;
-    swatch.className = name;
-    return swatch;
-  };
-  for (const index of data.shown) entry(data.kinds[index].name, mark(data.kinds[index].fill));
+  for (const index of data.shown) entry(data.kinds[index].name, swatch(data.kinds[index].fill));
   if (data.numChunks > 1) {
-    const fills = data.kinds[data.shown[0]].fills.map((fill) => mark(fill));
+    const fills = data.kinds[data.shown[0]].fills.map((fill) => swatch(fill));
     entry("first to last stage of a rank", ...fills).className = "shades";
   }
   if (moves.start.length) {
-    entry("value on its way", mark(theme.value, "line"));
-    entry("gradient on its way", mark(theme.gradient, "line"));
+    entry("value on its way", swatch(theme.value, "line"));
+    entry("gradient on its way", swatch(theme.gradient, "line"));
   }
 }
 
@@ -405,9 +483,21 @@ function find(x, y) {
 }
 
 function describe(event) {
-  const tip = element("tip");
-  tip.hidden = hovered < 0;
-  if (hovered < 0) return;
+  if (hovered < 0) element("tip").hidden = true;
+  else showTip(event, barText(hovered), describeBar());
+}
+
+function showTip(event, heading, lines) {
+  const tip = element("tip"), name = document.createElement("b");
+  tip.hidden = false;
+  name.textContent = heading;
+  tip.replaceChildren(name, ...lines.map((line) => ["\n", line]).flat(2));
+  const { width, height } = tip.getBoundingClientRect();
+  tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - width - 8)}px`;
+  tip.style.top = `${Math.min(event.clientY + 16, window.innerHeight - height - 8)}px`;
+}
+
+function describeBar() {
   const kind = data.kinds[bars.kind[hovered]], start = bars.start[hovered], seconds = bars.seconds[hovered];
   const microbatch = bars.microbatch[hovered] < 0 ? "" : `, microbatch ${bars.microbatch[hovered]}`;
   const lines = [
@@ -418,12 +508,16 @@ function describe(event) {
   if (bytes) lines.push(`${bytes > 0 ? "keeps" : "frees"} ${formatBytes(Math.abs(bytes))}`);
   lines.push(`rank ${hoveredRank} holds ${formatHeld(heldAt(hoveredRank, cursor))}` +
     (data.curvesAreBytes ? "" : " stage activations"));
-  const name = document.createElement("b");
-  name.textContent = barText(hovered);
-  tip.replaceChildren(name, `\n${lines.join("\n")}`);
-  const { width, height } = tip.getBoundingClientRect();
-  tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - width - 8)}px`;
-  tip.style.top = `${Math.min(event.clientY + 16, window.innerHeight - height - 8)}px`;
+  return lines;
+}
+
+/** What a rank holds at a moment, by category as in the picture. */
+function describeHeld(rank, seconds) {
+  const i = indexAt(curves[rank], seconds);
+  const lines = partsOf(rank).map(([name, bytesAt]) => [
+    swatch(page.categoryFills[name]), `${name}: ${formatBytes(bytesAt(i))}`,
+  ]);
+  return [`on rank ${rank} at ${formatSeconds(seconds, 6)}`, ...lines.reverse()];
 }
 
 function show(from, to) {
@@ -463,16 +557,27 @@ rows.addEventListener("pointermove", (event) => {
   redraw();
 });
 rows.addEventListener("pointerup", () => {
-  if (drag && !drag.moved) followed = hovered < 0 || followed === bars.microbatch[hovered] ? -1 : bars.microbatch[hovered];
+  if (drag && !drag.moved) {
+    followed = hovered < 0 || followed === bars.microbatch[hovered] ? -1 : bars.microbatch[hovered];
+    if (hoveredRank >= 0) chosenRank = hoveredRank;
+  }
   drag = null;
   redraw();
 });
-rows.addEventListener("pointerleave", () => {
+function leave() {
   hovered = hoveredRank = -1;
   cursor = null;
   element("tip").hidden = true;
   redraw();
+}
+rows.addEventListener("pointerleave", leave);
+const held = element("curves");
+held.addEventListener("pointermove", (event) => {
+  cursor = Math.min(Math.max(secondsAt(event.offsetX), view.from), view.to);
+  showTip(event, formatHeld(heldAt(shownRank(), cursor)), describeHeld(shownRank(), cursor));
+  redraw();
 });
+held.addEventListener("pointerleave", leave);
 rows.addEventListener("dblclick", () => show(0, data.makespan));
 element("in").onclick = () => zoom(0.6);
 element("out").onclick = () => zoom(1 / 0.6);
@@ -495,6 +600,17 @@ for (const name of [page.name, ...Object.keys(page.others)].filter((_, i, all) =
   chooses.className = name === (named || page.name) ? "chosen" : "";
   chooses.onclick = () => { location.hash = name; location.reload(); };
 }
+const choice = document.createElement("select");
+choice.id = "choice";
+choice.title = "The rank whose memory is shown";
+choice.append(...curves.map((_, rank) => new Option(`rank ${rank}`, rank)));
+choice.onchange = () => {
+  chosenRank = +choice.value;
+  redraw();
+};
+element("held").append(choice);
+if (data.curvesAreBytes) element("held").append(button("CSV", "The memory of this rank over time as numbers", saveHeld));
+fillKey(element("categories"), new Set(data.curves.flatMap((curve) => Object.keys(curve.parts))));
 element("title").textContent = page.report?.title ?? data.title;
 element("subtitle").textContent = data.subtitle;
 setTheme(window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");

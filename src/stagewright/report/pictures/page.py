@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from html import escape
 from importlib.resources import files
@@ -14,20 +15,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, ink, shade
-from stagewright.report.pictures.panels import Panels
+from stagewright.report.pictures.colours import FILLS, NAMES, THEMES, category_fills, ink, shade
+from stagewright.report.pictures.panels import Panels, category_text
 from stagewright.report.pictures.scene import KINDS, Curve, Scene
 from stagewright.text import printable
 
 _MARK = re.compile(r"\{\{(title|style|script|data)\}\}")
 _MOST_POINTS = 20_000
-"""Points of a curve; longer ones keep the highest value of each stretch."""
+"""Points of a curve; longer ones keep the highest moment of each stretch."""
+_ALIGNED = 8
+"""Columns begin at multiples of so many bytes."""
 
 
 def html_page(
     scene: Scene, panels: Panels | None = None, name: str = "", others: Mapping[str, Scene] | None = None
 ) -> str:
-    """The document of `scene`, and of the `panels` around it; a megabyte for every 50,000 actions. Where there are `others`,
+    """The document of `scene`, and of the `panels` around it; a megabyte for some 500,000 actions. Where there are `others`,
     by name, buttons choose between them and `scene`, which has a `name` then."""
     here = files("stagewright.report.pictures")
     page, style, *scripts = (
@@ -35,11 +38,14 @@ def html_page(
         for name in ("page.html", "page.css", "page.js", "coarse.js", "panels.js", "shares.js")
     )
     # No tag and no comment begins inside the data, whatever names it has.
-    shown = _data(scene) | {
+    columns = _Columns()
+    shown = _data(scene, columns) | {
         "report": None if panels is None else panels.document(),
         "name": name,
-        "others": {other: _data(one) for other, one in (others or {}).items()},
+        "others": {other: _data(one, columns) for other, one in (others or {}).items()},
+        "categoryFills": category_fills(_categories(scene, panels)),
     }
+    shown["columns"] = columns.text()
     data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
     title = scene.title if panels is None else panels.title
     parts = {
@@ -48,14 +54,50 @@ def html_page(
     return _MARK.sub(lambda mark: parts[mark[1]], page)  # at once: a name may read as a mark
 
 
-def _data(scene: Scene) -> dict[str, Any]:
-    """Everything the page draws; arrays are little-endian and in base64, seconds in single precision."""
+class _Columns:
+    """The numbers of a page, one column after the other in one compressed block: what repeats itself takes little room."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def add(self, values: NDArray[Any], dtype: str) -> dict[str, Any]:
+        """A column as it is: where it lies, how many numbers it has, and their type."""
+        stored = values.astype(f"<{dtype}").tobytes()
+        stored += bytes(-len(stored) % _ALIGNED)
+        self._parts.append(stored)
+        self._size += len(stored)
+        return {"at": self._size - len(stored), "count": len(values), "type": dtype}
+
+    def add_steps(self, values: NDArray[Any], dtype: str, offsets: Sequence[int] = (0,)) -> dict[str, Any]:
+        """A column as steps: of every run, which begin at `offsets`, the first number, and how far each is from the last."""
+        steps = np.diff(values, prepend=values.dtype.type(0))
+        first = [offset for offset in offsets if offset < len(values)]
+        steps[first] = values[first]
+        return self.add(steps, dtype) | {"runs": first}
+
+    def text(self) -> str:
+        return base64.b64encode(zlib.compress(b"".join(self._parts))).decode("ascii")
+
+
+def _categories(scene: Scene, panels: Panels | None) -> Iterator[str]:
+    """Names of categories of memory, over time and at the peak."""
+    for curve in scene.curves:
+        yield from map(category_text, curve.categories)
+    if panels is not None:
+        yield from panels.categories
+
+
+def _data(scene: Scene, columns: _Columns) -> dict[str, Any]:
+    """Everything the page draws; seconds in single precision."""
     bars, chunks = scene.bars, np.array(scene.chunks)
     order = np.lexsort((bars.start_s, bars.beside, bars.rank))
     lanes = np.bincount(2 * bars.rank + bars.beside, minlength=2 * scene.num_ranks)
+    offsets = [0, *np.cumsum(lanes).tolist()]
     moves = scene.transfers
     moving = np.flatnonzero(moves.end_s > moves.start_s)
-    moving = moving[np.argsort(moves.start_s[moving], kind="stable")]
+    edges = np.stack([moves.source_stage, moves.target_stage])[:, moving]
+    firsts = np.flatnonzero(np.diff(edges, axis=1, prepend=-1).any(axis=0)).tolist()
     return {
         "title": printable(scene.title),
         "subtitle": printable(scene.subtitle),
@@ -72,35 +114,46 @@ def _data(scene: Scene) -> dict[str, Any]:
         ],
         "inks": [ink(chunk, scene.num_chunks) for chunk in range(scene.num_chunks)],
         "shown": [KINDS.index(kind) for kind in scene.kinds],
-        "laneOffsets": [0, *np.cumsum(lanes).tolist()],
-        "bars": _packed(
-            order, kind=(bars.kind, "<i2"), stage=(bars.stage, "<i2"), chunk=(chunks[bars.stage], "<i2"),
-            microbatch=(bars.microbatch, "<i4"), half=(bars.half, "<i2"),
-            critical=(bars.is_critical, "<i2"), start=(bars.start_s, "<f4"),
-            seconds=(bars.end_s - bars.start_s, "<f4"),
-            bytes=(bars.num_bytes if scene.curves_are_bytes else np.zeros(0), "<f4"),
-        ),
-        "transfers": _packed(
-            moving, source=(moves.source_stage, "<i2"), target=(moves.target_stage, "<i2"),
-            microbatch=(moves.microbatch, "<i4"), start=(moves.start_s, "<f4"), end=(moves.end_s, "<f4"),
-        ),
-        "curves": [_curve(curve) for curve in scene.curves],
+        "laneOffsets": offsets,
+        "bars": {
+            "kind": columns.add(bars.kind[order], "i2"),
+            "stage": columns.add(bars.stage[order], "i2"),
+            "chunk": columns.add(chunks[bars.stage[order]], "i2"),
+            "microbatch": columns.add_steps(bars.microbatch[order], "i4"),
+            "half": columns.add(bars.half[order], "i2"),
+            "critical": columns.add(bars.is_critical[order], "i2"),
+            "start": columns.add_steps(bars.start_s[order], "f4", offsets),
+            "seconds": columns.add((bars.end_s - bars.start_s)[order], "f4"),
+            "bytes": columns.add(bars.num_bytes[order] * scene.curves_are_bytes, "f4"),
+        },
+        "transfers": {
+            "source": columns.add(edges[0], "i2"),
+            "target": columns.add(edges[1], "i2"),
+            "microbatch": columns.add_steps(moves.microbatch[moving], "i4"),
+            "start": columns.add_steps(moves.start_s[moving], "f4", firsts),
+            "seconds": columns.add((moves.end_s - moves.start_s)[moving], "f4"),
+        },
+        "curves": [_curve(curve, columns) for curve in scene.curves],
         "curvesAreBytes": scene.curves_are_bytes,
         "capacities": scene.capacities if scene.curves_are_bytes else (),
     }  # fmt: skip
 
 
-def _curve(curve: Curve) -> dict[str, Any]:
-    time, held = curve.time_s, curve.held
-    if len(time) > _MOST_POINTS:
-        starts = np.arange(0, len(time), -(-len(time) // _MOST_POINTS))
-        time, held = time[starts], np.maximum.reduceat(held, starts)
-    return {**_packed(slice(None), time=(time, "<f4"), held=(held, "<f4")), "peak": curve.peak}
-
-
-def _packed(order: Any, **arrays: tuple[NDArray[Any], str]) -> dict[str, str]:
-    """Arrays in an order and an element type, by name; of an empty one nothing."""
+def _curve(curve: Curve, columns: _Columns) -> dict[str, Any]:
+    """What a rank holds, of each category where they are known: a number, or a column where it changes."""
+    every = -(-len(curve.time_s) // _MOST_POINTS)
+    starts = np.arange(0, len(curve.time_s), every)
+    highest = starts + [int(np.argmax(curve.held[start : start + every])) for start in starts]
+    parts = {
+        category_text(name): float(values[0])
+        if (values == values[0]).all()
+        else columns.add_steps(values[highest], "f8")
+        for name, values in curve.categories.items()
+    }
+    held = None if parts else columns.add_steps(curve.held[highest], "f8")
     return {
-        name: base64.b64encode(values[order].astype(dtype).tobytes()).decode("ascii") if len(values) else ""
-        for name, (values, dtype) in arrays.items()
+        "time": columns.add_steps(curve.time_s[starts], "f4"),
+        "held": held,
+        "parts": parts,
+        "peak": curve.peak,
     }

@@ -52,6 +52,14 @@ function csvCell(value) {
 const csvOf = (table) =>
   [table.columns.map(withUnit), ...table.rows].map((row) => row.map(csvCell).join(",")).join("\n") + "\n";
 
+/** What the chosen rank holds over time. */
+function saveHeld() {
+  const { time, held } = curves[chosenRank], list = partsOf(chosenRank);
+  const columns = [{ name: "time", unit: "s" }, { name: "held", unit: "B" }, ...list.map(([name]) => ({ name, unit: "B" }))];
+  const rows = Array.from(time, (seconds, i) => [seconds, held[i], ...list.map(([, bytesAt]) => bytesAt(i))]);
+  save(`memory-rank-${chosenRank}.csv`, "text/csv", csvOf({ columns, rows }));
+}
+
 function button(text, title, does) {
   const node = made("button", "", text);
   node.title = title;

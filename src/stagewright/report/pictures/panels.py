@@ -17,6 +17,9 @@ from stagewright.text import printable
 
 Cell = str | int | float | None
 
+_BEFORE_CATEGORIES = 5
+"""Columns of the table of memory in front of its categories."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -53,6 +56,12 @@ class Panels:
     answer: str
     figures: tuple[Figure, ...]
     tables: tuple[PanelTable, ...]
+
+    @property
+    def categories(self) -> list[str]:
+        """Of memory, as the table of memory names them."""
+        columns = next((table.columns for table in self.tables if table.key == "memory"), ())
+        return [column.name for column in columns[_BEFORE_CATEGORIES:]]
 
     def document(self) -> dict[str, Any]:
         """For the page; names of models and operators without what is no text."""
@@ -143,13 +152,18 @@ def policy_text(policy: str | StagePolicy) -> str:
     return ", ".join(f"{way} {len(names)}" for way, names in ways.items() if names) or "keep"
 
 
+def category_text(name: str) -> str:
+    """What a category of memory is called in words."""
+    return printable(name.replace("_", " "))
+
+
 def _memory_table(plan: Plan) -> PanelTable:
     ranks = plan.predictions.ranks
     limits = usable_bytes(plan, plan.cluster.load()) if ranks else []
     names = tuple(dict.fromkeys(name for rank in ranks for name, size in rank.categories.items() if size))
     columns = (
         Column("rank"), Column("capacity", "B"), Column("reserved", "B"), Column("allocated", "B"), Column("at"),
-        *(Column(name.replace("_", " "), "B") for name in names),
+        *(Column(category_text(name), "B") for name in names),
     )  # fmt: skip
     rows = tuple(
         (

@@ -5,18 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
-from stagewright.estimation.memory import replay_rank, stage_edges
-from stagewright.estimation.profile import inner_bytes
+from stagewright.estimation.memory import RankMemory, replay_rank, stage_edges
+from stagewright.estimation.profile import Inner, inner_bytes
+from stagewright.estimation.state import ResidentBytes
 from stagewright.planning.prediction.pipeline import Pipeline
 from stagewright.report.pictures.scene import Curve
 from stagewright.schedule import Action, insert_communication
 from stagewright.schedule.action import COMPUTE
 from stagewright.simulation import Timeline
 
+Floats = NDArray[np.float64]
+
 
 def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
-    """Per rank the bytes that are alive before, inside and after each of its computations, and the peak.
+    """Per rank the bytes that are alive before, inside and after each of its computations, by category, and the peak.
 
     What transfers and moves change counts with the computation before them, where the program has them.
     Ignores: that operators of a computation take different times.
@@ -24,22 +28,48 @@ def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
     lowered = insert_communication(line.program, stage_edges(line.stages))
     curves = []
     for rank, actions in enumerate(lowered.ranks):
-        memory = replay_rank(line.memories, lowered, rank, line.resident(rank))
+        resident = line.resident(rank)
+        memory = replay_rank(line.memories, lowered, rank, resident)
         inside = inner_bytes(line.memories, lowered, rank)
-        computes = _computations(actions)
-        before_next = [*(index - 1 for index in computes[1:]), len(actions) - 1]
-        held = np.array(memory.after_action, np.float64)
-        first = held[computes[0] - 1] if computes[0] else held[0]
         own = timeline.encoded.rank_slice(rank)
         places = _computations(line.program.actions(rank))
-        starts, ends = timeline.start_s[own][places], timeline.end_s[own][places]
-        times, values = [np.zeros(1)], [np.full(1, first)]
-        for index, following, start, end in zip(computes, before_next, starts, ends, strict=True):
-            moments, above = inside[index]
-            times += [start + moments * (end - start), np.full(1, end)]
-            values += [held[index] - above[-1] + above, held[[following]]]
-        curves.append(Curve(np.concatenate(times), np.concatenate(values), float(memory.peak_bytes)))
+        spans = timeline.start_s[own][places], timeline.end_s[own][places]
+        curves.append(_curve(memory, resident, inside, _computations(actions), spans))
     return curves
+
+
+def _curve(
+    memory: RankMemory,
+    resident: ResidentBytes,
+    inside: Sequence[Inner],
+    computes: Sequence[int],
+    spans: tuple[Floats, Floats],
+) -> Curve:
+    """Of a rank whose lowered program has the computations at `computes`, which run from `spans[0]` to `spans[1]`."""
+    held, saved = np.array(memory.after_action, np.float64), np.array(memory.saved_after, np.float64)
+    times, after = [np.zeros(1)], [max(computes[0] - 1, 0)]
+    zero = np.zeros(1)
+    above, kept, transient, again = [zero], [zero], [zero], [zero]
+    before_next = [*(index - 1 for index in computes[1:]), len(held) - 1]
+    for index, following, start, end in zip(computes, before_next, *spans, strict=True):
+        inner = inside[index]
+        times += [start + inner.moments * (end - start), np.full(1, end)]
+        after += [*[index] * len(inner.moments), following]
+        above += [inner.alive - inner.alive[-1], zero]
+        kept += [inner.saved + (saved[index - 1] if index else 0.0) - saved[index], zero]
+        transient += [inner.transient, zero]
+        again += [inner.again, zero]
+    totals = held[after] + np.concatenate(above)
+    parts = {name: np.full(totals.shape, float(number)) for name, number in resident.categories.items()}
+    for name in memory.flat_after[0] if memory.flat_after else ():
+        parts[name] = np.array([flat[name] for flat in memory.flat_after], np.float64)[after]
+    parts["inputs"] = np.full(totals.shape, float(memory.categories["inputs"]))
+    parts["activations"] = saved[after] + np.concatenate(kept)
+    parts["recomputed"] = np.concatenate(again)
+    parts["transient"] = np.concatenate(transient) - parts["recomputed"]
+    parts["boundary"] = totals - sum(parts.values(), np.zeros(1))
+    shown = {name: values for name, values in parts.items() if values.any()}
+    return Curve(np.concatenate(times), totals, float(memory.peak_bytes), shown)
 
 
 def _computations(actions: Sequence[Action]) -> list[int]:

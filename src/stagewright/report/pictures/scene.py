@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,11 +53,15 @@ class Bars:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """What one rank holds: `held[i]` from `time_s[i]` on, and the peak, which may lie within an action."""
+    """What one rank holds: `held[i]` from `time_s[i]` on, and the peak, which may lie within an action.
+
+    `categories`: what that is made of, where it is known; they add up to `held`.
+    """
 
     time_s: Floats
     held: Floats
     peak: float
+    categories: Mapping[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,19 +36,15 @@ function drawMemory() {
   const isFar = largest > 5 * fullest, most = isFar ? fullest : Math.max(largest, fullest);
   const limit = isFar ? `far below the ${formatBytes(largest)} of a device` : "the line is what its device has";
   const section = panel(`Memory at the peak of each rank; ${limit}`), key = made("p", "key");
-  table.columns.slice(first).forEach(({ name }, i) => {
-    const entry = made("span", "", name), spot = made("i");
-    spot.style.background = HUES[i % HUES.length];
-    entry.prepend(spot);
-    key.append(entry);
-  });
+  const names = table.columns.slice(first).map(({ name }) => name);
+  fillKey(key, names);
   section.append(key);
   table.rows.forEach((row, at) => {
     const line = made("div", "bar"), bar = made("div", "track");
     row.slice(first).forEach((size, i) => {
       const part = made("div");
-      Object.assign(part.style, { width: `${(100 * size) / most}%`, background: HUES[i % HUES.length] });
-      part.title = `${table.columns[first + i].name}: ${formatBytes(size)}`;
+      Object.assign(part.style, { width: `${(100 * size) / most}%`, background: page.categoryFills[names[i]] });
+      part.title = `${names[i]}: ${formatBytes(size)}`;
       bar.append(part);
     });
     if (room[at] !== null && !isFar) {
