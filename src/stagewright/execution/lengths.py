@@ -48,6 +48,11 @@ class Lengths:
             if one is not self.now:
                 one.runner.release()
 
+    def graph_of(self, length: int) -> OperatorGraph | None:
+        """The model for samples of a length, if it was traced before."""
+        made = self._made.get(length)
+        return None if made is None else made.graph
+
     @property
     def runners(self) -> list[RankRunner]:
         """Those that were made."""

@@ -19,6 +19,7 @@ from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.clock import ClockOffset, synchronize
 from stagewright.execution.collectives import exchange
+from stagewright.execution.data.ahead import Reader, Wanted
 from stagewright.execution.data.batches import Batches, counted
 from stagewright.execution.data.opening import open_batches
 from stagewright.execution.data.prepared import LABELS, Data, ready
@@ -80,6 +81,9 @@ class StepResult:
 class Session:
     """Everything one rank needs to train a plan; `dist` must be initialised with ``pp * dp * tp`` processes.
 
+    With a `reader` data is read by it, that of the next step while a step is trained; without, and synthetic data, when a
+    step begins.
+
     Raises:
         InputError: the model is not the one that the plan was made for.
         PlanError: the plan does not fit the model.
@@ -95,10 +99,12 @@ class Session:
         watch: Callable[[str], None] = lambda position: None,
         report: Callable[[str], None] = lambda stage: None,
         on_nan: OnNan = "warn",
+        reader: Reader | None = None,
     ) -> None:
         self.plan = plan
         self.passed_over = 0
         """By how many batches the data is ahead of the steps, because the run went back to a checkpoint."""
+        self._reader = None if data is None else reader
         self._wants_number = on_nan != "warn"
         self.votes: dict[str, Callable[[], bool]] = {}
         """Questions that every rank answers for itself after each step, all with the same ones in the same order."""
@@ -258,16 +264,30 @@ class Session:
     ) -> list[dict[str, torch.Tensor]]:
         """What this rank's stages need of this replica's microbatches of a step, as long as those of `graph`, out of
         `batches` in place of the data trained on if they are given."""
-        plan, source = self.plan, self.batches if batches is None else batches
-        step = step + self.passed_over if batches is None else step
-        if source is None or not self._needed:
-            return [{} for _ in range(plan.num_microbatches)]
-        first = self.mesh.replica * plan.num_microbatches * plan.microbatch_size
-        found = (
-            source.microbatch(step, first + index * plan.microbatch_size, graph, self._needed)
-            for index in range(plan.num_microbatches)
-        )
+        wanted = self._wanted(step, graph, batches)
+        if wanted is None:
+            return [{} for _ in range(self.plan.num_microbatches)]
+        found = wanted.read() if self._reader is None else self._reader.take(wanted)
         return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in found]
+
+    def _wanted(self, step: int, graph: OperatorGraph, batches: Batches | None = None) -> Wanted | None:
+        """What `microbatches` reads; None where that is nothing."""
+        source = self.batches if batches is None else batches
+        if source is None or not self._needed:
+            return None
+        count, size = self.plan.num_microbatches, self.plan.microbatch_size
+        first = self.mesh.replica * count
+        firsts = tuple((first + index) * size for index in range(count))
+        ahead = self.passed_over if batches is None else 0
+        return Wanted(source, step + ahead, firsts, graph, frozenset(self._needed))
+
+    def _read_ahead(self, step: int) -> None:
+        """Begin to read the data of a step, if there is such a step."""
+        if self._reader is None or step >= self.plan.job.num_steps:
+            return
+        graph = self.lengths.graph_of(self.plan.job.length_of(step))
+        if graph is not None and (wanted := self._wanted(step, graph)) is not None:
+            self._reader.read_ahead(wanted)
 
     def own_part(
         self, batch: Mapping[str, torch.Tensor], length: int | None = None
@@ -312,7 +332,9 @@ class Session:
         bytes alive at the worst moment are counted (and the step is slow)."""
         length = self.plan.job.length_of(step)
         graph = self.lengths.turn_to(length).graph
-        inputs = self.microbatches(step, graph) if inputs is None else inputs
+        if inputs is None:
+            inputs = self.microbatches(step, graph)
+            self._read_ahead(step + 1)
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(

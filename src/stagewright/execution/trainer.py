@@ -178,6 +178,7 @@ class Trainer:
         import torch
 
         from stagewright.execution.adapting import Adaptation
+        from stagewright.execution.data.ahead import Reader
         from stagewright.execution.data.opening import open_batches
         from stagewright.execution.metering import metered_steps
         from stagewright.execution.pace import PaceWatch
@@ -189,9 +190,10 @@ class Trainer:
         warnings.simplefilter("always", StagewrightWarning)  # the command line hides those of libraries
         if (threads := num_threads(self.plan, self._place)) is not None:
             torch.set_num_threads(threads)
-        watch = self._watch
+        watch, reader = self._watch, Reader()
+        self._stack.callback(reader.close)
         self._new_session = lambda plan: Session(
-            plan, self.device, data, random_weights, watch.at, watch.at, on_nan=self._on_nan
+            plan, self.device, data, random_weights, watch.at, watch.at, self._on_nan, reader
         )
         began = time.monotonic()
         self.session = self._new_session(self.plan)

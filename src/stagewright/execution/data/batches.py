@@ -56,15 +56,19 @@ class Batches:
         samples = [self._sample(step, first + row) for row in range(rows)]
         return {name: torch.stack([row_of(sample, name, metas) for sample in samples]) for name in wanted}
 
-    def _sample(self, step: int, index: int) -> Sample | OwnSample:
-        job = self._job
-        length = job.length_of(step)
+    def open(self, step: int) -> tuple[list[Samples], Order | OnceThrough]:
+        """The samples of each source for the length of a step, and their order; made when they are first asked for."""
+        length = self._job.length_of(step)
         if length not in self._of_length:
             of_length = [samples(length) for samples in self._sources]
             sizes = [samples.size for samples in of_length]
             once = OnceThrough([size or 0 for size in sizes]) if self._is_once else None
-            self._of_length[length] = of_length, once or Order(sizes, self._weights, job.seed)
-        of_length, order = self._of_length[length]
+            self._of_length[length] = of_length, once or Order(sizes, self._weights, self._job.seed)
+        return self._of_length[length]
+
+    def _sample(self, step: int, index: int) -> Sample | OwnSample:
+        job = self._job
+        of_length, order = self.open(step)
         source, place = order[number_of(step, job.sequence_lengths, job.global_batch) + index]
         return of_length[source][place]
 

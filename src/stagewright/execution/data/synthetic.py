@@ -19,6 +19,9 @@ class SyntheticBatches:
         self.bounds = {name: int(tensor.max()) + 1 for name, tensor in integers.items()}
         self.seed = seed
 
+    def open(self, step: int) -> None:
+        """Samples are made one by one, so there is nothing to open."""
+
     def microbatch(
         self, step: int, first: int, graph: OperatorGraph, names: Collection[str] | None = None
     ) -> dict[str, torch.Tensor]:
