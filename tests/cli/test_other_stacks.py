@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
+from stagewright.export.reading import ModelRead, read_configuration
 from stagewright.planning.estimate import estimate
 from stagewright.planning.job import Job
 from stagewright.tracing.models.reference import resolve
@@ -147,3 +148,52 @@ def test_other_formats_are_folders_with_what_is_not_in_them(
 def test_an_order_of_its_own_is_no_single_file(plan_file: Path, tmp_path: Path) -> None:
     done = call("export", plan_file, "--to", "torchtitan", "-o", tmp_path / "train.toml")
     assert done.exit_code == 2 and "name a new folder" in done.stderr
+
+
+def test_the_model_may_be_left_out_where_the_file_says_it(plan_file: Path, tmp_path: Path) -> None:
+    assert call("export", plan_file, "--to", "megatron", "-o", tmp_path / "launch").exit_code == 0
+    named = ("--from", tmp_path / "launch" / "train.sh", "--json")
+    told, read = call("estimate", *MODEL, *CLUSTER, *named), call("estimate", *CLUSTER, *named)
+    assert read.exit_code == 0, read.stderr
+    assert "the model is tiny-llama with num_hidden_layers = 4" in read.stderr
+    assert json.loads(read.stdout) == json.loads(told.stdout)
+    own = tmp_path / "own.toml"
+    own.write_text('model = "tiny-llama"\npp = 2\n[set]\nnum_hidden_layers = 4\n')
+    asked = (*CLUSTER, "--global-batch", "16", "--sequence-length", "64", "--json")
+    done = call("estimate", *asked, "--from", own)
+    assert done.exit_code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["model"], document["settings"]) == ("tiny-llama", {"num_hidden_layers": 4})
+    done = call("plan", *asked, "--compare", own, "--schedule", "1f1b", "--set", "num_hidden_layers=2")
+    assert done.exit_code == 0 and "num_hidden_layers = 4" in done.stderr, done.stderr
+
+
+def test_torchtitan_names_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "train.toml"
+    for name, flavor, text in (
+        ("llama3", "8B", "llama-3-8b"),
+        ("deepseek_v3", "671B", "deepseek-v3"),
+        ("qwen3", "0.6B", "Qwen/Qwen3-0.6B"),
+    ):
+        path.write_text(f'[model]\nname = "{name}"\nflavor = "{flavor}"\n[training]\nseq_len = 64\n')
+        assert read_configuration(path).read_model() == ModelRead(text)
+    path.write_text('[model]\nname = "flux"\nflavor = "debug"\n[training]\nseq_len = 64\n')
+    done = call("estimate", *CLUSTER, "--from", path)
+    assert (
+        done.exit_code == 2
+        and "model.flavor = 'debug' is no model that is known here: name MODEL" in done.stderr
+    )
+
+
+@pytest.mark.parametrize("words", [("estimate",), ("plan", "--global-batch", "4")])
+def test_without_a_model_and_a_file_that_says_it_there_is_nothing_to_do(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    done = call(*words, *CLUSTER)
+    assert done.exit_code == 2 and "no model is named: give MODEL" in done.stderr
+    path = tmp_path / "deepspeed.json"
+    path.write_text('{"bf16": {"enabled": true}, "train_batch_size": 8}')
+    done = call(
+        *words, *CLUSTER, "--from" if words[0] == "estimate" else "--compare", path, "--sequence-length", "64"
+    )
+    assert done.exit_code == 2 and "does not say which model it is for: name MODEL" in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
+from stagewright.export.megatron_model import model_options
 from stagewright.export.reading import Reading, read_configuration
 from stagewright.export.settings import settings_files
 from stagewright.planning.configuration import configuration_of
@@ -167,3 +169,83 @@ def test_the_shell_file_is_one(tmp_path: Path) -> None:
     assert words[:6] == ["--nproc-per-node", "8", "--nnodes", "2", "--node-rank", "1"]
     start = words.index("/opt/m/pretrain_gpt.py") + 1
     assert words[start:] == [*json.loads(files["argv.json"]), "--data-path", "my data"]
+
+
+def options_of(name: str, **settings: Any) -> list[str]:
+    """The words of a model, and one option of a configuration."""
+    config = resolve(name, settings).config
+    assert config is not None
+    options = model_options(config, 512)
+    return ["--micro-batch-size", "1", *(word.strip('"') for option in options for word in option.split())]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-2-7b",
+        "llama-3-8b",
+        "llama-3-405b",
+        "qwen3-8b",
+        "mixtral-8x7b",
+        "qwen3-30b-a3b",
+        "deepseek-v3",
+        "gpt2",
+        "gpt2-xl",
+    ],
+)
+def test_the_model_of_its_options_is_read_back(name: str, tmp_path: Path) -> None:
+    found = read(tmp_path, json.dumps(options_of(name)), "argv.json").read_model()
+    assert (found.text, found.settings, found.notes) == (name, {}, ())
+
+
+def test_a_model_of_other_sizes_is_the_nearest_with_these(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 20, "num_key_value_heads": 4, "vocab_size": 50_000}
+    found = read(tmp_path, json.dumps(options_of("llama-3-8b", **sizes)), "argv.json").read_model()
+    assert found.text == "llama-3-8b" and found.settings == sizes
+    assert str(found) == "llama-3-8b with num_hidden_layers = 20, vocab_size = 50000, num_key_value_heads = 4"
+    changed = resolve(found.text, found.settings).config
+    assert changed is not None and model_options(changed, 512) == model_options(
+        resolve("llama-3-8b", sizes).config or {}, 512
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "does not say --vocab-size"),
+        (["--num-layers", "$LAYERS", "--vocab-size", "9"], "it is '$LAYERS'"),
+        (
+            ["--vocab-size", "9", "--squared-relu", "--add-qkv-bias"],
+            "no model of a family that is known here",
+        ),
+    ],
+)
+def test_options_that_say_too_little_of_a_model_are_refused(
+    words: list[str], says: str, tmp_path: Path
+) -> None:
+    options = [
+        "--micro-batch-size",
+        "1",
+        "--num-layers",
+        "2",
+        "--hidden-size",
+        "64",
+        "--num-attention-heads",
+        "4",
+    ]
+    options += ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", *words]
+    found = read(tmp_path, json.dumps(options), "argv.json")
+    with pytest.raises(InputError, match=re.escape(says)) as raised:
+        found.read_model()
+    assert str(raised.value).endswith(": name MODEL")
+
+
+def test_what_a_model_that_is_read_has_not_is_said(tmp_path: Path) -> None:
+    words = [word for word in options_of("mixtral-8x7b") if word != "--disable-bias-linear"]
+    words[words.index("--hidden-dropout") + 1] = "0.1"
+    words += ["--moe-layer-freq", "2"]
+    notes = read(tmp_path, json.dumps(words), "argv.json").read_model().notes
+    assert [note.split()[0] for note in notes] == ["--hidden-dropout", "biases", "--moe-layer-freq"]
+    gpt = [word for word in options_of("gpt2") if word not in ("--vocab-size", "50257")]
+    gpt += ["--tokenizer-type", "GPT2BPETokenizer"]
+    assert read(tmp_path, json.dumps(gpt), "argv.json").read_model().text == "gpt2"

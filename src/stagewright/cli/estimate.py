@@ -12,10 +12,10 @@ import typer
 
 from stagewright.cli import options
 from stagewright.cli.consent import WithModel, allow_model
-from stagewright.cli.from_file import FromFile, job_keys, overridden, read_and_tell
+from stagewright.cli.from_file import FromFile, job_keys, model_of, overridden, read_and_tell
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.lora import LoraOptions
-from stagewright.cli.options import Json, Settings, parse_settings
+from stagewright.cli.options import Json, Settings
 from stagewright.cli.output import print_document, show
 from stagewright.cli.progress import Progress
 from stagewright.cli.refuse import refuse, refuse_all_but, refuse_unshared
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 @grouped
 def estimate(
     context: typer.Context,
-    subject: Annotated[str, typer.Argument(metavar="MODEL|PLAN", help="A model, or a plan.json.")],
+    subject: Annotated[
+        str | None, typer.Argument(metavar="MODEL|PLAN",
+            help="A model, or a plan.json; may be left out where --from says which model.")] = None,
     cluster: options.PlannedCluster = None,
     from_file: FromFile = None,
     job: options.JobFile = None,
@@ -86,12 +88,11 @@ def estimate(
     from stagewright.planning import estimate as estimating
     from stagewright.planning.configuration import Configuration
     from stagewright.planning.plan import load_plan
-    from stagewright.tracing.models.reference import resolve
 
-    from_plan = options.is_plan(subject)
+    from_plan = subject is not None and options.is_plan(subject)
     _refuse_unheard(context, from_plan)
-    with without_collection(), Progress(f"estimating {subject}") as progress:
-        if from_plan:
+    with without_collection(), Progress(f"estimating {subject or from_file or ''}") as progress:
+        if subject is not None and from_plan:
             plan = load_plan(subject)
             on = options.as_measured(options.cluster_of(plan, cluster), profile, record)
             needs_model = any(one is not None for one in (cluster, by, profile, record))
@@ -108,15 +109,15 @@ def estimate(
                 "global_batch": global_batch, "sequence_length": sequence_length, "dtype": dtype,
                 "compiled": compiled or None, "memory_limit": memory_limit, "runtime": runtime,
             }  # fmt: skip
-            if from_file is not None:
-                reading = read_and_tell(from_file)
+            reading = None if from_file is None else read_and_tell(from_file)
+            reference = tuning.adapted(context, model_of(subject, settings, reading))
+            if reading is not None:
                 asked, keys = overridden(context, reading.configuration, asked), job_keys(reading, **keys)
             wanted = options.read_job(job, **keys)
             on = options.as_measured(_cluster(cluster), profile, record)
             left = on.num_devices // (asked.pp or on.num_devices) // asked.tp // asked.cp
             replicas = (max(left, 1) if asked.dp is None else asked.dp) * asked.cp
             refuse_unshared(context, is_one_replica=replicas <= 1, is_one_rank_a_layer=asked.tp == 1)
-            reference = tuning.adapted(context, resolve(subject, parse_settings(settings)))
             found = estimating.estimate(
                 reference, on, wanted, **asked.arguments(), shard_units=options.checked_shard_units(shard_units),
                 loss_pieces=options.parse_pieces(loss_pieces), report=progress,

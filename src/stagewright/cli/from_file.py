@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from stagewright.cli.options import parse_settings
 from stagewright.cli.refuse import is_given
+from stagewright.errors import InputError
 from stagewright.text import say
 
 if TYPE_CHECKING:
     from stagewright.export.reading import Reading
     from stagewright.planning.configuration import Configuration
+    from stagewright.tracing.models.reference import ModelReference
 
 FromFile = Annotated[
     Path | None,
@@ -35,6 +38,28 @@ def read_and_tell(path: Path) -> Reading:
     for note in reading.notes:
         say(f"not taken: {note}")
     return reading
+
+
+def model_of(text: str | None, settings: list[str] | None, reading: Reading | None) -> ModelReference:
+    """The model that is named, or that the file is for, with `settings` in place; the latter is told on stderr.
+
+    Raises:
+        InputError: neither says which; or there is none of this name.
+    """
+    from stagewright.tracing.models.reference import resolve
+
+    overrides = parse_settings(settings)
+    if text is not None:
+        return resolve(text, overrides)
+    if reading is None:
+        raise InputError(
+            "no model is named: give MODEL, a bundled name (`stagewright models`) or a config.json"
+        )
+    read = reading.read_model()
+    say(f"the model is {read}")
+    for note in read.notes:
+        say(f"not taken: {note}")
+    return resolve(read.text, {**read.settings, **overrides})
 
 
 def job_keys(reading: Reading, **options: Any) -> dict[str, Any]:

@@ -124,8 +124,6 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
             given[name] = group(**{one.name: given.pop(one.name) for one in fields(group)})
         verb(**given)
 
-    # Those that have no default come first.
-    flat.sort(key=lambda one: one.default is not inspect.Parameter.empty)
     with_groups.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
     with_groups.__annotations__ = {one.name: one.annotation for one in flat}
     return with_groups

@@ -25,6 +25,10 @@ Model = Annotated[
     str, typer.Argument(metavar="MODEL",
         help="A bundled name (`stagewright models`), config.json, Hugging Face directory or id, or "
         "package.module:factory.")]
+ComparedModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL",
+        help="A bundled name (`stagewright models`), config.json, Hugging Face folder or id, package.module:factory; "
+        "default --compare's.")]
 TokenizerPath = Annotated[
     Path | None,
     typer.Option(metavar="PATH", help="tokenizer.json or the folder of a Hugging Face tokenizer; default bytes."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from stagewright.cli import options
-from stagewright.cli.from_file import job_keys, read_and_tell
+from stagewright.cli.from_file import job_keys, model_of, read_and_tell
 from stagewright.cli.groups import explains, grouped
 from stagewright.cli.lora import LoraOptions
 from stagewright.cli.output import check_writable, copied, print_document, show
@@ -172,13 +172,13 @@ class Compared:
 @grouped
 def plan(
     context: typer.Context,
-    model: options.Model,
+    model: options.ComparedModel = None,
+    *,
     cluster: options.ClusterName,
     asked: JobOptions,
     settings: options.Settings = None,
     output: options.Output = None,
     as_json: options.Json = False,
-    *,
     tuning: LoraOptions,
     widths: WidthOptions,
     scheduling: ScheduleOptions,
@@ -197,7 +197,6 @@ def plan(
     from stagewright.cluster import load_cluster
     from stagewright.estimation.runtime import STAGEWRIGHT
     from stagewright.planning.objectives.money import prices_of
-    from stagewright.tracing.models.reference import resolve
 
     check_writable(output)
     _check_ranks(result.ranks)
@@ -206,6 +205,7 @@ def plan(
         raise InputError(f"--html {result.html} is written by another option, too: name another file")
     _check_objective(context, objective, scheduling.host_stages)
     reading = None if result.compare is None else read_and_tell(result.compare)
+    reference = tuning.adapted(context, model_of(model, settings, reading))
     target = options.as_measured(load_cluster(cluster), asked.profile, asked.record)
     wanted = asked.read(reading)
     if wanted.runtime != STAGEWRIGHT:
@@ -219,9 +219,8 @@ def plan(
         is_one_rank_a_layer=width == 1,
     )
     space = _space(widths, width, scheduling)
-    reference = tuning.adapted(context, resolve(model, options.parse_settings(settings)))
     even: BreakEven | None = None
-    with Progress(f"planning {model}") as progress:
+    with Progress(f"planning {reference.name}") as progress:
         if objective.objective == "batch" or scheduling.host_stages:
             from stagewright.planning.objectives.batch import largest_batch
             from stagewright.planning.objectives.host_stages import plan_with_hosts

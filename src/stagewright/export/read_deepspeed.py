@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagewright.errors import InputError
-from stagewright.export.reading import Reading
+from stagewright.export.reading import ModelRead, Reading, says_no_model
 from stagewright.planning.configuration import Configuration
 
 _WITHOUT_INFLUENCE = {
@@ -74,10 +74,15 @@ def read_deepspeed(document: Mapping[str, Any], origin: str) -> Reading:
         runtime=None,
         job={"dtype": _dtype(document, origin), **({"global_batch": batch} if batch else {})},
         configuration=configuration,
+        read_model=lambda: _no_model(origin),
         num_read=len(taken & document.keys()),
         num_without_influence=len(_WITHOUT_INFLUENCE & document.keys()),
         notes=tuple(notes),
     )
+
+
+def _no_model(origin: str) -> ModelRead:
+    raise says_no_model(origin)
 
 
 def _number(document: Mapping[str, Any], key: str, origin: str) -> int | None:

@@ -21,6 +21,7 @@ from stagewright.documents import parse_toml
 from stagewright.errors import InputError, nearest
 from stagewright.export.megatron import RUNTIME
 from stagewright.export.megatron_layout import read_layout
+from stagewright.export.read_megatron_model import read_model
 from stagewright.export.reading import Reading
 from stagewright.planning.configuration import Configuration, Recomputed
 
@@ -176,6 +177,7 @@ def _reading(options: Mapping[str, list[Given]], origin: str) -> Reading:
         )
     if (optimizer := said.text("optimizer")) not in (None, "adam"):
         said.notes.append(f"--optimizer {optimizer} is predicted as adam")
+    model = {name: " ".join(options[name][-1].values) for name in known.model if name in options}
     return Reading(
         what=f"arguments of Megatron-LM ({known.version})",
         runtime=RUNTIME,
@@ -184,7 +186,8 @@ def _reading(options: Mapping[str, list[Given]], origin: str) -> Reading:
         num_read=len(known.configuration.keys() & options.keys()),
         num_without_influence=len((known.without_influence | _LAUNCHER) & options.keys()),
         notes=(*said.notes, *_repeated(options), *_not_taken(options, known)),
-        model={name: " ".join(options[name][-1].values) for name in known.model if name in options},
+        model=model,
+        read_model=lambda: read_model(model, said.text("tokenizer-type"), origin),
     )
 
 

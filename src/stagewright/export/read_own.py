@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from stagewright.errors import InputError, nearest
-from stagewright.export.reading import Reading
+from stagewright.export.reading import ModelRead, Reading, says_no_model
 from stagewright.planning.configuration import Configuration
 
 _JOB = ("global_batch", "sequence_length", "dtype", "compiled", "memory_limit")
@@ -24,7 +24,7 @@ def read_own(table: Mapping[str, Any], origin: str) -> Reading:
         InputError: there is no such option, or its value cannot be; names the key.
     """
     given = {key.replace("-", "_"): value for key, value in table.items()}
-    known = [*_FIELDS, *_JOB, "runtime"]
+    known = [*_FIELDS, *_JOB, "runtime", "model", "set"]
     for key in given:
         if key not in known:
             raise InputError(
@@ -37,7 +37,20 @@ def read_own(table: Mapping[str, Any], origin: str) -> Reading:
         job={key: given[key] for key in _JOB if key in given},
         configuration=Configuration(**asked),
         num_read=len(given),
+        read_model=lambda: _model(given, origin),
     )
+
+
+def _model(given: Mapping[str, Any], origin: str) -> ModelRead:
+    """Raises `InputError` for values of another kind."""
+    text, settings = given.get("model"), given.get("set", {})
+    if text is None:
+        raise says_no_model(origin)
+    if not isinstance(text, str):
+        raise InputError(f"{origin}: model = {text!r}: give what MODEL may be, as 'llama-3-8b'")
+    if not isinstance(settings, dict):
+        raise InputError(f"{origin}: set = {settings!r}: give a table of keys of the model's configuration")
+    return ModelRead(text, settings)
 
 
 def _checked(key: str, value: Any, origin: str) -> Any:

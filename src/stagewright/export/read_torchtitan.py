@@ -13,8 +13,8 @@ from typing import Any
 
 from stagewright.documents import read_text
 from stagewright.errors import InputError, ScheduleError, nearest
-from stagewright.export.reading import Reading
-from stagewright.export.torchtitan import ANY_ORDER, RUNTIME, SCHEDULES, known_keys
+from stagewright.export.reading import ModelRead, Reading
+from stagewright.export.torchtitan import ANY_ORDER, RUNTIME, SCHEDULES, known_keys, model_text
 from stagewright.planning.configuration import Configuration, Recomputed
 from stagewright.schedule import Program, read_torch_csv
 
@@ -79,6 +79,7 @@ def read_torchtitan(table: Mapping[str, Any], origin: str) -> Reading:
         what="torchtitan's configuration (v0.2.2)",
         runtime=RUNTIME,
         job=job,
+        read_model=lambda: _model(keys),
         configuration=asked,
         num_read=len(keys.read & keys.given.keys()),
         num_without_influence=len(quiet),
@@ -96,6 +97,16 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _is_without_influence(key: str) -> bool:
     return key.rpartition(".")[0] in _WITHOUT_INFLUENCE or key in _KEYS_WITHOUT_INFLUENCE
+
+
+def _model(keys: Keys) -> ModelRead:
+    name, flavor = (str(keys.given.get(f"model.{key}", "")) for key in ("name", "flavor"))
+    text = model_text(name, flavor)
+    if text is None:
+        raise InputError(
+            f"{keys.origin}: model.name = '{name}' with model.flavor = '{flavor}' is no model that is known here: name MODEL"
+        )
+    return ModelRead(text)
 
 
 def _configuration(keys: Keys) -> Configuration:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,25 @@ from typing import Any
 from stagewright.documents import parse_json, parse_toml, read_text
 from stagewright.errors import InputError
 from stagewright.planning.configuration import Configuration
+
+
+@dataclass(frozen=True)
+class ModelRead:
+    """The model that a file describes: what names it here, keys of its configuration that are otherwise, and sentences on
+    what of it is not taken."""
+
+    text: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        changed = ", ".join(f"{key} = {json.dumps(value)}" for key, value in self.settings.items())
+        return f"{self.text} with {changed}" if changed else self.text
+
+
+def says_no_model(origin: str) -> InputError:
+    """What is wrong with leaving MODEL out then."""
+    return InputError(f"{origin} does not say which model it is for: name MODEL")
 
 
 @dataclass(frozen=True)
@@ -23,6 +43,8 @@ class Reading:
     job: Mapping[str, Any]
     """Keys of a job."""
     configuration: Configuration
+    read_model: Callable[[], ModelRead]
+    """The model that it is for; raises `InputError` where it does not say enough."""
     num_read: int
     """Settings that are taken."""
     num_without_influence: int = 0

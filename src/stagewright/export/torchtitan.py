@@ -17,6 +17,7 @@ from stagewright.errors import InputError
 from stagewright.export.expressed import Expressed, Stack
 from stagewright.planning.plan import Plan
 from stagewright.schedule.torch_csv import write_torch_csv
+from stagewright.tracing.models.reference import bundled_names, resolve
 
 SCHEDULES = {
     "1f1b": "1F1B", "gpipe": "GPipe", "interleaved-1f1b": "Interleaved1F1B", "breadth-first": "LoopedBFS",
@@ -51,13 +52,14 @@ STACK = Stack(
 )
 
 _FLAVORS = {
-    ("llama", 4096, 32): ("llama3", "8B"), ("llama", 8192, 80): ("llama3", "70B"), ("llama", 16384, 126): ("llama3", "405B"),
-    ("qwen3", 1024, 28): ("qwen3", "0.6B"), ("qwen3", 2048, 28): ("qwen3", "1.7B"), ("qwen3", 2560, 36): ("qwen3", "4B"),
-    ("qwen3", 4096, 36): ("qwen3", "8B"), ("qwen3", 5120, 40): ("qwen3", "14B"), ("qwen3", 5120, 64): ("qwen3", "32B"),
-    ("qwen3_moe", 2048, 48): ("qwen3", "30B-A3B"), ("qwen3_moe", 4096, 94): ("qwen3", "235B-A22B"),
-    ("deepseek_v3", 7168, 61): ("deepseek_v3", "671B"),
+    ("llama", 128256, 4096, 32): ("llama3", "8B"), ("llama", 128256, 8192, 80): ("llama3", "70B"),
+    ("llama", 128256, 16384, 126): ("llama3", "405B"), ("qwen3", 151936, 1024, 28): ("qwen3", "0.6B"),
+    ("qwen3", 151936, 2048, 28): ("qwen3", "1.7B"), ("qwen3", 151936, 2560, 36): ("qwen3", "4B"),
+    ("qwen3", 151936, 4096, 36): ("qwen3", "8B"), ("qwen3", 151936, 5120, 40): ("qwen3", "14B"),
+    ("qwen3", 151936, 5120, 64): ("qwen3", "32B"), ("qwen3_moe", 151936, 2048, 48): ("qwen3", "30B-A3B"),
+    ("qwen3_moe", 151936, 4096, 94): ("qwen3", "235B-A22B"), ("deepseek_v3", 129280, 7168, 61): ("deepseek_v3", "671B"),
 }  # fmt: skip
-"""Names of models by family, width and depth."""
+"""Names of models by family, vocabulary, width and depth."""
 _FOLDERS = {"llama": "llama3", "qwen3": "qwen3", "qwen3_moe": "qwen3", "deepseek_v3": "deepseek_v3"}
 
 
@@ -129,8 +131,24 @@ def _model(plan: Plan) -> tuple[str, str]:
             f"torchtitan: it trains no {what} that are known here; known are {', '.join(_FOLDERS)}: export to "
             "torch-pipelining, or train with `stagewright run`"
         )
-    sizes = family, config["hidden_size"], config["num_hidden_layers"]
-    return _FLAVORS.get(sizes, (_FOLDERS[family], plan.model.name))
+    own = f"{plan.model.name}-changed" if plan.model.overrides else plan.model.name
+    return _FLAVORS.get(_sizes(config), (_FOLDERS[family], own))
+
+
+def model_text(name: str, flavor: str) -> str | None:
+    """What names a model of torchtitan here: a bundled model, or one of the Hugging Face hub; None where none is known."""
+    sizes = {key for key, model in _FLAVORS.items() if model == (name, flavor)}
+    folders = {family for family, folder in _FOLDERS.items() if folder == name}
+    for text in bundled_names():
+        config = resolve(text).config or {}
+        if config["model_type"] in folders and (flavor == text or _sizes(config) in sizes):
+            return text
+    return f"Qwen/Qwen3-{flavor}" if sizes and name == "qwen3" else None
+
+
+def _sizes(config: Mapping[str, Any]) -> tuple[str, int, int, int]:
+    """What models are told apart by."""
+    return config["model_type"], config["vocab_size"], config["hidden_size"], config["num_hidden_layers"]
 
 
 def _optimizer(plan: Plan) -> dict[str, Any]:

@@ -51,7 +51,12 @@ def plan_document(plan: Plan, path: Path | None) -> dict[str, Any]:
 
 def estimate_document(plan: Plan) -> dict[str, Any]:
     """What one configuration takes, rank by rank: the document of `estimate`."""
-    return {**_figures(plan), "ranks": [rank.model_dump(mode="json") for rank in plan.predictions.ranks]}
+    return {
+        "model": plan.model.name,
+        "settings": plan.model.overrides,
+        **_figures(plan),
+        "ranks": [rank.model_dump(mode="json") for rank in plan.predictions.ranks],
+    }
 
 
 def _figures(plan: Plan) -> dict[str, Any]:
