@@ -14,16 +14,27 @@ import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.errors import InputError
+from stagewright.export.deepspeed import STACK as DEEPSPEED
+from stagewright.export.differences import (
+    Difference,
+    priced,
+    with_fields,
+    with_layers,
+    with_level,
+    with_policy,
+    with_schedule,
+)
 from stagewright.export.expressed import Expressed, expressed
 from stagewright.export.megatron import STACK as MEGATRON
 from stagewright.export.reading import Reading, read_configuration
 from stagewright.export.settings import settings_files
 from stagewright.export.torchtitan import known_keys
+from stagewright.graph.carving import carve
 from stagewright.planning.configuration import configuration_of
-from stagewright.planning.estimate import estimate
+from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
-from stagewright.planning.plan import Plan
-from stagewright.planning.plan_stages import stage_program
+from stagewright.planning.plan import Plan, StagePolicy
+from stagewright.planning.plan_stages import stage_cuts, stage_program
 from stagewright.schedule import read_torch_csv
 from stagewright.tracing.models.reference import resolve
 
@@ -33,9 +44,16 @@ JOB: dict[str, Any] = {"global_batch": 64, "sequence_length": 512}
 
 @cache
 def plan(runtime: str = "stagewright", dtype: Any = "bf16", model: str = "llama-3-8b", **widths: Any) -> Plan:
+    host = widths.pop("host", False)
     job = Job(**JOB, runtime=runtime, dtype=dtype, compiled=widths.pop("compiled", False))
     options: Any = {"tp": 1, "pp": 4, "dp": 4, "zero": 1, "microbatch": 2} | widths
-    return estimate(resolve(model, SMALL), load_cluster("2x8x-h100"), job, **options)
+    cluster = load_cluster("2x8x-h100")
+    found = estimate(resolve(model, SMALL), cluster, job, **options)
+    return (
+        estimate(found.model_copy(update={"host_optimizer": tuple(range(found.pp))}), cluster)
+        if host
+        else found
+    )
 
 
 def read(folder: Path, files: dict[str, str], name: str) -> Reading:
@@ -283,6 +301,78 @@ def test_what_a_stack_has_not_is_priced_as_estimate_does() -> None:
         asked.model.reference(), load_cluster("2x8x-h100"), there, **found.configuration.arguments()
     )
     assert again.predictions == found.plan.predictions
+
+
+def changes(asked: Plan, change: Any, *arguments: Any) -> Plan:
+    """`asked` with one thing otherwise, predicted."""
+    changed = change(asked, graph_of(asked), *arguments)
+    assert changed is not None
+    return estimate(changed, load_cluster("2x8x-h100"))
+
+
+LAYERS = (2, 2, 2, 2)
+
+
+def in_whole_stages(widths: dict[str, Any]) -> Plan:
+    """A plan, whose replicas gather stages as they are."""
+    units = {"shard_units": 1} if widths.get("zero") in (2, 3) else {}
+    return plan(**({"layers_per_stage": LAYERS} | widths | units))
+
+
+@pytest.mark.parametrize(
+    ("asked", "change", "given", "wanted"),
+    [
+        ({"schedule": "zb-h1"}, with_schedule, ("1f1b",), {"schedule": "1f1b"}),
+        ({"schedule": "zb-h1", "zero": 3}, with_schedule, ("1f1b",), {"schedule": "1f1b", "zero": 3}),
+        ({"layers_per_stage": (1, 3, 3, 1)}, with_layers, LAYERS, {}),
+        ({"layers_per_stage": (1, 3, 3, 1), "recompute": "full"}, with_layers, LAYERS, {"recompute": "full"}),
+        ({"zero": 2}, with_level, 1, {"zero": 1}),
+        ({"zero": 0}, with_level, 3, {"zero": 3}),
+        ({"zero": 3}, with_policy, "full", {"zero": 3, "recompute": "full"}),
+        ({"recompute": "full"}, with_policy, "none", {}),
+    ],
+)  # fmt: skip
+def test_a_plan_with_one_thing_otherwise_is_the_plan_of_that(
+    asked: dict[str, Any], change: Any, given: Any, wanted: dict[str, Any]
+) -> None:
+    found = changes(in_whole_stages(asked), change, given)
+    same = in_whole_stages(wanted)
+    assert found.predictions.step_seconds == pytest.approx(same.predictions.step_seconds)
+    assert (found.cuts, found.program, found.sharding) == (same.cuts, same.program, same.sharding)
+
+
+def test_tensors_are_recomputed_by_the_stage_that_has_them_then() -> None:
+    whole = plan(layers_per_stage=(1, 3, 3, 1), recompute="full")
+    graph = graph_of(whole)
+    stages = carve(graph, stage_cuts(whole, graph))
+    names = [[graph.nodes[graph.values[value].node].name for value in stage.saved][:4] for stage in stages]
+    names = [
+        [name for name in own if name in {graph.nodes[node].name for node in graph.body}] for own in names
+    ]
+    policies = tuple(StagePolicy(recompute=tuple(own)) for own in names)
+    found = with_layers(whole.model_copy(update={"memory_policy": policies}), graph, LAYERS)
+    assert found is not None
+    moved = [policy.recompute for policy in found.memory_policy if isinstance(policy, StagePolicy)]
+    assert sorted(name for own in moved for name in own) == sorted(name for own in names for name in own)
+    stage_program(found)
+
+
+def test_each_difference_has_its_own_price() -> None:
+    asked = plan(schedule="zb-h1", layers_per_stage=(1, 3, 3, 1), host=True, reduce_dtype="bf16", zero=None)
+    found = expressed(asked, DEEPSPEED)
+    alone = {one.partition(":")[0]: one.partition(": alone ")[2] for one in found.differences}
+    assert len(alone) == 3 and all(alone.values()), found.differences
+    host = estimate(asked.model_copy(update={"host_optimizer": ()}), load_cluster("2x8x-h100"))
+    ratio = host.predictions.step_seconds / asked.predictions.step_seconds - 1
+    (told,) = (price for what, price in alone.items() if "on the host" in what)
+    assert told.endswith(f"a step ({ratio:+.1%})")
+
+
+def test_what_does_not_run_alone_has_no_price() -> None:
+    asked = plan()
+    assert priced(Difference("something is otherwise"), asked, lambda stage: None) == "something is otherwise"
+    lost = with_fields(asked, cuts=("none:0",) * 3)
+    assert priced(Difference("it is cut elsewhere", lost), asked, lambda stage: None) == "it is cut elsewhere"
 
 
 def test_a_plan_that_goes_along_whole_costs_nothing() -> None:

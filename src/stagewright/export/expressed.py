@@ -13,6 +13,18 @@ from itertools import product
 
 from stagewright.errors import InputError
 from stagewright.estimation.runtime import load_runtime
+from stagewright.export.differences import (
+    Difference,
+    Report,
+    priced,
+    with_fields,
+    with_job,
+    with_layers,
+    with_level,
+    with_policy,
+    with_schedule,
+)
+from stagewright.graph import OperatorGraph
 from stagewright.graph.layers import even_layers
 from stagewright.planning.configuration import (
     Configuration,
@@ -22,13 +34,11 @@ from stagewright.planning.configuration import (
     whole_layers,
 )
 from stagewright.planning.estimate import estimate, graph_of
-from stagewright.planning.job import Job
+from stagewright.planning.job import ADAMW_NAME, Job
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.promises import usable_bytes
 from stagewright.units import format_bytes, format_seconds
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -85,7 +95,8 @@ def expressed(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     """
     _check_widths(plan, stack)
     job = _job_of(plan.job, stack.runtime or plan.job.runtime)
-    ways, differences = _ways(plan, stack, report)
+    graph = graph_of(plan, report)
+    ways, differences = _ways(plan, stack, graph)
     if not differences and len(ways) == 1 and job.runtime == plan.job.runtime:
         return Expressed(plan, ways[0], (), None)
 
@@ -99,10 +110,11 @@ def expressed(plan: Plan, stack: Stack, report: Report = lambda stage: None) -> 
     own = tried[nearest]
     there = own if job.runtime == plan.job.runtime else predicted(nearest, job)
     if configuration_of(plan).recompute not in stack.recomputes:
-        differences.append(
-            f"stages save tensors of their own choice under the plan, and there all {_DOES[nearest.recompute or 'none']}"
-        )
-    return Expressed(there, nearest, tuple(differences), _cost(plan, own, there, bool(differences)))
+        way = nearest.recompute or "none"
+        what = f"stages save tensors of their own choice under the plan, and there all {_DOES[way]}"
+        differences.append(Difference(what, lambda: with_policy(plan, graph, way)))
+    sentences = tuple(priced(one, plan, report) for one in differences)
+    return Expressed(there, nearest, sentences, _cost(plan, own, there, bool(differences)))
 
 
 def _job_of(job: Job, runtime: str) -> Job:
@@ -123,7 +135,7 @@ def _check_widths(plan: Plan, stack: Stack) -> None:
             )
 
 
-def _ways(plan: Plan, stack: Stack, report: Report) -> tuple[list[Configuration], list[str]]:
+def _ways(plan: Plan, stack: Stack, graph: OperatorGraph) -> tuple[list[Configuration], list[Difference]]:
     """Configurations next to `plan`, and what is given up in all of them."""
     asked = configuration_of(plan)
     differences = list(_given_up(plan, stack))
@@ -135,11 +147,11 @@ def _ways(plan: Plan, stack: Stack, report: Report) -> tuple[list[Configuration]
         sequence_parallel=asked.sequence_parallel or (stack.splits_sequence and plan.tp > 1),
         reduce_dtype=asked.reduce_dtype if stack.reduces_in_half else None,
     )
-    if (base.zero or 0) != (asked.zero or 0):
-        differences.append(
-            f"replicas shard as ZeRO {base.zero}, and under the plan as ZeRO {asked.zero or 0}"
-        )
-    pipelines, changed = _pipelines(plan, base, stack, report)
+    level = base.zero or 0
+    if level != (asked.zero or 0):
+        what = f"replicas shard as ZeRO {level}, and under the plan as ZeRO {asked.zero or 0}"
+        differences.append(Difference(what, lambda: with_level(plan, graph, level)))
+    pipelines, changed = _pipelines(plan, base, stack, graph)
     kept = (base.recompute,) if base.recompute else ("none", "full")
     found = [replace(one, recompute=way) for one, way in product(pipelines, kept)]
     return found, [*differences, *changed]
@@ -152,21 +164,22 @@ def _level(asked: Configuration, stack: Stack) -> int | None:
 
 
 def _pipelines(
-    plan: Plan, base: Configuration, stack: Stack, report: Report
-) -> tuple[list[Configuration], list[str]]:
+    plan: Plan, base: Configuration, stack: Stack, graph: OperatorGraph
+) -> tuple[list[Configuration], list[Difference]]:
     """Schedules and cuts next to those of `plan`, and in what they differ."""
     if plan.pp == 1:
         return [replace(base, schedule="1f1b", chunks=None, layers_per_stage=None)], []
-    graph = graph_of(plan, report)
     counts, moves = whole_layers(plan, graph)
-    differences = ["cuts inside layers go to the nearest place between layers"] if moves else []
+    what = "cuts inside layers go to the nearest place between layers"
+    differences = [Difference(what, lambda: with_layers(plan, graph, counts))] if moves else []
     if not stack.cuts_freely:
         even = even_layers(graph, plan.pp)
-        differences = ["stages have even numbers of layers there"] if moves or counts != even else []
+        what = "stages have even numbers of layers there"
+        is_even = not moves and counts == even
+        differences = [] if is_even else [Difference(what, lambda: with_layers(plan, graph, even))]
         if plan.schedule not in stack.schedules:
-            differences.append(
-                f"the order of passes is that of {stack.schedules[0]} there, and {plan.schedule} under the plan"
-            )
+            what = f"the order of passes is that of {stack.schedules[0]} there, and {plan.schedule} under the plan"
+            differences.append(Difference(what, lambda: with_schedule(plan, graph, stack.schedules)))
         return [replace(base, schedule=stack.schedules[0], chunks=None, layers_per_stage=even)], differences
     is_whole = 0 not in counts[1:-1]
     if is_whole and plan.schedule in stack.schedules:
@@ -185,34 +198,45 @@ def _pipelines(
         found.append(replace(base, schedule="interleaved-1f1b", chunks=chunks, layers_per_stage=layers))
     if is_whole and len(counts) == plan.pp and is_looped(plan):
         found.append(replace(found[0], layers_per_stage=counts))
-    what = f"the order of passes that {plan.schedule} has" if plan.schedule not in stack.schedules else (
-        f"{len(counts)} stages of less than a layer"
-    )  # fmt: skip
-    return found, [*differences, f"{what} is not among its schedules ({', '.join(stack.schedules)})"]
+    known = f"is not among its schedules ({', '.join(stack.schedules)})"
+    if plan.schedule in stack.schedules:
+        return found, [*differences, Difference(f"{len(counts)} stages of less than a layer {known}")]
+    what = f"the order of passes that {plan.schedule} has {known}"
+    return found, [*differences, Difference(what, lambda: with_schedule(plan, graph, stack.schedules))]
 
 
-def _given_up(plan: Plan, stack: Stack) -> Iterator[str]:
+def _given_up(plan: Plan, stack: Stack) -> Iterator[Difference]:
     """What no configuration of a stack says."""
     if plan.loss_pieces > 1:
-        yield f"the loss goes in {plan.loss_pieces} pieces under the plan, and there whole"
+        what = f"the loss goes in {plan.loss_pieces} pieces under the plan, and there whole"
+        yield Difference(what, with_fields(plan, loss_pieces=1))
     if plan.host_optimizer:
-        yield "the optimizer runs on the host under the plan, and there on the devices"
+        what = "the optimizer runs on the host under the plan, and there on the devices"
+        yield Difference(what, with_fields(plan, host_optimizer=()))
     if plan.shard_size is not None and not stack.shards_in_groups:
-        yield f"replicas shard in groups of {plan.shard_size} under the plan, and there all together"
+        what = f"replicas shard in groups of {plan.shard_size} under the plan, and there all together"
+        yield Difference(what, with_fields(plan, shard_size=None))
     if plan.tp > 1 and stack.splits_sequence and not plan.sequence_parallel:
-        yield "ranks of tp split the sequence between layers there, and not under the plan"
+        what = "ranks of tp split the sequence between layers there, and not under the plan"
+        yield Difference(what, with_fields(plan, sequence_parallel=True))
     if plan.reduce_dtype == "bf16" and not stack.reduces_in_half:
-        yield "gradients are summed in fp32 there, and in bf16 under the plan"
+        what = "gradients are summed in fp32 there, and in bf16 under the plan"
+        yield Difference(what, with_fields(plan, reduce_dtype=None))
     if plan.job.compiled and not stack.compiles:
-        yield "operators are compiled under the plan, which its settings do not say"
+        what = "operators are compiled under the plan, which its settings do not say"
+        yield Difference(what, with_job(plan, compiled=False))
     if plan.job.documents_apart:
-        yield "documents of a sample see each other there"
+        yield Difference("documents of a sample see each other there", with_job(plan, documents_apart=False))
     if plan.job.sequence_lengths:
-        yield f"batches have one length there, {plan.job.sequence_length} tokens"
+        yield Difference(f"batches have one length there, {plan.job.sequence_length} tokens")
     if not plan.job.is_plain_adamw:
-        yield f"the optimizer is {plan.job.optimizer} under the plan, and there AdamW"
+        what = f"the optimizer is {plan.job.optimizer} under the plan, and there AdamW"
+        yield Difference(
+            what, with_job(plan, optimizer=ADAMW_NAME, optimizer_options={}, optimizer_state=None)
+        )
     if plan.devices and plan.devices != tuple(range(plan.num_ranks)):
-        yield "ranks are on devices of the plan's choice, and there in the order of the nodes"
+        what = "ranks are on devices of the plan's choice, and there in the order of the nodes"
+        yield Difference(what, with_fields(plan, devices=()))
 
 
 def _worth(plan: Plan) -> tuple[bool, float]:

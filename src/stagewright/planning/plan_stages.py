@@ -90,6 +90,16 @@ def stage_policies(plan: Plan, graph: OperatorGraph) -> list[Policy]:
     return [policy(text) for text in plan.memory_policy]
 
 
+def recomputing_stages(plan: Plan) -> set[int]:
+    """Stages that recompute something, or fetch it from the host, in front of their backward."""
+    return {
+        stage
+        for stage, policy in enumerate(plan.memory_policy)
+        if policy in ("recompute", "layers")
+        or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload))
+    }
+
+
 def stage_program(plan: Plan) -> Program:
     """The actions of one batch.
 
@@ -100,12 +110,7 @@ def stage_program(plan: Plan) -> Program:
     ranks = tuple(tuple(Action.parse(text) for text in actions) for actions in plan.program)
     done = [(part.kind, part.stage) for actions in ranks for action in actions for part in action.parts]
     found = {stage for kind, stage in done if kind is Kind.R}
-    wanted = {
-        stage
-        for stage, policy in enumerate(plan.memory_policy)
-        if policy in ("recompute", "layers")
-        or (isinstance(policy, StagePolicy) and (policy.recompute or policy.offload))
-    }
+    wanted = recomputing_stages(plan)
     if wanted != found and plan.job.runtime == STAGEWRIGHT:  # others recompute what they always do besides
         raise ScheduleError(
             f"the program has R for stages {sorted(found)} and the memory policy recomputes or offloads in stages "
