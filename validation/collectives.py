@@ -5,18 +5,18 @@ from __future__ import annotations
 import csv
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from verdict import Row, arguments, document, half_of, show
 
 from stagewright.cluster import (
-    Cluster,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
     load_cluster,
     reduce_scatter_seconds,
+    ring_shift_seconds,
 )
 from stagewright.errors import InputError
 
@@ -31,6 +31,7 @@ _SECONDS = {
     "reduce_scatter": reduce_scatter_seconds,
     "alltoall": all_to_all_seconds,
 }
+_ASKED = {**_SECONDS, "sendrecv": ring_shift_seconds}
 _DEVICES = {"A100": "a100-80", "H100": "h100", "H200": "h200", "B200": "b200", "B300": "b300", "GB200": "gb200",
             "GB300": "gb300", "MI300X": "mi300x"}  # fmt: skip
 """How names of GPUs begin, and what the catalog calls them."""
@@ -67,7 +68,7 @@ def judged_over_nodes(folder: Path = DATA, left_out: Counter[str] | None = None)
     """A row per measurement of clusters, by device, operation and nodes; those that cannot be asked for are counted."""
     with (folder / "nccl_multi_node_by_size.csv").open(newline="") as file:
         for record in csv.DictReader(file):
-            ask, size = _asked(record["op"]), int(record["size_bytes"])
+            ask, size = _ASKED.get(record["op"]), int(record["size_bytes"])
             device = _DEVICES.get(record["gpu"].partition("-")[0].partition(" ")[0])
             microseconds = record["time_us_out_of_place"] or record["time_us_in_place"]
             if ask is None or device is None or not microseconds:
@@ -84,7 +85,7 @@ def judged_over_nodes(folder: Path = DATA, left_out: Counter[str] | None = None)
 
 
 def _reason(record: dict[str, str]) -> str:
-    if record["op"] not in (*_SECONDS, "sendrecv"):
+    if record["op"] not in _ASKED:
         return f"no such collective here: {record['op']}"
     return f"the catalog has no {record['gpu']}"
 
@@ -95,16 +96,6 @@ def _name(device: str, nodes: int, per_node: int) -> str:
         racks = -(-nodes // _RACK)
         return f"{racks}x{nodes * per_node // racks}x-{device}"
     return f"{nodes}x{per_node}x-{device}"
-
-
-def _asked(op: str) -> Callable[[Cluster, float, range], float] | None:
-    return _around if op == "sendrecv" else _SECONDS.get(op)
-
-
-def _around(cluster: Cluster, num_bytes: float, ranks: range) -> float:
-    """Every rank sends to the next one and receives from the one before, so that one message leaves a node."""
-    links = [cluster.link_between(rank, (rank + 1) % len(ranks), 1) for rank in ranks]
-    return max(link.seconds(num_bytes) for link in links)
 
 
 def main() -> None:

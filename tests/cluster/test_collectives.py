@@ -17,6 +17,7 @@ from stagewright.cluster import (
     broadcast_seconds,
     load_cluster,
     reduce_scatter_seconds,
+    ring_shift_seconds,
 )
 from stagewright.errors import InputError
 
@@ -27,6 +28,7 @@ COLLECTIVES = [
     all_to_all_seconds,
     broadcast_seconds,
     reduce_scatter_seconds,
+    ring_shift_seconds,
 ]
 PLAIN = {
     "intra_node.bandwidth": 1e11,
@@ -166,3 +168,23 @@ def test_ranks_of_a_node_without_a_switch_use_the_links_among_them() -> None:
     cluster = load_cluster("4x-gh200", link)
     seconds = [all_gather_seconds(cluster, 1e9, range(count)) for count in (2, 3, 4)]
     assert seconds == pytest.approx([0.5e9 / 100e9, 2e9 / 3 / 200e9, 0.75e9 / 250e9])
+
+
+# Bytes and bus bandwidth in GB/s of messages around eight H100 (github.com/xxrjun/nccl-tests-cluster).
+@pytest.mark.parametrize(("mib", "rate"), [(32, 79.6), (64, 82.0), (128, 162.6), (1024, 360.8)])
+def test_messages_around_a_node_have_channels_by_their_size(mib: int, rate: float) -> None:
+    seconds = ring_shift_seconds(load_cluster("8x-h100"), mib * MIB, range(8))
+    assert seconds == pytest.approx(mib * MIB / (rate * 1e9), rel=0.03)
+
+
+@pytest.mark.parametrize(("nodes", "rate"), [(2, 41.7), (10, 24.9)])
+def test_messages_around_many_nodes_have_one_channel_each(nodes: int, rate: float) -> None:
+    seconds = ring_shift_seconds(load_cluster(f"{nodes}x1x-h100"), 1e9, range(nodes))
+    assert seconds == pytest.approx(1e9 / (rate * 1e9), rel=0.13)
+
+
+def test_two_ranks_with_a_communicator_of_their_own_have_the_link() -> None:
+    cluster = load_cluster("2x1x-h100")
+    assert ring_shift_seconds(cluster, 1e9, range(2)) == pytest.approx(
+        cluster.link_between(0, 1, 1).seconds(1e9)
+    )

@@ -8,6 +8,7 @@ from stagewright.cluster.collectives import (
     all_to_all_seconds,
     broadcast_seconds,
     reduce_scatter_seconds,
+    ring_shift_seconds,
 )
 from stagewright.cluster.device import Device, PerPrecision, PerPrecisionFraction
 from stagewright.cluster.dispatch import Tokens, dispatch_seconds
@@ -42,6 +43,7 @@ __all__ = [
     "load_profile",
     "paced",
     "reduce_scatter_seconds",
+    "ring_shift_seconds",
     "save_cluster",
     "with_hosts",
     "without",

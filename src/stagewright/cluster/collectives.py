@@ -52,6 +52,25 @@ _MESSAGE_CHUNK = 2.0**17
 NCCL_P2P_NET_CHUNKSIZE.
 """
 
+_NODE_CHANNELS = 32
+"""Parts at most that a message inside a node is dealt out to, each moved by a multiprocessor, and what the ranks of a
+communicator share. Source: NCCL 2.30, `ncclTopoComputeP2pChannels` and `scheduleP2pTasksToPlan`, on an H100 node.
+"""
+
+_NODE_PART = 2.0**24
+"""Bytes of such a part over which there are twice as many. Source: NCCL 2.30, `addP2pToPlan`."""
+
+_NODE_CHANNEL = 20.4e9
+"""Bytes/s of one of them. Fit of messages around eight H100 published in github.com/xxrjun/nccl-tests-cluster (455de4f),
+half of the rows.
+"""
+
+_NETWORK_CHANNELS, _FEW_NODES = 2, 8
+"""Parts of a message to another node, and the nodes over which a communicator leaves it one. Source: as above."""
+
+_NETWORK_CHANNEL = 25.5e9
+"""Bytes/s of one of these. The same fit, on ten nodes."""
+
 _REDUCED_TRAFFIC = 0.5
 """Of an all-reduce over a node's links whose switch adds up, over one around a ring. Source: the module."""
 
@@ -282,3 +301,34 @@ def all_to_all_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int])
     messages = (group.size - group.per_node) * part / (part + _MESSAGE_CHUNK) if group.node else 0.0
     latency_s = rounds * max(group.intra_latency_s, group.inter_latency_s) + _MESSAGE_S * messages
     return latency_s + max(inside, outside)
+
+
+def ring_shift_seconds(cluster: Cluster, num_bytes: float, ranks: Sequence[int]) -> float:
+    """Time until each rank has `num_bytes` of the one before it, all around a ring and in one communicator.
+
+    The library deals a message out to few channels where a communicator has many ranks, each of which could send to every
+    other one; two ranks with a communicator of their own, as PyTorch gives to every pair that sends without batching, have
+    the whole link (`Cluster.point_to_point_seconds`).
+
+    Source: NCCL 2.30, `src/enqueue.cc` and `src/graph/paths.cc`. Ignores: the protocol of small messages; that messages
+    inside a node have few channels too where others leave it; other communicators.
+    """
+    if len(ranks) < 2:
+        return 0.0
+    num_nodes = communicator(cluster, ranks).num_nodes
+    inside = math.inf if num_nodes > 1 else _inside_bandwidth(num_bytes, len(ranks))
+    outside = _NETWORK_CHANNEL * (_NETWORK_CHANNELS if num_nodes <= _FEW_NODES else 1)
+    slowest_s = 0.0
+    for a, b in _closed([*ranks]):
+        link = cluster.link_between(a, b, 1)
+        channels = inside if cluster.node_of(a) == cluster.node_of(b) else outside
+        slowest_s = max(slowest_s, link.latency_s + num_bytes / min(link.bandwidth, channels))
+    return slowest_s
+
+
+def _inside_bandwidth(num_bytes: float, num_ranks: int) -> float:
+    """Bytes/s of the channels that a message has in a communicator of so many ranks of one node."""
+    channels = max(1, _NODE_CHANNELS // 2 ** math.ceil(math.log2(num_ranks)))
+    while channels < _NODE_CHANNELS and num_bytes > channels * _NODE_PART:
+        channels *= 2
+    return channels * _NODE_CHANNEL
