@@ -245,8 +245,16 @@ def zero_bubble(record: Record) -> tuple[Asked, list[Judged]] | str:
     ]
 
 
-_OMNI_PATH = {"num_nics": 4, "inter_node.bandwidth": 0.95 * 12.5e9}
-"""Of a node of Jean Zay: four links of 100 Gbit/s, of which as much is attained as of other adapters of the catalog."""
+_OMNI_PATH = {"num_nics": 1, "inter_node.bandwidth": 0.95 * 12.5e9}
+"""Between nodes of Jean Zay: of four links of 100 Gbit/s what one carries, as BigScience's own all-reduces between such
+nodes attained 15 to 42 Gbit/s (github.com/bigscience-workshop/bigscience, experiments/bandwidth)."""
+
+
+BLOCKING = DATA / "footprints" / "deepspeed-blocking.toml"
+"""DeepSpeed under ``CUDA_LAUNCH_BLOCKING=1``."""
+
+_BLOCKING_FROM = "2022-02-20"
+"""The day of the first runs behind the section of the chronicle that introduces it."""
 
 
 def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
@@ -266,7 +274,8 @@ def bloom(record: Record) -> tuple[Asked, list[Judged]] | str:
         "gpt2", sizes, _nodes("a100-80", int(record["n_gpus"])),
         {
             "global_batch": int(record["global_batch_seqs"]), "sequence_length": int(record["seq_len"]),
-            "dtype": record["precision"][:4], "runtime": "deepspeed",
+            "dtype": record["precision"][:4],
+            "runtime": str(BLOCKING) if record["date"] >= _BLOCKING_FROM else "deepspeed",
         },
         {
             "tp": tp, "pp": pp, "dp": dp, "microbatch": int(record["micro_batch"]),
@@ -624,7 +633,7 @@ SOURCES = {
     "megatron_sc21_table1.csv": Source("throughput", narayanan, 0, {"time": 0.13}),
     "megatron_core_h100_weak_scaling.csv": Source("throughput", weak_scaling, 0, {"time": 0.13}),
     "megascale_tab2_fig9.csv": Source("throughput", megascale, 0, {"time": 0.13}),
-    "bloom_megatron_deepspeed_a100.csv": Source("bloom", bloom, 0, {"time": 0.15}),
+    "bloom_megatron_deepspeed_a100.csv": Source("bloom", bloom, 0, {"time": 0.12}),
     "mpt_fsdp_llmfoundry.csv": Source("fsdp", mpt, 1, {"time": 0.08}),
     "megatron_bridge_performance.csv": Source("throughput", bridge, 1, {"time": 0.13}),
     "megatron_moe_zoo.csv": Source("throughput", mixture, 1, {"time": 0.13}),

@@ -22,6 +22,7 @@ from stagewright.graph.tensor_parallel import neighbour_strides
 from stagewright.planning.job import Job
 from stagewright.planning.prediction.pipeline import body_costs
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
 
 CLUSTER = load_cluster("2x4x-h100")
 
@@ -157,3 +158,35 @@ def test_runtimes_with_grouped_kernels_of_their_own_reach_the_dense_rate() -> No
         products = Costing(graph, b200.device, b200).device.products
         assert products is not None
         assert products.grouped_share == share
+
+
+def test_heads_of_odd_widths_leave_the_tensor_cores(tmp_path: Path) -> None:
+    """Where the runtime says so, and only the products of heads."""
+
+    def explicit(head_dim: int) -> OperatorGraph:
+        changes = {"hidden_size": 4 * head_dim, "head_dim": head_dim, "num_attention_heads": 4}
+        reference = resolve("tiny-llama", changes | {"num_key_value_heads": 4})
+        return trace(reference, 2, 64, "float16", target="cuda", attention="explicit")
+
+    lines = 'based_on = "torch-fsdp"\nattention = "explicit"\n'
+    plain = written(tmp_path, "plain", lines)
+    other = written(tmp_path, "other", lines + 'unaligned_products = "other cores"')
+    for head_dim, is_slower in ((16, False), (20, True)):
+        graph = explicit(head_dim)
+        usual, odd = (costing(one, graph, "fp16") for one in (plain, other))
+        slower = {
+            short_name(node.op) for node in graph.nodes if device_s(odd, node) > device_s(usual, node) * 1.001
+        }
+        assert slower == ({"bmm"} if is_slower else set())
+
+
+def test_a_host_that_waits_for_kernels_adds_its_time(tmp_path: Path) -> None:
+    waiting = written(tmp_path, "blocking", 'based_on = "torch-fsdp"\n[host]\nwaits_for_kernels = true')
+    usual, slow = (costing(one, dense()) for one in ("torch-fsdp", waiting))
+    node = products(dense())[0]
+    both = usual.of(node, dense().values.__getitem__)
+    assert device_s(slow, node) == both.device_s + both.host_s
+    assert slow.behind_seconds(dense().nodes) == 0.0
+    assert slow.seconds(dense().nodes) == pytest.approx(
+        usual.arrays.device_s.sum() + usual.arrays.host_s.sum()
+    )

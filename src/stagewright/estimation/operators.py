@@ -20,6 +20,9 @@ from stagewright.graph.added import ACCUMULATE, MOVES
 from stagewright.graph.fusion import HELD, is_kernel
 from stagewright.graph.graph import short_name
 
+ALIGNMENT = 16
+"""Bytes that a thread loads or stores at once."""
+
 
 class Kernel(Enum):
     """Which of a device's efficiencies bounds an operator."""
@@ -56,6 +59,9 @@ class Work:
     """Of the matrix products that it is; empty where these are not known."""
     scores: Scores | None = None
     """Of fused attention."""
+    is_aligned: bool = True
+    """Whether every row of a batched product's operands and results, and every member of the batch, begins at a multiple of
+    `ALIGNMENT`, as tensor cores like to load."""
     grouped: bool = False
     """Whether one kernel makes all products of a shape, of experts whose numbers of rows only the device knows."""
 
@@ -249,9 +255,19 @@ def _product(first: int) -> Callable[[_Call], Work]:
     def rule(call: _Call) -> Work:
         *batch_of, rows, inner = call.shape(first)
         batch, columns = math.prod(batch_of), call.shape(first + 1)[-1]
-        return call.adding(call.matmul(Shape(batch, rows, columns, inner)), batch * rows * columns)
+        found = call.adding(call.matmul(Shape(batch, rows, columns, inner)), batch * rows * columns)
+        if not batch_of:
+            return found
+        factors = (call.meta(first), call.meta(first + 1), *call.results())
+        return replace(found, is_aligned=all(map(_is_aligned, factors)))
 
     return rule
+
+
+def _is_aligned(meta: TensorMeta) -> bool:
+    """As `Work.is_aligned` says, of one operand or result."""
+    steps = (step for size, step in zip(meta.shape, meta.stride, strict=True) if size > 1 and step > 1)
+    return all(start * meta.item_bytes % ALIGNMENT == 0 for start in (meta.offset, *steps))
 
 
 def _grouped(call: _Call) -> Work:

@@ -87,12 +87,15 @@ class HostCosts(StrictModel):
     * `member_s`: more for every further member of a collective, and for a message to another rank: all wait for the slowest.
     * `pass_s`: on a microbatch in one direction.
     * `step_s`: once per step: data, learning rate, losses, the optimizer's bookkeeping.
+    * `waits_for_kernels`: whether it issues nothing before the device is done (``CUDA_LAUNCH_BLOCKING=1``): times of both
+      add up.
     """
 
     kernel_s: Seconds | None = None
     member_s: Seconds = 0.0
     pass_s: Seconds = 0.0
     step_s: Seconds = 0.0
+    waits_for_kernels: bool = False
 
 
 class Waits(StrictModel):
@@ -200,6 +203,9 @@ class Runtime(SourcedModel):
     * `copies_parts`: whether collectives copy what they send or put together, whose parts do not lie one behind
       the other.
     * `workspace_bytes`: what its kernels keep beside the matrix library's own workspace.
+    * `unaligned_products`: where batched products are computed whose rows do not all begin at multiples of 16 bytes, those
+      of heads of 108 or 150 elements above all: by ``tensor cores`` as others, or by a device's ``other cores`` at its rate
+      in float32.
     * `overlaps_reduction`: whether gradients are reduced beside the last backward, and parameters gathered beside the first
       forward, layer by layer.
     * `overlapped_collectives`: which collectives of a split sequence run beside products: none, those of the backward, all.
@@ -254,6 +260,7 @@ class Runtime(SourcedModel):
     casts: Literal["every product", "once"] = "every product"
     shard_units: Literal["fastest", "layers"] = "fastest"
     workspace_bytes: Annotated[int, BeforeValidator(parse_amount), Field(ge=0)] = 0
+    unaligned_products: Literal["tensor cores", "other cores"] = "tensor cores"
     overlaps_reduction: bool = False
     overlapped_collectives: Literal["none", "backward", "all"] = "none"
     adds_in_products: bool = False

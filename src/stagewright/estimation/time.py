@@ -250,6 +250,8 @@ class Costing:
         found = work(node, value)
         if not found.has_rule:
             self.without_rule.add(short_name(node.op))
+        if not found.is_aligned and self.runtime.unaligned_products == "other cores":
+            found = replace(found, dtype="float32")
         made = self._in_products(found, node, value)
         measured_s = self.measured_seconds(node, value)
         if measured_s is not None:
@@ -260,6 +262,8 @@ class Costing:
             made = replace(made, device_s=made.device_s + ring_s)
         if node.op in COLLECTIVES:
             made = self._sent(node, value, made)
+        if self.runtime.host.waits_for_kernels:
+            made = replace(made, device_s=made.device_s + made.host_s, host_s=0.0)
         if node.signature >= 0:
             self._by_signature[kind] = made
         return made
