@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
+from stagewright.errors import InputError
+from stagewright.graph import OperatorGraph
 from stagewright.tracing.cache import trace
+from stagewright.tracing.models.reference import resolve
 
 BART = {
     "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -22,6 +26,14 @@ TEXT = {
 VISION = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "image_size": 28,
     "patch_size": 14,
+}  # fmt: skip
+PARTS = {
+    "text_config": {"model_type": "llama", **TEXT},
+    "vision_config": {"model_type": "clip_vision_model", **VISION},
+}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+QWEN_VISION = {
+    "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 32,
 }  # fmt: skip
 HYBRID = {
     "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1,
@@ -39,6 +51,9 @@ HYBRID = {
         {"model_type": "llama", **TEXT},
         {"model_type": "gemma3", "text_config": TEXT, "vision_config": VISION},
         {"model_type": "falcon_h1", **TEXT, **HYBRID},
+        {"model_type": "llava", **PARTS, "architectures": ["LlavaForConditionalGeneration"]},
+        {"model_type": "mistral3", **PARTS, "vision_config": {"model_type": "pixtral", **VISION}},
+        {"model_type": "qwen2_5_vl", "text_config": {**TEXT, **ROPE}, "vision_config": QWEN_VISION},
     ],
     ids=lambda config: config["model_type"],
 )
@@ -47,3 +62,39 @@ def test_a_family_is_traced_from_its_config(config: dict, tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(config))
     graph = trace(str(tmp_path), 1, 32, "float32", use_cache=False)
     assert graph.body and any("layers.1" in node.module for node in graph.nodes)
+
+
+def graph_of(config: dict, folder: Path, **overrides: Any) -> OperatorGraph:
+    (folder / "config.json").write_text(json.dumps(config))
+    return trace(resolve(str(folder), overrides), 1, 32, "float32", use_cache=False)
+
+
+def test_settings_of_a_nested_text_are_changed_where_they_are(tmp_path: Path) -> None:
+    config = {"model_type": "llava", **PARTS}
+    graph = graph_of(config, tmp_path, num_hidden_layers=1, vocab_size=64, dropout=0.25)
+    assert not any("language_model.layers.1" in node.module for node in graph.nodes)
+    assert any(node.draw >= 0 for node in graph.nodes)
+    changed = resolve(str(tmp_path), {"num_hidden_layers": 1, "image_token_index": 5}).config or {}
+    assert changed["text_config"]["num_hidden_layers"] == 1 and "num_hidden_layers" not in changed
+    assert changed["vision_config"] == VISION | {"model_type": "clip_vision_model"}
+    assert changed["image_token_index"] == 5
+
+
+def test_the_part_for_images_counts_and_is_not_trained(tmp_path: Path) -> None:
+    graph = graph_of({"model_type": "llava", **PARTS}, tmp_path)
+    of_images = {value for name, value in graph.parameters.items() if "vision_tower" in name}
+    assert of_images and graph.gradients and not of_images & graph.gradients.keys()
+
+
+def test_a_model_that_reads_no_text_without_images_is_refused(tmp_path: Path) -> None:
+    text = {
+        "model_type": "opt",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "ffn_dim": 64,
+    }
+    with pytest.raises(
+        InputError, match=r"reads no text without images .pixel_values.*package.module:factory"
+    ):
+        graph_of({"model_type": "blip-2", "text_config": text, "vision_config": VISION}, tmp_path)

@@ -29,9 +29,10 @@ def models(as_json: Json = False) -> None:
 
 def _described(config: Mapping[str, Any]) -> dict[str, Any]:
     """Family and sizes; a configuration of several parts is described by its text."""
-    text = config.get("text_config")
-    inner = {**config, **text} if isinstance(text, dict) else config
-    return {"family": config["model_type"], **{size: _first(inner, keys) for size, keys in _SIZES.items()}}
+    from stagewright.tracing.models.overrides import of_text
+
+    text = of_text(config)
+    return {"family": config["model_type"], **{size: _first(text, keys) for size, keys in _SIZES.items()}}
 
 
 _SIZES = {

@@ -33,7 +33,7 @@ from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_progra
 from stagewright.planning.prediction.sharding import sharded_program, without_sharding
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import build
-from stagewright.tracing.models.overrides import DROPOUT
+from stagewright.tracing.models.overrides import DROPOUT, of_text
 from stagewright.tracing.models.reference import ModelReference, resolve
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
@@ -244,7 +244,7 @@ def with_drawn_adapters(reference: ModelReference) -> ModelReference:
 
 def layers_of(reference: ModelReference) -> int | None:
     """None where the model's configuration says no number of layers."""
-    config = reference.config or {}
+    config = of_text(reference.config or {})
     found = (config.get(key) for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
     return next((layers for layers in found if isinstance(layers, int)), None)
 

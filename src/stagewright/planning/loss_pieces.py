@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stagewright.tracing.models.overrides import of_text
 from stagewright.tracing.models.reference import ModelReference
 
 if TYPE_CHECKING:
@@ -44,11 +45,8 @@ def in_pieces(num_pieces: int) -> dict[str, Any]:
 
 def logits_bytes(reference: ModelReference, num_tokens: int, tp: int = 1) -> int:
     """Bytes of the logits of so many tokens in float32 on one of `tp` ranks; 0 where no config says how many classes."""
-    config = reference.config or {}
-    text = config.get("text_config")
-    sizes = (part.get("vocab_size") for part in (config, text if isinstance(text, dict) else {}))
-    vocabulary = next((size for size in sizes if isinstance(size, int)), 0)
-    return _LOGIT_BYTES * num_tokens * -(-vocabulary // tp)
+    vocabulary = of_text(reference.config or {}).get("vocab_size")
+    return _LOGIT_BYTES * num_tokens * -(-vocabulary // tp) if isinstance(vocabulary, int) else 0
 
 
 def pieces_by_share(num_bytes: int, num_tokens: int, usable_bytes: int) -> int:

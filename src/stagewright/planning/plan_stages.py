@@ -13,6 +13,7 @@ from stagewright.graph.policy import RECOMPUTE_ALL, Policy
 from stagewright.planning.plan import Plan, StagePolicy
 from stagewright.planning.prediction.regions import kept_policy, layers_policy, selective_policy
 from stagewright.schedule import Action, Kind, Placement, Program, verify
+from stagewright.tracing.models.overrides import of_text
 
 
 def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
@@ -23,7 +24,7 @@ def cut_names(graph: OperatorGraph, cuts: list[int]) -> tuple[str, ...]:
 def layers_per_stage(plan: Plan) -> tuple[int, ...] | None:
     """How many numbered layers each stage of `plan` has; None where it is cut elsewhere, or its model's config does not say
     how many there are."""
-    config = plan.model.reference().config or {}
+    config = of_text(plan.model.reference().config or {})
     total = next((config[key] for key in ("num_hidden_layers", "n_layer", "num_layers") if key in config), 0)
     starts, seen = [0], set[str]()
     for cut in plan.cuts:

@@ -33,6 +33,7 @@ from stagewright.graph.tensor import TensorMeta
 from stagewright.planning.plan import Plan
 from stagewright.text import say
 from stagewright.tracing.cache import inputs_of
+from stagewright.tracing.models.overrides import of_text
 from stagewright.tracing.models.reference import ModelReference
 from stagewright.tracing.models.source import factory_source, split_factory
 
@@ -305,9 +306,7 @@ def _check_length(num_tokens: int, what: str, plan: Plan) -> None:
 
 def _vocabulary(model: ModelReference) -> int | None:
     """How many tokens the model has; None where its configuration does not say."""
-    config = model.config or {}
-    nested = config.get("text_config")
-    found = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    found = of_text(model.config or {}).get("vocab_size")
     return found if isinstance(found, int) else None
 
 

@@ -29,6 +29,7 @@ _KINDS = {
     "masked": (auto.AutoModelForMaskedLM, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "causal": (auto.AutoModelForCausalLM, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "image": (auto.AutoModelForImageClassification, auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES),
+    "image-text": (auto.AutoModelForImageTextToText, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 }
 # Keys that describe how a checkpoint is stored or run, not the model that is trained; at any depth, as some of them name
 # code to be loaded.
@@ -65,11 +66,12 @@ def build_from_config(
     if not initialise:
         net.tie_weights()  # left out together with the initialisation
     _check(reference, config, net, job)
+    _check_needs_no_images(reference, kind, net)
     if kind == "image":
         return losses.ImageClassifier(net), _image_inputs(config, job), job.microbatch_size
     num_tokens = job.microbatch_size * job.sequence_length
     tokens = _tokens(config, job)
-    if job.further_inputs and kind != "causal":
+    if job.further_inputs and kind in ("masked", "seq2seq"):
         raise InputError(
             f"'{reference.name}' takes no further {', '.join(job.further_inputs)}: it has its own labels"
         )
@@ -131,6 +133,8 @@ def _set_dropout(config: PretrainedConfig, probability: Any) -> None:
     if isinstance(probability, bool) or not isinstance(probability, int | float) or not 0 <= probability < 1:
         raise InputError(f"dropout is {probability!r}: give a probability from 0 to below 1")
     for key, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            _set_dropout(value, probability)
         if _DROPOUT_KEY.search(key) and isinstance(value, int | float) and not isinstance(value, bool):
             setattr(config, key, float(probability))
 
@@ -146,8 +150,8 @@ def _kind(reference: ModelReference, config: PretrainedConfig) -> tuple[str, Any
                 return kind, auto_class
     what = f"architecture {', '.join(named)}" if named else f"model_type '{config.model_type}'"
     raise InputError(
-        f"no loss is known for {what}: use a causal, masked or sequence-to-sequence language model or an "
-        "image classifier, or hand the model in as package.module:factory with its own loss"
+        f"no loss is known for {what}: use a causal, masked or sequence-to-sequence language model, a model of images and "
+        "text, or an image classifier, or hand the model in as package.module:factory with its own loss"
     )
 
 
@@ -164,6 +168,16 @@ def _check(reference: ModelReference, config: PretrainedConfig, net: nn.Module, 
         )
     if hasattr(config, "vocab_size"):
         check_positions(net, job.sequence_length)
+
+
+def _check_needs_no_images(reference: ModelReference, kind: str, net: nn.Module) -> None:
+    """Raises `InputError` for a model of images and text that does not read text alone, which is what it is trained on."""
+    given = inspect.signature(net.forward).parameters.get("pixel_values")
+    if kind == "image-text" and given is not None and given.default is inspect.Parameter.empty:
+        raise InputError(
+            f"'{reference.name}' ({type(net).__name__}) reads no text without images (pixel_values), and models of both are "
+            "trained on text alone here: hand it in as package.module:factory with its inputs and loss"
+        )
 
 
 def _check_keeps_apart(reference: ModelReference, net: nn.Module) -> None:

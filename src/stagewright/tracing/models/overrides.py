@@ -35,6 +35,20 @@ _NO_LIMIT = -1
 _PER_LAYER = ("layer_types", "layers_block_type", "hybrid_override_pattern", "mlp_layer_types")
 
 
+_TEXT = "text_config"
+"""Where configurations of several parts, such as text and images, have that of the text."""
+
+
+def of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a model, or of its part that reads and writes text.
+
+    >>> of_text({"vocab_size": 9, "text_config": {"vocab_size": 5}})["vocab_size"]
+    5
+    """
+    text = config.get(_TEXT)
+    return {**config, **text} if isinstance(text, Mapping) else config
+
+
 def check_sizes(config: Mapping[str, Any], model: str) -> None:
     """Raises `InputError` for a size or count in the configuration of `model` that no model has; names it.
 
@@ -73,22 +87,35 @@ def _shown(value: Any) -> str:
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """`config` with `overrides` in place, each under the spelling that the config itself uses.
+    """`config` with `overrides` in place, each under the spelling that the config itself uses, and where it has none that of
+    its part for text.
 
     Whether a key exists at all is known to the model class only and is checked when the model is built.
 
     >>> apply_overrides({"n_layer": 12}, {"num_hidden_layers": 2})
     {'n_layer': 2}
+    >>> apply_overrides({"text_config": {"num_layers": 12}}, {"num_hidden_layers": 2})
+    {'text_config': {'num_layers': 2}}
     """
     result = dict(config)
     for key, value in overrides.items():
         if key == DROPOUT:
             continue
-        spellings = _spellings(key, result)
-        if key in _DEPTH:
-            result |= _cut_per_layer(result, value)
-        result |= dict.fromkeys(spellings, value)
+        text = result.get(_TEXT)
+        if isinstance(text, Mapping) and not _has(result, key) and _has(text, key):
+            result[_TEXT] = _with(text, key, value)
+        else:
+            result = _with(result, key, value)
     return result
+
+
+def _has(config: Mapping[str, Any], key: str) -> bool:
+    return any(name in config for name in _spellings(key, config))
+
+
+def _with(config: Mapping[str, Any], key: str, value: Any) -> dict[str, Any]:
+    cut = _cut_per_layer(config, value) if key in _DEPTH else {}
+    return {**config, **cut, **dict.fromkeys(_spellings(key, config), value)}
 
 
 def _spellings(key: str, config: Mapping[str, Any]) -> list[str]:
