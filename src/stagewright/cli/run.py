@@ -92,7 +92,7 @@ def run(
     wandb: Annotated[
         str | None, typer.Option(metavar="PROJECT", help="And for Weights & Biases.")] = None,
     adapt: Annotated[
-        bool, typer.Option("--adapt", help="Go on under another plan where ranks stay slower than planned.")] = False,
+        bool, typer.Option("--adapt", help="Go on under another plan where ranks or links stay slow.")] = False,
     replan: Annotated[
         bool, typer.Option("--replan", help="With fewer processes or devices than ranks, plan again and go on.")] = False,
     on_nan: Annotated[

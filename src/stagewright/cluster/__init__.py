@@ -20,6 +20,7 @@ from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
 from stagewright.cluster.paced import paced
 from stagewright.cluster.profile import OperatorProfile, load_profile
+from stagewright.cluster.slower_links import with_slower_links
 
 __all__ = [
     "Cluster",
@@ -46,5 +47,6 @@ __all__ = [
     "ring_shift_seconds",
     "save_cluster",
     "with_hosts",
+    "with_slower_links",
     "without",
 ]

@@ -1,4 +1,4 @@
-"""When a run should go on under another plan, because ranks are no longer as fast as its plan took them to be.
+"""When a run should go on under another plan, because ranks or links are no longer as fast as its plan took them to be.
 
 The search is done by another process (this module run with a folder), so that the ranks train on meanwhile. It is started
 with the run and has read the model when it is first asked.
@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagewright.errors import StagewrightError
+from stagewright.execution.link_watch import LinkWatch, Pair, shift_in_words
 from stagewright.planning.plan import Plan, load_plan
 from stagewright.units import format_seconds
 
 if TYPE_CHECKING:
+    from stagewright.execution.link_times import LinkTime
     from stagewright.planning.replanning import Replanned
 
 _SHIFT = 1.2
@@ -60,6 +62,7 @@ class Adaptation:
 
     def __init__(self, plan: Plan, folder: Path, change_s: float) -> None:
         self.plan = plan
+        self.links = LinkWatch(plan)
         self._searcher = Searcher(folder, plan)
         self.change_s = change_s
         self._assumed = [1.0] * plan.num_ranks
@@ -68,6 +71,8 @@ class Adaptation:
         self._streak = 0
         self._quiet_until = 0
         self._wanted: list[float] = []
+        self._shifts: dict[Pair, float] = {}
+        """Of links, if it was for them that the last search was asked."""
         self._proposal: Proposal | None = None
         self._seconds: list[float] = []
         self._before: float | None = None
@@ -83,21 +88,33 @@ class Adaptation:
             return []
         self._recent = [*self._recent[-_STEPS + 1 :], paces]
         self._seconds = [*self._seconds[-_STEPS + 1 :], seconds]
+        self.links.after(self.plan, step, paces, seconds)
         self._streak = self._streak + 1 if _is_shifted(paces) else 0
         if self._searcher.is_asked:
-            if self._searcher.is_done and (self._streak >= _STEPS or self._streak == 0):
+            has_to_hear = self._searcher.is_done and not self._shifts
+            if has_to_hear and (self._streak >= _STEPS or self._streak == 0):
                 return self._hear(step, num_left)
             return []
         if step < self._quiet_until:
             return self._told(step)
-        if self._streak >= _SEARCHES_AFTER and not self._searcher.has_ended:
-            self._look(step)
+        if self._streak >= _SEARCHES_AFTER:
+            self._look({})
+        return []
+
+    def looked(self, step: int, times: Sequence[LinkTime], num_left: int) -> list[str]:
+        """Behind step number `step` links were timed. Returns what should be said."""
+        self.links.looked(self.plan, times)
+        if self._searcher.is_asked:
+            return self._hear(step, num_left) if self._shifts and self._searcher.is_done else []
+        if step >= self._quiet_until and (shifts := self.links.staying):
+            self._look(shifts)
         return []
 
     def changed(self, step: int, plan: Plan, seconds: float) -> None:
         """The run goes on under `plan`, which took so long."""
         self.plan, self.change_s, self._proposal = plan, seconds, None
         self._assumed = self._wanted
+        self.links.settle(step, self._shifts)
         self._before = statistics.median(self._seconds)
         self._recent, self._seconds, self._streak = [], [], 0
         self._quiet_until = step + _PAUSE
@@ -114,40 +131,56 @@ class Adaptation:
             f"a step takes {format_seconds(statistics.median(self._seconds))} since; it took {format_seconds(before)}"
         ]
 
-    def _look(self, step: int) -> None:
-        """Have another plan searched for, for ranks as they are now."""
-        now = _medians(self._recent[-_SEARCHES_AFTER:])
+    def _look(self, shifts: dict[Pair, float]) -> None:
+        """Have another plan searched for, for ranks as they are now, if these have shifted, and links with these shifts."""
+        if self._searcher.has_ended:
+            return
+        now = [1.0] * len(self._assumed)
+        if self._streak >= _SEARCHES_AFTER:
+            now = _medians(self._recent[-_SEARCHES_AFTER:])
+        self._shifts = shifts
         self._wanted = [assumed * pace for assumed, pace in zip(self._assumed, now, strict=True)]
         by_device = {device: self._wanted[self.plan.rank_on(device)] for device in range(self.plan.num_ranks)}
-        self._searcher.ask(self.plan, by_device)
+        self._searcher.ask(self.plan, by_device, self.links.beside_figures(shifts))
 
     def _hear(self, step: int, num_left: int) -> list[str]:
         """What the search has found. Returns what should be said."""
         found = self._searcher.answer()
         if found is None:
             self._streak, self._quiet_until = 0, step + _PAUSE
+            self.links.settle(step)
             return [f"no other plan was found, so the run stays under its own: {self._searcher.fault}"]
         searched_for = [wanted / assumed for wanted, assumed in zip(self._wanted, self._assumed, strict=True)]
         now = _medians(self._recent[-_SEARCHES_AFTER:])
-        is_past = not self._streak or not _are_alike(searched_for, now)
+        stays = self.links.is_still(self._shifts) if self._shifts else self._streak > 0
+        is_past = not stays or not _are_alike(searched_for, now)
         self._streak = 0
         if is_past:
+            self.links.settle(step)
             return []
         self._quiet_until = step + _PAUSE
         gain = found.stays_s - found.seconds
         pays = gain * num_left > _PAYS * self.change_s
         if gain < _LEAST_GAIN * found.stays_s or not pays:
-            return []
-        slow = max(range(len(self._wanted)), key=lambda rank: self._wanted[rank] / self._assumed[rank])
-        shift = self._wanted[slow] / self._assumed[slow] / statistics.median_low(self._recent[-1])
+            if not self._shifts:
+                return []
+            self.links.settle(step, self._shifts)
+            return [f"{self._seen()}; no other order or cuts are worth a change"]
         what = "other cuts" if found.plan.cuts != self.plan.cuts else "another order of passes"
         what += " and other recomputation" * (found.plan.memory_policy != self.plan.memory_policy)
         self._proposal = Proposal(
             found.plan,
-            f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others; goes on with {what}: "
-            f"{gain / found.stays_s:.0%} less time a step, as predicted",
+            f"{self._seen()}; goes on with {what}: {gain / found.stays_s:.0%} less time a step, as predicted",
         )
         return []
+
+    def _seen(self) -> str:
+        """Why another plan was searched for."""
+        if self._shifts:
+            return shift_in_words(self.plan, self._shifts)
+        slow = max(range(len(self._wanted)), key=lambda rank: self._wanted[rank] / self._assumed[rank])
+        shift = self._wanted[slow] / self._assumed[slow] / statistics.median_low(self._recent[-1])
+        return f"rank {slow} takes {shift:.1f} times as long as the plan took it to, beside the others"
 
     @property
     def proposal(self) -> Proposal:
@@ -201,11 +234,13 @@ class Searcher:
             command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL
         )
 
-    def ask(self, plan: Plan, paces: Mapping[int, float]) -> None:
-        """What would be best in the place of `plan`, on devices that take `paces` times as long as described, by number."""
+    def ask(self, plan: Plan, paces: Mapping[int, float], links: Mapping[Pair, float]) -> None:
+        """What would be best in the place of `plan`, on devices that take `paces` times as long as described, by number, and
+        over links of pairs of them that take so many times as long."""
         assert self._process.stdin is not None, "it was started with pipes"
         plan.save(self.folder / _NOW)
         (self.folder / _PACES).write_text(json.dumps(paces))
+        (self.folder / _LINKS).write_text(json.dumps([[*pair, factor] for pair, factor in links.items()]))
         self.is_asked = True
         with contextlib.suppress(OSError):  # it has died, and `answer` says so
             self._process.stdin.write(b"\n")
@@ -239,13 +274,14 @@ class Searcher:
         self._process.communicate()
 
 
-_NOW, _PACES, _NEXT, _ANSWER, _FAULT = "now.json", "paces.json", "next.json", "found.json", "failed.txt"
+_NOW, _PACES, _LINKS = "now.json", "paces.json", "links.json"
+_NEXT, _ANSWER, _FAULT = "next.json", "found.json", "failed.txt"
 _FOUND, _FAILED = b"found", b"failed"
 
 
 def main(folder: Path) -> None:
     """Answers a line of stdin with one of stdout, until there are no more."""
-    from stagewright.cluster import paced
+    from stagewright.cluster import paced, with_slower_links
     from stagewright.planning.estimate import graph_of
     from stagewright.planning.replanning import replanned
 
@@ -253,8 +289,9 @@ def main(folder: Path) -> None:
     for _ in sys.stdin.buffer:
         plan = load_plan(folder / _NOW)
         paces = {int(device): pace for device, pace in json.loads((folder / _PACES).read_text()).items()}
+        links = {(a, b): factor for a, b, factor in json.loads((folder / _LINKS).read_text())}
         try:
-            found = replanned(plan, paced(plan.cluster.load(), paces), graph)
+            found = replanned(plan, with_slower_links(paced(plan.cluster.load(), paces), links), graph)
         except StagewrightError as error:
             (folder / _FAULT).write_text(str(error))
             answer = _FAILED

@@ -78,7 +78,8 @@ def run(
         keep_every: keep those after a multiple of so many steps besides.
         held_out: data that is evaluated, every sample of it once, at the end.
         evaluate_every: and after every so many steps.
-        adapt: go on under another plan where ranks stay slower or faster than planned and that is worth it.
+        adapt: go on under another plan where ranks stay slower or faster than planned, or links slower, and that is worth
+            it.
         replan: where there are fewer processes or devices than the plan has ranks, plan again for those that are left, and
             go on from the newest checkpoint; of processes that are started here also when one is killed.
         tensorboard: folder for the figures of every step, for TensorBoard.

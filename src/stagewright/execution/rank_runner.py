@@ -131,6 +131,10 @@ class RankRunner:
         for made in self._waiting.values():
             yield from made.values()
 
+    def channels_between(self, low: int, high: int) -> tuple[Channel, Channel]:
+        """Of values from a stage of this rank to one of another, or the other way round, and of what comes back for them."""
+        return _remote(self._forward, (low, high)), _remote(self._backward, (high, low))
+
     def drop(self) -> None:
         """Forget a batch that cannot be finished."""
         self._waiting.clear()

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from stagewright.execution.evaluation import Evaluation, Evaluator
     from stagewright.execution.session import StepResult
 
-_STOP, _WRITING, _RECORD, _ADAPT = "stop", "writing", "record", "adapt"
+_STOP, _WRITING, _RECORD, _ADAPT, _LINKS = "stop", "writing", "record", "adapt", "links"
 """Questions of `Session.votes`: is somebody ending the run, is a checkpoint on its way, is a record due, is another plan
-worth changing to?"""
+worth changing to, should links be timed?"""
 
 _RECORD_EVERY_S = 60.0
 
@@ -80,8 +80,8 @@ class Trainer:
             given, else 300.
         held_out: data that `evaluate` takes every sample of once, of the same kinds of records as `data`.
         evaluate_every: steps after which `fit` evaluates it each time, and at the end.
-        adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be and that
-            is worth more than it costs: another order of passes, or other cuts.
+        adapt: go on under another plan, in `fit`, where ranks stay slower or faster than the plan took them to be, or links
+            slower, and that is worth more than it costs: another order of passes, or other cuts.
         replan: where a launcher has started fewer processes than the plan has ranks, or this machine has fewer GPUs, plan
             again for those that are left, and go on from the newest checkpoint, as ``stagewright run --replan`` does.
         rates: keys of the job that say the learning rate, in place of those of the plan's.
@@ -230,6 +230,7 @@ class Trainer:
             _STOP: lambda: self._watch.stop_asked is not None,
             _WRITING: lambda: not self._saving.is_written,
             _ADAPT: lambda: self._adaptation is not None and self._adaptation.has_proposal,
+            _LINKS: lambda: self._adaptation is not None and self._adaptation.links.wants_look,
             _RECORD: lambda: self.is_first and time.monotonic() - self._recorded > _RECORD_EVERY_S,
         }
 
@@ -253,6 +254,8 @@ class Trainer:
                     self._record(is_going_on=True)
                 if _ADAPT in result.votes and not is_last:
                     self._change()
+                elif _LINKS in result.votes and not is_last:
+                    self._time_links()
             if is_last:  # before an evaluation, which may fail
                 record = self._finish()
             if self._held_out is not None and self._is_due(is_last):
@@ -411,6 +414,16 @@ class Trainer:
         self.session.metering, self.session.passed_over = metering, ahead
         self._ask_ranks()
         self._saving.enter(self.session)
+
+    def _time_links(self) -> None:
+        """Look how long what ranks send to each other is on its way now."""
+        from stagewright.execution.link_times import link_times
+
+        times = link_times(self.session)
+        if self._adaptation is not None:
+            step = self.step_number - 1
+            for message in self._adaptation.looked(step, times, self.num_steps - self.step_number):
+                warnings.warn(message, StagewrightWarning, stacklevel=1)
 
     def _change(self) -> None:
         """Go on under the plan that the first rank proposes."""

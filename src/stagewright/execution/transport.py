@@ -101,6 +101,16 @@ class Transport:
                 self._settle(channel)
 
 
+def blank_values(channel: Channel, device: torch.device) -> dict[int, torch.Tensor]:
+    """Values by id as a transfer on `channel` moves them, of no content."""
+    found: dict[int, torch.Tensor] = {}
+    for message in channel.messages:
+        found |= _unpack(
+            message, torch.zeros(message.num_elements, dtype=DTYPES[message.dtype], device=device)
+        )
+    return found
+
+
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a flat tensor: every element type travels, also those the backend does not know."""
     return tensor.view(torch.uint8)
