@@ -65,10 +65,9 @@ def test_a_job_refuses_in_our_words(values: dict, words: str) -> None:
 
 WAITS = """
 import signal, sys, time
-from stagewright.cli.run import _last_checkpoint_told, _say_when_ended
+from stagewright.cli.run import _last_checkpoint_told, _said_when_ended
 from pathlib import Path
-_say_when_ended()
-with _last_checkpoint_told(Path(sys.argv[1])):
+with _said_when_ended(), _last_checkpoint_told(Path(sys.argv[1])):
     print("ready", flush=True)
     time.sleep(100)
 """
@@ -84,3 +83,43 @@ def test_a_run_that_is_ended_while_it_starts_says_so(tmp_path: Path) -> None:
     assert process.returncode == 143
     assert "ended by SIGTERM before any rank was started: nothing was trained" in said
     assert "step-000003': the same command with --resume goes on from there" in said
+
+
+LEAVES = """
+import os, signal
+from stagewright.cli.run import _said_when_ended
+from stagewright.errors import RunError
+
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+try:
+    with _said_when_ended():
+        raise RunError("rank 1 died")
+except RunError as error:
+    late = Late()
+    del late
+    print(error)
+"""
+
+
+def test_a_run_that_is_ended_while_it_leaves_with_an_error_says_that_alone() -> None:
+    command = [sys.executable, "-c", LEAVES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(20), check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "rank 1 died\n", "")
+
+
+EXITS = """
+import atexit, os, signal, sys
+from stagewright.cli import main
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+sys.argv = ["stagewright", "--version"]
+main()
+"""
+
+
+def test_a_command_that_is_ended_while_it_exits_says_nothing() -> None:
+    command = [sys.executable, "-c", EXITS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(20), check=False)
+    assert done.returncode == -signal.SIGTERM and done.stderr == ""

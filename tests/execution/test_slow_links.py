@@ -22,7 +22,7 @@ from stagewright.planning.plan import Plan
 from stagewright.planning.replanning import replanned
 from stagewright.tracing.models.reference import resolve
 
-LATENCY_S, SLEEPS_S = 1e-3, 6e-3
+LATENCY_S, SLEEPS_S = 1e-3, 12e-3
 
 
 def slow_enough(num_devices: int) -> Cluster:
@@ -36,7 +36,7 @@ def slow_enough(num_devices: int) -> Cluster:
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Of two stages a rank, so that values cross the link three times."""
-    job = stagewright.Job(global_batch=8, sequence_length=32, dtype="fp32", num_steps=26)
+    job = stagewright.Job(global_batch=8, sequence_length=32, dtype="fp32", num_steps=34)
     model = resolve("tiny-llama", dict(SMALL_LLAMA))
     return estimate(
         model, slow_enough(2), job, pp=2, dp=1, schedule="interleaved-1f1b", chunks=2, recompute="none"

@@ -13,7 +13,18 @@ import torch.distributed as dist
 from patience import Deadline
 from stagewright.errors import RunError
 from stagewright.execution import watch
-from stagewright.execution.board import Board, FileBoard, Liveness, Post, Seal, StoreBoard, places, write_post
+from stagewright.execution.board import (
+    Board,
+    Failure,
+    FileBoard,
+    Liveness,
+    Post,
+    Seal,
+    StoreBoard,
+    places,
+    read_post,
+    write_post,
+)
 from stagewright.execution.rendezvous import own_store
 from stagewright.execution.watch import JOINING, Limits, Watch
 
@@ -79,6 +90,19 @@ def test_who_has_not_joined_is_named(board: Board) -> None:
     while not said and deadline:
         time.sleep(0.02)
     assert said and "rank 1 is still at 'importing torch'" in said[0]
+
+
+def test_a_rank_that_ends_with_its_own_error_does_not_blame_those_that_end_for_it(board: Board) -> None:
+    said: list[str] = []
+    watched = watching(board, said)
+    watched.start()
+    watched.failed("InputError", "no room on the disk")
+    told = Failure("RunError", "rank 0 failed: no room on the disk", time.time(), is_consequence=True)
+    write_post(board, 1, Post(1, "1F3", failure=told))
+    watched._thread.join(10)
+    post = read_post(board, 0)
+    assert said == [] and not watched._thread.is_alive()
+    assert post is not None and post.failure is not None and post.failure.kind == "InputError"
 
 
 def test_time_in_which_nobody_could_look_is_held_against_nobody(

@@ -62,6 +62,7 @@ def main() -> None:
             find_home()
             app()
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # who is leaving has no word for it
             sys.stdout.flush()  # what is short is only now found to have no reader
     except KeyboardInterrupt:
         sys.exit(130)

@@ -119,26 +119,26 @@ def run(
     from stagewright.execution.machine_use import watch_others
     from stagewright.planning.plan import load_plan
 
-    _say_when_ended()
-    check_writable(html)
-    loaded = load_plan(plan)
-    request = DataRequest.of(data, tokenizer, text_field)
-    if os.environ.get("RANK", "0") == "0":
-        say_what_runs(loaded.model.text)
-        say_what_runs(loaded.job.optimizer)
-        for source in request.sources if request is not None else ():
-            say_what_runs(source.path)
-    folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    others = watch_others()
-    with _last_checkpoint_told(checkpoint):
-        record = launch.run(
-            plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
-            start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
-            resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
-            held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)),
-            evaluate_every=evaluate_every, tensorboard=tensorboard, wandb=wandb,
-            adapt=adapt, replan=replan, rates=vars(rates), on_nan=cast("OnNan", on_nan),
-        )  # fmt: skip
+    with _said_when_ended():
+        check_writable(html)
+        loaded = load_plan(plan)
+        request = DataRequest.of(data, tokenizer, text_field)
+        if os.environ.get("RANK", "0") == "0":
+            say_what_runs(loaded.model.text)
+            say_what_runs(loaded.job.optimizer)
+            for source in request.sources if request is not None else ():
+                say_what_runs(source.path)
+        folder = out or Path("runs") / f"{loaded.model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        others = watch_others()
+        with _last_checkpoint_told(checkpoint):
+            record = launch.run(
+                plan, request, steps, folder, device=device, random_weights=random_weights, timeout=timeout,
+                start_timeout=start_timeout, ranks=ranks, checkpoint=checkpoint, checkpoint_every=checkpoint_every,
+                resume=resume, other_data=other_data, keep_last=keep_last, keep_every=keep_every,
+                held_out=DataRequest.of(held_out, *_as_trained(held_out, tokenizer, text_field)),
+                evaluate_every=evaluate_every, tensorboard=tensorboard, wandb=wandb,
+                adapt=adapt, replan=replan, rates=vars(rates), on_nan=cast("OnNan", on_nan),
+            )  # fmt: skip
     if record is None or os.environ.get("RANK", "0") != "0":
         return
     from stagewright.cli.options import warn
@@ -167,15 +167,26 @@ def run(
         raise typer.Exit(128 + signal.Signals[record.stopped_by])
 
 
-def _say_when_ended() -> None:
-    """SIGTERM before ranks are started, which see to it then, does not end this without a word."""
+@contextmanager
+def _said_when_ended() -> Iterator[None]:
+    """SIGTERM before ranks are started, which see to it then, does not end this without a word. One that comes when this
+    ends with an error has nothing to add to that."""
 
     def leave(number: int, _: object) -> None:
         say(f"ended by {signal.Signals(number).name} before any rank was started: nothing was trained")
         sys.exit(128 + number)
 
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, leave)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    except BaseException:
+        if signal.getsignal(signal.SIGTERM) is leave:  # and not that of a rank
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise
+    signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -53,8 +53,8 @@ def start_ranks(
         SystemExit: SIGTERM; all ranks have been ended.
     """
     with (
-        run_folder() as folder,
         _noted_signals() as received,
+        run_folder() as folder,
         _processes(meeting := Meeting.new(folder), module, arguments, ranks) as processes,
     ):
         _Watchman(meeting.board(len(ranks)), processes, start_s, can_stop).wait(received)

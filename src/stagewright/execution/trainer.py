@@ -143,6 +143,8 @@ class Trainer:
         self._tensorboard, self._wandb = tensorboard, wandb
         self._adapts = adapt
         self._stack = ExitStack()
+        self._behind = self._stack.enter_context(ExitStack())
+        """What may take its time, once the others know how this rank ended."""
         self._is_open = True
         found = ready(data, loaded)
         self._held_out = ready_beside(held_out, found, loaded)
@@ -191,7 +193,7 @@ class Trainer:
         if (threads := num_threads(self.plan, self._place)) is not None:
             torch.set_num_threads(threads)
         watch, reader = self._watch, Reader()
-        self._stack.callback(reader.close)
+        self._behind.callback(reader.close)
         self._new_session = lambda plan: Session(
             plan, self.device, data, random_weights, watch.at, watch.at, self._on_nan, reader
         )

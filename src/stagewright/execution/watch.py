@@ -142,9 +142,11 @@ class Watch:
         return self.stop_asked or signal.SIGTERM.name
 
     def failed(self, kind: str, message: str, is_consequence: bool = False) -> None:
-        """This rank is about to end with an error: tell the others and the launcher."""
-        self._failure = Failure(kind, message, time.time(), is_consequence)
-        self._post()
+        """This rank is about to end with an error: tell the others and the launcher. What was told first stays: the others
+        end too, and must not be taken for the cause of that."""
+        if self._failure is None:
+            self._failure = Failure(kind, message, time.time(), is_consequence)
+            self._post()
 
     def blame(self) -> str | None:
         """Which rank is gone and where it stood; None once all others have shown signs of life, in a few seconds."""
@@ -229,7 +231,7 @@ class Watch:
             os._exit(128 + received)
 
     def _fail(self, problem: str) -> None:
-        if not self._failing.acquire(blocking=False):
+        if self._failure is not None or not self._failing.acquire(blocking=False):
             return
         others = self._liveness.others(problem)
         self._on_failure(f"rank {self.rank} stops at {self.position}: {problem}{others}")

@@ -12,11 +12,12 @@ from stagewright.tracing.arguments import DTYPES
 
 
 class SyntheticBatches:
-    """Random numbers in the range of the model's example inputs."""
+    """Random numbers in the range that the first of the model's example inputs show, which microbatches of every size
+    have."""
 
     def __init__(self, examples: Mapping[str, torch.Tensor], seed: int) -> None:
         integers = {name: tensor for name, tensor in examples.items() if not tensor.is_floating_point()}
-        self.bounds = {name: int(tensor.max()) + 1 for name, tensor in integers.items()}
+        self.bounds = {name: int(tensor[0].max()) + 1 for name, tensor in integers.items()}
         self.seed = seed
 
     def open(self, step: int) -> None:
