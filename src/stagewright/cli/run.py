@@ -144,7 +144,7 @@ def run(
     from stagewright.cli.options import warn
     from stagewright.report import runs as report
 
-    if record.plan is not None:  # another one than was given, of a run that replanned or adapted
+    if record.plan is not None:  # a run that replanned or adapted has another one than was given
         loaded = load_plan(record.plan)
     path = folder / "record.json"
     document = report.run_document(loaded, record, str(path))

@@ -21,7 +21,7 @@ _TRIPS = 5
 @dataclass(frozen=True)
 class LinkTime:
     """A round trip between two global ranks: bytes of the messages there and back, and the seconds of the quickest of some,
-    which other programs have kept from nothing."""
+    without those in which the first rank waited for a processor."""
 
     ends: tuple[int, int]
     there: tuple[int, ...]
@@ -79,3 +79,4 @@ def _trip(device: torch.device, there: Channel, back: Channel, is_near: bool) ->
 
 
 _NO_MICROBATCH = -1
+"""By which these messages are told from those of a batch."""

@@ -103,7 +103,7 @@ class LinkWatch:
     def settle(self, step: int, shifts: Mapping[Pair, float] | None = None) -> None:
         """What was seen is answered: the present plan is the one for links with these shifts from now on."""
         found = self.beside_figures(shifts or {})
-        self.assumed = {pair: factor for pair, factor in found.items() if not 1 / _SHIFT < factor < _SHIFT}
+        self.assumed = {pair: factor for pair, factor in found.items() if factor >= _SHIFT}
         self._looks, self._next_look = [], step + _PAUSE
 
     def _is_shifted(self, pair: Pair, factor: float, excess: float) -> bool:

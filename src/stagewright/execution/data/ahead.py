@@ -47,18 +47,17 @@ class Reader:
     """
 
     def __init__(self) -> None:
-        self._ahead: _Task[Microbatch] | None = None
-        self._wanted: Wanted | None = None
-        """What is being read ahead."""
+        self._ahead: tuple[Wanted, _Task[Microbatch]] | None = None
         self._draws = False
+        """Whether samples drew random numbers when they were read while nobody else did."""
         self._tasks: SimpleQueue[_Task[Any] | None] = SimpleQueue()
         self._thread = Thread(target=self._work, daemon=True, name="stagewright-reader")
         self._thread.start()
 
     def take(self, wanted: Wanted) -> list[Microbatch]:
         """What is wanted, read now unless it was read ahead. Raises what reading it raised."""
-        if self._ahead is not None and self._wanted == wanted:
-            ahead, self._ahead = self._ahead, None
+        if self._ahead is not None and self._ahead[0] == wanted:
+            (_, ahead), self._ahead = self._ahead, None
             return ahead.result()
         self._begun(lambda: wanted.open() or ()).result()
         before = torch.default_generator.get_state()
@@ -71,7 +70,7 @@ class Reader:
         if self._draws:
             return
         self._drop()
-        self._wanted, self._ahead = wanted, self._begun(wanted.read)
+        self._ahead = wanted, self._begun(wanted.read)
 
     def close(self) -> None:
         """Nothing is read any more, and the thread is gone."""
@@ -81,7 +80,7 @@ class Reader:
 
     def _drop(self) -> None:
         if self._ahead is not None:
-            self._ahead.is_wanted = False
+            self._ahead[1].is_wanted = False
             self._ahead = None
 
     def _begun(self, read: Callable[[], Iterable[_Item]]) -> _Task[_Item]:
