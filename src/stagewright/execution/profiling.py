@@ -1,7 +1,8 @@
 """Operators of a model, timed where they run: in forwards and backwards of a few of its layers on the device at hand.
 
-An operator called over and over on the same tensors finds them in the nearest cache; between the others it does not. So all
-are timed in their places, a pass after the other, in as many processes as will work at once.
+An operator called over and over on the same tensors finds them in the nearest cache; between the others it does not, and
+what a forward has left for its backward has long been moved out when other microbatches came in between. So all are timed in
+their places, with several microbatches in flight as in a pipeline, in as many processes as will work at once.
 """
 
 from __future__ import annotations
@@ -33,11 +34,15 @@ from stagewright.planning.job import Job
 from stagewright.tracing.cache import trace
 from stagewright.tracing.models.build import DeferredModel
 from stagewright.tracing.models.reference import ModelReference
+from stagewright.units import GIB
 
 _LIMIT_S = 180.0
 """For processes to start and to read their graphs."""
 
 _WARM_UP, _LEAST_ROUNDS = 2, 4
+_MOST_IN_FLIGHT, _MOST_HELD_BYTES = 8, GIB
+"""Microbatches whose backwards follow all their forwards, and the bytes that these may leave on the device together."""
+
 _WATCHED = 0.1
 """Time for the reference computation, in that of a round's passes."""
 
@@ -105,9 +110,10 @@ def _measure(rank: int, asked: _Asked, device: torch.device, report: Progress) -
     Sizes take turns, so that a machine whose speed wanders slows them alike.
     """
     passes = []
+    longest_s = asked.seconds_per_figure / (_WARM_UP + _LEAST_ROUNDS)
     for place, size in enumerate(asked.microbatches):
         report(f"preparing microbatches of {size}", _PREPARED * place / len(asked.microbatches))
-        passes.append(_Passes(asked.reference, asked.job, size, device))
+        passes.append(_Passes(asked.reference, asked.job, size, device, longest_s))
     reference = Reference(device)
     for one in passes * _WARM_UP:
         one.step()
@@ -149,9 +155,15 @@ class _Round:
 
 
 class _Passes:
-    """Forwards and backwards of one microbatch through a model's few layers."""
+    """Forwards and backwards of microbatches of one size through a model's few layers.
 
-    def __init__(self, reference: ModelReference, job: Job, size: int, device: torch.device) -> None:
+    Args:
+        longest_s: how long the passes of all microbatches in flight may take, unless a single one takes longer.
+    """
+
+    def __init__(
+        self, reference: ModelReference, job: Job, size: int, device: torch.device, longest_s: float
+    ) -> None:
         graph = _graph(reference, job, size, device.type)
         (self._stage,) = carve(graph, [])
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
@@ -162,6 +174,16 @@ class _Passes:
         self._device, self._marks = device, Marks() if device.type == "cpu" else _Events()
         self._runner = StageRunner(self._stage, weights, device, loss_scale=1.0, mark=self._marks)
         self._runner.begin_step(0)
+        self._num_in_flight = self._held_at_once(longest_s)
+
+    def _held_at_once(self, longest_s: float) -> int:
+        self._runner.forward(0, {}, self._inputs)
+        held = sum(tensor.nbytes for tensor in self._runner.held[0].values())
+        self._runner.backward(0, {})
+        synchronize(self._device)
+        self._num_in_flight = 1
+        taken_s = float(self.step().seconds.sum())
+        return max(1, min(_MOST_IN_FLIGHT, _MOST_HELD_BYTES // max(held, 1), int(longest_s / taken_s)))
 
     @property
     def signatures(self) -> list[str | None]:
@@ -170,14 +192,19 @@ class _Passes:
         return [signature_of(node, self._stage.value) for node in nodes]
 
     def step(self) -> Pass:
-        """A forward and backward."""
+        """A forward and backward of every microbatch in flight; what one of them takes in the mean."""
+        in_flight = range(self._num_in_flight)
         self._marks.clear()
-        self._runner.forward(0, {}, self._inputs)
-        forward = self._marks.taken()
-        self._runner.backward(0, {})
-        backward = self._marks.taken()
+        forward, backward = [], []
+        for microbatch in in_flight:
+            self._runner.forward(microbatch, {}, self._inputs)
+            forward.append(self._marks.taken())
+        for microbatch in in_flight:
+            self._runner.backward(microbatch, {})
+            backward.append(self._marks.taken())
         synchronize(self._device)
-        return Pass(np.concatenate([forward, backward]), self._marks.waited())
+        seconds = np.concatenate([np.mean(forward, axis=0), np.mean(backward, axis=0)])
+        return Pass(seconds, self._marks.waited() / len(in_flight))
 
 
 class _Events:
