@@ -215,6 +215,11 @@ def test_a_model_of_other_sizes_is_the_nearest_with_these(tmp_path: Path) -> Non
         ([], "does not say --vocab-size"),
         (["--num-layers", "$LAYERS", "--vocab-size", "9"], "it is '$LAYERS'"),
         (
+            ["--num-attention-heads", "0", "--vocab-size", "9"],
+            "--num-attention-heads as a number of at least 1",
+        ),
+        (["--attention-dropout", "nan", "--vocab-size", "9"], "--attention-dropout as a number from 0"),
+        (
             ["--vocab-size", "9", "--squared-relu", "--add-qkv-bias"],
             "no model of a family that is known here",
         ),

@@ -19,6 +19,7 @@ Config = dict[str, Any]
 
 _FAMILIES = "Llama, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-2"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?")
+_SHARE = re.compile(r"0|0?\.\d{1,12}|0\.")
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 """Of tokenizers that come with one."""
 
@@ -29,7 +30,7 @@ def read_model(options: Mapping[str, str], tokenizer: str | None, origin: str) -
     Raises:
         InputError: the options do not say enough, or describe no family that is known; says what to do.
     """
-    said = _Said(options, tokenizer, origin)
+    said = _Described(options, tokenizer, origin)
     family = _family(said)
     wanted = _CONFIGS[family](said)
     bundled = [resolve(name) for name in bundled_names()]
@@ -57,7 +58,7 @@ def _value(config: Mapping[str, Any], key: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _Described:
     options: Mapping[str, str]
     tokenizer: str | None
     origin: str
@@ -67,20 +68,21 @@ class _Said:
 
     def number(self, name: str, default: int | None = None) -> int:
         """Raises `InputError` where the file does not say it."""
-        value = self.options.get(name, default)
-        if value is None:
+        value = self.options.get(name)
+        if value is None and default is None:
             raise self.lacks(f"--{name}")
-        try:
-            return int(value)
-        except ValueError:
-            raise self.lacks(f"--{name} as a number (it is '{value}')") from None
+        if value is None:
+            return default or 0
+        if not value.isdecimal() or int(value[:12]) < 1:
+            raise self.lacks(f"--{name} as a number of at least 1 (it is '{value}')")
+        return int(value[:12])
 
     def share(self, name: str) -> float:
         """A probability, which is 0.1 where the file does not say it."""
-        try:
-            return float(self.options.get(name, 0.1))
-        except ValueError:
-            raise self.lacks(f"--{name} as a number (it is '{self.options[name]}')") from None
+        value = self.options.get(name, "0.1")
+        if not _SHARE.fullmatch(value):
+            raise self.lacks(f"--{name} as a number from 0 to below 1 (it is '{value}')")
+        return float(value)
 
     def lacks(self, what: str) -> InputError:
         return InputError(f"{self.origin} does not say {what}, so its model is not known: name MODEL")
@@ -100,7 +102,7 @@ class _Said:
         )
 
 
-def _family(said: _Said) -> str:
+def _family(said: _Described) -> str:
     norm = said.options.get("normalization", "LayerNorm")
     positions = said.options.get("position-embedding-type", "learned_absolute")
     is_rotary = positions == "rope" or said.has("use-rotary-position-embeddings")
@@ -125,14 +127,14 @@ def _family(said: _Said) -> str:
     )
 
 
-def _ends(said: _Said) -> Config:
+def _ends(said: _Described) -> Config:
     return {
         "vocab_size": said.vocabulary,
         "tie_word_embeddings": not said.has("untie-embeddings-and-output-weights"),
     }
 
 
-def _llama_like(said: _Said) -> Config:
+def _llama_like(said: _Described) -> Config:
     width, heads = said.number("hidden-size"), said.number("num-attention-heads")
     return {
         "num_hidden_layers": said.number("num-layers"),
@@ -144,7 +146,7 @@ def _llama_like(said: _Said) -> Config:
     }
 
 
-def _grouped(said: _Said) -> Config:
+def _grouped(said: _Described) -> Config:
     """Heads that share keys and values, and how wide they are."""
     heads = said.number("num-attention-heads")
     groups = said.number("num-query-groups", 1) if said.has("group-query-attention") else heads
@@ -155,12 +157,12 @@ def _grouped(said: _Said) -> Config:
     }
 
 
-def _llama(said: _Said) -> Config:
+def _llama(said: _Described) -> Config:
     biases = {} if said.has("disable-bias-linear") else {"attention_bias": True, "mlp_bias": True}
     return _grouped(said) | biases
 
 
-def _mixtral(said: _Said) -> Config:
+def _mixtral(said: _Described) -> Config:
     return _grouped(said) | {
         "intermediate_size": said.number("moe-ffn-hidden-size", said.feed_forward),
         "num_local_experts": said.number("num-experts"),
@@ -168,7 +170,7 @@ def _mixtral(said: _Said) -> Config:
     }
 
 
-def _qwen3_moe(said: _Said) -> Config:
+def _qwen3_moe(said: _Described) -> Config:
     return _grouped(said) | {
         "num_experts": said.number("num-experts"),
         "num_experts_per_tok": said.number("moe-router-topk", 2),
@@ -176,7 +178,7 @@ def _qwen3_moe(said: _Said) -> Config:
     }
 
 
-def _deepseek_v3(said: _Said) -> Config:
+def _deepseek_v3(said: _Described) -> Config:
     expert = said.number("moe-ffn-hidden-size", said.feed_forward)
     dense = _DENSE_FIRST.fullmatch(said.options.get("moe-layer-freq", ""))
     return _llama_like(said) | {
@@ -196,7 +198,7 @@ def _deepseek_v3(said: _Said) -> Config:
     }
 
 
-def _gpt2(said: _Said) -> Config:
+def _gpt2(said: _Described) -> Config:
     return {
         "n_layer": said.number("num-layers"),
         "n_embd": said.number("hidden-size"),
@@ -209,13 +211,13 @@ def _gpt2(said: _Said) -> Config:
     }
 
 
-_CONFIGS: dict[str, Callable[[_Said], Config]] = {
+_CONFIGS: dict[str, Callable[[_Described], Config]] = {
     "llama": _llama, "qwen3": _grouped, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3,
     "gpt2": _gpt2,
 }  # fmt: skip
 
 
-def _notes(said: _Said, family: str) -> Iterator[str]:
+def _notes(said: _Described, family: str) -> Iterator[str]:
     """What the model that is read has otherwise."""
     if family != "gpt2" and (dropout := said.share("hidden-dropout")):
         default = "" if said.has("hidden-dropout") else ", the default,"

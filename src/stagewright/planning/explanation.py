@@ -223,7 +223,7 @@ def _schedules(plan: Plan, program: Program) -> Iterator[Change]:
     own = peak_activations(program)
     for name in FAMILIES:
         found = _built(name, program)
-        if found is None or found.placement != program.placement:
+        if found is None:
             continue
         found = insert_recomputation(found, again)
         more = [held - now for held, now in zip(peak_activations(found), own, strict=True)]
@@ -235,12 +235,16 @@ def _schedules(plan: Plan, program: Program) -> Iterator[Change]:
 
 
 def _built(name: str, program: Program) -> Program | None:
-    """The family's program of that size; None where it has none, or it does not end with one update of the parameters."""
+    """The family's program of that size with the same stages on every rank; None where it has none, or it does not end with
+    one update of the parameters."""
     chunks = program.num_stages // program.num_ranks
     if (chunks > 1) != ("num_chunks" in options_of(name)):
         return None
+    num_chunks = chunks if chunks > 1 else None
     try:
-        found = build(name, program.num_ranks, program.num_microbatches, chunks if chunks > 1 else None)
+        if build(name, program.num_ranks, 1, num_chunks).placement != program.placement:
+            return None  # told by one microbatch, as families that search for an order take long over many
+        found = build(name, program.num_ranks, program.num_microbatches, num_chunks)
     except ScheduleError:
         return None
     return None if any(action.kind is Kind.STEP for action in found) else found

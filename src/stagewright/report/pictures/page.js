@@ -37,13 +37,16 @@ const curves = data.curves.map(({ time, held, parts, peak }) => ({
   time: unpack(time), held: held ? unpack(held) : total(parts, time.count), peak,
 }));
 
-/** The sum of all categories, each of which is a number, or a column where it changes. */
+/** The bytes of a category at a moment; it is a number, or a column where it changes. */
+function bytesOf(part) {
+  const values = typeof part === "number" ? null : unpack(part);
+  return values ? (i) => values[i] : () => part;
+}
+
+/** The sum of all categories. */
 function total(parts, count) {
   const sum = new Float64Array(count);
-  for (const part of Object.values(parts)) {
-    const values = typeof part === "number" ? null : unpack(part);
-    for (let i = 0; i < count; i++) sum[i] += values ? values[i] : part;
-  }
+  for (const bytesAt of Object.values(parts).map(bytesOf)) for (let i = 0; i < count; i++) sum[i] += bytesAt(i);
   return sum;
 }
 
@@ -212,8 +215,10 @@ const endOf = (move) => moves.start[move] + moves.seconds[move];
 const MOST_LINES = 600; // more cannot be told apart
 function drawTransfers(pen) {
   const chosen = [];
-  for (let i = 0; i < moves.start.length && chosen.length <= MOST_LINES; i++)
-    if (moves.start[i] <= view.to && endOf(i) >= view.from && (followed < 0 ? isBetweenNeighbours(i) : followed === moves.microbatch[i])) chosen.push(i);
+  for (let i = 0; i < moves.start.length && chosen.length <= MOST_LINES; i++) {
+    const isInView = moves.start[i] <= view.to && endOf(i) >= view.from;
+    if (isInView && (followed < 0 ? isBetweenNeighbours(i) : followed === moves.microbatch[i])) chosen.push(i);
+  }
   if (chosen.length > MOST_LINES) return;
   pen.lineWidth = followed < 0 ? 1 : 2;
   for (const i of chosen) {
@@ -304,16 +309,13 @@ const heldAt = (rank, seconds) => curves[rank].held[indexAt(curves[rank], second
 const shownRank = () => (hoveredRank < 0 ? chosenRank : hoveredRank);
 
 /** What each category of a rank holds, from the lowest in the picture to the highest: `[name, bytes at a moment]`. */
-let parts = { rank: -1, list: [] };
+let unpacked = { rank: -1, parts: [] }; // of one rank, as those of all take room
 function partsOf(rank) {
-  if (parts.rank !== rank) {
-    const list = Object.entries(data.curves[rank].parts).map(([name, part]) => {
-      const values = typeof part === "number" ? null : unpack(part);
-      return [name, (i) => (values ? values[i] : part)];
-    });
-    parts = { rank, list };
+  if (unpacked.rank !== rank) {
+    const parts = Object.entries(data.curves[rank].parts).map(([name, part]) => [name, bytesOf(part)]);
+    unpacked = { rank, parts };
   }
-  return parts.list;
+  return unpacked.parts;
 }
 
 /** What is drawn of a curve, `[x, moment]`: of all within half a pixel the highest moment and the last; at one instant
@@ -492,9 +494,9 @@ function showTip(event, heading, lines) {
   tip.hidden = false;
   name.textContent = heading;
   tip.replaceChildren(name, ...lines.map((line) => ["\n", line]).flat(2));
-  const { width, height } = tip.getBoundingClientRect();
-  tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - width - 8)}px`;
-  tip.style.top = `${Math.min(event.clientY + 16, window.innerHeight - height - 8)}px`;
+  const { width, height } = tip.getBoundingClientRect(), { clientWidth, clientHeight } = document.documentElement;
+  tip.style.left = `${Math.min(event.clientX + 14, clientWidth - width - 8)}px`;
+  tip.style.top = `${Math.min(event.clientY + 16, clientHeight - height - 8)}px`;
 }
 
 function describeBar() {
@@ -571,13 +573,13 @@ function leave() {
   redraw();
 }
 rows.addEventListener("pointerleave", leave);
-const held = element("curves");
-held.addEventListener("pointermove", (event) => {
+const picture = element("curves");
+picture.addEventListener("pointermove", (event) => {
   cursor = Math.min(Math.max(secondsAt(event.offsetX), view.from), view.to);
   showTip(event, formatHeld(heldAt(shownRank(), cursor)), describeHeld(shownRank(), cursor));
   redraw();
 });
-held.addEventListener("pointerleave", leave);
+picture.addEventListener("pointerleave", leave);
 rows.addEventListener("dblclick", () => show(0, data.makespan));
 element("in").onclick = () => zoom(0.6);
 element("out").onclick = () => zoom(1 / 0.6);

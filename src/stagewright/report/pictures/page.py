@@ -37,7 +37,6 @@ def html_page(
         here.joinpath(name).read_text(encoding="utf-8")
         for name in ("page.html", "page.css", "page.js", "coarse.js", "panels.js", "shares.js")
     )
-    # No tag and no comment begins inside the data, whatever names it has.
     columns = _Columns()
     shown = _data(scene, columns) | {
         "report": None if panels is None else panels.document(),
@@ -46,6 +45,7 @@ def html_page(
         "categoryFills": category_fills(_categories(scene, panels)),
     }
     shown["columns"] = columns.text()
+    # No tag and no comment begins inside the data, whatever names it has.
     data = json.dumps(shown, separators=(",", ":")).replace("<", "\\u003c")
     title = scene.title if panels is None else panels.title
     parts = {
