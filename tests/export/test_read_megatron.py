@@ -242,7 +242,7 @@ def test_options_that_say_too_little_of_a_model_are_refused(
     found = read(tmp_path, json.dumps(options), "argv.json")
     with pytest.raises(InputError, match=re.escape(says)) as raised:
         found.read_model()
-    assert str(raised.value).endswith(": name MODEL")
+    assert str(raised.value).endswith("name MODEL")
 
 
 def test_what_a_model_that_is_read_has_not_is_said(tmp_path: Path) -> None:

@@ -85,7 +85,9 @@ class _Described:
         return float(value)
 
     def lacks(self, what: str) -> InputError:
-        return InputError(f"{self.origin} does not say {what}, so its model is not known: name MODEL")
+        return InputError(
+            f"{self.origin} does not say {what}, so its model is not known: add it, or name MODEL"
+        )
 
     @property
     def vocabulary(self) -> int:
