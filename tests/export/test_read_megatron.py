@@ -185,6 +185,7 @@ def options_of(name: str, **settings: Any) -> list[str]:
         "llama-2-7b",
         "llama-3-8b",
         "llama-3-405b",
+        "qwen2.5-7b",
         "qwen3-8b",
         "mixtral-8x7b",
         "qwen3-30b-a3b",
@@ -220,7 +221,7 @@ def test_a_model_of_other_sizes_is_the_nearest_with_these(tmp_path: Path) -> Non
         ),
         (["--attention-dropout", "nan", "--vocab-size", "9"], "--attention-dropout as a number from 0"),
         (
-            ["--vocab-size", "9", "--squared-relu", "--add-qkv-bias"],
+            ["--vocab-size", "9", "--qk-layernorm", "--add-qkv-bias"],
             "no model of a family that is known here",
         ),
     ],

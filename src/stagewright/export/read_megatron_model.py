@@ -17,7 +17,7 @@ from stagewright.tracing.models.reference import bundled_names, resolve
 
 Config = dict[str, Any]
 
-_FAMILIES = "Llama, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-2"
+_FAMILIES = "Llama, Qwen2, Qwen3, Mixtral, Qwen3-MoE, DeepSeek-V3 and GPT-2"
 _DENSE_FIRST = re.compile(r"\(?\[0\]\*(\d+)\+\[1\]\*\d+\)?")
 _SHARE = re.compile(r"0|0?\.\d{1,12}|0\.")
 _VOCABULARIES = {"GPT2BPETokenizer": 50257}
@@ -117,10 +117,13 @@ def _family(said: _Described) -> str:
         and not (is_rotary or has_experts or has_norms or is_latent)
     ):
         return "gpt2"
-    if said.has("swiglu") and norm == "RMSNorm" and not said.has("add-qkv-bias"):
-        if is_latent and has_experts:
+    if said.has("swiglu") and norm == "RMSNorm":
+        has_biases = said.has("add-qkv-bias")
+        if has_biases and is_rotary and not (is_latent or has_experts or has_norms):
+            return "qwen2"
+        if is_latent and has_experts and not has_biases:
             return "deepseek_v3"
-        if is_rotary and not is_latent:
+        if is_rotary and not is_latent and not has_biases:
             return {
                 (False, False): "llama", (False, True): "qwen3", (True, False): "mixtral", (True, True): "qwen3_moe",
             }[has_experts, has_norms]  # fmt: skip
@@ -214,8 +217,8 @@ def _gpt2(said: _Described) -> Config:
 
 
 _CONFIGS: dict[str, Callable[[_Described], Config]] = {
-    "llama": _llama, "qwen3": _grouped, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe, "deepseek_v3": _deepseek_v3,
-    "gpt2": _gpt2,
+    "llama": _llama, "qwen2": _grouped, "qwen3": _grouped, "mixtral": _mixtral, "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3, "gpt2": _gpt2,
 }  # fmt: skip
 
 
