@@ -130,7 +130,11 @@ def halves(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 def fitted(model: SourcedModel) -> list[str]:
     """Dotted names of the figures of a device, link or runtime whose source is a fit, those of what it holds included."""
     own = [name for name in model.figures() if _source(model, name).startswith(_FITTED)]
-    own = [name for name in own if not isinstance(attrgetter(name)(model), bool) and _is_stated(model, name)]
+    own = [
+        name
+        for name in own
+        if not isinstance(attrgetter(name)(model), bool | str) and _is_stated(model, name)
+    ]
     for name in type(model).model_fields:
         held = getattr(model, name)
         for one in held if isinstance(held, tuple) else (held,):

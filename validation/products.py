@@ -1,7 +1,8 @@
 """Judge the time of matrix products by their shapes, measured alone with a warm cache of kernels on one GPU.
 
 `torch.nn.Linear` without bias in bf16, replayed from a CUDA graph: what the product's cost functions say of ``mm``, with the
-clocks of a GPU that does nothing else. Constants were fitted on 900 of the 2,714 shapes of every device, drawn at random.
+clocks of a GPU that does nothing else. Constants, and the tables of the kernels that libraries choose
+(`validation/kernel_tables.py`), saw half of the 2,714 shapes of every device.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fragment import Fragment
-from verdict import Row, arguments, document, show
+from verdict import Row, arguments, document, half_of, show
 
 from stagewright.cluster import load_cluster
 
@@ -27,9 +28,14 @@ CATALOG = {
 """Systems of the tables, without what follows an underscore, and what the catalog calls their devices."""
 
 
-def judged(folder: Path = DATA, left_out: Counter[str] | None = None) -> Iterator[Row]:
-    """A row per product; those of systems that the catalog does not have are counted in `left_out`."""
+def judged(folder: Path = DATA, left_out: Counter[str] | None = None, kernels: bool = True) -> Iterator[Row]:
+    """A row per product; those of systems that the catalog does not have are counted in `left_out`.
+
+    Without `kernels` predictions are those of libraries that choose the fastest one.
+    """
     devices = {system: load_cluster(f"1x-{name}").device for system, name in CATALOG.items()}
+    if not kernels:
+        devices = {system: device.with_best_kernels() for system, device in devices.items()}
     with (folder / "gemm_bf16_by_shape.csv").open(newline="") as file:
         for record in csv.DictReader(file):
             device = devices.get(record["system"].partition("_")[0])
@@ -45,7 +51,7 @@ def judged(folder: Path = DATA, left_out: Counter[str] | None = None) -> Iterato
             size = "large" if 2 * rows * columns * inner >= LARGE_FLOP else "small"
             label = f"{device.name} {rows} x {columns} x {inner}"
             measured = float(record["latency_us"]) * 1e-6
-            yield Row(label, f"{device.name}: {size}", asked.seconds_alone(device), measured)
+            yield Row(label, f"{device.name}: {size}", asked.seconds_alone(device), measured, half_of(label))
 
 
 def main() -> None:

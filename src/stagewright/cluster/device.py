@@ -261,15 +261,18 @@ class Device(SourcedModel):
         A device that was idle (`alone`) has higher clocks than one in training. Products of many experts may be `grouped`,
         those of each shape by one kernel.
 
-        Source and ignores: `stagewright.cluster.products`; launch.
+        Source and ignores: `stagewright.cluster.products`, `stagewright.cluster.kernels`; launch.
         """
         assert self.products is not None, "asked of devices that are described by it"
-        flops, share = self.matmul_flops(dtype), num_bytes / len(shapes)
-        item = 4.0 if precision_name(dtype) in ("fp32", "tf32") else 2.0
+        products, flops, share = self.products, self.matmul_flops(dtype), num_bytes / len(shapes)
+        precision = precision_name(dtype)
+        item = 4.0 if precision in ("fp32", "tf32") else 2.0
+        chosen = precision in ("bf16", "fp16") and not grouped
         return sum(
             product_seconds(
-                self.products, shape, flops, self.memory_bandwidth, share, item, alone=alone, grouped=grouped
+                products, shape, flops, self.memory_bandwidth, share, item, alone=alone, grouped=grouped
             )
+            * (products.kernel_factor(shape) if chosen else 1.0)
             for shape in shapes
         )
 
@@ -289,6 +292,12 @@ class Device(SourcedModel):
         if self.products is None or self.products.grouped_share == share:
             return self
         return self.model_copy(update={"products": self.products.model_copy(update={"grouped_share": share})})
+
+    def with_best_kernels(self) -> Device:
+        """This device with a library that chooses the fastest kernel for every product."""
+        if self.products is None:
+            return self
+        return self.model_copy(update={"products": self.products.model_copy(update={"kernels": None})})
 
     def with_attention(self, rate: float, best: bool = False) -> Device:
         """This device with other attention kernels: `rate` times as fast, or the `best` there are, where that is known."""

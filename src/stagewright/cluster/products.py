@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -23,24 +23,28 @@ _MOST_SPLIT_WAVES = 8
 _STEP = 64
 """Elements of the inner dimension that a tile goes on by."""
 
-_MEMORY_EFFICIENCY = 0.81
+_MEMORY_EFFICIENCY = 0.825
 """Part of the memory bandwidth at which operands stream in and results out."""
 
 _GROUPED_MEMORY_EFFICIENCY = 0.9
 """The same of one kernel for products of many experts, whose weights it reads one after the other. Fit of TensorRT-LLM's
 layers of experts on H100 and B200 published with aiconfigurator, half of the rows."""
 
-_STORED = 0.4
+_STORED = 0.46
 """Part of the writing of a wave's results during which its multiprocessors compute nothing."""
 
-_SUM_S = 3.4e-6
+_SUM_S = 3.2e-6
 """Of the kernel that adds up the parts of a split product."""
 
-_OVERLAP = 2.7
+_OVERLAP = 2.9
 """How well arithmetic hides memory traffic: seconds are (a^p + m^p)^(1/p)."""
 
-_SAG_S = 1.6e-3
+_SAG_S = 2.0e-3
 """Time constant with which the clocks of a device that was idle begin to fall."""
+
+
+Library = Literal["a100", "h100", "b200"]
+"""What kernels are made for, by the device whose products were measured."""
 
 
 class Shape(NamedTuple):
@@ -70,6 +74,18 @@ class Products(StrictModel):
     """How much longer products of more than some milliseconds take on a device that was idle before, as its clock falls."""
     grouped_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Part of that rate at which PyTorch's kernel for products of many experts runs; that of others is 1."""
+    kernels: Library | None = None
+    """Whose measured products say what a library's choice of kernels adds in half precision; None: it takes the fastest."""
+
+    def kernel_factor(self, shape: Shape) -> float:
+        """How many times as long as `product_seconds` a product in half precision takes with the kernel that is chosen."""
+        if self.kernels is None or shape.batch != 1:
+            return 1.0
+        from stagewright.cluster.kernels import (
+            kernel_factor,
+        )  # numpy, which other uses of a device go without
+
+        return kernel_factor(self.kernels, shape.rows, shape.columns, shape.inner, self.num_multiprocessors)
 
 
 def product_seconds(
@@ -96,7 +112,7 @@ def product_seconds(
 
     Source: wave quantization and tile efficiency as NVIDIA's guide "Matrix Multiplication Background" describes them; the
     roofline model for memory. Constants: fit of the products by shape on A100, H100 and B200 published with aiconfigurator.
-    Ignores: layouts; caches; that libraries choose tiles by rules of thumb.
+    Ignores: layouts; caches; that libraries choose tiles by rules of thumb (`Products.kernel_factor`).
     """
     share, processors = products.operand_share, products.num_multiprocessors
     clock = (products.boost if alone else 1.0) * (products.grouped_share if grouped else 1.0)
