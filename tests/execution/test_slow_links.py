@@ -14,7 +14,9 @@ from cells import SMALL_LLAMA
 import stagewright
 from local_cluster import local
 from multiprocess import run_ranks
+from patience import Deadline
 from stagewright.cluster import Cluster, with_slower_links
+from stagewright.execution.adapting import Adaptation
 from stagewright.execution.link_times import LinkTime
 from stagewright.execution.link_watch import LinkWatch
 from stagewright.planning.estimate import estimate
@@ -121,6 +123,27 @@ def test_a_link_that_the_plan_was_made_for_may_be_quick_again(watched: Watched) 
     watched.train(20, factor=1.0, lateness=0.5)
     watched.watch.settle(watched.step, watched.watch.staying)
     assert watched.watch.assumed == {}
+
+
+def test_a_search_for_a_link_that_is_quick_again_is_over(plan: Plan, tmp_path: Path) -> None:
+    """So that a rank which becomes slow later is seen."""
+    adaptation, planned = Adaptation(plan, tmp_path / "adapting", 0.0), plan.predictions.step_seconds
+    watched = Watched(plan)
+    step = 0
+    while not adaptation._searcher.is_asked:
+        adaptation.after(step, [1.0, 1.0], 2 * planned, 1000)
+        if adaptation.links.wants_look:
+            adaptation.looked(step, [LinkTime((0, 1), (4096,), (4096,), 6 * watched.planned_s)], 1000)
+        step += 1
+    adaptation.after(step, [1.0, 1.0], planned, 1000)
+    adaptation.looked(step, [LinkTime((0, 1), (4096,), (4096,), watched.planned_s)], 1000)
+    deadline = Deadline(60)
+    while not adaptation._searcher.is_done and deadline:
+        time.sleep(0.05)
+    for later in range(step + 1, step + 5):
+        assert adaptation.after(later, [1.0, 1.0], planned, 1000) == []
+    assert not adaptation._searcher.is_asked and not adaptation.has_proposal
+    adaptation.close()
 
 
 @pytest.mark.multiprocess

@@ -91,10 +91,7 @@ class Adaptation:
         self.links.after(self.plan, step, paces, seconds)
         self._streak = self._streak + 1 if _is_shifted(paces) else 0
         if self._searcher.is_asked:
-            has_to_hear = self._searcher.is_done and not self._shifts
-            if has_to_hear and (self._streak >= _STEPS or self._streak == 0):
-                return self._hear(step, num_left)
-            return []
+            return self._hear(step, num_left) if self._searcher.is_done and self._is_decided else []
         if step < self._quiet_until:
             return self._told(step)
         if self._streak >= _SEARCHES_AFTER:
@@ -130,6 +127,13 @@ class Adaptation:
         return [
             f"a step takes {format_seconds(statistics.median(self._seconds))} since; it took {format_seconds(before)}"
         ]
+
+    @property
+    def _is_decided(self) -> bool:
+        """Whether what was searched for is wanted, or not, without another look at links: there may be none."""
+        if self._shifts:
+            return not self.links.is_still(self._shifts)
+        return self._streak >= _STEPS or self._streak == 0
 
     def _look(self, shifts: dict[Pair, float]) -> None:
         """Have another plan searched for, for ranks as they are now, if these have shifted, and links with these shifts."""
