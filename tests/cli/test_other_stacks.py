@@ -197,3 +197,10 @@ def test_without_a_model_and_a_file_that_says_it_there_is_nothing_to_do(
         *words, *CLUSTER, "--from" if words[0] == "estimate" else "--compare", path, "--sequence-length", "64"
     )
     assert done.exit_code == 2 and "does not say which model it is for: name MODEL" in done.stderr
+
+
+def test_a_date_among_keys_of_the_model_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('model = "tiny-llama"\n[set]\nrope_theta = 2026-01-01\n')
+    done = call("estimate", *CLUSTER, "--from", path)
+    assert done.exit_code == 2 and "set has a date or a time" in done.stderr, done.stderr

@@ -252,6 +252,18 @@ def test_what_a_model_that_is_read_has_not_is_said(tmp_path: Path) -> None:
     words += ["--moe-layer-freq", "2"]
     notes = read(tmp_path, json.dumps(words), "argv.json").read_model().notes
     assert [note.split()[0] for note in notes] == ["--hidden-dropout", "biases", "--moe-layer-freq"]
+    words = [*options_of("gpt2"), "--kv-channels", "32", "--disable-bias-linear"]
+    notes = read(tmp_path, json.dumps(words), "argv.json").read_model().notes
+    assert [note.split()[0] for note in notes] == ["--kv-channels", "--disable-bias-linear"]
     gpt = [word for word in options_of("gpt2") if word not in ("--vocab-size", "50257")]
     gpt += ["--tokenizer-type", "GPT2BPETokenizer"]
     assert read(tmp_path, json.dumps(gpt), "argv.json").read_model().text == "gpt2"
+
+
+@pytest.mark.parametrize("further", [["--position-embedding-type", "none"], ["--group-query-attention"]])
+def test_a_gpt_without_positions_or_with_shared_heads_is_not_taken_for_gpt2(
+    further: list[str], tmp_path: Path
+) -> None:
+    found = read(tmp_path, json.dumps([*options_of("gpt2"), *further]), "argv.json")
+    with pytest.raises(InputError, match="no model of a family that is known here"):
+        found.read_model()

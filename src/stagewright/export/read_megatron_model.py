@@ -114,7 +114,8 @@ def _family(said: _Described) -> str:
     if (
         not said.has("swiglu")
         and norm == "LayerNorm"
-        and not (is_rotary or has_experts or has_norms or is_latent)
+        and positions == "learned_absolute"
+        and not (is_rotary or has_experts or has_norms or is_latent or said.has("group-query-attention"))
     ):
         return "gpt2"
     if said.has("swiglu") and norm == "RMSNorm":
@@ -227,6 +228,12 @@ def _notes(said: _Described, family: str) -> Iterator[str]:
     if family != "gpt2" and (dropout := said.share("hidden-dropout")):
         default = "" if said.has("hidden-dropout") else ", the default,"
         yield f"--hidden-dropout {dropout:g}{default} is not in the model that is read"
+    if family == "gpt2":
+        width = said.number("hidden-size") // said.number("num-attention-heads")
+        if said.number("kv-channels", width) != width:
+            yield f"--kv-channels {said.options['kv-channels']} is predicted as {width}, the width over the heads"
+        if said.has("disable-bias-linear"):
+            yield "--disable-bias-linear is not in the model that is read, whose linear layers have biases"
     if family not in ("gpt2", "llama") and not said.has("disable-bias-linear"):
         yield "biases of linear layers, as --disable-bias-linear is missing, are not in the model that is read"
     layers = said.options.get("moe-layer-freq")

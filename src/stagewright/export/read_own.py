@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -50,6 +51,12 @@ def _model(given: Mapping[str, Any], origin: str) -> ModelRead:
         raise InputError(f"{origin}: model = {text!r}: give what MODEL may be, as 'llama-3-8b'")
     if not isinstance(settings, dict):
         raise InputError(f"{origin}: set = {settings!r}: give a table of keys of the model's configuration")
+    try:
+        json.dumps(settings)
+    except TypeError:
+        raise InputError(
+            f"{origin}: set has a date or a time, as no configuration of a model has: write it as a text"
+        ) from None
     return ModelRead(text, settings)
 
 
