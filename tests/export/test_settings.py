@@ -28,13 +28,14 @@ from stagewright.export.expressed import Expressed, expressed
 from stagewright.export.megatron import STACK as MEGATRON
 from stagewright.export.reading import Reading, read_configuration
 from stagewright.export.settings import settings_files
+from stagewright.export.torchtitan import STACK as TITAN_STACK
 from stagewright.export.torchtitan import known_keys
 from stagewright.graph.carving import carve
 from stagewright.planning.configuration import configuration_of
 from stagewright.planning.estimate import estimate, graph_of
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan, StagePolicy
-from stagewright.planning.plan_stages import stage_cuts, stage_program
+from stagewright.planning.plan_stages import cut_names, stage_cuts, stage_program
 from stagewright.schedule import read_torch_csv
 from stagewright.tracing.models.reference import resolve
 
@@ -373,6 +374,15 @@ def test_what_does_not_run_alone_has_no_price() -> None:
     assert priced(Difference("something is otherwise"), asked, lambda stage: None) == "something is otherwise"
     lost = with_fields(asked, cuts=("none:0",) * 3)
     assert priced(Difference("it is cut elsewhere", lost), asked, lambda stage: None) == "it is cut elsewhere"
+
+
+def test_stages_without_a_whole_layer_are_what_differs() -> None:
+    asked = plan(schedule="zb-v")
+    graph = graph_of(asked)
+    cuts = list(stage_cuts(asked, graph))
+    cuts[2] = cuts[1] + 1
+    found = expressed(asked.model_copy(update={"cuts": cut_names(graph, cuts)}), TITAN_STACK)
+    assert "of the 8 stages some have no whole layer under the plan, and there every one has" in found.notes
 
 
 def test_a_plan_that_goes_along_whole_costs_nothing() -> None:

@@ -200,7 +200,8 @@ def _pipelines(
         found.append(replace(found[0], layers_per_stage=counts))
     known = f"is not among its schedules ({', '.join(stack.schedules)})"
     if plan.schedule in stack.schedules:
-        return found, [*differences, Difference(f"{len(counts)} stages of less than a layer {known}")]
+        what = f"of the {len(counts)} stages some have no whole layer under the plan, and there every one has"
+        return found, [*differences, Difference(what)]
     what = f"the order of passes that {plan.schedule} has {known}"
     return found, [*differences, Difference(what, lambda: with_schedule(plan, graph, stack.schedules))]
 

@@ -43,7 +43,8 @@ class Wanted:
 class Reader:
     """Reads on a thread of its own, so that what is wanted next can be read ahead. Nothing else may read the same data.
 
-    A dataset that draws from torch's own random numbers is not read ahead: the model draws from them too.
+    A dataset that draws from torch's own random numbers is not read ahead: the model draws from them too. Ignores: draws
+    that no sample made of those which were read while nobody else drew.
     """
 
     def __init__(self) -> None:
