@@ -134,6 +134,16 @@ def test_steps_do_not_wait_for_data_and_learn_the_same(
     assert "stagewright-reader" not in {thread.name for thread in threading.enumerate()}
 
 
+def test_a_rank_whose_data_fails_says_that_it_reads(tmp_path: Path) -> None:
+    small_plan(tmp_path, pp=1, num_steps=STEPS)
+    with pytest.raises(InputError, match=r"^rank 0 failed at reading data: sample \d+ of .*no such file"):
+        Trainer(tmp_path / "plan.json", f"{__file__}:failing", out=tmp_path / "out", device="cpu").fit()
+
+
+def failing() -> Numbers:
+    return Numbers(fails_at=4)
+
+
 def fitted(folder: Path, name: str, steps: int, **options: Any) -> tuple[float | None, ...]:
     data = f"{__file__}:Numbers"
     record = Trainer(

@@ -267,6 +267,7 @@ class Session:
         wanted = self._wanted(step, graph, batches)
         if wanted is None:
             return [{} for _ in range(self.plan.num_microbatches)]
+        self.watch("reading data")
         found = wanted.read() if self._reader is None else self._reader.take(wanted)
         return [{name: tensor.to(self.device) for name, tensor in batch.items()} for batch in found]
 
@@ -335,6 +336,7 @@ class Session:
         if inputs is None:
             inputs = self.microbatches(step, graph)
             self._read_ahead(step + 1)
+        self.watch("waiting for all to begin the step")
         dist.barrier(self.groups.forward)
         try:
             counting = self.metering.counting(
