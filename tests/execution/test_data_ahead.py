@@ -16,7 +16,7 @@ from patience import patient
 from stagewright.errors import InputError
 from stagewright.execution.data.ahead import Reader, Wanted
 from stagewright.execution.data.batches import Batches
-from stagewright.execution.data.own import MapStyle
+from stagewright.execution.data.own import InOrder, MapStyle
 from stagewright.execution.trainer import Trainer
 from stagewright.graph import OperatorGraph
 from stagewright.planning.job import Job
@@ -86,6 +86,23 @@ def test_an_error_is_raised_at_its_step(graph: OperatorGraph, reader: Reader) ->
     reader.read_ahead(wanted(batches, 1, graph))
     with pytest.raises(InputError, match=r"^sample \d+ of 'numbers' failed at .*no such file"):
         reader.take(wanted(batches, 1, graph))
+
+
+class Broken:
+    """Samples in order, of which the second cannot be read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"input_ids": torch.zeros(16)}
+        raise ValueError("no such file")
+
+
+def test_samples_in_order_that_fail_do_so_again() -> None:
+    """Where what was read ahead is not wanted, and the same data is read later."""
+    samples = InOrder(Broken(), "broken")
+    _ = samples[0]
+    for _ in range(2):
+        with pytest.raises(InputError, match=r"'broken' failed behind sample 1 of epoch 0 .*no such file"):
+            _ = samples[1]
 
 
 def test_samples_that_draw_random_numbers_are_read_when_their_step_begins(

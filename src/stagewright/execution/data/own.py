@@ -94,7 +94,11 @@ class InOrder(Samples):
             self._next, self._items = 0, self._read()
         item: Any = None
         while self._next <= index:
-            item = next(self._items)
+            try:
+                item = next(self._items)
+            except StagewrightError:
+                self._next, self._items = 0, self._read()  # what has raised gives nothing any more
+                raise
             self._next += 1
         return OwnSample(item, f"sample {index} of '{self._name}'")
 
