@@ -136,7 +136,7 @@ def is_seen_by_modes() -> bool:
 
 def num_holders(tensor: torch.Tensor) -> int:
     """How many refer to `tensor` itself, all of Python counted as one; views of it refer to it too."""
-    return tensor._use_count()
+    return tensor._use_count()  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
