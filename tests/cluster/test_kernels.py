@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import tomllib
+from importlib import resources
+
 import pytest
 
 from stagewright.cluster import load_cluster
 from stagewright.cluster.kernels import kernel_factor
 from stagewright.cluster.products import Shape
+
+TABLES = resources.files("stagewright.cluster") / "catalog" / "kernels"
 
 
 def seconds(shape: Shape, dtype: str = "bf16", device: str = "h100", *, best: bool = False) -> float:
@@ -40,6 +46,23 @@ def test_measured_products_are_nearer_with_the_kernels_that_were_chosen(
 def test_products_unlike_any_measured_are_not_corrected() -> None:
     assert kernel_factor("h100", 4096, 4096, 1e12, 132) == pytest.approx(1.0, abs=1e-3)
     assert kernel_factor("h100", 0, 4096, 4096, 132) == 1.0
+
+
+@pytest.mark.parametrize("of_weights", [False, True])
+def test_more_samples_take_no_less_than_the_least_says(of_weights: bool) -> None:
+    """Of measured products and up to 256 times as many samples, each at the rate that tiles and waves never beat."""
+    device = load_cluster("1x-h100").device
+    assert device.products is not None
+    best = 0.0
+    for rows, columns, inner, _ in tomllib.loads((TABLES / "h100.toml").read_text())["products"][::20]:
+        least = device.products.least_kernel_factor(Shape(1, rows, columns, inner), of_weights=of_weights)
+        for times in (1, 2, 16, 256):
+            grown = (rows, columns, times * inner) if of_weights else (times * rows, columns, inner)
+            taken = device.product_seconds([Shape(1, *grown)], "bf16", 0.0)
+            rate = 2 * math.prod(grown) / taken / device.matmul_flops("bf16")
+            assert rate * least <= 1.0 + 1e-9
+            best = max(best, rate)
+    assert best > 1.0  # kernels that are chosen beat it
 
 
 @pytest.mark.parametrize(("batch", "dtype"), [(8, "bf16"), (1, "fp32"), (1, "fp8")])

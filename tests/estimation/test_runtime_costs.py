@@ -190,3 +190,17 @@ def test_a_host_that_waits_for_kernels_adds_its_time(tmp_path: Path) -> None:
     assert slow.seconds(dense().nodes) == pytest.approx(
         usual.arrays.device_s.sum() + usual.arrays.host_s.sum()
     )
+
+
+def test_so_does_it_where_kernels_are_compiled(tmp_path: Path) -> None:
+    waiting = written(tmp_path, "blocking", 'based_on = "torch-fsdp"\n[host]\nwaits_for_kernels = true')
+    usual, slow = (
+        body_costs(dense(), CLUSTER, Job(
+            global_batch=16, sequence_length=64, dtype="bf16", runtime=runtime, compiled=True
+        )).costing
+        for runtime in ("torch-fsdp", waiting)
+    )  # fmt: skip
+    assert usual.fusions and slow.arrays.host_s.sum() == 0.0
+    assert slow.seconds(dense().nodes) == pytest.approx(
+        usual.arrays.device_s.sum() + usual.arrays.host_s.sum()
+    )

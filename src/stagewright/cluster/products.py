@@ -43,6 +43,9 @@ _SAG_S = 2.0e-3
 """Time constant with which the clocks of a device that was idle begin to fall."""
 
 
+_MOST_GROWN = 256
+"""Times as many samples as a product has, up to which it is looked at what more of them take."""
+
 Library = Literal["a100", "h100", "b200"]
 """What kernels are made for, by the device whose products were measured."""
 
@@ -81,11 +84,23 @@ class Products(StrictModel):
         """How many times as long as `product_seconds` a product in half precision takes with the kernel that is chosen."""
         if self.kernels is None or shape.batch != 1:
             return 1.0
-        from stagewright.cluster.kernels import (
-            kernel_factor,
-        )  # numpy, which other uses of a device go without
+        from stagewright.cluster import kernels  # with numpy, which other uses of a device go without
 
-        return kernel_factor(self.kernels, shape.rows, shape.columns, shape.inner, self.num_multiprocessors)
+        return kernels.kernel_factor(
+            self.kernels, shape.rows, shape.columns, shape.inner, self.num_multiprocessors
+        )
+
+    def least_kernel_factor(self, shape: Shape, *, of_weights: bool) -> float:
+        """As `kernel_factor`, the least for so many samples or up to `_MOST_GROWN` times as many, in powers of two: a
+        library may choose better than tiles and waves say. Samples are rows, or the sum where gradients are `of_weights`."""
+        grown = (2**power for power in range(int(math.log2(_MOST_GROWN)) + 1))
+        shapes = (
+            shape._replace(inner=times * shape.inner)
+            if of_weights
+            else shape._replace(rows=times * shape.rows)
+            for times in grown
+        )
+        return min(1.0, *map(self.kernel_factor, shapes))
 
 
 def product_seconds(

@@ -262,11 +262,16 @@ class Costing:
             made = replace(made, device_s=made.device_s + ring_s)
         if node.op in COLLECTIVES:
             made = self._sent(node, value, made)
-        if self.runtime.host.waits_for_kernels:
-            made = replace(made, device_s=made.device_s + made.host_s, host_s=0.0)
+        made = self._in_turn(made)
         if node.signature >= 0:
             self._by_signature[kind] = made
         return made
+
+    def _in_turn(self, plain: Cost) -> Cost:
+        """What an operator takes where the runtime's host waits for every kernel; else as it is."""
+        if not self.runtime.host.waits_for_kernels:
+            return plain
+        return replace(plain, device_s=plain.device_s + plain.host_s, host_s=0.0)
 
     def measured_seconds(self, node: Node, value: Lookup) -> float | None:
         """What the device's profile says of a node; None where it says nothing, or of another type of product."""
@@ -371,7 +376,8 @@ class Costing:
             kernel_s = self.runtime.host.kernel_s
             issue_s = self.device.host_overhead_s if kernel_s is None else kernel_s
             host = issue_s if fusion.is_launched else 0.0
-            known = _paced(_issued(busy, host, found.flop, found.flop, self.device), self.device)
+            plain = _paced(_issued(busy, host, found.flop, found.flop, self.device), self.device)
+            known = self._in_turn(plain)
             self._fused_costs[node.id] = known
         return known
 
@@ -468,7 +474,12 @@ class Costing:
             shapes=(), in_blocks=None if found.in_blocks is None else _GROWN * found.in_blocks,
             scores=None if found.scores is None else found.scores._replace(batch=_GROWN * found.scores.batch),
         )  # fmt: skip
-        return _paced(self._in_products(grown, node, value), self.device).device_s / _GROWN
+        seconds = _paced(self._in_products(grown, node, value), self.device).device_s / _GROWN
+        if not is_product or self.device.products is None or found.grouped:
+            return seconds
+        of_weights = node.part >= Part.WEIGHT_GRAD
+        least = self.device.products.least_kernel_factor
+        return seconds * min((least(shape, of_weights=of_weights) for shape in found.shapes), default=1.0)
 
     @cached_property
     def arrays(self) -> NodeCosts:
