@@ -43,6 +43,8 @@ NOTES = {
     "without these rates errors are those of the second set. Three passes over keys and values stand for the cache that "
     "serving systems write.",
     "experts": "Layers of TensorRT-LLM have three constants of the script for what surrounds their products.",
+    "collectives": "Messages around a ring are those of one communicator of many ranks, which no plan of ours asks for: "
+    "stages that send to each other have one of two ranks.",
     "dispatch": "Constants were fitted on another draw of halves; a short fit on this one finds nearly the same.",
 }
 """What a script assumes beyond what a user's command gives."""

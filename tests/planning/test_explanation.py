@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from stagewright.cli.app import app
 from stagewright.cluster import load_cluster
-from stagewright.cluster.faster import with_faster_links
+from stagewright.cluster.other_links import with_faster_links
 from stagewright.errors import InputError
 from stagewright.planning.estimate import estimate
 from stagewright.planning.explanation import Explanation, explain

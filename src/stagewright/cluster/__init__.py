@@ -18,9 +18,9 @@ from stagewright.cluster.left import without
 from stagewright.cluster.link import Link
 from stagewright.cluster.load import load_cluster, save_cluster
 from stagewright.cluster.measured import MeasuredCollective
+from stagewright.cluster.other_links import with_slower_links
 from stagewright.cluster.paced import paced
 from stagewright.cluster.profile import OperatorProfile, load_profile
-from stagewright.cluster.slower_links import with_slower_links
 
 __all__ = [
     "Cluster",

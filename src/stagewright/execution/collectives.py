@@ -31,7 +31,8 @@ class Traffic:
     copy_sum_bytes: int = 0
 
 
-_LETTING_GO_SECONDS = 1.0
+_LETTING_GO_S = 1.0
+"""For a backend to let go of tensors whose collective is over; beyond, who waits goes on all the same."""
 
 
 class Pending:
@@ -70,7 +71,7 @@ class Pending:
             reason = "its connection closed" if closed else text.splitlines()[0]
             raise RunError(f"{self._doing}: waited for {self._others}, but {reason}") from error
         self._work = None
-        last = time.monotonic() + _LETTING_GO_SECONDS
+        last = time.monotonic() + _LETTING_GO_S
         while any(num_holders(tensor) > 1 for tensor in self._lent) and time.monotonic() < last:
             time.sleep(0)
         self._lent.clear()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from stagewright.cluster import Cluster
-from stagewright.cluster.faster import with_faster_links
+from stagewright.cluster.other_links import with_faster_links
 from stagewright.errors import PlanError
 from stagewright.planning.job import Job
 from stagewright.planning.plan import Plan
