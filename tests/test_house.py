@@ -45,6 +45,22 @@ def test_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+DEVICE_MODULES = re.compile(
+    r"\btorch\.(cuda|xpu|accelerator|Stream|Event)\b|\bfrom torch import .*\b(cuda|accelerator)\b"
+)
+
+
+def test_one_module_names_what_torch_has_for_devices() -> None:
+    named = {
+        str(path.relative_to(PACKAGE)): line
+        for path in PACKAGE.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if DEVICE_MODULES.search(line)
+    }
+    assert named.pop("execution/accelerator.py")
+    assert not named, f"ask execution/accelerator.py instead: {named}"
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: str(path.relative_to(PACKAGE.parent)))
 def test_every_package_says_what_it_is(package: Path) -> None:
     assert ast.get_docstring(ast.parse((package / "__init__.py").read_text()))

@@ -140,7 +140,7 @@ class Device(SourcedModel):
     kind: Literal["cuda", "cpu"]
     """The torch device type it appears as (AMD devices appear as `cuda`)."""
     memory_bytes: Annotated[ByteCount, Field(gt=0)]
-    """What the framework can address, e.g. `torch.cuda.get_device_properties().total_memory`."""
+    """What the framework can address, as a device's properties in torch say (`total_memory`)."""
     memory_bandwidth: ByteRate
     peak_flops: PerPrecision
     """FLOP/s; a multiply-add counts as two."""

@@ -341,7 +341,7 @@ class CachingAllocator:
             raise self._lacks(int(sizes[done]))
 
     def release_cached(self) -> None:
-        """Return the segments that nothing uses to the driver (`torch.cuda.empty_cache`)."""
+        """Return the segments that nothing uses to the driver."""
         release_cached(self._blocks)
 
     def _make_room(self, num_requests: int) -> None:

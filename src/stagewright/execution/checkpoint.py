@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from stagewright.errors import InputError, RunError, StagewrightError, StagewrightWarning
 from stagewright.execution import checkpoint_folder as folders
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.checkpoint_folder import Kept
-from stagewright.execution.clock import synchronize
 from stagewright.execution.collectives import exchange
 from stagewright.execution.manifest import Checkpoint, FileRecord, Manifest, check_contents, write_manifest
 from stagewright.execution.model_files import write_documents
@@ -117,14 +117,14 @@ class Saver:
             rank_file(rank): {one.key: one.tensor for one in held(self.session) if one.writer == rank},
             **files.written(self.session),
         }
-        on_gpu = self.session.device.type == "cuda"
+        accelerator = accelerator_of(self.session.device)
         for file, tensors in now.items():
             room = self._room.setdefault(file, {})
             for key, tensor in tensors.items():
                 if key not in room:
-                    room[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
+                    room[key] = accelerator.host_empty(tensor.shape, tensor.dtype)
                 room[key].copy_(tensor, non_blocking=True)
-        synchronize(self.session.device)
+        accelerator.synchronize()
         return {file: room for file, room in self._room.items() if room}
 
 

@@ -8,12 +8,12 @@ import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
+from stagewright.execution.accelerator import Event, accelerator_of
 from stagewright.execution.board import Seal
 from stagewright.execution.rendezvous import Meeting, own_seal, own_store
 
@@ -112,36 +112,35 @@ def undelayed_s(since: Moment) -> float:
 
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done what it was asked for; a CPU has."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    accelerator_of(device).synchronize()
 
 
 class ActionTimer:
     """Marks moments of the work of a device and says later when they were.
 
-    On a GPU, work is queued and runs later than it is asked for, so a mark is an event in the queue of work.
+    On a GPU, work is queued and runs later than it is asked for, so a mark is an event in the queue of work. The device's
+    clock is compared with the host's when a batch begins and the queue is empty.
+
+    Ignores: the drift of the two clocks while no batch begins with an empty queue.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._began = 0.0
-        self._first: Any = None
+        self._accelerator = accelerator_of(device)
+        self._anchor: Event | None = None
+        self._anchor_s = 0.0
 
     def begin(self) -> None:
-        """Ready for the marks of a batch; on a GPU, waits until earlier work is done."""
-        if self._on_gpu:
-            torch.cuda.synchronize()
-            self._first = self.mark()
-        self._began = time.perf_counter()
+        """Get ready for the marks of a batch; on a GPU, the first call waits until earlier work is done."""
+        if self._anchor is None:
+            self._accelerator.synchronize()
+        if self._anchor is None or self._accelerator.current_stream().query():
+            self._anchor, self._anchor_s = self.mark(), time.perf_counter()
 
-    def mark(self) -> Any:
-        """This moment; pass it to `seconds`."""
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def mark(self) -> Event:
+        """Return this moment, which `seconds` takes."""
+        return self._accelerator.mark()
 
-    def seconds(self, mark: Any) -> float:
-        """When a moment of this batch was, by this process's monotonic clock; on a GPU, once its work is done."""
-        return self._began + self._first.elapsed_time(mark) / 1e3 if self._on_gpu else mark
+    def seconds(self, mark: Event) -> float:
+        """Return when a moment was, by this process's monotonic clock; on a GPU, once its work is done."""
+        assert self._anchor is not None, "a batch has begun"
+        return self._anchor_s + self._anchor.elapsed_time(mark) / 1e3

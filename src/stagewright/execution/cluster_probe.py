@@ -18,6 +18,7 @@ from pydantic import TypeAdapter
 
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
+from stagewright.execution.accelerator import num_devices
 from stagewright.execution.collectives import exchange, own_group
 from stagewright.execution.device import local_device
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
@@ -50,7 +51,7 @@ def joined(device: str, time_limit_s: float) -> Iterator[torch.device]:
             "probe --cluster is a rank of a launcher: start it on every host, e.g. with "
             "torchrun --nnodes 2 --nproc-per-node 8 --node-rank 0 --master-addr HOST -m stagewright.cli probe --cluster"
         )
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
+    if device not in ("cpu", "cuda") or (device == "cuda" and not num_devices("cuda")):
         raise InputError(
             f"cannot probe device '{device}': choose cpu"
             + (", or cuda where there is one" * (device != "cpu"))

@@ -7,6 +7,7 @@ import os
 import torch
 
 from stagewright.errors import InputError, nearest
+from stagewright.execution.accelerator import accelerator_of, num_devices
 from stagewright.planning.plan import Plan
 
 ASKED = ("cpu", "cuda", "auto")
@@ -17,7 +18,7 @@ def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
     Raises `InputError` where there is no such kind, or there are fewer GPUs than the ranks that this machine is to run."""
     if asked not in ASKED:
         raise InputError(f"--device {asked}{nearest(asked, ASKED)}: give cpu, cuda or auto")
-    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    available = num_devices("cuda")
     if asked == "cpu" or (asked == "auto" and not (available and plan.cluster.kind == "cuda")):
         return "cpu"
     if available < num_ranks_here:
@@ -34,11 +35,11 @@ def local_device(kind: str) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     local = os.environ.get("LOCAL_RANK")
-    if local is None and torch.cuda.device_count() > 1:
+    if local is None and num_devices("cuda") > 1:
         raise InputError(
-            f"this machine has {torch.cuda.device_count()} CUDA devices, and LOCAL_RANK does not say which of them is this "
+            f"this machine has {num_devices('cuda')} CUDA devices, and LOCAL_RANK does not say which of them is this "
             "rank's: set it, or let each process see its own device only (CUDA_VISIBLE_DEVICES)"
         )
     device = torch.device("cuda", int(local or 0))
-    torch.cuda.set_device(device)
+    accelerator_of(device).make_current()
     return device

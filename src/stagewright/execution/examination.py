@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.cuda import nccl
 
 from stagewright.errors import InputError
+from stagewright.execution.accelerator import (
+    accelerator_of,
+    can_reach,
+    device_name,
+    nccl_version,
+    num_devices,
+)
 from stagewright.files import cache_folder
 from stagewright.machine import free_bytes, machine_bytes, num_cores
 from stagewright.units import GIB, format_bytes
@@ -76,24 +82,24 @@ def _backends() -> str:
         return "none"
     named = [f"CUDA {torch.version.cuda}"] if torch.version.cuda else []
     named += [f"ROCm {torch.version.hip}"] if torch.version.hip else []
-    if dist.is_nccl_available() and torch.cuda.is_available():
-        named.append("NCCL " + ".".join(map(str, nccl.version())))
+    if (version := nccl_version()) is not None:
+        named.append(f"NCCL {version}")
     named += ["gloo"] if dist.is_gloo_available() else []
     return ", ".join(named) or "none"
 
 
 def _devices() -> list[tuple[str, str]]:
     """A line for each GPU, and how many pairs reach each other's memory directly."""
-    if not torch.cuda.is_available():
-        return []
-    count, found = torch.cuda.device_count(), []
-    for index in range(count):
-        free, total = torch.cuda.mem_get_info(index)
-        name = torch.cuda.get_device_name(index)
-        found.append((f"GPU {index}", f"{name}, {format_bytes(total)}, {format_bytes(free)} of it free"))
-    if count > 1:
-        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-        direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+    devices, found = [torch.device("cuda", index) for index in range(num_devices("cuda"))], []
+    for device in devices:
+        free, total = accelerator_of(device).free_and_total_bytes()
+        name = device_name(device)
+        found.append(
+            (f"GPU {device.index}", f"{name}, {format_bytes(total)}, {format_bytes(free)} of it free")
+        )
+    if len(devices) > 1:
+        pairs = [(device, other) for device in devices for other in devices if device != other]
+        direct = sum(can_reach(device, other) for device, other in pairs)
         found.append(("links", f"{direct} of {len(pairs)} pairs of GPUs reach each other directly"))
     return found
 

@@ -88,10 +88,10 @@ def _num_left(plan: Plan, device: str) -> int:
     """Processes of the launcher, or GPUs of this machine; as many as the plan has ranks where nothing says so."""
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    import torch
+    from stagewright.execution.accelerator import num_devices
 
-    is_on_gpus = device != "cpu" and plan.cluster.kind == "cuda" and torch.cuda.is_available()
-    return torch.cuda.device_count() if is_on_gpus else plan.num_ranks
+    num_gpus = num_devices("cuda") if device != "cpu" and plan.cluster.kind == "cuda" else 0
+    return num_gpus or plan.num_ranks
 
 
 def _place(plan: Plan, num_left: int, checkpoints: Path) -> Path:

@@ -1,13 +1,11 @@
 """What a rank measures of its steps beyond their seconds: the bytes alive in some, and when the actions of one ran.
 
-On CUDA the allocator knows the bytes. On the CPU a dispatch mode sees every tensor an operator makes and counts its storage
+On a GPU the allocator knows the bytes. On the CPU a dispatch mode sees every tensor an operator makes and counts its storage
 until the last reference is gone; it shares no code with the estimator it judges.
 """
 
 from __future__ import annotations
 
-import resource
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,19 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.rank_runner import BatchResult
 from stagewright.planning.job import Job
 
-
-def taken_bytes(device: torch.device) -> int:
-    """The most that this process has taken from its device so far: of a GPU what its allocator has reserved, of a CPU what
-    the system says of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
-
-
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024
 _GiveTensors = Callable[[], Iterable[torch.Tensor]]
 
 
@@ -129,11 +118,12 @@ class Metering:
         `lasting` gives the tensors that are alive before, `on_host` those that stand for memory of the host. Both are
         functions, so that nothing here keeps a tensor alive.
         """
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        accelerator = accelerator_of(device)
+        if accelerator.counts_bytes:
+            accelerator.reset_peaks()
             yield
-            self._counted(length, torch.cuda.max_memory_allocated())
-            self.reserved_bytes = max(self.reserved_bytes or 0, torch.cuda.max_memory_reserved())
+            self._counted(length, accelerator.peak_allocated_bytes())
+            self.reserved_bytes = max(self.reserved_bytes or 0, accelerator.peak_reserved_bytes())
             return
         with StorageMeter(lasting(), on_host()) as meter:
             yield

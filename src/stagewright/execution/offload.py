@@ -10,6 +10,7 @@ from typing import IO, Any
 
 import torch
 
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.graph.added import ARRIVED, FETCH, LEFT, OFFLOAD
 
 
@@ -29,7 +30,9 @@ class _View:
 
 @dataclass(eq=False)
 class HostCopy:
-    """A storage on the host: pinned memory or, on a CPU, a temporary file, which takes no memory of the process."""
+    """A storage on the host: pinned memory or, on a CPU, a temporary file, which takes no memory of the process. One that
+    was on the host before stays where it is.
+    """
 
     views: tuple[_View, ...]
     num_bytes: int
@@ -43,10 +46,10 @@ class HostCopy:
 class HostCopies:
     """Moves storages off `device` and back, so that views stay views; what the operators of stage functions do that move.
 
-    On a GPU each direction has a stream of its own. A copy begins when the device has computed what was issued before it,
-    and the device waits for it where `left` or `arrived` says so. All memory is allocated, and freed behind that wait, on
-    the stream of the computations, so that the allocator may give it out again at once: nothing is held longer than the
-    functions hold it, however far ahead of the device the host is.
+    On a GPU each direction has a stream of its own, the same for all of a process. A copy begins when the device has
+    computed what was issued before it, and the device waits for it where `left` or `arrived` says so. All memory is
+    allocated, and freed after that wait, on the stream of the computations, so that the allocator may give it out again at
+    once: nothing is held longer than the functions hold it, however far ahead of the device the host is.
 
     Source: "CUDA semantics" of the PyTorch documentation on streams, events and pinned memory, whose blocks the allocator
     of the host keeps until copies that do not block are made.
@@ -54,9 +57,7 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._is_cuda = device.type == "cuda"
-        self._out = torch.cuda.Stream(device) if self._is_cuda else None
-        self._in = torch.cuda.Stream(device) if self._is_cuda else None
+        self._accelerator = accelerator_of(device)
 
     @property
     def moves(self) -> Mapping[str, Callable[..., Any]]:
@@ -69,41 +70,45 @@ class HostCopies:
             _View(t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()) - start // t.element_size())
             for t in tensors
         )
-        flat = torch.empty(0, dtype=torch.uint8, device=self.device)
+        flat = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
         flat.set_(tensors[0].untyped_storage(), start, (num_bytes,), (1,))
-        if self._out is None:
+        if flat.device.type != self.device.type:  # a fused kernel's random state may be on the host already
+            return HostCopy(views, num_bytes, flat)
+        if not self._accelerator.is_asynchronous:
             return self._written(views, flat)
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
+        host = self._accelerator.host_empty((num_bytes,), torch.uint8)
+        stream, _ = self._accelerator.copy_streams
+        stream.wait_stream(self._accelerator.current_stream())
+        with stream:
             host.copy_(flat, non_blocking=True)
-        return HostCopy(views, num_bytes, host, self._out.record_event())
+        return HostCopy(views, num_bytes, host, stream.record_event())
 
     def left(self, copy: HostCopy, *tensors: torch.Tensor) -> None:
         """What runs from now on may overwrite `tensors`."""
         if copy.left is not None:
-            torch.cuda.current_stream(self.device).wait_event(copy.left)
+            self._accelerator.current_stream().wait_event(copy.left)
 
     def fetch(self, copy: HostCopy) -> torch.Tensor:
         """Start to copy back into a new storage, whose contents are there after `arrived`."""
+        if copy.left is None and isinstance(copy.contents, torch.Tensor):  # it never was on the device
+            return copy.contents
         flat = torch.empty(copy.num_bytes, dtype=torch.uint8, device=self.device)
-        if self._in is None:
-            assert not isinstance(copy.contents, torch.Tensor)
+        if not isinstance(copy.contents, torch.Tensor):
             copy.contents.seek(0)
             copy.contents.readinto(flat.numpy())  # type: ignore[attr-defined]
             return flat
-        assert isinstance(copy.contents, torch.Tensor)
-        self._in.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._in):
+        _, stream = self._accelerator.copy_streams
+        stream.wait_stream(self._accelerator.current_stream())
+        with stream:
             flat.copy_(copy.contents, non_blocking=True)
-        copy.arrived = self._in.record_event()
+        copy.arrived = stream.record_event()
         return flat
 
     def arrived(self, copy: HostCopy, flat: torch.Tensor, *, places: Sequence[int]) -> list[torch.Tensor]:
         """The tensors that were at `places` when they left, in the storage of `flat`; what runs from now on waits for its
         contents."""
         if copy.arrived is not None:
-            torch.cuda.current_stream(self.device).wait_event(copy.arrived)
+            self._accelerator.current_stream().wait_event(copy.arrived)
         return [copy.views[place].on(flat.untyped_storage()) for place in places]
 
     def _written(self, views: tuple[_View, ...], flat: torch.Tensor) -> HostCopy:

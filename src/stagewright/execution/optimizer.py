@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.shards import Shards
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.planning.job import Job
@@ -98,6 +99,8 @@ class Updater:
     ) -> None:
         self.job = job
         self.parameters = parameters
+        device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        self.accelerator = accelerator_of(device)
         self.masters: dict[int, torch.Tensor] = {}
         for value, parameter in parameters.items():
             if (master := self._master(parameter, wide or parameter.dtype)) is not None:
@@ -110,9 +113,7 @@ class Updater:
                 own = whole if span.part is None else whole[span.part]
                 self.targets.append(Target(value, span, torch.nn.Parameter(own, requires_grad=True)))
         self.names = names or {}
-        self.make = maker(
-            job.optimizer, job.learning_rate, job.optimizer_arguments, self._device(parameters.values())
-        )
+        self.make = maker(job.optimizer, job.learning_rate, job.optimizer_arguments, self._device)
         groups = [self._group(is_decayed) for is_decayed in (True, False)]
         groups = [group for group in groups if group["params"]]
         self.optimizers = self.make(groups) if groups else []
@@ -135,8 +136,10 @@ class Updater:
         name = self.names.get(target.value, str(target.value))
         return name if target.span.part is None else f"{name} and those behind it"
 
-    def _device(self, parameters: Iterable[torch.Tensor]) -> torch.device:
-        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+    @property
+    def _device(self) -> torch.device:
+        """The device that steps run on."""
+        return self.accelerator.device
 
     def update(self, gradients: Tensors, learning_rate: float) -> None:
         """One step; parameters without a gradient stay as they are. The gradients are held until `release`."""
@@ -248,15 +251,17 @@ class HostUpdater(Updater):
     """
 
     def prepare(self) -> None:
-        self.received = {value: _host_like(master, master.dtype) for value, master in self.masters.items()}
+        self.received = {
+            value: self.accelerator.host_empty(master.shape, master.dtype)
+            for value, master in self.masters.items()
+        }
         self.begin()
 
     def update(self, gradients: Tensors, learning_rate: float) -> None:
         here = {value: self.received[value] for value in gradients}
         for value, gradient in gradients.items():
             here[value].copy_(gradient, non_blocking=True)
-        if any(parameter.device.type == "cuda" for parameter in self.parameters.values()):
-            torch.cuda.current_stream().synchronize()
+        self.accelerator.current_stream().synchronize()
         super().update(here, learning_rate)
 
     def state(self) -> Iterable[torch.Tensor]:
@@ -266,11 +271,12 @@ class HostUpdater(Updater):
         yield from super().state()
         yield from self.received.values()
 
-    def _device(self, parameters: Iterable[torch.Tensor]) -> torch.device:
+    @property
+    def _device(self) -> torch.device:
         return torch.device("cpu")
 
     def _master(self, parameter: torch.Tensor, wide: torch.dtype) -> torch.Tensor | None:
-        return _host_like(parameter, wide).copy_(parameter)
+        return self.accelerator.host_empty(parameter.shape, wide).copy_(parameter)
 
     def round(self) -> None:
         """On the host, in the room of gradients that are used up, so that the device needs none for it."""
@@ -279,11 +285,6 @@ class HostUpdater(Updater):
             room = self.received[value].view(-1).view(parameter.dtype)[: parameter.numel()]
             rounded = room.view(parameter.shape).copy_(master)
             parameter.copy_(rounded, non_blocking=True)
-
-
-def _host_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Room for `tensor` in `dtype` in the memory of the host, where its device can reach it without a copy."""
-    return torch.empty(tensor.shape, dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 class Optimizer:

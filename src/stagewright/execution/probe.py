@@ -24,6 +24,7 @@ import torch.multiprocessing as mp
 from stagewright.cluster import Cluster
 from stagewright.errors import InputError, RunError, wants_traceback
 from stagewright.execution import probe_measurements as measuring
+from stagewright.execution.accelerator import accelerator_of, num_devices
 from stagewright.execution.allocation import keep_freed_memory
 from stagewright.execution.machine_use import watch_others
 from stagewright.execution.probe_description import describe
@@ -97,7 +98,7 @@ def checked(device: str, processes: int, time_limit_s: float, seconds_per_figure
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot probe device '{device}': choose 'cpu' or 'cuda'")
     cores = num_cores()
-    available = torch.cuda.device_count() if device == "cuda" else cores
+    available = num_devices(device) if device == "cuda" else cores
     if not 1 <= processes <= available:
         unit = "CUDA device(s)" if device == "cuda" else "core(s)"
         raise InputError(
@@ -221,7 +222,7 @@ def _prepare(rank: int, request: Request, store_path: str) -> torch.device:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     backend = "gloo"
     if request.device_type == "cuda":
-        torch.cuda.set_device(rank)
+        accelerator_of(torch.device(request.device_type, rank)).make_current()
         if request.world > 1:
             backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(

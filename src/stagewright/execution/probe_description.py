@@ -14,6 +14,7 @@ import torch
 
 from stagewright.cluster import Cluster, Device, Link, NodeGroup, PerPrecision, PerPrecisionFraction
 from stagewright.errors import InputError
+from stagewright.execution.accelerator import device_name, total_bytes
 from stagewright.execution.probe_measurements import Measurements, linear_fit, reference_precision
 from stagewright.execution.probe_operators import OperatorFigures, least_squares
 from stagewright.machine import machine_bytes
@@ -36,8 +37,8 @@ def describe(
         **_arithmetic(found, device_type),
         **_memory(found),
         "memory_bytes": (
-            torch.cuda.get_device_properties(0).total_memory
-            if device_type == "cuda"
+            total_bytes(torch.device(device_type, 0))
+            if device_type != "cpu"
             else machine_bytes() // num_devices  # an equal share of the machine's, or its container's
         ),
         "launch_overhead_s": _median(found, "launch_overhead_s"),
@@ -176,8 +177,8 @@ def source_text(device_type: str, processes: int, threads: int) -> str:
 
 def processor_name(device_type: str) -> str:
     """What the processor, or the first GPU, calls itself."""
-    if device_type == "cuda":
-        return torch.cuda.get_device_name(0)
+    if device_type != "cpu":
+        return device_name(torch.device(device_type, 0))
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import defaultdict
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.clock import moment, synchronize, undelayed_s
 from stagewright.execution.probe_operators import (
     SIZES,
@@ -135,11 +135,11 @@ class Stopwatch:
             for _ in range(repeats):
                 call()
             return undelayed_s(began)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        accelerator = accelerator_of(self.device)
+        begin = accelerator.mark()
         for _ in range(repeats):
             call()
-        end.record()
+        end = accelerator.mark()
         end.synchronize()
         return begin.elapsed_time(end) * 1e-3
 
@@ -149,7 +149,7 @@ def supported_precisions(device: torch.device) -> dict[str, torch.dtype]:
     if device.type == "cpu":
         return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
     found = {"fp32": torch.float32, "fp16": torch.float16, "fp64": torch.float64}
-    if torch.cuda.get_device_capability(device) >= (8, 0) or torch.version.hip:
+    if accelerator_of(device).has_bf16_matmuls:
         found |= {"bf16": torch.bfloat16, "tf32": torch.float32}
     return found
 
@@ -178,11 +178,8 @@ def measure_host(watch: Stopwatch, found: Measurements) -> None:
         samples.append((time.perf_counter() - start) / count)
         synchronize(device)
     found.host_overhead_s = statistics.median(samples)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(count):
-            x.add_(1)
-    found.launch_overhead_s = watch.seconds("replay", graph.replay) / count
+    replay = accelerator_of(device).captured(lambda: [x.add_(1) for _ in range(count)])
+    found.launch_overhead_s = watch.seconds("replay", replay) / count
 
 
 def measure_reference(watch: Stopwatch, found: Measurements) -> None:
@@ -223,7 +220,7 @@ def measure_streams(watch: Stopwatch, found: Measurements) -> None:
     if device.type == "cpu":
         found.host_link_bandwidth = found.stream_bandwidths["copy"] / 2
     else:
-        pinned = torch.ones(a.numel(), pin_memory=True)
+        pinned = accelerator_of(device).host_empty(a.shape, a.dtype).fill_(1.0)
         down = watch.seconds("down", lambda: pinned.copy_(a, non_blocking=True))
         up = watch.seconds("up", lambda: a.copy_(pinned, non_blocking=True))
         found.host_link_bandwidth = size / max(down, up)
@@ -271,27 +268,16 @@ def reference_precision(device_type: str, names: dict[str, torch.dtype] | Sequen
 
 def measure_memory(watch: Stopwatch, found: Measurements) -> None:
     """Memory outside the allocator, and the workspace that the first matrix product takes from it."""
-    device = watch.device
-    if device.type == "cpu":
-        found.context_bytes = found.context_bytes or _resident_bytes()
+    device, accelerator = watch.device, accelerator_of(watch.device)
+    if device.type == "cpu":  # interpreter and libraries, before any large tensor
+        found.context_bytes = found.context_bytes or accelerator.reserved_bytes()
         return
     a = torch.ones(256, 256, device=device)
-    before = torch.cuda.memory_allocated(device)
+    before = accelerator.allocated_bytes()
     out = a @ a
-    found.workspace_bytes = torch.cuda.memory_allocated(device) - before - out.numel() * out.element_size()
-    free, total = torch.cuda.mem_get_info(device)
-    found.context_bytes = total - free - torch.cuda.memory_reserved(device)
-
-
-def _resident_bytes() -> int:
-    """Memory this process holds now: interpreter and libraries, before any large tensor."""
-    try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        import resource
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found.workspace_bytes = accelerator.allocated_bytes() - before - out.numel() * out.element_size()
+    free, total = accelerator.free_and_total_bytes()
+    found.context_bytes = total - free - accelerator.reserved_bytes()
 
 
 def measure_messages(watch: Stopwatch, found: Measurements) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stagewright.cluster.profile import OperatorProfile
 from stagewright.estimation.signatures import signature_of
+from stagewright.execution.accelerator import Event, accelerator_of
 from stagewright.execution.clock import synchronize
 from stagewright.execution.data.synthetic import SyntheticBatches
 from stagewright.execution.loading import starting_tensors
@@ -171,7 +172,7 @@ class _Passes:
         weights = Weights([self._stage], starting_tensors(model, [self._stage]), device, wide)
         batch = SyntheticBatches(model.inputs, job.seed).microbatch(0, 0, graph)
         self._inputs = {name: tensor.to(device) for name, tensor in batch.items()}
-        self._device, self._marks = device, Marks() if device.type == "cpu" else _Events()
+        self._device, self._marks = device, Marks() if device.type == "cpu" else _Events(device)
         self._runner = StageRunner(self._stage, weights, device, loss_scale=1.0, mark=self._marks)
         self._runner.begin_step(0)
         self._num_in_flight = self._held_at_once(longest_s)
@@ -213,11 +214,12 @@ class _Events:
 
     _BUSY_WIDTH = 4096
 
-    def __init__(self) -> None:
-        self._events: list[torch.cuda.Event] = []
-        self._ahead = torch.zeros(self._BUSY_WIDTH, self._BUSY_WIDTH, device="cuda")
+    def __init__(self, device: torch.device) -> None:
+        self._accelerator = accelerator_of(device)
+        self._events: list[Event] = []
+        self._ahead = torch.zeros(self._BUSY_WIDTH, self._BUSY_WIDTH, device=device)
         self._host_s, self._began = 0.0, 0.0
-        self._call_s = _timed(self._work)
+        self._call_s = self._seconds_of(self._work)
 
     def _work(self) -> None:
         torch.mm(self._ahead, self._ahead)
@@ -234,25 +236,22 @@ class _Events:
             for _ in range(int(2 * self._host_s / self._call_s) + 1):
                 self._work()
             self._began = time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events.append(event)
+        self._events.append(self._accelerator.mark())
 
     def taken(self) -> np.ndarray:
         """Seconds of each operator since the last call, in order."""
         self._host_s = max(self._host_s, time.perf_counter() - self._began)
-        torch.cuda.synchronize()
+        self._accelerator.synchronize()
         pairs = zip(self._events[:-1], self._events[1:], strict=True)
         seconds = [max(before.elapsed_time(after) * 1e-3, 1e-8) for before, after in pairs]
         self._events.clear()
         return np.array(seconds)
 
-
-def _timed(call: Callable[[], object]) -> float:
-    """Of one call on the GPU."""
-    call()
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
+    def _seconds_of(self, call: Callable[[], object]) -> float:
+        """Return the seconds of one call on the GPU."""
+        call()
+        self._accelerator.synchronize()
+        start = time.perf_counter()
+        call()
+        self._accelerator.synchronize()
+        return time.perf_counter() - start

@@ -6,20 +6,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stagewright.execution.accelerator import seed_generators
 from stagewright.tracing.arguments import draws
 from stagewright.tracing.keys import key
 from stagewright.tracing.private import checkpoints_recomputed_by
 
 
 def reseed(seed: int, step: int, microbatch: int, draw: int) -> None:
-    """Ready the random state of every device for one operator."""
-    number = key(seed, step, microbatch, draw)
-    torch.default_generator.manual_seed(number)  # `torch.manual_seed` takes a hundred times as long
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
+    """Ready the random state of host and device for one operator."""
+    seed_generators(key(seed, step, microbatch, draw))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import InputError, RunError
+from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
 from stagewright.execution.clock import ClockOffset, synchronize
@@ -28,7 +29,7 @@ from stagewright.execution.data_identity import DataIdentity
 from stagewright.execution.lengths import AtLength, Lengths
 from stagewright.execution.loading import StoredAdapters, StoredWeights, part_of, starting_tensors
 from stagewright.execution.mesh import STAGE, Groups, Mesh
-from stagewright.execution.metering import Metering, TimedStep, taken_bytes
+from stagewright.execution.metering import Metering, TimedStep
 from stagewright.execution.model_files import ModelFiles
 from stagewright.execution.no_number import OnNan
 from stagewright.execution.optimizer import LossScale, Optimizer
@@ -111,8 +112,7 @@ class Session:
         self.device = device
         self._report_position = watch
         self.position = "starting"
-        if device.type == "cuda":
-            torch.backends.cuda.matmul.allow_tf32 = plan.job.products == "tf32"
+        accelerator_of(device).allow_tf32(plan.job.products == "tf32")
         self.mesh = Mesh(plan.pp, plan.dp, dist.get_rank(), plan.tp, plan.shard_size)
         if dist.get_world_size() != self.mesh.size:
             raise RunError(
@@ -452,7 +452,9 @@ class Session:
         told[0] = _own_loss(result, shares)
         told[1 : 1 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
         of_ranks = told[1 + len(votes) :].view(2, num_ranks)
-        of_ranks[:, self.mesh.rank] = torch.tensor([pace, taken_bytes(self.device)], dtype=torch.float64)
+        of_ranks[:, self.mesh.rank] = torch.tensor(
+            [pace, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
+        )
         told = told.to(self.device)
         dist.all_reduce(told)
         loss, *others = told.tolist()

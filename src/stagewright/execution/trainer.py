@@ -401,7 +401,7 @@ class Trainer:
 
     def _renew(self, plan: Plan) -> None:
         """A session for `plan`, as at the start of a run, in place of the present one."""
-        import torch
+        from stagewright.execution.accelerator import accelerator_of
 
         metering, ahead = self.session.metering, self.session.passed_over
         self.session.close()
@@ -409,8 +409,7 @@ class Trainer:
         self._evaluator = None
         del self.session
         gc.collect()  # so that there is room for the other
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        accelerator_of(self.device).empty_cache()
         self.plan = plan
         self.session = self._new_session(plan)
         self.session.metering, self.session.passed_over = metering, ahead

@@ -127,14 +127,15 @@ class TiedGroups:
             members: own_group([[replica[member] for member in members] for replica in replicas])
             for members in sorted(set(shared.values()))
         }
+        self._groups = [group for group in groups.values() if group is not None]
         self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
         self._owned_elsewhere = {v for v, ranks in shared.items() if rank in ranks and rank != ranks[0]}
 
     def destroy(self) -> None:
-        """Every rank must call this: there are no groups any more."""
-        for group in {group for _, group in self._shared if group is not None}:
+        """Take the groups down, in the order in which they were made; every rank must call this."""
+        for group in self._groups:
             dist.destroy_process_group(group)
-        self._shared = []
+        self._groups, self._shared = [], []
 
     def count_elsewhere(self, parameters: Iterable[int]) -> None:
         """Leave `parameters` out of this rank's share of a norm: another rank has the same gradients."""
