@@ -28,6 +28,7 @@ def place(
     """
     import torch
 
+    from stagewright.execution.collectives import ProcessGroups
     from stagewright.execution.rank_runner import RankRunner, stage_edges
     from stagewright.execution.weights import TiedGroups, Weights
     from stagewright.graph.carving import carve
@@ -52,7 +53,7 @@ def place(
     own = [stage for stage in stages if placed[stage.index] == rank]
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers()), **_constants(stages)}
     weights = Weights(own, tensors, cpu)
-    tied = TiedGroups(stages, placed, rank, [everyone])
+    tied = TiedGroups(stages, placed, rank, [everyone], ProcessGroups())
     runner = RankRunner(stages, program, rank, everyone, weights, cpu, 1.0 / num_microbatches, seed)
     return Placed(list(stages), own, weights, tied, runner)
 

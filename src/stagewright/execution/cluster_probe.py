@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from stagewright.cluster import Cluster, Link, MeasuredBandwidth, MeasuredCollective, NodeGroup
 from stagewright.errors import InputError
 from stagewright.execution.accelerator import num_devices
-from stagewright.execution.collectives import exchange, own_group
+from stagewright.execution.collectives import ProcessGroups, exchange
 from stagewright.execution.device import local_device
 from stagewright.execution.links import LinkCurve, Progress, measure_collectives, measure_links
 from stagewright.execution.probe_description import describe, source_text
@@ -99,7 +99,7 @@ def probe_cluster(
     links = measure_links(nodes, device, seconds_per_figure / 2, progress)
     progress("collectives", 0.9)
     own = next(ranks for ranks in nodes if rank in ranks)
-    host = own_group(nodes)
+    host = ProcessGroups().new(nodes)
     whole = measure_collectives(None, device, seconds_per_figure)
     inside = {} if len(own) == 1 else measure_collectives(host, device, seconds_per_figure)
     source = source_text(device.type, world, torch.get_num_threads())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ class Traffic:
     num_copy_sums: int = 0
     copy_sum_bytes: int = 0
 
+
+LANE_CTAS = 4
+"""Thread blocks, each on a multiprocessor of its own, that NCCL may use for one lane. Unlimited, a large message takes up
+to 32 of an H100's 132 multiprocessors from what computes meanwhile."""
 
 _LETTING_GO_S = 1.0
 """For a backend to let go of tensors whose collective is over; beyond, who waits goes on all the same."""
@@ -105,10 +110,10 @@ class Replicas:
         self.traffic.num_reductions += 1
         self.traffic.reduced_bytes += (self.size - 1) * _num_bytes(shard)
         summed = _lent(whole)
-        if dist.get_backend(self.sums) == "gloo":  # which would sum all of a copy of `whole`
-            work = dist.all_reduce(summed, group=self.sums, async_op=True)
-        else:
+        if is_ordered(self.sums):
             work = reduce_scatter(_lent(shard), summed, group=self.sums, async_op=True)
+        else:  # gloo would sum all of a copy of `whole`
+            work = dist.all_reduce(summed, group=self.sums, async_op=True)
         return Pending(work, doing, lent=(summed,))
 
     def sum(self, whole: torch.Tensor, doing: str) -> Pending:
@@ -144,14 +149,66 @@ def _lent(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor).detach()
 
 
-def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup | None:
-    """A process group for each of `groups`, in the making of which every process takes part. Returns its own."""
-    own: dist.ProcessGroup | None = None
-    for ranks in groups:
-        made = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks and isinstance(made, dist.ProcessGroup):
-            own = made
-    return own
+def is_ordered(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether messages of a group match by their order alone, as NCCL's do; gloo's match by tag."""
+    return dist.get_backend(group) != "gloo"
+
+
+def backend_of(kind: str) -> str:
+    """The backend between devices of a kind."""
+    return "nccl" if kind == "cuda" else "gloo"
+
+
+_timeout: timedelta | None = None
+"""Of every group of this process; None, the backend's own, unless `join` was given one."""
+
+
+def join(backend: str, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
+    """Join the default group of all ranks, without a `device_id`: given one, NCCL would send all messages of a group one
+    after the other."""
+    global _timeout
+    _timeout = timeout
+    dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+
+
+class ProcessGroups:
+    """The process groups of a run, in the order of their creation; every process creates and destroys them alike."""
+
+    def __init__(self) -> None:
+        self._own: list[tuple[dist.ProcessGroup, tuple[int, ...]]] = []
+
+    def new(self, groups: Iterable[Sequence[int]], is_lane: bool = False) -> dist.ProcessGroup | None:
+        """Create a group of each of `groups`, lists of global ranks. Returns the one that this process is in.
+
+        The transfers of a lane have a stream of high priority and few of the device's multiprocessors.
+        """
+        options = _lane_options() if is_lane else None
+        own: dist.ProcessGroup | None = None
+        for ranks in groups:
+            group = dist.new_group(list(ranks), timeout=_timeout, pg_options=options)
+            if dist.get_rank() in ranks and isinstance(group, dist.ProcessGroup):
+                own = group
+                self._own.append((group, tuple(ranks)))
+        return own
+
+    def __iter__(self) -> Iterator[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+        """This process's groups and their global ranks."""
+        return iter(self._own)
+
+    def destroy(self) -> None:
+        """Destroy them in the order of their creation, which is the same on all ranks: NCCL communicates to do it."""
+        for group, _ in self._own:
+            dist.destroy_process_group(group)
+        self._own.clear()
+
+
+def _lane_options() -> Any:
+    """NCCL's options for point-to-point communicators; None for other backends."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = LANE_CTAS
+    return options
 
 
 def from_first(text: str | None) -> str:

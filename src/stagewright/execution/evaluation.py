@@ -8,7 +8,6 @@ from itertools import groupby
 
 import torch
 
-from stagewright.estimation.memory import stage_edges
 from stagewright.execution.collectives import exchange
 from stagewright.execution.data.batches import Batches
 from stagewright.execution.rank_runner import Inputs
@@ -17,7 +16,6 @@ from stagewright.graph.carving import carve
 from stagewright.graph.stage import Function, Stage
 from stagewright.planning.plan_stages import stage_cuts
 from stagewright.schedule.action import Action, Kind
-from stagewright.schedule.lower import insert_communication
 from stagewright.schedule.program import Program
 from stagewright.tracing.evaluation import NOT_COUNTED, evaluated, is_by_token
 
@@ -51,8 +49,7 @@ class Evaluator:
         graph = evaluated(session.graph)
         self.is_by_token = is_by_token(graph)
         stages = [forward_only(stage) for stage in carve(graph, stage_cuts(session.plan, session.graph))]
-        program = insert_communication(forwards(session.program), stage_edges(stages))
-        self.runner = session.runner_of(stages, program)
+        self.runner = session.runner_of(stages, session.lowered(forwards(session.program), stages))
         self.runner.release()
 
     def over(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from stagewright.errors import InputError, PlanError, RunError, StagewrightError, causes, wants_traceback
 from stagewright.execution.rendezvous import Meeting, board_of, group_store, hosted_store, is_unsealed
-from stagewright.execution.watch import IMPORT_SILENCE_S, JOINING, Limits, Watch
+from stagewright.execution.watch import CONNECT_S, IMPORT_SILENCE_S, JOINING, Limits, Watch
 from stagewright.text import printable
 
 if TYPE_CHECKING:
@@ -111,9 +111,8 @@ def _clear_up(meeting: Meeting | None) -> None:
 
 def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) -> torch.device:
     """The device of this process, which has joined the group of all ranks."""
-    import torch.distributed as dist
-
     from stagewright.execution.allocation import keep_freed_memory
+    from stagewright.execution.collectives import backend_of, join
     from stagewright.execution.device import local_device
 
     target = local_device(kind)
@@ -125,13 +124,10 @@ def _joined(watch: Watch, kind: str, limits: Limits, meeting: Meeting | None) ->
             "to the same secret on every host"
         )
     watch.at(JOINING)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        store=group_store(meeting, watch.num_ranks, limits.action_s),
-        rank=watch.rank,
-        world_size=watch.num_ranks,
-        timeout=timedelta(seconds=limits.action_s),
-    )
+    # The watch says first which rank waits for what; NCCL's own watchdog would end the process with a trace of C++.
+    timeout = timedelta(seconds=1.5 * limits.action_s + CONNECT_S)
+    store = group_store(meeting, watch.num_ranks, limits.action_s)
+    join(backend_of(kind), store, watch.rank, watch.num_ranks, timeout)
     watch.at("starting")
     return target
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
-from stagewright.execution.collectives import Replicas, own_group
+from stagewright.execution.collectives import ProcessGroups, Replicas
+from stagewright.execution.watch import Report, connecting
 from stagewright.graph.tensor_parallel import GROUP
+from stagewright.schedule.action import Kind
+from stagewright.schedule.lanes import Lane
 from stagewright.tracing.tensor_parallel.operators import use_group
 
 STAGE, COPY, SHARD, TENSOR = range(4)
@@ -69,47 +74,84 @@ class Groups:
     """The process groups of a run that one process is in.
 
     * `pipeline`: the global ranks that pass activations on to each other, by pipeline rank;
-    * `forward`, `backward`: groups of them, one for each direction;
+    * `lanes`: groups of them by kind of transfer, and by whether the target is a higher pipeline rank than the source. NCCL
+      gives each pair of ranks in a group a communicator of their own, which is a lane: what it carries has one direction;
     * `model`: the ranks that hold one copy of the model together;
-    * `replicas`: the ranks that the state of the same stages is sharded over; None where there is one replica.
+    * `replicas`: the ranks that the state of the same stages is sharded over; None where there is one replica;
+    * `all`: these and those that are created later, in the order of their creation.
     """
 
     pipeline: list[int]
-    forward: dist.ProcessGroup | None
-    backward: dist.ProcessGroup | None
+    lanes: Mapping[tuple[Kind, bool], dist.ProcessGroup | None]
     model: dist.ProcessGroup | None
     replicas: Replicas | None
-    sharing: dist.ProcessGroup | None = None
-    """Of the ranks that share every layer; None where there is one."""
+    all: ProcessGroups
 
     @classmethod
     def of(cls, mesh: Mesh) -> Self:
-        """Every process makes all of them, in the same order; the operators that ranks share from now on use theirs."""
+        """Every process creates all of them, in the same order; tensor parallel operators use theirs from now on."""
+        groups = ProcessGroups()
         pipelines = mesh.groups(STAGE)
         pipeline = next(ranks for ranks in pipelines if mesh.rank in ranks)
-        forward, backward = own_group(pipelines), own_group(pipelines)
-        model, sharing = forward, None
+        lanes = {
+            (kind, up): groups.new(pipelines, is_lane=True)
+            for kind in (Kind.F, Kind.B)
+            for up in (True, False)
+        }
         if mesh.tp > 1:
-            sharing = own_group(mesh.groups(TENSOR))
-            assert sharing is not None
-            use_group(GROUP, sharing)
-            model = own_group(mesh.groups(STAGE, TENSOR))
-        return cls(pipeline, forward, backward, model, _replicas(mesh), sharing)
+            tensor_parallel = groups.new(mesh.groups(TENSOR))
+            assert tensor_parallel is not None
+            use_group(GROUP, tensor_parallel)
+        model = groups.new(mesh.groups(STAGE, TENSOR))
+        return cls(pipeline, lanes, model, _replicas(mesh, groups), groups)
 
-    def destroy(self) -> None:
-        """Every process of a group must call this."""
-        replicas = (
-            () if self.replicas is None else (self.replicas.gathers, self.replicas.sums, self.replicas.copies)
-        )
-        for group in {self.forward, self.backward, self.model, self.sharing, *replicas} - {None}:
-            dist.destroy_process_group(group)
+    def lane(self, lane: Lane) -> dist.ProcessGroup | None:
+        """The group whose communicator of two ranks is `lane`."""
+        return self.lanes[lane.kind, lane.source < lane.target]
+
+    def connect(self, lanes: Iterable[Lane], rank: int, device: torch.device, watch: Report) -> None:
+        """Create the communicators of `lanes`, between pipeline ranks, and of all groups, with a message in each; every
+        process must call this. `rank` is the pipeline rank of this one.
+
+        NCCL creates a communicator, and connects each of its directions, when it is first used, and blocks the hosts of both
+        ends meanwhile. Within a step, two hosts that first wait for each other on different communicators would never go on;
+        here all of them go by one order.
+
+        Source: Where NCCL blocks: `ncclCommInitRank` and the first exchange of a direction (NCCL issue 783).
+
+        Raises:
+            RunError: ranks cannot reach each other; names them.
+        """
+        byte = torch.zeros(1, dtype=torch.uint8, device=device)
+        for lane in sorted(lanes, key=_round):
+            if rank not in (lane.source, lane.target):
+                continue
+            ends = self.pipeline[lane.source], self.pipeline[lane.target]
+            with connecting(ends, watch):
+                if rank == lane.source:
+                    work = dist.isend(byte, ends[1], self.lane(lane))
+                else:
+                    work = dist.irecv(byte, ends[0], self.lane(lane))
+                if work is not None:
+                    work.wait()
+                byte.item()  # a GPU has done it
+        for group, ranks in self.all:
+            with connecting(ranks, watch):
+                dist.all_reduce(byte, group=group)
+                byte.item()
 
 
-def _replicas(mesh: Mesh) -> Replicas | None:
+def _round(lane: Lane) -> tuple[int, int, int, Lane]:
+    """Neighbours (0, 1), (2, 3) and so on connect at the same time, then (1, 2), (3, 4) and so on."""
+    low, high = sorted((lane.source, lane.target))
+    return low % 2, low, high, lane
+
+
+def _replicas(mesh: Mesh, groups: ProcessGroups) -> Replicas | None:
     if mesh.dp == 1:
         return None
-    groups, size = mesh.groups(SHARD), mesh.num_shards
-    gathers, sums = own_group(groups), own_group(groups)
+    sharded, size = mesh.groups(SHARD), mesh.num_shards
+    gathers, sums = groups.new(sharded), groups.new(sharded)
     assert gathers is not None and sums is not None
-    copies = own_group(mesh.groups(COPY)) if size < mesh.dp else None
+    copies = groups.new(mesh.groups(COPY)) if size < mesh.dp else None
     return Replicas(mesh.replica % size, size, gathers, sums, copies)

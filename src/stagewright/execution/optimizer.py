@@ -342,27 +342,27 @@ class Optimizer:
         """Sum gradients over the copies of tied parameters; replicas' sums are in place when a batch ends."""
         self.tied.reduce(self.gradients)
 
-    def step(self, learning_rate: float, has_number: bool = True) -> tuple[float, bool]:
-        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping, and whether the update
-        was left out.
+    def step(self, learning_rate: float, num_lost: torch.Tensor | None = None) -> tuple[torch.Tensor, bool]:
+        """Reduce, clip and update; returns the norm of the gradient over all stages before clipping, which may not have been
+        computed yet on a device that works behind its host, and whether the update was left out.
 
-        It is where the norm is not finite, which every rank sees alike, and updates are to be left out then, or where the
-        loss is not, so that it `has_number` on no rank. With a scaled loss a gradient whose norm is not finite has
-        overflowed, and the scale is smaller from the next step on."""
+        It is left out where the norm is not finite, which every rank sees alike, and updates are to be left out then, or
+        where `num_lost`, the ranks whose loss is not finite, is not zero. The host waits for the device only to know this.
+        With a scaled loss a gradient whose norm is not finite has overflowed, and the scale is smaller from then on.
+        """
         self.reduce()
-        factor = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
-        norm = self._norm(self.gradients) * factor
-        overflowed = not math.isfinite(norm)
-        if self.loss_scale is not None:
-            self.loss_scale.update(overflowed)
-        if (self.skips and overflowed) or not has_number:
+        scale = 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.value
+        norm = self._norm(self.gradients) * scale
+        if self.skips and self._is_skipped(norm, num_lost):
             self.shards.drop_gradients()
             return norm, True
-        if self.clip_norm is not None:
-            factor *= min(1.0, self.clip_norm / (norm + 1e-6))
         gradients = self.gradients
-        if factor != 1.0 and gradients:
-            torch._foreach_mul_(list(gradients.values()), factor)
+        if self.clip_norm is not None:
+            # The smaller of two numbers, and of one and NaN the number.
+            clipping = torch.fmin(self.clip_norm / (norm + 1e-6), torch.ones_like(norm))
+            _multiply(gradients.values(), clipping * scale)
+        elif scale != 1.0 and gradients:
+            torch._foreach_mul_(list(gradients.values()), scale)
         self.updater.update(gradients, learning_rate)
         self.updater.release(self.sharded)
         gradients.clear()
@@ -370,7 +370,17 @@ class Optimizer:
         self.shards.spread()
         return norm, False
 
-    def _norm(self, gradients: Mapping[int, torch.Tensor]) -> float:
+    def _is_skipped(self, norm: torch.Tensor, num_lost: torch.Tensor | None) -> bool:
+        """Whether the present step is left out; adapts the loss scale."""
+        norm_value, lost = torch.stack(
+            [norm, torch.zeros_like(norm) if num_lost is None else num_lost]
+        ).tolist()
+        overflowed = not math.isfinite(norm_value)
+        if self.loss_scale is not None:
+            self.loss_scale.update(overflowed)
+        return overflowed or lost > 0
+
+    def _norm(self, gradients: Mapping[int, torch.Tensor]) -> torch.Tensor:
         whole = {value: gradient for value, gradient in gradients.items() if value not in self.sharded}
         squared = self._squared_norm(self.tied.counted(whole))
         if self.sharded:
@@ -378,7 +388,7 @@ class Optimizer:
             squared += self.shards.total(self._squared_norm(parts))
         if dist.is_initialized():
             dist.all_reduce(squared, group=self.pipeline)
-        return float(squared.sqrt())
+        return squared.sqrt()
 
     def _squared_norm(self, gradients: Iterable[torch.Tensor]) -> torch.Tensor:
         """The sum of the squares of all elements, in float64."""
@@ -386,3 +396,12 @@ class Optimizer:
         if not found:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack(torch._foreach_norm(found)).double().square().sum()
+
+
+def _multiply(tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply tensors in place by a number on their device."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, same in by_dtype.items():
+        torch._foreach_mul_(same, factor.to(dtype))

@@ -17,6 +17,7 @@ from stagewright.errors import RunError
 from stagewright.estimation.memory import stage_edges
 from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.execution.clock import ActionTimer
+from stagewright.execution.collectives import is_ordered
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport
@@ -24,9 +25,11 @@ from stagewright.execution.weights import Weights
 from stagewright.graph.payload import messages
 from stagewright.graph.stage import Stage, Transfer
 from stagewright.schedule.action import COMPUTE, Action, Kind
+from stagewright.schedule.lanes import Lane
 from stagewright.schedule.program import Program
 
 Inputs = Mapping[str, torch.Tensor]
+GroupOf = Callable[[Lane], dist.ProcessGroup | None]
 _Channels = dict[tuple[int, int], Channel | None]
 
 
@@ -61,7 +64,7 @@ class RankRunner:
         program: a lowered program (with sends and receives).
         ranks: the global rank of each pipeline rank of this replica; `rank` is this process's pipeline rank.
         loss_scale: the cotangent of each microbatch's loss.
-        groups: process groups for forward values and for cotangents; None is the default group.
+        group_of: the process group of a lane; None is the default group.
         watch: told the text of every action before it runs.
         shards: what is sharded over replicas; GATHER, RELEASE and REDUCE are about it.
         first_microbatch: number in the whole batch of this replica's first microbatch.
@@ -78,7 +81,7 @@ class RankRunner:
         device: torch.device,
         loss_scale: float,
         seed: int = 0,
-        groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None] = (None, None),
+        group_of: GroupOf = lambda lane: None,
         watch: Callable[[str], None] = lambda action: None,
         shards: Shards | None = None,
         first_microbatch: int = 0,
@@ -90,9 +93,10 @@ class RankRunner:
         self.rank = rank
         self.shards = shards or Shards()
         self.follow(program)
-        self.transport = Transport(device)
+        self.transport = Transport(device, has_slots=dist.is_initialized() and is_ordered())
         self.timer = ActionTimer(device)
         self._started: Any = None  # mark of when the present action had what it needs
+        self._current = BatchResult()
         placed = program.placement.rank_of_stage
         self.runners = {
             stage.index: StageRunner(
@@ -102,7 +106,7 @@ class RankRunner:
             for stage in stages
             if placed[stage.index] == rank
         }  # fmt: skip
-        self._forward, self._backward = _channels(stages, placed, rank, ranks, groups)
+        self._forward, self._backward = _channels(stages, placed, rank, ranks, group_of)
         self._waiting: dict[tuple[str, int, int, int], Tensors] = {}
 
     def follow(self, program: Program) -> None:
@@ -117,6 +121,7 @@ class RankRunner:
 
     def release(self) -> None:
         """Until `restore`, hold nothing that can be computed again from the weights."""
+        self.transport.release()
         for runner in self.runners.values():
             runner.release()
 
@@ -142,12 +147,15 @@ class RankRunner:
             runner.drop()
 
     def run_batch(
-        self, step: int, microbatches: Sequence[Inputs], cotangents: Sequence[float] | None = None
+        self,
+        step: int,
+        microbatches: Sequence[Inputs],
+        cotangents: Sequence[float] | torch.Tensor | None = None,
     ) -> BatchResult:
         """Run the program once: F, I and W of every microbatch; gradients are in `weights` afterwards. `cotangents` are
         those of the loss of each microbatch, where they are not all `loss_scale`. Raises `RunError` where an action failed;
         names the action and what it waited for."""
-        result = BatchResult(timer=self.timer)
+        result = self._current = BatchResult(timer=self.timer)
         self.timer.begin()
         self.weights.begin_step()
         self.shards.drop_gradients()
@@ -169,6 +177,35 @@ class RankRunner:
         self.shards.end_batch(self._last_moves)
         self.transport.settle_all()
         return result
+
+    def device_position(self) -> str:
+        """Return what the device is at in the present batch, which may be far behind the host; empty if it is not behind."""
+        marks = list(self._current.marks)
+        done = next((index for index, (*_, end) in enumerate(marks) if not end.query()), len(marks))
+        if done == len(marks):
+            return ""
+        action, started, _ = marks[done]
+        last = f"has finished {marks[done - 1][0]}" if done else "has finished none"
+        waits = self._awaited(action)
+        doing = f"computes {action}" if started.query() or not waits else f"waits at {action} for {waits}"
+        return f"{last} ({done} of {len(self.actions)} actions) and {doing}"
+
+    def _awaited(self, action: Action) -> str:
+        """Return what an action needs from other ranks, or which earlier transfers it waits for."""
+        match action.kind:
+            case Kind.SEND_F | Kind.SEND_B:
+                channels = self._forward if action.kind is Kind.SEND_F else self._backward
+                channel = _remote(channels, (action.stage, _peer(action)))
+                return f"rank {channel.peer} to receive earlier messages of stages {channel.name}"
+            case Kind.RECV_F | Kind.RECV_B:
+                return ""
+        parts = [
+            f"microbatch {part.microbatch} of stages {channel.name} from rank {channel.peer}"
+            for part in action.parts
+            for (_, target), channel in (self._forward if part.kind is Kind.F else self._backward).items()
+            if target == part.stage and channel is not None and part.kind in (Kind.F, Kind.B, Kind.I)
+        ]
+        return " and ".join(parts)
 
     def _move(self, before: Moves) -> None:
         """What an action does with sharded parameters and gradients before it does anything else."""
@@ -253,7 +290,7 @@ def _channels(
     placed: Sequence[int],
     rank: int,
     ranks: Sequence[int],
-    groups: tuple[dist.ProcessGroup | None, dist.ProcessGroup | None],
+    group_of: GroupOf,
 ) -> tuple[_Channels, _Channels]:
     """Between every two stages that exchange values, one of them on `rank`: by (source, target), for values and for
     cotangents; None where both are."""
@@ -265,8 +302,10 @@ def _channels(
         forward[low, high] = backward[high, low] = None
         if placed[low] != placed[high]:
             peer = ranks[placed[high] if placed[low] == rank else placed[low]]
-            forward[low, high] = _channel(stages[low], high, stages[low].sends, peer, groups[0])
-            backward[high, low] = _channel(stages[high], low, stages[high].grad_sends, peer, groups[1])
+            values = group_of(Lane(Kind.F, placed[low], placed[high]))
+            gradients = group_of(Lane(Kind.B, placed[high], placed[low]))
+            forward[low, high] = _channel(stages[low], high, stages[low].sends, peer, values)
+            backward[high, low] = _channel(stages[high], low, stages[high].grad_sends, peer, gradients)
     return forward, backward
 
 

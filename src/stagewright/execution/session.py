@@ -18,8 +18,8 @@ from stagewright.errors import InputError, RunError
 from stagewright.execution.accelerator import accelerator_of
 from stagewright.execution.allocation import cause_of
 from stagewright.execution.base_model import BaseModelIdentity
-from stagewright.execution.clock import ClockOffset, synchronize
-from stagewright.execution.collectives import exchange
+from stagewright.execution.clock import ClockOffset
+from stagewright.execution.collectives import exchange, is_ordered
 from stagewright.execution.data.ahead import Reader, Wanted
 from stagewright.execution.data.batches import Batches, counted
 from stagewright.execution.data.opening import open_batches
@@ -38,6 +38,7 @@ from stagewright.execution.pace import pace_of
 from stagewright.execution.rank_runner import BatchResult, RankRunner, stage_edges
 from stagewright.execution.record import RankRecord
 from stagewright.execution.shards import Shards
+from stagewright.execution.watch import Report
 from stagewright.execution.weight_files import base_model_of
 from stagewright.execution.weights import TiedGroups, Weights
 from stagewright.graph import OperatorGraph
@@ -50,7 +51,8 @@ from stagewright.planning.lengths import check_same_operators
 from stagewright.planning.plan import Plan
 from stagewright.planning.plan_stages import stage_cuts, stage_policies, stage_program
 from stagewright.schedule.action import COMPUTE
-from stagewright.schedule.lower import insert_communication
+from stagewright.schedule.lanes import check_lanes, lanes_of
+from stagewright.schedule.lower import insert_communication, receives_ahead
 from stagewright.schedule.program import Program
 from stagewright.tracing.arguments import DTYPES
 from stagewright.tracing.cache import trace
@@ -61,10 +63,10 @@ from stagewright.tracing.models.build import DeferredModel
 class StepResult:
     loss: float
     gradient_norm: float
-    learning_rate: float
-    is_skipped: bool
-    """Whether it changed no parameter, because the loss or a gradient was no finite number."""
-    seconds: float
+    learning_rate: float = 0.0
+    is_skipped: bool = False
+    """Whether it changed no parameter, because the loss or a gradient was not finite."""
+    seconds: float = 0.0
     votes: frozenset[str] = frozenset()
     """Which of the questions of `Session.votes` a rank said yes to; all ranks see the same."""
     paces: tuple[float, ...] = ()
@@ -97,7 +99,7 @@ class Session:
         device: torch.device,
         data: Data = None,
         random_weights: bool = False,
-        watch: Callable[[str], None] = lambda position: None,
+        watch: Report = lambda position, **details: None,
         report: Callable[[str], None] = lambda stage: None,
         on_nan: OnNan = "warn",
         reader: Reader | None = None,
@@ -132,10 +134,21 @@ class Session:
         self.stages = carve(self.graph, stage_cuts(plan, self.graph), stage_policies(plan, self.graph))
         verify_stages(self.stages)
         self.program = stage_program(plan)
+        lowered = self.lowered(self.program, self.stages)
+        lanes = lanes_of(lowered)
+        if is_ordered():
+            check_lanes(lowered, stage_edges(self.stages))
+        rank = self.mesh.pipeline_rank
+        self.watch("creating process groups")
+        self.groups = Groups.of(self.mesh)
+        tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE), self.groups.all)
+        tied.count_elsewhere(self._counted_elsewhere())
+        self._tied = tied
+        # Before there are weights: what communicators take of the device is outside of PyTorch's allocator.
+        self.groups.connect(lanes, rank, device, self.watch)
         report("building the weights of this rank")
         size = plan.microbatch_size
         model = DeferredModel(reference, size, job.sequence_length, job.torch_name, seed=job.seed)
-        rank = self.mesh.pipeline_rank
         self.own = own = [stage for stage in self.stages if plan.placement[stage.index] == rank]
         self._needed = {stage.value(value).name for stage in own for value in stage.inputs}
         self.data = _agreed_data(DataIdentity(kind="synthetic") if data is None else data.identity)
@@ -163,13 +176,8 @@ class Session:
         del starting
         self.model_files = ModelFiles.of(model, reference, self.stages, plan.placement, rank, stored)
         del model, stored, adapters
-        self.watch("making process groups")
-        self.groups = Groups.of(self.mesh)
         reduce_dtype = None if plan.reduce_torch_name is None else DTYPES[plan.reduce_torch_name]
         self.shards = Shards(mine, self.weights, self.groups.replicas, reduce_dtype)
-        tied = TiedGroups(self.stages, plan.placement, rank, self.mesh.groups(STAGE))
-        tied.count_elsewhere(self._counted_elsewhere())
-        self._tied = tied
         self.loss_scale = LossScale(job.loss_scale, job.loss_scale_window) if job.dtype == "fp16" else None
         longest = AtLength(self.graph, self.runner_of(self.stages))
         self.lengths = Lengths(job.sequence_length, longest, self._at_length)
@@ -185,28 +193,30 @@ class Session:
             self._wants_number,
         )
         self.metering = Metering()
+        self._unread: TimedStep | None = None
 
     @cached_property
     def base_model(self) -> BaseModelIdentity | None:
         """Of adapters, the model that they are for, whose files are read for it."""
         return base_model_of(self.reference, self.plan.job.seed, not self.is_from_files)
 
-    def watch(self, position: str) -> None:
-        """This rank is now at `position`."""
+    def watch(self, position: str, **details: Any) -> None:
+        """This rank is now at `position`; `details` are those of `Watch.at`."""
         self.position = position
-        self._report_position(position)
+        self._report_position(position, **details)
 
     def follow(self, plan: Plan) -> None:
         """Go on in the order of passes of a plan that differs from the present one in nothing else that counts."""
         self.plan, self.program = plan, stage_program(plan)
-        program = insert_communication(self.program, stage_edges(self.stages))
+        program = self.lowered(self.program, self.stages)
+        if is_ordered():
+            check_lanes(program, stage_edges(self.stages))
         for runner in self.lengths.runners:
             runner.follow(program)
 
     def close(self) -> None:
-        """Nothing is trained here any more: the process groups are gone, on all ranks at once."""
-        self.groups.destroy()
-        self._tied.destroy()
+        """Destroy the process groups; every rank must call this, and nothing is trained here any more."""
+        self.groups.all.destroy()
 
     @property
     def runner(self) -> RankRunner:
@@ -221,14 +231,19 @@ class Session:
         how = found.shards.get(name) if found else None
         return whole if how is None else part_of(whole, how, self.mesh.tp, self.mesh.tensor_rank)
 
+    @staticmethod
+    def lowered(program: Program, stages: Sequence[Stage]) -> Program:
+        """Return a program of these stages with its sends and receives."""
+        return insert_communication(program, stage_edges(stages), ahead=receives_ahead(is_ordered()))
+
     def runner_of(self, stages: Sequence[Stage], program: Program | None = None) -> RankRunner:
         """Runs a lowered `program`, by default the plan's, on stages of this model, of whatever length."""
         plan = self.plan
         if program is None:
-            program = insert_communication(self.program, stage_edges(stages))
+            program = self.lowered(self.program, stages)
         return RankRunner(
             stages, program, self.mesh.pipeline_rank, self.groups.pipeline, self.weights, self.device, self.cotangent,
-            plan.job.seed, (self.groups.forward, self.groups.backward), self.watch, self.shards,
+            plan.job.seed, self.groups.lane, self.watch, self.shards,
             self.mesh.replica * plan.num_microbatches, plan.job.compiled,
         )  # fmt: skip
 
@@ -336,8 +351,7 @@ class Session:
         if inputs is None:
             inputs = self.microbatches(step, graph)
             self._read_ahead(step + 1)
-        self.watch("waiting for all to begin the step")
-        dist.barrier(self.groups.forward)
+        self._begin_together()
         try:
             counting = self.metering.counting(
                 length, self.device, lambda: self._lasting(inputs), self.optimizer.updater.host_state
@@ -363,12 +377,12 @@ class Session:
         """
         now = self.lengths.turn_to(self.plan.job.length_of(step))
         inputs = self.microbatches(step, now.graph)
-        dist.barrier(self.groups.forward)
+        self._begin_together()
         shares = self._shares(inputs)
         batch = self.runner.run_batch(step, inputs, self._cotangents(shares))
         self.watch("summing gradients")
         self.optimizer.reduce()
-        return self._agreed(batch, math.nan, 0.0, False, 0.0, 0.0, shares).loss
+        return self._agreed(self._own_loss(batch, shares), None, 0.0, shares is not None).loss
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The gradients of this rank's parameters by name, whole; every rank must call this."""
@@ -378,25 +392,48 @@ class Session:
         named = {value: stage.value(value).name for stage in self.own for value in stage.parameters}
         return {named[value]: gradient for value, gradient in found.items()}
 
+    def _begin_together(self) -> None:
+        """Wait for the other ranks of the pipeline, so that the times of a step do not count that one of them reads data. A
+        device that works behind its host is not kept waiting: what the step sends and receives keeps ranks together."""
+        if not self._is_asynchronous:
+            self.watch("waiting for all to begin the step")
+            dist.barrier(self.groups.model)
+
+    @property
+    def _is_asynchronous(self) -> bool:
+        return accelerator_of(self.device).is_asynchronous
+
     def _step(self, step: int, inputs: list[dict[str, torch.Tensor]], metered: bool) -> StepResult:
+        """The host waits for the device once, at the end, when all ranks agree; and before it where the update may be left
+        out."""
         start = time.perf_counter()
         shares = self._shares(inputs)
+        timer = self.runner.timer
         batch = self.runner.run_batch(step, inputs, self._cotangents(shares))
-        synchronize(self.device)
-        computed = time.perf_counter()
+        computed = timer.mark()
         self.watch("optimizer step")
         cotangent = self.cotangent
         rate = self.plan.job.rate_of(step)
-        has_number = not self._wants_number or self._has_number(batch, shares)
-        norm, is_skipped = self.optimizer.step(rate, has_number)
+        loss = self._own_loss(batch, shares)
+        norm, is_skipped = self.optimizer.step(rate, self._num_lost(loss) if self._wants_number else None)
         if self.cotangent != cotangent:
             self.lengths.scale_loss(self.cotangent)
-        synchronize(self.device)
-        end = time.perf_counter()
+        end = timer.mark()
         length = self.plan.job.length_of(step)
-        self.metering.took(TimedStep(length, replace(batch, losses={}), start, end - computed))
-        pace = 0.0 if metered else pace_of(batch, self.plan, self.mesh.pipeline_rank, length)
-        return self._agreed(batch, norm, rate, is_skipped, end - start, pace, shares)
+        timed = TimedStep(length, replace(batch, losses={}), start, 0.0)
+        pace = self._pace(timed, metered)
+        self.watch("agreeing on the loss")
+        agreed = self._agreed(loss, norm, pace, shares is not None)
+        seconds = timer.seconds(end)
+        self.metering.took(replace(timed, optimizer_seconds=seconds - timer.seconds(computed)))
+        return replace(agreed, learning_rate=rate, is_skipped=is_skipped, seconds=seconds - start)
+
+    def _pace(self, timed: TimedStep, metered: bool) -> float:
+        """How many times as long as planned this rank took to compute; where the device has not done the step yet, it is the
+        pace of the step before. Zero of metered steps."""
+        current = None if metered else timed
+        read, self._unread = (self._unread, current) if self._is_asynchronous else (current, None)
+        return 0.0 if read is None else pace_of(read.batch, self.plan, self.mesh.pipeline_rank, read.length)
 
     def _lasting(self, inputs: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
         resident = [tensor for runner in self.runner.runners.values() for tensor in runner.resident.values()]
@@ -409,7 +446,7 @@ class Session:
             *(tensor for microbatch in inputs for tensor in microbatch.values()),
         ]
 
-    def _shares(self, inputs: list[dict[str, torch.Tensor]]) -> list[float] | None:
+    def _shares(self, inputs: list[dict[str, torch.Tensor]]) -> torch.Tensor | None:
         """Of the tokens that the whole batch is to learn, the part that is in each of this replica's microbatches, where
         some are not to be learnt; every rank must call this."""
         if not self._is_weighted:
@@ -420,51 +457,58 @@ class Session:
             counts = torch.stack([counted(one[LABELS], is_next) for one in inputs]).double()
         total = counts.sum() / self.mesh.tp
         dist.all_reduce(total)
-        return (counts / total.clamp(min=1)).tolist()
+        return counts / total.clamp(min=1)
 
-    def _cotangents(self, shares: list[float] | None) -> list[float] | None:
+    def _cotangents(self, shares: torch.Tensor | None) -> torch.Tensor | None:
         """Of the loss of each microbatch, where they are not all the same."""
         if shares is None:
             return None
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        return [scale * share for share in shares]
+        return shares if self.loss_scale is None else self.loss_scale.value * shares
 
-    def _has_number(self, result: BatchResult, shares: list[float] | None) -> bool:
-        """Whether no rank has a loss that is no finite number; every rank must call this."""
-        lost = torch.tensor(float(not math.isfinite(_own_loss(result, shares))), device=self.device)
+    def _own_loss(self, result: BatchResult, shares: torch.Tensor | None) -> torch.Tensor:
+        """Of all microbatches whose loss this rank has."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for microbatch, loss in result.losses.items():
+            if shares is None:
+                total += loss
+            else:  # a mean over no tokens is not a number
+                total += torch.where(shares[microbatch] > 0, loss * shares[microbatch], 0.0)
+        return total
+
+    def _num_lost(self, loss: torch.Tensor) -> torch.Tensor:
+        """Ranks with a loss that is not finite; every rank must call this."""
+        lost = (~loss.isfinite()).double()
         dist.all_reduce(lost)
-        return not lost.item()
+        return lost
 
     def _agreed(
-        self,
-        result: BatchResult,
-        norm: float,
-        rate: float,
-        is_skipped: bool,
-        seconds: float,
-        pace: float,
-        shares: list[float] | None = None,
+        self, loss: torch.Tensor, norm: torch.Tensor | None, pace: float, is_weighted: bool
     ) -> StepResult:
-        """What every rank knows of a step: the mean loss over all microbatches of all replicas (with `shares` over all
-        learnt tokens), and what each rank tells."""
+        """What every rank knows of a step: the mean loss over all microbatches of all replicas (of all learnt tokens where
+        it `is_weighted`), the norm of the gradient, and what each rank tells. Waits for the device."""
         num_ranks, votes = dist.get_world_size(), list(self.votes.items())
-        told = torch.zeros(1 + len(votes) + 2 * num_ranks, dtype=torch.float64)
-        told[0] = _own_loss(result, shares)
-        told[1 : 1 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
-        of_ranks = told[1 + len(votes) :].view(2, num_ranks)
+        told = torch.zeros(2 + len(votes) + 2 * num_ranks, dtype=torch.float64)
+        told[2 : 2 + len(votes)] = torch.tensor([float(is_yes()) for _, is_yes in votes])
+        of_ranks = told[2 + len(votes) :].view(2, num_ranks)
         of_ranks[:, self.mesh.rank] = torch.tensor(
             [pace, accelerator_of(self.device).peak_reserved_bytes()], dtype=torch.float64
         )
         told = told.to(self.device)
+        told[0] = loss
+        if norm is not None and self.mesh.rank == 0:
+            told[1] = norm
         dist.all_reduce(told)
-        loss, *others = told.tolist()
+        loss_sum, norm_value, *others = told.tolist()
         yes = frozenset(name for (name, _), count in zip(votes, others, strict=False) if count)
         paces, taken = others[len(votes) : -num_ranks], others[-num_ranks:]
-        num_losses = self.plan.num_microbatches * self.plan.dp if shares is None else 1
-        mean = loss / (num_losses * self.plan.tp)
-        has_scale = self.loss_scale is not None
+        num_losses = 1 if is_weighted else self.plan.num_microbatches * self.plan.dp
         return StepResult(
-            mean, norm, rate, is_skipped, seconds, yes, tuple(paces), int(max(taken)), has_scale
+            loss=loss_sum / (num_losses * self.plan.tp),
+            gradient_norm=math.nan if norm is None else norm_value,
+            votes=yes,
+            paces=tuple(paces),
+            memory_bytes=int(max(taken)),
+            has_scale=self.loss_scale is not None,
         )
 
     # -- record -----------------------------------------------------------------------------------------------------
@@ -489,15 +533,6 @@ class Session:
             clock_error_seconds=offset.error_seconds,
             optimizer_seconds=timed.optimizer_seconds,
         )
-
-
-def _own_loss(result: BatchResult, shares: list[float] | None) -> float:
-    """Of all microbatches whose loss this rank has."""
-    return sum(
-        float(loss) * (1.0 if shares is None else shares[microbatch])
-        for microbatch, loss in result.losses.items()
-        if shares is None or shares[microbatch]  # a mean over no tokens is no number
-    )
 
 
 def _agreed_data(own: DataIdentity) -> DataIdentity:

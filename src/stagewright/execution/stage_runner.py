@@ -65,7 +65,7 @@ class StageRunner:
         meta = stage.value(stage.graph.seed).meta
         cotangent = torch.full(meta.shape, loss_scale, dtype=DTYPES[meta.dtype], device=device)
         self.resident[stage.graph.seed] = cotangent
-        self._cotangents: Sequence[float] | None = None
+        self._cotangents: Sequence[float] | torch.Tensor | None = None
         self._held: dict[int, Tensors] = {}
         self._microbatch = 0
         self._moves = HostCopies(device).moves
@@ -118,7 +118,7 @@ class StageRunner:
 
     # -- actions ----------------------------------------------------------------------------------------------------
 
-    def begin_step(self, step: int, cotangents: Sequence[float] | None = None) -> None:
+    def begin_step(self, step: int, cotangents: Sequence[float] | torch.Tensor | None = None) -> None:
         """Ready for the first action of a batch: parameters may have changed since the last. `cotangents` are those of the
         loss of each microbatch, where they differ."""
         self.step = step

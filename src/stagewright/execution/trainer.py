@@ -199,6 +199,7 @@ class Trainer:
         )
         began = time.monotonic()
         self.session = self._new_session(self.plan)
+        watch.device_position = lambda: self.session.runner.device_position()
         set_up_s = time.monotonic() - began  # and so it is for other cuts, in processes that are there
         self._saving = Saving(self._asked, self.session)
         self.step_number = watch.num_steps = first = self._saving.begin(self.session)

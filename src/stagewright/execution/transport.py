@@ -1,9 +1,15 @@
 """Transport: values between ranks, asynchronous, in the order the lowered program says.
 
-Every transfer of the program is a group of messages with a tag of its own. Forward values and cotangents use separate
-process groups, so that on NCCL a blocked transfer of one direction never holds up the other. The buffers of a transfer
-are kept until so many more (`SENDS_IN_FLIGHT`) of the same kind were sent to the same stage, or the batch ends: what is
-alive when is decided by the program, not by timing.
+Every transfer of the program is a group of messages with a tag of its own. A channel joins two stages, one way; the channels
+of one kind from one rank to another share a lane (`stagewright.schedule.lanes`), on which NCCL, which knows no tags, matches
+messages by their order. The buffers of a transfer are kept until `SENDS_IN_FLIGHT` more of the same channel were sent, or
+the batch ends: what is alive when is decided by the program, not by timing.
+
+Where messages match by order, transfers have slots: buffers that stay. Torch's NCCL backend tells the allocator of every
+tensor that it sends or receives, which frees it only once an event of the lane's stream has happened. The host is a batch
+ahead of the device, so that memory would grow by every boundary of the batch; a copy on the device costs less.
+
+Source: `ProcessGroupNCCL::pointToPoint`, which calls `recordStream` (pytorch issue 132292).
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from stagewright.tracing.arguments import DTYPES
 
 _TAG_SPACE = 1 << 30
 _Transfer = list[tuple[Pending, torch.Tensor]]
-"""Its messages on their way, and their buffers."""
+"""Its messages in flight, and their buffers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +47,25 @@ class Channel:
 
 
 class Transport:
-    def __init__(self, device: torch.device) -> None:
+    """Sends and receives what one rank exchanges with others.
+
+    Args:
+        has_slots: whether transfers use buffers that stay, because the backend would free others late.
+    """
+
+    def __init__(self, device: torch.device, has_slots: bool = False) -> None:
         self.device = device
         self.num_bytes_sent = 0
+        self._has_slots = has_slots
+        self._idle: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._posted: dict[tuple[str, int], _Transfer] = {}
         self._sending: dict[Channel, deque[_Transfer]] = defaultdict(deque)
 
     def post(self, channel: Channel, microbatch: int) -> None:
         """Allocate buffers for a transfer and begin to receive into them."""
         posted = self._posted[channel.name, microbatch] = []
-        for index, message in enumerate(channel.messages):
-            buffer = torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
+        for index in range(len(channel.messages)):
+            buffer = self._buffer(channel, index)
             work = dist.irecv(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
             doing = f"receiving microbatch {microbatch} of stages {channel.name}"
             posted.append((Pending(work, doing, f"rank {channel.peer}"), buffer))
@@ -64,10 +78,12 @@ class Transport:
             raise RunError(
                 f"microbatch {microbatch} of channel {channel.name} is used before its receive is posted"
             )
-        for message in channel.messages:
+        for index, message in enumerate(channel.messages):
             pending, buffer = posted.pop(0)
             pending.wait()
-            arrived.update(_unpack(message, buffer))
+            content = buffer.clone() if self._has_slots else buffer
+            arrived.update(_unpack(message, content))
+            self._free(channel, index, buffer)
         return arrived
 
     def send(self, channel: Channel, microbatch: int, values: dict[int, torch.Tensor]) -> None:
@@ -77,6 +93,8 @@ class Transport:
         sending = []
         for index, message in enumerate(channel.messages):
             buffer = _pack(message, values)
+            if self._has_slots:
+                buffer = self._buffer(channel, index).copy_(buffer)
             work = dist.isend(_raw(buffer), channel.peer, channel.group, channel.tag(microbatch, index))
             pending = Pending(work, f"sending of stages {channel.name}", f"rank {channel.peer}")
             sending.append((pending, buffer))
@@ -85,11 +103,30 @@ class Transport:
 
     def _settle(self, channel: Channel) -> None:
         """Wait for the oldest transfer on a channel and let go of its buffers."""
-        for pending, _ in self._sending[channel].popleft():
+        for index, (pending, buffer) in enumerate(self._sending[channel].popleft()):
             pending.wait()
+            self._free(channel, index, buffer)
+
+    def _buffer(self, channel: Channel, index: int) -> torch.Tensor:
+        """Return a buffer for message `index` of a transfer: an idle slot if there is one."""
+        message = channel.messages[index]
+        if idle := self._idle[channel.name, index]:
+            return idle.pop()
+        return torch.empty(message.num_elements, dtype=DTYPES[message.dtype], device=self.device)
+
+    def _free(self, channel: Channel, index: int, buffer: torch.Tensor) -> None:
+        """What uses `buffer` next runs after what uses it now: a lane waits for the computations issued before."""
+        if self._has_slots:
+            self._idle[channel.name, index].append(buffer)
+
+    def release(self) -> None:
+        """Let go of the slots."""
+        self._idle.clear()
 
     def buffers(self) -> Iterator[torch.Tensor]:
-        """What is received into and sent from."""
+        """What is received into and sent from, and idle slots."""
+        for idle in self._idle.values():
+            yield from idle
         sent = (sending for waiting in self._sending.values() for sending in waiting)
         for transfer in (*self._posted.values(), *sent):
             yield from (buffer for _, buffer in transfer)
@@ -102,13 +139,13 @@ class Transport:
 
 
 def blank_values(channel: Channel, device: torch.device) -> dict[int, torch.Tensor]:
-    """Values by id as a transfer on `channel` moves them, of no content."""
-    found: dict[int, torch.Tensor] = {}
+    """Return values by id as a transfer on `channel` moves them, all zero."""
+    values: dict[int, torch.Tensor] = {}
     for message in channel.messages:
-        found |= _unpack(
+        values |= _unpack(
             message, torch.zeros(message.num_elements, dtype=DTYPES[message.dtype], device=device)
         )
-    return found
+    return values
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

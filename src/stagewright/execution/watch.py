@@ -10,9 +10,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from stagewright.errors import RunError
 from stagewright.execution.board import (
     FINISHED,
     LAUNCHER,
@@ -29,6 +31,11 @@ INTERVAL_S = 0.25
 IMPORT_SILENCE_S = 30.0
 """While libraries are loaded no thread of Python may run for long."""
 JOINING = "joining the group"
+CONNECT_S = 60.0
+"""Seconds in which ranks that are all there must have connected."""
+_LOOK_EVERY_S = 5.0
+Report = Callable[..., None]
+"""Takes the arguments of `Watch.at`."""
 _SETTLE_S = 1.5
 _BLAME_WITHIN_S = 8.0
 _NUM_NEIGHBOURS = 8
@@ -41,6 +48,36 @@ class Limits:
 
     action_s: float = 1800.0
     start_s: float = 300.0
+
+
+@contextmanager
+def connecting(ranks: Sequence[int], watch: Report) -> Iterator[None]:
+    """Inside, the backend connects `ranks`; an error names them."""
+    watch(f"connecting {ranks_text(ranks)}", meets=ranks)
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise RunError(
+            f"{ranks_text(ranks)} cannot reach each other ({reason}): {CONNECTION_REMEDY}"
+        ) from error
+
+
+CONNECTION_REMEDY = (
+    "see that the interface that NCCL_SOCKET_IFNAME (or GLOO_SOCKET_IFNAME) names joins their hosts, that no firewall is "
+    "between them, and what NCCL_DEBUG=INFO prints"
+)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """
+    >>> ranks_text([3, 4]), ranks_text(range(16)), ranks_text([0])
+    ('ranks 3 and 4', '16 ranks from 0 to 15', 'rank 0')
+    """
+    if len(ranks) > _NUM_NEIGHBOURS:
+        return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 class Watch:
@@ -72,6 +109,10 @@ class Watch:
         self._launcher = launcher
         self.position, self._silence_s = "starting", IMPORT_SILENCE_S
         self._since = time.monotonic()
+        self._meets: Sequence[int] = ()
+        self._looked_s = self._all_there_s = 0.0
+        self.device_position: Callable[[], str] = lambda: ""
+        """What the device is at, for a device that works behind its host."""
         self._beat = 0
         self._failure: Failure | None = None
         self._restore: Callable[[], None] = lambda: None
@@ -85,10 +126,12 @@ class Watch:
         self._post()
         self._thread.start()
 
-    def at(self, position: str, silence_s: float = SILENCE_S) -> None:
-        """This rank is now at `position` (the text of an action), where it may give no sign of life for `silence_s`."""
-        self.position, self._silence_s = position, silence_s
+    def at(self, position: str, silence_s: float = SILENCE_S, meets: Sequence[int] = ()) -> None:
+        """This rank is now at `position` (the text of an action), where it may give no sign of life for `silence_s`. All
+        ranks that it `meets` there connect, and must go on together within `CONNECT_S`."""
+        self.position, self._silence_s, self._meets = position, silence_s, meets
         self._since = time.monotonic()
+        self._looked_s = self._all_there_s = 0.0
 
     def stop(self) -> None:
         """The run ended well: positions no longer matter."""
@@ -216,9 +259,25 @@ class Watch:
                 if post.position != JOINING
             ]
             return f"not all ranks joined within {waited:.0f} s: {', '.join(missing) or 'the network lets none connect'}"
+        if self._meets and self._cannot_connect(waited):
+            return (
+                f"{ranks_text(self._meets)} have not connected within {CONNECT_S:.0f} s: {CONNECTION_REMEDY}"
+            )
         if waited > self._limits.action_s:
             return f"this rank has been at {self.position} for {waited:.0f} s, longer than the limit of an action"
         return None
+
+    def _cannot_connect(self, waited: float) -> bool:
+        """Whether all ranks that this one meets have been at its position for too long; the lowest of them looks."""
+        if self.rank != min(self._meets) or waited - self._looked_s < _LOOK_EVERY_S:
+            return False
+        self._looked_s = waited
+        meeting = Liveness(self._board, INTERVAL_S)
+        meeting.look(rank for rank in self._meets if rank != self.rank)
+        there = [post.position == self.position for post in meeting.posts.values()]
+        if not all(there) or len(there) < len(self._meets) - 1:
+            self._all_there_s = waited
+        return waited - self._all_there_s > CONNECT_S
 
     def _judge(self, received: signal.Signals) -> None:
         """A launcher asks this rank to end: because another one died, or because somebody wants the run to stop."""
@@ -234,4 +293,6 @@ class Watch:
         if self._failure is not None or not self._failing.acquire(blocking=False):
             return
         others = self._liveness.others(problem)
+        if at_device := self.device_position():
+            problem = f"{problem}; its device {at_device}"
         self._on_failure(f"rank {self.rank} stops at {self.position}: {problem}{others}")

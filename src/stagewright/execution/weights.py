@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
-from stagewright.execution.collectives import own_group
+from stagewright.execution.collectives import ProcessGroups
 from stagewright.graph import Origin
 from stagewright.graph.flat import Flat
 from stagewright.graph.stage import Stage
@@ -104,11 +104,12 @@ def _checked(stage: Stage, value: int, tensors: Mapping[str, torch.Tensor]) -> t
 class TiedGroups:
     """Parameters that several pipeline ranks hold, with a process group for each set of holders.
 
-    Every rank must construct this with the same arguments, because making process groups is collective.
+    Every rank must construct this with the same arguments, because creating process groups is collective.
 
     Args:
         stages: all stages of the pipeline.
         replicas: for each data-parallel replica, the global rank of each pipeline rank.
+        process_groups: where the groups are created.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class TiedGroups:
         rank_of_stage: Sequence[int],
         rank: int,
         replicas: Sequence[Sequence[int]],
+        process_groups: ProcessGroups,
     ) -> None:
         holders: dict[int, set[int]] = {}
         for stage in stages:
@@ -124,18 +126,11 @@ class TiedGroups:
                 holders.setdefault(value, set()).add(rank_of_stage[stage.index])
         shared = {value: tuple(sorted(ranks)) for value, ranks in holders.items() if len(ranks) > 1}
         groups = {
-            members: own_group([[replica[member] for member in members] for replica in replicas])
+            members: process_groups.new([[replica[member] for member in members] for replica in replicas])
             for members in sorted(set(shared.values()))
         }
-        self._groups = [group for group in groups.values() if group is not None]
         self._shared = [(value, groups[ranks]) for value, ranks in sorted(shared.items()) if rank in ranks]
         self._owned_elsewhere = {v for v, ranks in shared.items() if rank in ranks and rank != ranks[0]}
-
-    def destroy(self) -> None:
-        """Take the groups down, in the order in which they were made; every rank must call this."""
-        for group in self._groups:
-            dist.destroy_process_group(group)
-        self._groups, self._shared = [], []
 
     def count_elsewhere(self, parameters: Iterable[int]) -> None:
         """Leave `parameters` out of this rank's share of a norm: another rank has the same gradients."""

@@ -17,6 +17,15 @@ _RECEIVE_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 _RECEIVE_THAT_POSTS = {What.VALUE_POSTED: Kind.RECV_F, What.GRADIENT_POSTED: Kind.RECV_B}
 
 
+def receives_ahead(on_gpus: bool) -> int:
+    """Return how many compute actions before its use a receive is posted.
+
+    On a GPU a posted receive is a kernel that spins until its message is there, on multiprocessors that computations could
+    use, and anything that waits for the whole device waits for it too. There receives are posted right before their use.
+    """
+    return 0 if on_gpus else 1
+
+
 def insert_communication(program: Program, edges: Iterable[Edge] | None = None, *, ahead: int = 1) -> Program:
     """`program` with the sends and receives of every value and gradient that crosses ranks.
 
