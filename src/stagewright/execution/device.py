@@ -30,16 +30,23 @@ def kind_of(asked: str, plan: Plan, num_ranks_here: int) -> str:
 
 
 def local_device(kind: str) -> torch.device:
-    """The device of this process, which is its current one from now on. Raises `InputError` where there are several GPUs,
-    and the launcher does not say which is this process's."""
+    """Return the device of this process, which is its current one from now on. Raises `InputError` where there are several
+    GPUs and the launcher does not say which is this process's, or it says one that is not there."""
     if kind == "cpu":
         return torch.device("cpu")
-    local = os.environ.get("LOCAL_RANK")
-    if local is None and num_devices("cuda") > 1:
+    num_visible, local = num_devices("cuda"), os.environ.get("LOCAL_RANK")
+    if local is None and num_visible > 1:
         raise InputError(
-            f"this machine has {num_devices('cuda')} CUDA devices, and LOCAL_RANK does not say which of them is this "
-            "rank's: set it, or let each process see its own device only (CUDA_VISIBLE_DEVICES)"
+            f"this machine has {num_visible} CUDA devices, and LOCAL_RANK does not say which of them is this rank's: set "
+            "it, or let each process see its own device only (CUDA_VISIBLE_DEVICES)"
         )
-    device = torch.device("cuda", int(local or 0))
+    # Ray, Slurm and others show each process its own device only, and set LOCAL_RANK all the same.
+    index = 0 if num_visible == 1 else int(local or 0)
+    if index >= num_visible:
+        raise InputError(
+            f"LOCAL_RANK is {index}, but this process sees {num_visible} CUDA devices: start as many ranks on a machine as "
+            "it has, or let each process see its own device only (CUDA_VISIBLE_DEVICES)"
+        )
+    device = torch.device("cuda", index)
     accelerator_of(device).make_current()
     return device

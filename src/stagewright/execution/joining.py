@@ -38,9 +38,12 @@ def kind_of_device(asked: str, plan: Plan) -> str:
     """Type of this process's device, where ``auto`` may be `asked` for."""
     if asked != "auto":
         return asked
+    from stagewright.execution.accelerator import num_devices
     from stagewright.execution.device import kind_of
 
-    return kind_of(asked, plan, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    shows_own_device_only = num_devices("cuda") == 1
+    num_here = 1 if shows_own_device_only else int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return kind_of(asked, plan, num_here)
 
 
 @contextmanager

@@ -1,0 +1,49 @@
+"""Which GPU a rank takes, by what its launcher shows it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from stagewright.errors import InputError
+from stagewright.execution import device
+
+
+class _Devices:
+    """GPUs that a process sees; remembers which one became the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_visible: int) -> None:
+        self.current: torch.device | None = None
+        monkeypatch.setattr(device, "num_devices", lambda kind: num_visible)
+        monkeypatch.setattr(device, "accelerator_of", self._of)
+
+    def _of(self, chosen: torch.device) -> _Devices:
+        self._chosen = chosen
+        return self
+
+    def make_current(self) -> None:
+        self.current = self._chosen
+
+
+@pytest.mark.parametrize(("num_visible", "local_rank", "index"), [(8, "3", 3), (1, "3", 0), (1, None, 0)])
+def test_a_rank_takes_the_device_that_its_launcher_means(
+    monkeypatch: pytest.MonkeyPatch, num_visible: int, local_rank: str | None, index: int
+) -> None:
+    """torchrun shows every process all devices; Ray, Slurm and accelerate may show each its own only."""
+    devices = _Devices(monkeypatch, num_visible)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert device.local_device("cuda") == devices.current == torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(("local_rank", "says"), [(None, "does not say which"), ("8", "LOCAL_RANK is 8")])
+def test_a_device_that_is_not_there_is_refused(
+    monkeypatch: pytest.MonkeyPatch, local_rank: str | None, says: str
+) -> None:
+    _Devices(monkeypatch, 8)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if local_rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(InputError, match=says):
+        device.local_device("cuda")
