@@ -121,3 +121,34 @@ def test_time_in_which_nobody_could_look_is_held_against_nobody(
         now[0] += 0.25
         looking.look([0])
     assert "rank 0 died or froze at 0F0" in (looking.problem() or "")
+
+
+def test_ranks_that_cannot_connect_are_named_once_both_are_there(board: Board) -> None:
+    watched = watching(board)
+    watched.at("connecting ranks 0 and 1", meets=(0, 1))
+    write_post(board, 1, Post(1, "tracing"))
+    assert not watched._cannot_connect(500.0)
+    write_post(board, 1, Post(2, "connecting ranks 0 and 1"))
+    assert not watched._cannot_connect(500.0 + watch.CONNECT_S)
+    assert watched._cannot_connect(510.0 + watch.CONNECT_S)
+
+
+def test_an_error_while_connecting_names_the_ranks() -> None:
+    positions: list[str] = []
+    with (
+        pytest.raises(
+            RunError, match=r"ranks 3 and 4 cannot reach each other \(no route to host\): see that"
+        ),
+        watch.connecting((3, 4), lambda position, meets: positions.append(position)),
+    ):
+        raise RuntimeError("no route to host\n  a trace of C++")
+    assert positions == ["connecting ranks 3 and 4"]
+
+
+def test_a_stuck_rank_says_what_its_device_is_at(board: Board) -> None:
+    said: list[str] = []
+    watched = watching(board, said)
+    watched.device_position = lambda: "has finished 0F0 (1 of 8 actions) and waits at 0B0"
+    watched.at("end of batch")
+    watched._fail("this rank has been at end of batch for 60 s")
+    assert "its device has finished 0F0 (1 of 8 actions) and waits at 0B0" in said[0]

@@ -24,7 +24,7 @@ from stagewright.execution.transport import Channel, Transport
 from stagewright.execution.weights import Weights
 from stagewright.graph.payload import messages
 from stagewright.graph.stage import Stage, Transfer
-from stagewright.schedule.action import COMPUTE, Action, Kind
+from stagewright.schedule.action import COMPUTE, SENDS, Action, Kind
 from stagewright.schedule.lanes import Lane
 from stagewright.schedule.program import Program
 
@@ -187,7 +187,8 @@ class RankRunner:
         action, started, _ = marks[done]
         last = f"has finished {marks[done - 1][0]}" if done else "has finished none"
         waits = self._awaited(action)
-        doing = f"computes {action}" if started.query() or not waits else f"waits at {action} for {waits}"
+        is_waiting = action.kind in SENDS or not started.query()
+        doing = f"waits at {action} for {waits}" if waits and is_waiting else f"computes {action}"
         return f"{last} ({done} of {len(self.actions)} actions) and {doing}"
 
     def _awaited(self, action: Action) -> str:
