@@ -47,6 +47,8 @@ def local_device(kind: str) -> torch.device:
             f"LOCAL_RANK is {index}, but this process sees {num_visible} CUDA devices: start as many ranks on a machine as "
             "it has, or let each process see its own device only (CUDA_VISIBLE_DEVICES)"
         )
+    # Before CUDA starts: of more streams than queues, which are 8 by default, some wait for others.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = torch.device("cuda", index)
     accelerator_of(device).make_current()
     return device
