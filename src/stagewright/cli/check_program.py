@@ -73,10 +73,10 @@ def check_program(
 
 def _findings(program: Program, max_activations: int | None) -> Iterator[Finding]:
     """One finding per check; when actions are misplaced the checks that rely on their places are left out."""
+    from stagewright.schedule.lanes import check_lanes
     from stagewright.schedule.verify import (
         check_ordered,
         check_placed,
-        check_transfer_order,
         check_transfers_matched,
     )
 
@@ -87,9 +87,16 @@ def _findings(program: Program, max_activations: int | None) -> Iterator[Finding
     yield _whole(program)
     yield _gradients(program)
     if program.is_lowered:
-        matched = "every send has its receive, in one order"
-        checks = (check_transfers_matched, check_transfer_order)
-        yield _outcome("transfers", matched, lambda: [check(program) for check in checks])
+        matched = "every send has its receive"
+        yield _outcome("transfers", matched, lambda: check_transfers_matched(program))
+        yield _with_stricter(
+            "lanes",
+            "transfers are in one order at both ends, and do not wait for each other on GPUs",
+            lambda: check_lanes(program),
+            "even if hosts wait for their devices",
+            lambda: check_lanes(program, waits_for_device=True),
+            "if hosts wait for their devices",
+        )
     ordered = "every action comes after those of its rank that it needs"
     yield _outcome("order", ordered, lambda: check_ordered(program))
     yield _hang(program)
@@ -146,19 +153,37 @@ def _gradients(program: Program) -> Finding:
     return _outcome("gradients", right, lambda: check_reduced(program))
 
 
+def _with_stricter(
+    check: str,
+    passed: str,
+    run: Callable[[], object],
+    even: str,
+    run_strictly: Callable[[], object],
+    unless: str,
+) -> Finding:
+    """The outcome of `run`, and whether it passes even if something else is the case; if not, that is only said."""
+    finding = _outcome(check, f"{passed}, {even}", run)
+    strict = _outcome(check, f"{passed}, {even}", run_strictly)
+    if not finding.passed or strict.passed:
+        return finding
+    return Finding(check, True, f"{passed}, but not {unless}: {strict.detail}")
+
+
 def _hang(program: Program) -> Finding:
     """Whether all ranks come to their end; if only with sends that do not wait, that is said."""
     from stagewright.schedule.verify import check_free_of_deadlock
 
     end = "all ranks come to their end"
-    finding = _outcome("hang", end, lambda: check_free_of_deadlock(program, sends_block=False))
-    if not finding.passed or not program.is_lowered:
-        return finding
-    blocking = f"{end}, even if every send waits for its receive"
-    strict = _outcome("hang", blocking, lambda: check_free_of_deadlock(program))
-    if strict.passed:
-        return strict
-    return Finding("hang", True, f"{end}, but not if sends wait for their receives: {strict.detail}")
+    if not program.is_lowered:
+        return _outcome("hang", end, lambda: check_free_of_deadlock(program))
+    return _with_stricter(
+        "hang",
+        end,
+        lambda: check_free_of_deadlock(program, sends_block=False),
+        "even if every send waits for its receive",
+        lambda: check_free_of_deadlock(program),
+        "if sends wait for their receives",
+    )
 
 
 def _activations(program: Program, limit: int | None) -> Finding:

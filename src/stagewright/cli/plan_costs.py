@@ -70,8 +70,9 @@ def plan_costs(
     from stagewright.planning.joint.explain import ablation, most_robust, sensitivity
     from stagewright.planning.joint.promise import promise_of
     from stagewright.planning.joint.search import Effort, search
+    from stagewright.planning.promises import check_transfers
     from stagewright.report import joint as report
-    from stagewright.schedule import verify
+    from stagewright.schedule import chain, verify
 
     check_ending(output)
     check_writable(output)
@@ -83,7 +84,7 @@ def plan_costs(
 
         found = search(problem, Effort(seconds=request.seconds), seed=request.seed, report=told)
     plan = most_robust(found, request.robust / 100) if request.robust else found.best
-    verify(plan.program)
+    check_transfers(verify(plan.program), chain(plan.program.num_stages), on_lanes=True)
     promise = promise_of(plan, found.bound.seconds, bandwidth)
     steps, errors = ablation(found), sensitivity(plan)
     if output is not None:

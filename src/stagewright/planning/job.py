@@ -344,6 +344,10 @@ class Job(StrictModel):
             return f"it is predicted for runtime '{self.runtime}', which is not ours to run: plan without --runtime"
         return None
 
+    def uses_lanes(self, cluster: Cluster) -> bool:
+        """Whether transfers run on lanes, in the order issued (`schedule.lanes`): in our own runtime, on GPUs."""
+        return self.runtime == STAGEWRIGHT and cluster.kind != "cpu"
+
     def traced(self, target: str) -> dict[str, Any]:
         """How `stagewright.tracing.cache.trace` is asked for this job's graph, for devices of type `target`."""
         return {

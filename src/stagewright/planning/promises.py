@@ -9,6 +9,8 @@ from stagewright.planning.plan_stages import stage_program
 from stagewright.planning.prediction.step_times import simulated, whole_step_seconds
 from stagewright.planning.predictions import StepCosts
 from stagewright.schedule import Program, insert_communication, verify
+from stagewright.schedule.lanes import check_lanes
+from stagewright.schedule.lower import receives_ahead
 from stagewright.schedule.tokens import Edge
 from stagewright.units import format_bytes, format_seconds
 
@@ -30,11 +32,16 @@ def check_promised_time(plan: Plan, costs: StepCosts) -> str:
     return f"{format_seconds(taken)} per step at the costs that the plan states"
 
 
-def check_transfers(program: Program, edges: tuple[Edge, ...]) -> str:
-    """How many transfers `program` needs, in words; raises `ScheduleError` if they would not match, or hang."""
-    lowered = verify(insert_communication(program, edges), edges)
+def check_transfers(program: Program, edges: tuple[Edge, ...], on_lanes: bool) -> str:
+    """How many transfers `program` needs, in words; raises `ScheduleError` if they would not match, or hang. With `on_lanes`
+    hosts may wait for their GPUs at any time."""
+    lowered = verify(insert_communication(program, edges, ahead=receives_ahead(on_lanes)), edges)
     count = lowered.num_actions - program.num_actions
-    return f"{count} sends and receives, matched and in one order; no deadlock even if every send blocks"
+    matched = f"{count} sends and receives, matched and in one order; no deadlock even if every send blocks"
+    if not on_lanes:
+        return matched
+    check_lanes(lowered, edges, waits_for_device=True)
+    return f"{matched}, nor if a host waits for its GPU"
 
 
 def check_promised_memory(plan: Plan, cluster: Cluster) -> str:

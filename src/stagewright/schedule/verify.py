@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from stagewright.errors import ScheduleError
-from stagewright.schedule.action import COMPUTE, RECEIVES, SENDS, TRANSFERS, Action, Kind
+from stagewright.schedule.action import COMPUTE, TRANSFERS, Action, Kind
 from stagewright.schedule.encoded import EncodedRules
+from stagewright.schedule.lanes import check_lanes
 from stagewright.schedule.program import Program
 from stagewright.schedule.replay import Replay
 from stagewright.schedule.tokens import Edge, Rules
@@ -16,8 +17,8 @@ from stagewright.schedule.tokens import Edge, Rules
 def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
     """Return `program` if it is placed, complete, matched, ordered and free of deadlock.
 
-    Each pair of ranks of a lowered program must send and receive in the same order. It is held to a stricter
-    rule than any transport needs: it must run even if every send waits until its receive is posted.
+    A lowered program must run on lanes that run transfers in the order issued, and is held to a stricter rule
+    than any transport needs: it must run even if every send waits until its receive is posted.
 
     Raises:
         ScheduleError: names the rule, the action and, for a deadlock, what every rank is blocked at.
@@ -29,7 +30,7 @@ def verify(program: Program, edges: Iterable[Edge] | None = None) -> Program:
     check_reduced(program)
     if program.is_lowered:
         check_transfers_matched(program, edges)
-        check_transfer_order(program)
+        check_lanes(program, edges)
     check_free_of_deadlock(program, edges)
     return program
 
@@ -141,40 +142,6 @@ def check_transfers_matched(program: Program, edges: Iterable[Edge] | None = Non
         raise ScheduleError(
             f"{action} occurs {count} time(s) too often: it matches no edge between stages of two ranks"
         )
-
-
-def check_transfer_order(program: Program) -> None:
-    """For each ordered pair of ranks and each direction the sends and the receives are in the same order."""
-    sends, receives = transfer_order(program, SENDS), transfer_order(program, RECEIVES)
-    for channel in sends.keys() | receives.keys():
-        for sent, received in zip(sends.get(channel, []), receives.get(channel, []), strict=False):
-            if sent != received:
-                source, target, kind = channel
-                raise ScheduleError(
-                    f"rank {source} sends rank {target} the {kind} of stage {sent[0]} for {sent[1]}, "
-                    f"microbatch {sent[2]}, where rank {target} receives those of {received[0]} for "
-                    f"{received[1]}, microbatch {received[2]}; receive in the order of the sends"
-                )
-
-
-def transfer_order(
-    program: Program, kinds: frozenset[Kind]
-) -> dict[tuple[int, int, str], list[tuple[int, int, int]]]:
-    """Transfers of `kinds` in program order by channel: (source rank, target rank, 'values' or 'gradients').
-
-    Each transfer is (source stage, target stage, microbatch).
-    """
-    rank_of_stage = program.placement.rank_of_stage
-    channels: dict[tuple[int, int, str], list[tuple[int, int, int]]] = {}
-    for action in program:
-        if action.kind not in kinds:
-            continue
-        assert action.peer is not None and action.microbatch is not None
-        ends = (action.stage, action.peer) if action.kind in SENDS else (action.peer, action.stage)
-        what = "values" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
-        channel = (rank_of_stage[ends[0]], rank_of_stage[ends[1]], what)
-        channels.setdefault(channel, []).append((*ends, action.microbatch))
-    return channels
 
 
 def check_free_of_deadlock(

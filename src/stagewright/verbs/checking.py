@@ -118,8 +118,9 @@ def _checks_of_promises(plan: Plan, why: str, left_out: list[LeftOut]) -> Iterat
         why = "as the plan does not say what its stages send; --with-model finds out"
         left_out.append(LeftOut("transfers", why))
     else:
+        cluster = plan.cluster.load()
         edges = tuple((one.source, one.target) for one in plan.predictions.costs.transfers)
-        yield "transfers", check_transfers(stage_program(plan), edges)
+        yield "transfers", check_transfers(stage_program(plan), edges, plan.job.uses_lanes(cluster))
     if plan.predictions.ranks:
         yield "memory", check_promised_memory(plan, plan.cluster.load())
     else:
@@ -131,7 +132,7 @@ def _checks_of_model(plan: Plan, cluster: Cluster | None, report: Report) -> Ite
     line = line_of(plan, cluster or plan.cluster.load(), report)
     operators = sum(stage.stop - stage.start for stage in line.stages)
     yield "model", f"{plan.model.text}: all {operators} forward operators, each on one stage"
-    yield "transfers", check_transfers(line.program, stage_edges(line.stages))
+    yield "transfers", check_transfers(line.program, stage_edges(line.stages), line.uses_lanes)
     yield "memory", _check_loop(plan, line.cluster) if plan.job.profile.loop else _check_memory(plan, line)
 
 

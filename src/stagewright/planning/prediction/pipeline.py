@@ -61,6 +61,11 @@ class Pipeline:
         shared = parallelism(self.stages[0].graph)
         return shared is not None and shared.sequence
 
+    @property
+    def uses_lanes(self) -> bool:
+        """Whether its transfers run on lanes of GPUs."""
+        return self.job.uses_lanes(self.cluster)
+
     @cached_property
     def flats(self) -> tuple[Flat, ...]:
         """The flat buffers of all stages; none where there is one replica."""

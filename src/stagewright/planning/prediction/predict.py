@@ -41,6 +41,8 @@ from stagewright.planning.predictions import (
     TransferCosts,
 )
 from stagewright.schedule import Kind, Program, insert_communication
+from stagewright.schedule.lanes import check_lanes
+from stagewright.schedule.lower import receives_ahead
 from stagewright.schedule.tokens import Edge
 from stagewright.simulation import Timeline
 
@@ -48,7 +50,13 @@ _REPLAYED_RANKS = 2
 
 
 def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | None = None) -> Predictions:
-    """All predictions for `line`; `memories` of its ranks if they are known already."""
+    """All predictions for `line`; `memories` of its ranks if they are known already.
+
+    Raises:
+        ScheduleError: its program would hang on GPUs.
+    """
+    if line.uses_lanes:
+        _check_hangs(line.program, stage_edges(line.stages))
     costs = step_costs(line)
     timeline = simulated(line.program, costs)
     step = whole_step_seconds(timeline, costs)
@@ -82,6 +90,13 @@ def predict(line: Pipeline, body: BodyCosts, memories: Sequence[RankMemory] | No
         stages=tuple(_stage_prediction(summary) for summary in line.summaries),
         costs=costs,
     )
+
+
+@lru_cache(maxsize=64)
+def _check_hangs(program: Program, edges: tuple[Edge, ...]) -> None:
+    """Raise where hosts or devices would wait for each other; kept, because plans of a search share their programs."""
+    lowered = insert_communication(program, edges, ahead=receives_ahead(on_gpus=True))
+    check_lanes(lowered, edges, waits_for_device=True)
 
 
 def _saved(memory: RankMemory) -> tuple[SavedPrediction, ...]:
