@@ -12,7 +12,7 @@ from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Change, Event, Key, Rank, Request, Storages
 from stagewright.estimation.stage_memory import Channel, StageMemory
 from stagewright.schedule import Action, Kind
-from stagewright.schedule.action import SENDS, SENDS_IN_FLIGHT
+from stagewright.schedule.action import RECEIVES, SENDS, SENDS_IN_FLIGHT
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +40,27 @@ MOVES = frozenset({Kind.F, Kind.R, Kind.B, Kind.I, Kind.W, Kind.RECV_F, Kind.REC
 
 
 class MemoryEvents:
-    """What the actions of a rank, in order, do to which microbatch."""
+    """What the actions of a rank, in order, do to which microbatch.
 
-    def __init__(self) -> None:
+    With `has_slots` transfers use buffers that stay (`slot_bytes`): what is sent is copied and then no longer held for that,
+    and what is received is copied in front of its use.
+    """
+
+    def __init__(self, has_slots: bool = False) -> None:
+        self._has_slots = has_slots
         self._sent: dict[Channel, deque[int]] = defaultdict(deque)
+        self._posted: dict[tuple[Kind, int, int], list[Event]] = defaultdict(list)
 
     def of(self, action: Action) -> Iterator[tuple[int, Event]]:
         """Microbatches and events; a channel with enough on its way is done with the oldest before it sends anew."""
         for part in (action,) if action.beside is None else action.parts:
             kind, microbatch = part.kind, part.microbatch
             if kind not in MOVES or microbatch is None:
+                continue
+            event: Event = (True, kind, part.stage, part.peer)
+            if self._has_slots and kind in SENDS:
+                yield microbatch, event
+                yield microbatch, (False, kind, part.stage, part.peer)
                 continue
             if kind in SENDS:
                 assert part.peer is not None
@@ -58,7 +69,49 @@ class MemoryEvents:
                 if len(sent) == SENDS_IN_FLIGHT:
                     yield sent.popleft(), (False, *channel)
                 sent.append(microbatch)
-            yield microbatch, (True, kind, part.stage, part.peer)
+            elif self._has_slots and kind in RECEIVES:
+                self._posted[kind, part.stage, microbatch].append(event)
+                continue
+            elif self._has_slots and kind in RECEIVED_BY:
+                yield from (
+                    (microbatch, posted)
+                    for posted in self._posted.pop((RECEIVED_BY[kind], part.stage, microbatch), ())
+                )
+            yield microbatch, event
+
+
+RECEIVED_BY = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}
+"""The receives of what an action takes from other stages."""
+
+
+def slot_bytes(memories: Sequence[StageMemory], actions: Sequence[Action]) -> tuple[int, ...]:
+    """Return the sizes of the buffers that a rank's transfers use, where these stay: of each channel as many as are in use
+    at a time."""
+    num_slots: dict[tuple[Kind, int, int], int] = defaultdict(int)
+    posted: dict[tuple[Kind, int, int], set[int]] = defaultdict(set)
+    for part in (part for action in actions for part in action.parts):
+        if part.kind in SENDS:
+            assert part.peer is not None
+            channel = (part.kind, part.stage, part.peer)
+            num_slots[channel] = min(num_slots[channel] + 1, SENDS_IN_FLIGHT)
+        elif part.kind in RECEIVES:
+            assert part.peer is not None and part.microbatch is not None
+            channel = (_SENT_BY[part.kind], part.peer, part.stage)
+            posted[channel].add(part.microbatch)
+            num_slots[channel] = max(num_slots[channel], len(posted[channel]))
+        elif part.kind in RECEIVED_BY:
+            for (kind, _, target), microbatches in posted.items():
+                if target == part.stage and kind is _SENT_BY[RECEIVED_BY[part.kind]]:
+                    microbatches.discard(part.microbatch or 0)
+    return tuple(
+        message.num_bytes
+        for (kind, source, target), count in num_slots.items()
+        for message in memories[source].messages.get((kind, source, target), ())
+        for _ in range(count)
+    )
+
+
+_SENT_BY = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B}
 
 
 @lru_cache(maxsize=512)

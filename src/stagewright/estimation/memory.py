@@ -3,7 +3,7 @@
 The replay follows the executor: values of one microbatch are held from F to its backward, what other stages
 of the rank need changes hands without a copy, receive buffers exist from the moment a receive is posted,
 what is sent is kept until two more transfers of its channel are sent or the batch ends, and user inputs and
-losses stay for the batch.
+losses stay for the batch. Where transfers have buffers that stay, these are there all the time instead.
 
 Microbatches share no storages but the resident ones, and all go through the same few states, so each change
 of state is worked out once (`stagewright.estimation.in_flight`) and then looked up.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from stagewright.errors import ScheduleError
 from stagewright.estimation.change import Event
 from stagewright.estimation.flat_bytes import FlatBytes
-from stagewright.estimation.in_flight import MemoryEvents, in_flight
+from stagewright.estimation.in_flight import MemoryEvents, in_flight, slot_bytes
 from stagewright.estimation.stage_memory import StageMemory
 from stagewright.estimation.state import ResidentBytes
 from stagewright.graph.stage import Stage
@@ -98,12 +98,15 @@ class _Replay:
     ) -> None:
         self.rank = rank
         self.resident = resident
-        self.fixed = resident.total
+        self.lasting = resident.total
+        if resident.has_slots:
+            self.lasting += sum(slot_bytes(memories, program.actions(rank)))
+        self.fixed = self.lasting
         """What is there whatever the microbatches hold; while flat buffers are whole, these too."""
         self.actions = program.actions(rank)
         self.flight = in_flight(tuple(memories), program.placement.rank_of_stage, rank)
         self.states = [0] * program.num_microbatches
-        self.events = MemoryEvents()
+        self.events = MemoryEvents(resident.has_slots)
         self.inputs = self.flight.input_bytes * (program.num_microbatches + left_out)
         self.live = self.inputs + left_out * _loss_bytes(memories, program, rank)
         self.activations = 0
@@ -120,7 +123,7 @@ class _Replay:
             self.at = action
             if self.flat is not None:
                 self.flat.before(index)
-                self.fixed = self.resident.total + self.flat.total
+                self.fixed = self.lasting + self.flat.total
             for microbatch, event in self.events.of(action):
                 self._step(microbatch, event)
             after.append(self.live + self.fixed)
@@ -130,7 +133,7 @@ class _Replay:
         if self.flat is not None:
             self.at = "end of batch"
             self.flat.end()
-            self.fixed = self.resident.total + self.flat.total
+            self.fixed = self.lasting + self.flat.total
         self.live -= sum(self.flight.sending_bytes(state) for state in self.states)
         transient = self.resident.step_transient
         self.at = "optimizer step"
@@ -142,7 +145,7 @@ class _Replay:
     def _observe_flat(self, above: int) -> None:
         """Flat buffers have come, with so many bytes more for a moment."""
         assert self.flat is not None
-        self.fixed = self.resident.total + self.flat.total
+        self.fixed = self.lasting + self.flat.total
         self._observe(above, 0, above)
 
     def _step(self, microbatch: int, event: Event) -> None:

@@ -33,14 +33,16 @@ class Inner:
     again: Floats
 
 
-def inner_bytes(memories: Sequence[StageMemory], program: Program, rank: int) -> list[Inner]:
+def inner_bytes(
+    memories: Sequence[StageMemory], program: Program, rank: int, has_slots: bool = False
+) -> list[Inner]:
     """Inside every action of `rank` in the lowered `program`.
 
     Microbatches go through the same few changes, each of which is looked at once.
     Ignores: that operators take different times.
     """
     flight = InFlight(memories, program.placement.rank_of_stage, rank, is_scripted=True)
-    states, events = [0] * program.num_microbatches, MemoryEvents()
+    states, events = [0] * program.num_microbatches, MemoryEvents(has_slots)
     known: dict[tuple[tuple[int, Event], ...], Inner] = {}
     found: list[Inner] = []
     for action in program.actions(rank):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from stagewright.estimation.allocator import NONE, Block, CachingAllocator, Ints
 from stagewright.estimation.change import Key
 from stagewright.estimation.flat_bytes import SHARDS, FlatBuffers
-from stagewright.estimation.in_flight import MemoryEvents, in_flight
+from stagewright.estimation.in_flight import MemoryEvents, in_flight, slot_bytes
 from stagewright.estimation.liveness import FREED
 from stagewright.estimation.optimizer import optimizer_of
 from stagewright.estimation.runtime import Runtime, runtime_of
@@ -84,12 +85,16 @@ class _Replay:
         self.scripts: dict[int, tuple[Ints, Ints]] = {}  # by the identity of steps, which `flight` keeps
         self.held = np.full((self.num_microbatches, 64), NONE, np.int64)
         self.state_bytes = resident.total
+        self.slots = slot_bytes(memories, self.actions) if resident.has_slots else ()
+        self.events = partial(MemoryEvents, resident.has_slots)
         self.workspace_bytes = workspace_bytes
 
     def run(self, num_steps: int) -> Reserved:
         state = self._load()
         if self.workspace_bytes:
             self.allocator.allocate(self.workspace_bytes)
+        for num_bytes in self.slots:
+            self.allocator.allocate(num_bytes)
         for step in range(num_steps):
             self._batch()
             if step == 0:
@@ -151,7 +156,7 @@ class _Replay:
 
     def _batch(self) -> None:
         """All actions of one batch; what is left of it goes at its end."""
-        states, events = [0] * self.num_microbatches, MemoryEvents()
+        states, events = [0] * self.num_microbatches, self.events()
         inputs = self._script(list(self.flight.start_sizes.items()))
         for own in self.held:
             self.allocator.run(*inputs, own)

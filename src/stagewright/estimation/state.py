@@ -26,6 +26,7 @@ class ResidentBytes:
     `host_bytes`: of optimizer state that lives on the host, in no category.
     `flats`: buffers that replicas share out, some of which come and go during a batch; `derived`: what the stages whose
     parameters do so derive from them each time; `wire`: type in which gradients are summed, where it is another.
+    `has_slots`: whether transfers use buffers that stay, in no category.
     """
 
     categories: dict[str, int]
@@ -35,6 +36,7 @@ class ResidentBytes:
     flats: tuple[Flat, ...] = ()
     derived: Mapping[int, FunctionMemory] = field(default_factory=dict)
     wire: str | None = None
+    has_slots: bool = False
     runtime: Runtime = field(default_factory=lambda: load_runtime(STAGEWRIGHT))
 
     @cached_property

@@ -17,7 +17,6 @@ from stagewright.errors import RunError
 from stagewright.estimation.memory import stage_edges
 from stagewright.estimation.sharded import NOTHING, Moves, moves
 from stagewright.execution.clock import ActionTimer
-from stagewright.execution.collectives import is_ordered
 from stagewright.execution.shards import Shards
 from stagewright.execution.stage_runner import StageRunner, Tensors
 from stagewright.execution.transport import Channel, Transport
@@ -93,7 +92,7 @@ class RankRunner:
         self.rank = rank
         self.shards = shards or Shards()
         self.follow(program)
-        self.transport = Transport(device, has_slots=dist.is_initialized() and is_ordered())
+        self.transport = Transport(device)
         self.timer = ActionTimer(device)
         self._started: Any = None  # mark of when the present action had what it needs
         self._current = BatchResult()

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from stagewright.errors import RunError
-from stagewright.execution.collectives import Pending
+from stagewright.execution.collectives import Pending, is_ordered
 from stagewright.graph.payload import Message, distinct
 from stagewright.schedule.action import SENDS_IN_FLIGHT
 from stagewright.tracing.arguments import DTYPES
@@ -47,16 +47,12 @@ class Channel:
 
 
 class Transport:
-    """Sends and receives what one rank exchanges with others.
+    """Sends and receives what one rank exchanges with others."""
 
-    Args:
-        has_slots: whether transfers use buffers that stay, because the backend would free others late.
-    """
-
-    def __init__(self, device: torch.device, has_slots: bool = False) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
         self.num_bytes_sent = 0
-        self._has_slots = has_slots
+        self._has_slots = dist.is_initialized() and is_ordered()
         self._idle: dict[tuple[str, int], list[torch.Tensor]] = defaultdict(list)
         self._posted: dict[tuple[str, int], _Transfer] = {}
         self._sending: dict[Channel, deque[_Transfer]] = defaultdict(deque)

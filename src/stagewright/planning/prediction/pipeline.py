@@ -100,6 +100,7 @@ class Pipeline:
         on_host = pipeline_rank in self.host_optimizer
         own = [self.memories[stage] for stage in self.program.placement.stages_of(pipeline_rank)]
         found = resident_bytes(own, self.flats, self.reduce_dtype, host_optimizer=on_host)
+        found = replace(found, has_slots=self.uses_lanes)
         return found.with_versions(self._weight_versions[pipeline_rank])
 
     @cached_property

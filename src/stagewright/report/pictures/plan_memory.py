@@ -30,7 +30,7 @@ def plan_curves(line: Pipeline, timeline: Timeline) -> list[Curve]:
     for rank, actions in enumerate(lowered.ranks):
         resident = line.resident(rank)
         memory = replay_rank(line.memories, lowered, rank, resident)
-        inside = inner_bytes(line.memories, lowered, rank)
+        inside = inner_bytes(line.memories, lowered, rank, resident.has_slots)
         own = timeline.encoded.rank_slice(rank)
         places = _computations(line.program.actions(rank))
         spans = timeline.start_s[own][places], timeline.end_s[own][places]
